@@ -379,14 +379,15 @@ class DataPlaneClient:
         self._report("lookup", reason)
         return Found(present, announced, list(answer.stored_bytes) or [0] * len(counts))
 
-    def register(self, shape: ChunkLayout, memory: MemoryMessage) -> Registration:
-        """Make memory known to the data plane. The caller has asked the breaker.
+    def register(self, shape: ChunkLayout, memory: MemoryMessage, pages: pb.PagedMemory | None = None) -> Registration:
+        """Make memory known to the data plane, and where ``pages`` are in it. The caller has asked the breaker.
 
         Raises:
             DataPlaneError: refused, unreachable, or the daemon counts another chunk size than we do.
         """
         request = pb.RegisterDestinationRequest(
             layout=layout_message(shape),
+            pages=pages,
             **{_MEMORY_FIELDS[type(memory)]: memory},  # type: ignore[arg-type]
         )
         try:
@@ -462,6 +463,44 @@ class DataPlaneClient:
         )
         return FetchCall(call, lambda ended: self._fetch_answer(ended, [part.wanted for part in parts]))
 
+    def start_fetch_pages(
+        self,
+        job_id: str,
+        destination_id: int,
+        shape: ChunkLayout,
+        keys: Sequence[bytes],
+        blocks: Sequence[int],
+        timeout: float,
+        progress: int,
+    ) -> FetchCall:
+        """Start to bring chunks from devices of the data plane into pages.
+
+        Args:
+            job_id: unlike those of other calls in progress.
+            destination_id: of the paged memory.
+            shape: of the chunks.
+            keys: of the chunks.
+            blocks: that they go to, chunk after chunk.
+            timeout: seconds.
+            progress: where in that memory to say how many leading layers are in place.
+
+        Raises:
+            DataPlaneError: the breaker is open.
+        """
+        self._allow("fetch")
+        request = pb.FetchPagesRequest(
+            job_id=job_id,
+            destination_id=destination_id,
+            keys=keys,
+            blocks=blocks,
+            timeout_ms=_milliseconds(timeout),
+            progress=progress,
+        )
+        call = self._connection.stub.FetchPages.future(
+            request, timeout=timeout + _GRACE, metadata=self._connection.metadata()
+        )
+        return FetchCall(call, lambda ended: self._fetch_answer(ended, [np.ones((shape.layers, len(keys)), np.bool_)]))
+
     def _fetch_answer(self, call: Any, wanted: Sequence[Flags]) -> FetchAnswer:
         nothing = [np.zeros_like(each) for each in wanted]
         try:
@@ -488,10 +527,13 @@ class DataPlaneClient:
         keys: Sequence[bytes],
         parents: Sequence[bytes],
         timeout: float,
+        *,
+        plain: bool = False,
     ) -> StoreAnswer:
         """Store chunks that lie in the region one after the other; blocks until the outcome.
 
-        ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first.
+        ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first. ``plain``: not
+        compressed, so that devices can bring them into pages.
         """
         nothing = unpack(b"", len(keys))
         if not self.breakers["store"].allow():
@@ -503,6 +545,7 @@ class DataPlaneClient:
             keys=keys,
             parents=parents,
             timeout_ms=_milliseconds(timeout),
+            plain=plain,
         )
         try:
             answer = self._connection.stub.Store(

@@ -52,6 +52,11 @@ class HostConfig(Section):
     """Fetch layer by layer, and begin to compute as the first layer arrives, for requests that come while no other
     runs, of engines with one group of full attention, from a data plane on this machine, and as many chunks as
     ``fetch_buffer_bytes`` holds; others are fetched chunk by chunk beside what runs, as all are without it."""
+    pages: bool = False
+    """Store chunks as this engine's pages are, not compressed, in the tiers of a data plane on this machine, and have
+    its devices bring them straight into paged memory, which becomes shared memory (docs/tiers.md). For engines on CPUs
+    with one group of layers that are alike; others are served as without it. At the start ``/dev/shm`` must have room
+    for twice the engine's paged memory. Engines that have this and engines that have not share nothing."""
     fetch_or_compute: bool = False
     """Compute a prompt, or more of it, that is stored, where that is predicted to bring its first token sooner than
     fetching. Until both have been seen often enough, what is stored is fetched, as all of it is without this

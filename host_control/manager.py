@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from host_control.client import DataPlaneClient, FetchAnswer, FetchCall, FetchPart
 from host_control.destination import Destination, Memory
@@ -34,6 +34,8 @@ __all__ = [
     "FetchOrder",
     "FetchResult",
     "KVCacheManager",
+    "Placed",
+    "Placer",
     "Scatter",
     "first_in_first_out",
     "shortest_job_first",
@@ -120,6 +122,30 @@ class Scatter(Protocol):
         """
 
 
+class Placed(NamedTuple):
+    """What a :class:`Placer` has done: chunks in place, bytes for them, why nothing more may be; empty if it may."""
+
+    chunks: int
+    moved_bytes: int = 0
+    reason: str = ""
+    detail: str = ""
+
+
+class Placer(Protocol):
+    """Has chunks brought straight into an engine's paged KV memory, as far as they lie where that can be done."""
+
+    def first(self, job: FetchJob) -> int:
+        """Return from which chunk of the job's one part on."""
+
+    def place(
+        self, job: FetchJob, deadline: float, cancelled: Callable[[], bool], told: Callable[[int], None]
+    ) -> Placed:
+        """Place chunks from that one on; return what came of it.
+
+        ``told`` hears how many leading layers are in place of all chunks.
+        """
+
+
 @dataclass(eq=False)
 class _Progress:
     """A job on its way through the manager."""
@@ -139,10 +165,12 @@ class _Progress:
     detail: str = ""
     scatter_error: str = ""
     retried: bool = False
+    place_from: int | None = None  # chunks from this one on are yet to be placed, if they can be
 
     def wanted(self) -> list[int]:
         """Return how many chunks of each part there are to fetch by now."""
         there = self.job.chunks if self.there is None else self.there.chunks
+        there = there if self.place_from is None else self.place_from
         return [max(min(len(keys), there) - done, 0) for keys, done in zip(self.job.keys, self.landed, strict=True)]
 
     def waits(self) -> bool:
@@ -205,6 +233,7 @@ class KVCacheManager:
             layers, from one up to another; others are not there yet.
         layers: of each part's chunks, that are wanted; by default all.
         order: of the fetching queue.
+        placer: of jobs of one part whose chunks are all there; what it leaves is fetched.
         fetch_timeout: seconds from hand-over to outcome.
         round_bytes_min: a round does not leave chunks for the next one to be smaller than this.
     """
@@ -218,6 +247,7 @@ class KVCacheManager:
         scatter_layers: Callable[[FetchJob, Any, tuple[int, int]], None] | None = None,
         layers: Sequence[slice] | None = None,
         order: FetchOrder = first_in_first_out,
+        placer: Placer | None = None,
         fetch_timeout: float = 10.0,
         round_bytes_min: int = _ROUND_BYTES_MIN,
     ) -> None:
@@ -226,6 +256,7 @@ class KVCacheManager:
         self._scatter, self._scatter_layers = scatter, scatter_layers
         self._layers = layers or [slice(None)] * len(destination.shapes)
         self._order = order
+        self._placer = placer
         self._fetch_timeout = fetch_timeout
         self._chunk_bytes = [shape.raw_bytes for shape in destination.shapes]
         self._half_bytes = destination.size // 2
@@ -335,6 +366,8 @@ class KVCacheManager:
             if progress is None:
                 return
             try:
+                if self._placer is not None and progress.there is None and len(progress.job.keys) == 1:
+                    progress.place_from = self._placer.first(progress.job)
                 if progress.job.layerwise:
                     self._fetch_layers(progress)
                 else:
@@ -383,6 +416,10 @@ class KVCacheManager:
             if progress.cancelled or progress.scatter_error or left <= 0:
                 self._end(progress, "cancelled" if progress.cancelled else "deadline")
                 return
+            if progress.place_from is not None and progress.landed[0] >= progress.place_from:
+                if not self._place(progress):
+                    return
+                continue
             if progress.waits():
                 self._flush()  # what waits has nothing under way, and may be ended at any time
                 if not progress.scatter_error:
@@ -428,13 +465,43 @@ class KVCacheManager:
             self._end(progress, answer.reason, answer.detail)
             return
 
-    def _fetch_layers(self, progress: _Progress) -> None:
-        self._flush()  # it takes both halves
+    def _place(self, progress: _Progress) -> bool:
+        """Have the chunks from here on placed, as far as they can be; return whether what is left may be fetched."""
+        assert self._placer is not None
+        self._flush()  # chunks count as a prefix
+        progress.place_from = None
+        if progress.scatter_error:
+            return True
 
         def told(layers: int) -> None:
-            with self._condition:
-                progress.layers = layers
-                self._condition.notify_all()
+            if not progress.landed[0]:
+                self._tell(progress, layers)
+
+        placed = self._placer.place(progress.job, progress.deadline, lambda: progress.cancelled, told)
+        progress.landed[0] += placed.chunks
+        progress.chunks[0] += placed.chunks
+        progress.fetched_bytes += placed.moved_bytes
+        progress.delivered_bytes += placed.moved_bytes
+        if placed.reason:
+            self._end(progress, placed.reason, placed.detail)
+        return not placed.reason
+
+    def _tell(self, progress: _Progress, layers: int) -> None:
+        with self._condition:
+            progress.layers = max(progress.layers, layers)
+            self._condition.notify_all()
+
+    def _fetch_layers(self, progress: _Progress) -> None:
+        self._flush()  # it takes both halves
+        if progress.place_from == 0 and not self._place(progress):
+            return
+        if progress.all_landed():
+            self._end(progress, "complete")
+            return
+        progress.place_from = None
+
+        def told(layers: int) -> None:
+            self._tell(progress, layers)
 
         job, scatter = progress.job, self._scatter_layers
         assert scatter is not None, "a job in the order of layers, and nothing that moves them"
@@ -449,7 +516,8 @@ class KVCacheManager:
             window_s=job.window_s,
         )
         progress.chunks[0], reason, detail = fetch.run()
-        progress.fetched_bytes, progress.delivered_bytes = fetch.fetched_bytes, fetch.delivered_bytes
+        progress.fetched_bytes += fetch.fetched_bytes
+        progress.delivered_bytes += fetch.delivered_bytes
         self._end(progress, reason, detail)
 
     def _round(self, progress: _Progress) -> list[_Run]:

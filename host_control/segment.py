@@ -105,6 +105,11 @@ class Segment:
 
     outlives_us = True
 
+    @property
+    def descriptor(self) -> int:
+        """Of the file, while it is open."""
+        return self._descriptor
+
     def message(self) -> pb.SharedMemory:
         """Return what the data plane is told."""
         return pb.SharedMemory(name=self.name, size=self.size)

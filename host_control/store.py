@@ -50,6 +50,7 @@ class StoreQueue:
         timeout: seconds for a batch.
         recent_keys: so many keys are remembered as stored.
         retry_interval: seconds between attempts to connect while there is nothing to store.
+        plain: not compressed, so that devices can bring them into pages.
 
     Attributes:
         last_error: why there was no connection when one was last tried.
@@ -65,6 +66,7 @@ class StoreQueue:
         timeout: float = 10.0,
         recent_keys: int = 65536,
         retry_interval: float = 1.0,
+        plain: bool = False,
     ) -> None:
         self._client = client
         self._destination = destination
@@ -80,6 +82,7 @@ class StoreQueue:
         self._timeout = timeout
         self._recent_max = recent_keys
         self._retry_interval = retry_interval
+        self._plain = plain
         self._condition = threading.Condition()
         self._free: dict[Memory, list[list[int]]] = {}
         self._queue: collections.deque[_Staged] = collections.deque()
@@ -325,6 +328,7 @@ class StoreQueue:
             [staged.key for staged in batch],
             [staged.parent for staged in batch],
             self._timeout,
+            plain=self._plain,
         )
 
     def _settle(self, batch: list[_Staged], answer: StoreAnswer) -> None:

@@ -16,6 +16,7 @@ from host_control.destination import Destination, Memory
 from host_control.layer_window import LayerWindow
 from host_control.layouts import NOWHERE
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
+from host_control.pages import PageDelivery, SharedPages
 from host_control.store import StoreQueue
 from host_control.vllm.groups import Groups
 from host_control.vllm.identity.content import content_hashes
@@ -29,6 +30,7 @@ from host_control.vllm.metadata import (
     WorkerReport,
 )
 from host_control.vllm.metrics import Counts, FailureLog
+from host_control.vllm.paging import PagePlacer, share_pages
 from host_control.vllm.parts import Part, Rank, find_parts
 from host_control.vllm.support import UncacheableError
 from shadowserve.chunk import ChunkLayout
@@ -91,6 +93,8 @@ class WorkerSide:
         self._layerwise: set[str] = set()  # of this step's synchronous loads
         self._awaited: set[int] = set()  # layers, by this step
         self._window, self._window_s = LayerWindow(), 0.0
+        self._pages: SharedPages | None = None
+        self._page_delivery: PageDelivery | None = None
         self._bad_blocks: set[int] = set()
         self._failed_loads: set[str] = set()
         self._ended: dict[str, int] = {}
@@ -106,7 +110,17 @@ class WorkerSide:
         if self.problem or self._groups is None:
             return
         try:
-            parts = find_parts(self._vllm_config, self._kv_cache_config, self._groups, caches, self._config, self._rank)
+            pages = share_pages(self._config, self._kv_cache_config, self._groups, caches, self._logger)
+            self._pages = pages
+            parts = find_parts(
+                self._vllm_config,
+                self._kv_cache_config,
+                self._groups,
+                caches,
+                self._config,
+                self._rank,
+                paged=pages is not None,
+            )
             self._device = parts[0].layout.device
             self._delivery = choose(self._config, self._device)
             hashes = content_hashes(self._config, self._logger)
@@ -141,6 +155,7 @@ class WorkerSide:
                 batch_chunks=self._config.store_batch_chunks,
                 timeout=self._config.store_timeout,
                 recent_keys=self._config.recent_keys,
+                plain=self._pages is not None,
             )
             # An engine starts once; without this its first prompts would not be stored.
             if not self._store.wait_tried(self._config.connect_timeout):
@@ -174,8 +189,17 @@ class WorkerSide:
             scatter_layers=lambda job, chunks, layers: self._scatter(job, 0, 0, chunks, layers),
             layers=[part.wanted for part in self._parts[cut]],
             order=ORDERS[self._config.order],
+            placer=self._make_placer() if cut == 0 else None,
             fetch_timeout=self._config.fetch_timeout,
         )
+
+    def _make_placer(self) -> PagePlacer | None:
+        if self._pages is None:
+            return None
+        assert self._client is not None
+        timeout = self._config.connect_timeout
+        self._page_delivery = PageDelivery(self._client, self._pages, self._shapes[0][0], timeout)
+        return PagePlacer(self._page_delivery, self._parts[0][0], lambda: self._watch)
 
     def _destination(self, cut: int, configured: int, make: Callable[[int], Memory]) -> Destination:
         assert self._client is not None
@@ -346,6 +370,8 @@ class WorkerSide:
         (:meth:`take_bad_blocks`); with several it takes all of them.
         """
         self._end_layerwise()
+        if self._pages is not None:
+            self._pages.renew()  # before anybody hears of a load into them that ended without an answer
         results, self._results = self._results, []
         for result in results:
             self._account(result)
@@ -434,6 +460,9 @@ class WorkerSide:
             self.take_store_counts()
         for manager in self._managers.values():
             self._results += manager.close(max(0.1, ends - time.monotonic()))
+        if self._page_delivery is not None and self._pages is not None:
+            self._page_delivery.close()
+            self._pages.renew()
         if self._client is not None:
             self._client.close()
         self._store = self._client = None

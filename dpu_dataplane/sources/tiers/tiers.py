@@ -108,7 +108,7 @@ class Tiers:
         gauges: dict[str, tuple[str, str]] = {
             "tier_objects": ("Records in the tiers", "keys"),
             "tier_used_bytes": ("Bytes of the tiers that are used", "used_bytes"),
-            "tier_capacity_bytes": ("Bytes that the tiers have room for", "capacity_bytes"),
+            "tier_capacity_bytes": ("Bytes that the tiers have room for", "budget_bytes"),
         }
         self._metrics.gauges |= {
             name: (text, partial(self._statistic, attribute)) for name, (text, attribute) in gauges.items()
