@@ -41,6 +41,7 @@ BENCHES: Final = (
     "recovery",
     "pool",
     "tiers",
+    "pages",
     "isolation",
     "gpu",
 )
@@ -59,6 +60,7 @@ NEEDS: Final = {
     "layers": ["vllm"],
     "decide": ["vllm"],
     "control": ["vllm", "redis"],
+    "pages": ["torch"],
 }
 """Packages of others that a benchmark imports late: better missed before it has measured for minutes."""
 
