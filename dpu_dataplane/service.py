@@ -405,11 +405,13 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         assert paging is not None
         if self._placing is None:
             return pb.FetchResponse(outcome=pb.OUTCOME_ABSENT, detail="this data plane has no devices")
-        word = None
-        if request.HasField("progress"):
-            word = destination.memory[request.progress : request.progress + PROGRESS_BYTES]
+        word = destination.address + request.progress if request.HasField("progress") else 0
         order = PageOrder(keys, layout, paging, destination.address, blocks, word)
-        delivered, rotten, stop = await self._placing.place(job, order)
+        try:
+            delivered, rotten, stop = await self._placing.place(job, order)
+        except ENDINGS as error:  # before anything was begun
+            outcome, detail = ending_of(error)
+            return pb.FetchResponse(outcome=outcome, detail=detail)
         if stop is not None:
             outcome, detail = stop.outcome, str(stop)
         elif delivered.all():

@@ -26,7 +26,7 @@ class PageOrder:
         paging: where pages are.
         address: of the paged memory, here.
         blocks: [chunk, block]: where each chunk goes.
-        word: to say in how many leading layers are in place meanwhile.
+        word: address of the word that is told how many leading layers are in place meanwhile; 0 for none.
     """
 
     keys: Sequence[bytes]
@@ -34,7 +34,7 @@ class PageOrder:
     paging: Paging
     address: int
     blocks: npt.NDArray[np.uint32]
-    word: memoryview | None
+    word: int
 
 
 class Placed(NamedTuple):

@@ -10,7 +10,6 @@ import itertools
 import os
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
@@ -122,7 +121,7 @@ class BlockDevice(Closing):
         self._operations: dict[int, Operation] = {}
         self._registered: list[Any] = []
         self._left: list[Operation] = []
-        self._tables: weakref.WeakKeyDictionary[Pages, Any] = weakref.WeakKeyDictionary()  # as long as they are named
+        self._tables: dict[int, list[Any]] = {}  # of reads into pages, by tag
         # No call is in the C core when the block is freed, and one at a time takes completions.
         self._lock = threading.Lock()
         self._closing = threading.Lock()
@@ -157,17 +156,6 @@ class BlockDevice(Closing):
                     ffi.release(each)
             self._registered = kept
 
-    def _table(self, pages: Pages) -> Any:
-        """Return how the C core is told of pages: once for all operations that name them."""
-        table = self._tables.get(pages)
-        if table is None:
-            table = self._tables[pages] = ffi.new("struct ss_block_pages *")
-            table.size, table.stride = pages.size, pages.stride
-            table.extents = ffi.cast("uint64_t *", pages.extents.ctypes.data)
-            table.blocks = ffi.cast("uint32_t *", pages.blocks.ctypes.data)
-            table.extent_count, table.extent_blocks = pages.blocks.shape
-        return table
-
     def submit(self, operations: Sequence[Operation]) -> None:
         """Queue operations, all or none; never blocks.
 
@@ -179,6 +167,7 @@ class BlockDevice(Closing):
         """
         described = ffi.new("struct ss_block_operation[]", len(operations))
         tags = list(itertools.islice(self._tags, len(operations)))
+        tables: list[Any] = []
         for entry, operation, tag in zip(described, operations, tags, strict=True):
             entry.kind, entry.priority = operation.kind, operation.priority
             entry.offset, entry.length = operation.offset, operation.length
@@ -188,17 +177,17 @@ class BlockDevice(Closing):
                 _describe(entry.expected, operation.expected)
                 entry.expected_units, entry.is_checked = operation.expected_units, 1
             if operation.pages is not None:
-                assert operation.checksums is not None and operation.verdicts is not None
-                entry.pages = self._table(operation.pages)
-                entry.checksums = ffi.cast("uint32_t *", operation.checksums.ctypes.data)
-                entry.verdicts = ffi.cast("uint32_t *", operation.verdicts.ctypes.data)
+                tables.append(_table(operation.pages))
+                entry.pages = tables[-1]
         with self._lock:
             block = self._open()
             self._operations.update(zip(tags, operations, strict=True))
+            self._tables.update((tag, tables) for tag in tags if tables)
             code = lib.ss_block_submit(block, described, len(operations))
             if code != Result.OK:
                 for tag in tags:
                     del self._operations[tag]
+                    self._tables.pop(tag, None)
         if code != Result.OK:
             _refused(code, self.name, operations)
 
@@ -218,6 +207,8 @@ class BlockDevice(Closing):
             for index in range(count):
                 completion = self._completions[index]
                 operation = self._operations.pop(completion.tag)
+                if operation.pages is not None:
+                    del self._tables[completion.tag]
                 operation.begin_ns, operation.end_ns = completion.begin_ns, completion.end_ns
                 self.latencies[_KINDS[operation.kind]].add(completion.end_ns - completion.begin_ns)
                 if completion.error:
@@ -293,6 +284,20 @@ class BlockDevice(Closing):
     def _error(self, code: int, operation: Operation) -> OSError:
         what = f"{operation.kind.name.lower()} of {operation.length} bytes at {operation.offset}"
         return OSError(code, f"{os.strerror(code)} ({what})", self.name)
+
+
+def _table(pages: Pages) -> Any:
+    """Return how the C core is told of pages; it stays until the read has ended."""
+    table = ffi.new("struct ss_block_pages *")
+    table.size, table.stride = pages.size, pages.stride
+    for name in ("layers", "extents"):
+        setattr(table, name, ffi.cast("uint64_t *", getattr(pages, name).ctypes.data))
+    for name in ("blocks", "checksums", "verdicts", "left", "stop"):
+        setattr(table, name, ffi.cast("uint32_t *", getattr(pages, name).ctypes.data))
+    table.word = ffi.cast("uint32_t *", pages.word)
+    table.layer_count = len(pages.layers)
+    table.extent_count, table.extent_blocks = pages.blocks.shape
+    return table
 
 
 _kept_for_ever: list[Any] = []

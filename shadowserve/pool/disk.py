@@ -376,7 +376,8 @@ class Disk:
         """Count such a read, which has ended."""
         self.reading -= 1
         if operation.error is not None:
-            self.note_error(operation.error, 0, writing=False)
+            if operation.error.errno != errno.ECANCELED:
+                self.note_error(operation.error, 0, writing=False)
             return
         self.reads += 1
         self.read_bytes += operation.moved_bytes

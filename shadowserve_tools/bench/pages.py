@@ -72,7 +72,8 @@ def pages(layers: int, heads: int, repeats: int, folder: Path | None, output: Ou
         kv = _Kv(layers, heads)
         paged = _Paged(stack, logs, disk / PAGES, kv)
         compressed = _Compressed(stack, logs, disk / COMPRESSED, kv)
-        few, many = [], []
+        few: list[tuple[float, float]] = []
+        many: list[tuple[float, float]] = []
         costs = repeat(
             repeats,
             lambda: paged.measured(FEW, few),
@@ -336,14 +337,16 @@ def _by_pages(file: Path, kv: _Kv, repeats: int) -> dict[str, list[Cost]]:
             _ended(device, [_operation(OperationKind.WRITE, layer * row, row, address)])
         blocks = np.random.default_rng(5).permutation(MANY).astype(np.uint32)
         extents = np.arange(0, row, CHUNK_BLOCKS * kv.page_bytes, dtype=np.uint64)
-        table = Pages(kv.page_bytes, kv.page_bytes, extents, blocks.reshape(-1, CHUNK_BLOCKS))
-        checksums = np.zeros(len(extents), np.uint32)
-        verdicts = np.zeros(len(extents), np.uint32)
 
         def vectored(layer: int) -> None:
-            part = CHUNK_BLOCKS * kv.page_bytes
-            operation = _operation(OperationKind.READ, layer * row, part, address)
-            operation.pages, operation.checksums, operation.verdicts = table, checksums, verdicts
+            parts = np.zeros((1, len(extents)), np.uint32)
+            table = Pages(
+                size=kv.page_bytes, stride=kv.page_bytes, layers=np.zeros(1, np.uint64), extents=extents,
+                blocks=blocks.reshape(-1, CHUNK_BLOCKS), checksums=parts, verdicts=parts.copy(), word=0,
+                left=np.full(1, len(extents), np.uint32), stop=np.zeros(1, np.uint32),
+            )  # fmt: skip
+            operation = _operation(OperationKind.READ, layer * row, CHUNK_BLOCKS * kv.page_bytes, address)
+            operation.pages = table
             _ended(device, [operation])
 
         def read(index: int, layer: int) -> Operation:

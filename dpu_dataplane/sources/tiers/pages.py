@@ -1,12 +1,13 @@
 """Chunks of pages on devices of the tiers, brought straight into an engine's paged memory.
 
 A record whose slices are as the engine's pages are (``StoreRequest.plain``) is an object of the pool like any other: it
-is found, evicted and recovered with the others. What is special is how it is read. A layer of all chunks is one request
-to each device, whatever the number of blocks; the device's thread spreads it over pages, and compares what came with
-the record's checksums. No byte passes through memory of the pool, and no core copies any.
+is found, evicted and recovered with the others. What is special is how it is read. All chunks are one request to each
+device, whatever the number of layers and blocks; the device's thread goes through them layer by layer, spreads them
+over pages, compares what came with the record's checksums, and tells the engine of layers that are in place. No byte
+passes through memory of the pool, and no core copies any.
 
-A layer is requested when one before it has come, so that only few are under way when a job ends early: what is under
-way cannot be called back, and has to be waited for, since until then it may still land.
+A request can be stopped, but what a device has begun cannot be called back. It has to be waited for: until then it may
+still land.
 """
 
 import asyncio
@@ -37,8 +38,6 @@ from shadowserve.record import parse_head
 
 __all__ = ["DevicePages"]
 
-_LAYERS_AHEAD: Final = 4
-"""Requested at a time: a device has the next when it is done with one, and a job that ends waits for no more."""
 _KNOWN_MAX: Final = 65_536
 """Records of which it is remembered how to read them: 16 Mi tokens at 256 a chunk."""
 
@@ -139,21 +138,15 @@ def _described(key: bytes, stored: Stored, layout: ChunkLayout) -> _Known | None
 
 @dataclass(frozen=True)
 class _Share:
-    """What one device has of an order: which chunks, and how to read a layer of all of them.
-
-    Attributes:
-        checksums, verdicts: [layer, chunk of these].
-    """
+    """What one device has of an order: which chunks, and the read of all their layers."""
 
     disk: Disk
     chunks: npt.NDArray[np.int64]
     pages: Pages
-    checksums: npt.NDArray[np.uint32]
-    verdicts: npt.NDArray[np.uint32]
 
 
 class _Reading:
-    """One order on its way."""
+    """One order on its way: one request to each device."""
 
     def __init__(
         self,
@@ -168,91 +161,81 @@ class _Reading:
         self._metrics = metrics
         self._job = job
         self._order = order
-        self._row_bytes = order.layout.tokens * order.layout.vector_length
-        self.delivered: Flags = np.zeros((order.layout.layers, len(order.keys)), np.bool_)
+        self._part_bytes = order.layout.tokens * order.layout.vector_length
+        self._layers = np.array(order.paging.first, np.uint64)
+        self._left = np.full(order.layout.layers, len(order.keys), np.uint32)
+        self._stop = np.zeros(1, np.uint32)
         self._shares = [self._share(disk, extents, known) for disk in dict.fromkeys(each.disk for each in extents)]
-        self._left = [len(self._shares)] * order.layout.layers
-        self._layers = 0  # leading ones that have come
-        self._failed = False
-        self._event = asyncio.Event()
+        self._under_way = 0
+        self._quiet = asyncio.Event()
 
     def _share(self, disk: Disk, extents: Sequence[Extent], known: Sequence[_Known]) -> _Share:
         chunks = np.array([index for index, extent in enumerate(extents) if extent.disk is disk], np.int64)
         bodies = [extents[index].offset + native.OBJECT_HEADER_BYTES + known[index].body for index in chunks]
-        paging = self._order.paging
-        pages = Pages(paging.page_bytes, paging.stride, np.array(bodies, np.uint64), self._order.blocks[chunks])
         checksums = np.ascontiguousarray(np.stack([known[index].checksums for index in chunks], axis=1))
-        return _Share(disk, chunks, pages, checksums, np.full_like(checksums, Result.SKIPPED))
+        pages = Pages(
+            size=self._order.paging.page_bytes,
+            stride=self._order.paging.stride,
+            layers=self._layers,
+            extents=np.array(bodies, np.uint64),
+            blocks=self._order.blocks[chunks],
+            checksums=checksums,
+            verdicts=np.full_like(checksums, Result.SKIPPED),
+            left=self._left,
+            word=self._order.word,
+            stop=self._stop,
+        )
+        return _Share(disk, chunks, pages)
 
     async def run(self) -> Placed:
-        """Read layer after layer; return once nothing is under way."""
-        requested, count = 0, self._order.layout.layers
-        while True:
-            while requested < count and requested - self._layers < _LAYERS_AHEAD and not self._is_over():
-                self._request(requested)
-                requested += 1
-            if self._layers == requested:
-                break
-            self._event.clear()
-            await self._event.wait()  # whatever the time: until all has come, it may still land
-        whole = sum(len(share.chunks) for share in self._shares) == len(self._order.keys)
-        rotten = [
-            int(chunk)
-            for share in self._shares
-            for chunk in share.chunks[(share.verdicts == Result.CHECKSUM).any(axis=0)]
-        ]
-        size = int(self.delivered.sum()) * self._row_bytes
+        """Read, and return once nothing is under way, whatever the time: until then it may still land."""
+        with self._job.interruptible(self._give_up):
+            for share in self._shares:
+                self._request(share)
+            left_s = (self._job.deadline_ns - time.monotonic_ns()) / 1e9
+            late = asyncio.get_running_loop().call_later(left_s, self._give_up)
+            try:
+                if self._under_way:
+                    await self._quiet.wait()
+            finally:
+                late.cancel()
+        delivered: Flags = np.zeros((self._order.layout.layers, len(self._order.keys)), np.bool_)
+        rotten = []
+        for share in self._shares:
+            delivered[:, share.chunks] = share.pages.verdicts == Result.OK
+            rotten += share.chunks[(share.pages.verdicts == Result.CHECKSUM).any(axis=0)].tolist()
+        size = int(delivered.sum()) * self._part_bytes
         self._metrics.tier_bytes += size
         self._metrics.page_bytes += size
-        if self.delivered.all() and whole:
-            return Placed(self.delivered, rotten, None)
-        try:
-            self._job.check()
-        except Stop as stop:
-            return Placed(self.delivered, rotten, stop)
-        return Placed(self.delivered, rotten, None)
+        stop = None
+        if not delivered.all():
+            try:
+                self._job.check()
+            except Stop as error:
+                stop = error
+        return Placed(delivered, rotten, stop)
 
-    def _is_over(self) -> bool:
-        return self._failed or self._job.cancelled or time.monotonic_ns() >= self._job.deadline_ns
+    def _give_up(self) -> None:
+        """Have no further part begun."""
+        self._stop[0] = 1
 
-    def _request(self, layer: int) -> None:
-        """Have every device bring a layer of what it has: one request each."""
-        order = self._order
-        for share in self._shares:
-            operation = Operation(
-                OperationKind.READ,
-                layer * self._row_bytes,
-                self._row_bytes,
-                order.address + order.paging.first[layer],
-                Priority.FOREGROUND,
-                partial(self._note_end, layer, share),
-                pages=share.pages,
-                checksums=share.checksums[layer],
-                verdicts=share.verdicts[layer],
-            )
-            with self._tiers.lock:
-                share.disk.submit_read(operation)
-            self._metrics.page_requests += 1
+    def _request(self, share: _Share) -> None:
+        """Have a device bring all of what it has."""
+        operation = Operation(
+            OperationKind.READ, 0, self._part_bytes, self._order.address, Priority.FOREGROUND,
+            partial(self._note_end, share), pages=share.pages,
+        )  # fmt: skip
+        self._under_way += 1
+        with self._tiers.lock:
+            share.disk.submit_read(operation)
+        self._metrics.page_requests += 1
 
-    def _note_end(self, layer: int, share: _Share, operation: Operation) -> None:
+    def _note_end(self, share: _Share, operation: Operation) -> None:
         """Count what a device has brought; in the pool's thread, with its lock held."""
         share.disk.note_read(operation)
-        self._tiers.later(self._take, layer, share, operation.error is None)
+        self._tiers.later(self._ended)
 
-    def _take(self, layer: int, share: _Share, came: bool) -> None:
-        sound = share.verdicts[layer] == Result.OK if came else np.zeros(len(share.chunks), np.bool_)
-        self.delivered[layer, share.chunks] = sound
-        self._failed |= not sound.all()
-        self._left[layer] -= 1
-        before = self._layers
-        while self._layers < len(self._left) and not self._left[self._layers]:
-            self._layers += 1
-        if self._layers > before:
-            self._tell()
-        self._event.set()
-
-    def _tell(self) -> None:
-        """Say how many leading layers are in place of all chunks."""
-        there = self.delivered[: self._layers].all(axis=1)
-        if self._order.word is not None and (leading := int(np.logical_and.accumulate(there).sum())):
-            native.progress_tell(self._order.word, leading)
+    def _ended(self) -> None:
+        self._under_way -= 1
+        if not self._under_way:
+            self._quiet.set()

@@ -6,8 +6,8 @@
  *
  * Who submits and who takes completions only queues and takes, under one lock that is never held during a system call
  * that may wait. Drivers: uring.c and nvme.c have one thread with a ring, threads.c one thread for
- * each request in flight. Each asks ss_schedule_next() for requests, reports them with ss_block_finish_request(), and
- * checks with ss_block_check_next() what is to be checked, once the device has something to do again.
+ * each request in flight. Each asks ss_block_next_request() for requests, reports them with ss_block_finish_request(),
+ * and checks with ss_block_check_next() what is to be checked, once the device has something to do again.
  */
 #include "block/block.h"
 
@@ -301,16 +301,24 @@ static int pages_are_valid(const struct ss_block *block, const struct ss_block_o
     const struct ss_block_pages *pages = operation->pages;
     uint64_t size = block->device.size, offset = operation->offset, length = operation->length;
 
-    if (operation->kind != SS_BLOCK_READ || operation->is_checked || operation->checksums == NULL ||
-        operation->verdicts == NULL || operation->memory == NULL || pages->extents == NULL || pages->blocks == NULL ||
+    if (operation->kind != SS_BLOCK_READ || operation->is_checked || operation->memory == NULL ||
+        pages->layers == NULL || pages->extents == NULL || pages->blocks == NULL || pages->checksums == NULL ||
+        pages->verdicts == NULL || pages->left == NULL || pages->stop == NULL || pages->layer_count == 0 ||
         pages->extent_count == 0 || pages->size == 0 || pages->size % SS_BLOCK_ALIGNMENT != 0 ||
-        pages->stride % SS_BLOCK_MEMORY_ALIGNMENT != 0 || length == 0 || length > size || offset > size - length ||
+        pages->stride % SS_BLOCK_MEMORY_ALIGNMENT != 0 || length == 0 || length > SS_PART_BYTES_MAX ||
         length / pages->size != pages->extent_blocks || length % pages->size != 0 ||
+        length > size / pages->layer_count || offset > size - length * pages->layer_count ||
         offset % SS_BLOCK_ALIGNMENT != 0 || (uintptr_t)operation->memory % SS_BLOCK_MEMORY_ALIGNMENT != 0) {
         return 0;
     }
+    for (uint32_t index = 0; index < pages->layer_count; index++) {
+        if (pages->layers[index] % SS_BLOCK_MEMORY_ALIGNMENT != 0) {
+            return 0;
+        }
+    }
     for (uint32_t index = 0; index < pages->extent_count; index++) {
-        if (pages->extents[index] % SS_BLOCK_ALIGNMENT != 0 || pages->extents[index] > size - length - offset) {
+        if (pages->extents[index] % SS_BLOCK_ALIGNMENT != 0 ||
+            pages->extents[index] > size - length * pages->layer_count - offset) {
             return 0;
         }
     }
@@ -361,6 +369,14 @@ static void announce(struct ss_block *block, uint32_t completed_before) {
     }
 }
 
+struct ss_request *ss_block_next_request(struct ss_block *block) {
+    uint32_t completed = block->schedule.completed.count;
+    struct ss_request *request = ss_schedule_next(&block->schedule, ss_block_now());
+
+    announce(block, completed);
+    return request;
+}
+
 int ss_block_finish_request(struct ss_block *block, struct ss_request *request, int64_t outcome) {
     uint32_t completed = block->schedule.completed.count;
     int is_transfer = request->kind == SS_BLOCK_READ || request->kind == SS_BLOCK_WRITE;
@@ -391,22 +407,37 @@ int ss_block_finish_request(struct ss_block *block, struct ss_request *request, 
     return 0;
 }
 
-/* Checks the next extent of a read into pages. Without the lock. */
-static void check_extent(struct ss_entry *entry) {
-    const struct ss_block_operation *operation = &entry->operation;
+/* Says how many leading layers lack nothing; several devices' threads may, about one word. */
+static void tell_layers(const struct ss_block_pages *pages) {
+    uint32_t layers;
+
+    do {
+        layers = 0;
+        while (layers < pages->layer_count && __atomic_load_n(&pages->left[layers], __ATOMIC_ACQUIRE) == 0) {
+            layers++;
+        }
+        ss_progress_tell(pages->word, layers);
+    } while (layers < pages->layer_count && __atomic_load_n(&pages->left[layers], __ATOMIC_ACQUIRE) == 0);
+}
+
+/* Checks a part of a read into pages that has come. Without the lock. */
+static enum ss_result check_part(const struct ss_request *request) {
+    const struct ss_block_operation *operation = &request->entry->operation;
     const struct ss_block_pages *pages = operation->pages;
-    const uint32_t *blocks = pages->blocks + (size_t)entry->checked * pages->extent_blocks;
+    size_t part = ss_request_part(request), layer = part / pages->extent_count;
+    const uint32_t *blocks = pages->blocks + part % pages->extent_count * pages->extent_blocks;
+    const uint8_t *memory = (const uint8_t *)operation->memory + pages->layers[layer];
     uint32_t sum = 0;
 
     for (uint32_t index = 0; index < pages->extent_blocks; index++) {
-        sum = ss_crc32(sum, (const uint8_t *)operation->memory + blocks[index] * pages->stride, pages->size);
+        sum = ss_crc32(sum, memory + blocks[index] * pages->stride, pages->size);
     }
-    enum ss_result found = sum == operation->checksums[entry->checked] ? SS_OK : SS_CHECKSUM;
-    operation->verdicts[entry->checked] = found;
-    if (entry->checked == 0 || entry->verdict == SS_OK) {
-        entry->verdict = found;
+    enum ss_result found = sum == pages->checksums[part] ? SS_OK : SS_CHECKSUM;
+    pages->verdicts[part] = found;
+    if (found == SS_OK && __atomic_sub_fetch(&pages->left[layer], 1, __ATOMIC_ACQ_REL) == 0 && pages->word != NULL) {
+        tell_layers(pages);
     }
-    entry->checked++;
+    return found;
 }
 
 static enum ss_result check_object(const struct ss_block_operation *operation) {
@@ -415,25 +446,21 @@ static enum ss_result check_object(const struct ss_block_operation *operation) {
 }
 
 int ss_block_check_next(struct ss_block *block) {
-    struct ss_entry *entry = ss_schedule_unchecked(&block->schedule);
+    struct ss_request *request = ss_schedule_unchecked_part(&block->schedule);
+    struct ss_entry *entry = request == NULL ? ss_schedule_unchecked(&block->schedule) : NULL;
 
-    if (entry == NULL) {
+    if (request == NULL && entry == NULL) {
         return 0;
     }
     pthread_mutex_unlock(&block->lock);
-    const struct ss_block_operation *operation = &entry->operation;
-    if (operation->pages != NULL) {
-        check_extent(entry);
-    } else {
-        entry->verdict = check_object(operation);
-    }
+    enum ss_result verdict = request != NULL ? check_part(request) : check_object(&entry->operation);
     pthread_mutex_lock(&block->lock);
-    if (operation->pages != NULL && entry->checked < operation->pages->extent_count) {
-        ss_schedule_check_again(&block->schedule, entry);
-        return 1;
-    }
     uint32_t completed = block->schedule.completed.count;
-    ss_schedule_checked(&block->schedule, entry, entry->verdict);
+    if (request != NULL) {
+        ss_schedule_part_checked(&block->schedule, request, verdict, ss_block_now());
+    } else {
+        ss_schedule_checked(&block->schedule, entry, verdict);
+    }
     announce(block, completed);
     return 1;
 }

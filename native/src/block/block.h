@@ -13,7 +13,8 @@
 
 struct ss_block;
 
-/* How requests get to the device. All but add_memory() and drop_memory() are called with the block's lock held, or with no thread yet. */
+/* How requests get to the device. All but add_memory() and drop_memory() are called with the block's lock held, or with
+ * no thread yet. */
 struct ss_block_driver {
     const char *name;
     /* Makes what it needs and starts threads that run ss_block_run(). SS_NOT_SUPPORTED: the kernel refuses it. */
@@ -75,7 +76,11 @@ enum ss_result ss_block_open_with(const struct ss_block_options *options, const 
  * again, or its rest is. With the lock held. */
 int ss_block_finish_request(struct ss_block *block, struct ss_request *request, int64_t outcome);
 
-/* ss_block_check_next() checks one read that is done, or an extent of it, and completes what is checked in full; returns
+/* ss_block_next_request() is ss_schedule_next(), for drivers: it may complete operations that are not wanted any more.
+ */
+struct ss_request *ss_block_next_request(struct ss_block *block);
+
+/* ss_block_check_next() checks one read that is done, or a part of it, and completes what is checked in full; returns
  * whether there was one. With the lock held, which it lets go of in between. A driver's threads call it until there is
  * none before they wait. */
 int ss_block_check_next(struct ss_block *block);

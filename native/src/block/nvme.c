@@ -147,7 +147,8 @@ static void nvme_prepare(struct ss_block *block, struct ss_request *request, str
         set_discard(command, block, request);
     } else if (request->vectors != NULL) {
         set_transfer(command, &block->device, request);
-        sqe->cmd_op = NVME_URING_CMD_IO_VEC; /* pages of 4096 bytes, which is all that a list of the device's asks for */
+        sqe->cmd_op =
+            NVME_URING_CMD_IO_VEC; /* pages of 4096 bytes, which is all that a list of the device's asks for */
         command->addr = (uintptr_t)request->vectors;
         command->data_len = ss_request_vectors(request);
     } else {

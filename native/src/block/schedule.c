@@ -88,6 +88,16 @@ void ss_schedule_free(struct ss_schedule *schedule) {
 
 /* ---- From submission to completion ------------------------------------------------------------------------------ */
 
+/* A part's verdict counts its requests until they are done. */
+static void count_requests(const struct ss_schedule *schedule, const struct ss_block_operation *operation) {
+    const struct ss_block_pages *pages = operation->pages;
+    uint64_t max = schedule->request_bytes_max;
+
+    for (size_t part = 0; pages != NULL && part < (size_t)pages->layer_count * pages->extent_count; part++) {
+        pages->verdicts[part] = (uint32_t)((operation->length + max - 1) / max);
+    }
+}
+
 enum ss_result ss_schedule_submit(struct ss_schedule *schedule, const struct ss_block_operation *operations,
                                   size_t count, uint64_t now_ns) {
     if (schedule->is_stopped) {
@@ -100,6 +110,7 @@ enum ss_result ss_schedule_submit(struct ss_schedule *schedule, const struct ss_
         struct ss_entry *entry = schedule->free_entries;
         schedule->free_entries = entry->next;
         schedule->free_count--;
+        count_requests(schedule, &operations[index]);
         *entry = (struct ss_entry){
             .operation = operations[index], .submitted_ns = now_ns, .verdict = SS_NOT_SUPPORTED, .is_queued = 1};
         queue_push(&schedule->waiting[operations[index].priority], entry);
@@ -127,7 +138,7 @@ static void complete(struct ss_schedule *schedule, struct ss_entry *entry, uint6
         statistics->last_error = entry->error;
         statistics->gone |= entry->error == ENODEV || entry->error == ENXIO;
     }
-    int is_unchecked = entry->error == 0 && (operation->is_checked || operation->pages != NULL);
+    int is_unchecked = entry->error == 0 && operation->is_checked;
     queue_push(is_unchecked ? &schedule->unchecked[operation->priority] : &schedule->completed, entry);
 }
 
@@ -140,12 +151,42 @@ struct ss_entry *ss_schedule_unchecked(struct ss_schedule *schedule) {
     return entry;
 }
 
-void ss_schedule_check_again(struct ss_schedule *schedule, struct ss_entry *entry) {
-    queue_push(&schedule->unchecked[entry->operation.priority], entry);
+struct ss_request *ss_schedule_unchecked_part(struct ss_schedule *schedule) {
+    struct ss_request *request = schedule->unchecked_parts;
+
+    if (request != NULL) {
+        schedule->unchecked_parts = request->next;
+    }
+    return request;
+}
+
+static void request_free(struct ss_schedule *schedule, struct ss_request *request) {
+    request->entry = NULL;
+    request->next = schedule->free_requests;
+    schedule->free_requests = request;
+}
+
+/* Completes an operation of which nothing is left to do. */
+static void settle(struct ss_schedule *schedule, struct ss_entry *entry, uint64_t now_ns) {
+    if (!entry->is_queued && entry->in_flight == 0 && entry->unchecked == 0) {
+        complete(schedule, entry, now_ns);
+    }
+}
+
+void ss_schedule_part_checked(struct ss_schedule *schedule, struct ss_request *request, enum ss_result verdict,
+                              uint64_t now_ns) {
+    struct ss_entry *entry = request->entry;
+
+    entry->unchecked--;
+    if (entry->verdict == SS_NOT_SUPPORTED || verdict != SS_OK) {
+        entry->verdict = verdict;
+    }
+    request_free(schedule, request);
+    settle(schedule, entry, now_ns);
 }
 
 int ss_schedule_has_unchecked(const struct ss_schedule *schedule) {
-    uint32_t count = 0;
+    uint32_t count = schedule->unchecked_parts != NULL;
 
     for (uint32_t priority = 0; priority < SS_PRIORITIES; priority++) {
         count += schedule->unchecked[priority].count;
@@ -167,9 +208,6 @@ void ss_schedule_done(struct ss_schedule *schedule, struct ss_request *request, 
     if (--schedule->statistics.in_flight == 0) {
         schedule->statistics.busy_ns += now_ns - schedule->busy_since_ns;
     }
-    request->entry = NULL;
-    request->next = schedule->free_requests;
-    schedule->free_requests = request;
     entry->in_flight--;
     if (error != 0 && entry->error == 0) {
         entry->error = error;
@@ -178,9 +216,15 @@ void ss_schedule_done(struct ss_schedule *schedule, struct ss_request *request, 
             entry->is_queued = 0;
         }
     }
-    if (!entry->is_queued && entry->in_flight == 0) {
-        complete(schedule, entry, now_ns);
+    if (error == 0 && entry->operation.pages != NULL &&
+        --entry->operation.pages->verdicts[ss_request_part(request)] == 0) {
+        entry->unchecked++;
+        request->next = schedule->unchecked_parts;
+        schedule->unchecked_parts = request;
+    } else {
+        request_free(schedule, request);
     }
+    settle(schedule, entry, now_ns);
 }
 
 void ss_schedule_stop(struct ss_schedule *schedule, uint64_t now_ns) {
@@ -191,9 +235,7 @@ void ss_schedule_stop(struct ss_schedule *schedule, uint64_t now_ns) {
         while ((entry = queue_pop(&schedule->waiting[priority])) != NULL) {
             entry->is_queued = 0;
             entry->error = ECANCELED;
-            if (entry->in_flight == 0) {
-                complete(schedule, entry, now_ns);
-            }
+            settle(schedule, entry, now_ns);
         }
     }
 }
@@ -218,42 +260,48 @@ size_t ss_schedule_take(struct ss_schedule *schedule, struct ss_block_completion
 /* ---- The choice ------------------------------------------------------------------------------------------------ */
 
 uint64_t ss_operation_bytes(const struct ss_block_operation *operation) {
-    return operation->pages != NULL ? operation->length * operation->pages->extent_count : operation->length;
+    const struct ss_block_pages *pages = operation->pages;
+    return pages != NULL ? operation->length * pages->extent_count * pages->layer_count : operation->length;
 }
 
-/* Of a read into pages, requests end where extents do. */
+size_t ss_request_part(const struct ss_request *request) {
+    return request->first / request->entry->operation.length;
+}
+
+/* Of a read into pages, requests end where parts do. */
 static uint64_t next_bytes(const struct ss_schedule *schedule, const struct ss_entry *entry) {
     const struct ss_block_operation *operation = &entry->operation;
     uint64_t max = operation->kind == SS_BLOCK_DISCARD ? DISCARD_BYTES_MAX : schedule->request_bytes_max;
-    uint64_t left = operation->length - entry->started;
-
-    if (operation->pages != NULL) {
-        left = operation->length - entry->started % operation->length;
-        max = max < SS_VECTORED_BYTES_MAX ? max : SS_VECTORED_BYTES_MAX;
-    }
+    uint64_t left =
+        operation->length - (operation->pages != NULL ? entry->started % operation->length : entry->started);
     return left < max ? left : max;
 }
 
 /* Where an operation goes on on the device. */
 static uint64_t next_offset(const struct ss_entry *entry) {
     const struct ss_block_operation *operation = &entry->operation;
+    const struct ss_block_pages *pages = operation->pages;
 
-    if (operation->pages == NULL) {
+    if (pages == NULL) {
         return operation->offset + entry->started;
     }
-    return operation->pages->extents[entry->started / operation->length] + operation->offset +
-           entry->started % operation->length;
+    uint64_t part = entry->started / operation->length;
+    return pages->extents[part % pages->extent_count] + operation->offset +
+           part / pages->extent_count * operation->length + entry->started % operation->length;
 }
 
 uint32_t ss_request_vectors(const struct ss_request *request) {
     const struct ss_block_operation *operation = &request->entry->operation;
     const struct ss_block_pages *pages = operation->pages;
-    uint64_t at = request->first + request->done, end = request->first + request->length;
+    size_t part = ss_request_part(request), extent = part % pages->extent_count;
+    uint8_t *layer = (uint8_t *)operation->memory + pages->layers[part / pages->extent_count];
+    uint64_t at = request->first % operation->length, end = at + request->length;
     uint32_t count = 0;
 
-    while (at < end) {
+    for (at += request->done; at < end;) {
         uint64_t within = at % pages->size, left = pages->size - within;
-        uint8_t *memory = (uint8_t *)operation->memory + pages->blocks[at / pages->size] * pages->stride + within;
+        uint32_t block = pages->blocks[extent * pages->extent_blocks + at / pages->size];
+        uint8_t *memory = layer + block * pages->stride + within;
         uint64_t bytes = end - at < left ? end - at : left;
         struct iovec *last = count > 0 ? &request->vectors[count - 1] : NULL;
         if (last != NULL && (uint8_t *)last->iov_base + last->iov_len == memory) {
@@ -264,6 +312,20 @@ uint32_t ss_request_vectors(const struct ss_request *request) {
         at += bytes;
     }
     return count;
+}
+
+/* Ends operations at the heads of queues that are not wanted any more. */
+static void drop_unwanted(struct ss_schedule *schedule, uint64_t now_ns) {
+    for (uint32_t priority = 0; priority < SS_PRIORITIES; priority++) {
+        struct ss_entry *head;
+        while ((head = schedule->waiting[priority].head) != NULL && head->operation.pages != NULL &&
+               __atomic_load_n(head->operation.pages->stop, __ATOMIC_RELAXED) != 0) {
+            queue_pop(&schedule->waiting[priority]);
+            head->is_queued = 0;
+            head->error = head->error != 0 ? head->error : ECANCELED;
+            settle(schedule, head, now_ns);
+        }
+    }
 }
 
 /* Bytes that are to be moved: those of a discard are not. */
@@ -326,6 +388,7 @@ struct ss_request *ss_schedule_next(struct ss_schedule *schedule, uint64_t now_n
     struct ss_request *request = schedule->free_requests;
     int priority;
 
+    drop_unwanted(schedule, now_ns);
     if (request == NULL || schedule->is_stopped || (priority = choose(schedule, now_ns)) < 0) {
         return NULL;
     }

@@ -14,10 +14,9 @@
 
 #define SS_PRIORITIES 3u
 
-/* Of a read into pages, a request goes to so many pieces of memory at most, which IOV_MAX bounds: an end of a page, 1 MiB
- * of the smallest ones, and the beginning of another. */
-#define SS_VECTORS_MAX 258u
-#define SS_VECTORED_BYTES_MAX (1u << 20)
+/* A part of a read into pages has so many bytes at most, and goes to so many pieces of memory, which IOV_MAX bounds. */
+#define SS_PART_BYTES_MAX (2u << 20)
+#define SS_VECTORS_MAX (SS_PART_BYTES_MAX / 4096)
 
 /* An operation, from submission until its completion was taken. */
 struct ss_entry {
@@ -26,7 +25,7 @@ struct ss_entry {
     uint64_t begin_ns;
     uint64_t end_ns;
     uint64_t started;   /* bytes that were given out in requests */
-    uint32_t checked;   /* extents, of a read into pages */
+    uint32_t unchecked; /* of a read into pages: parts that have come and are not checked */
     uint32_t in_flight; /* requests */
     int32_t error;
     enum ss_result verdict;
@@ -62,6 +61,7 @@ struct ss_schedule {
     uint32_t free_count;
     struct ss_entry_queue waiting[SS_PRIORITIES];
     struct ss_entry_queue unchecked[SS_PRIORITIES]; /* done, but for the check */
+    struct ss_request *unchecked_parts;             /* last requests of parts that have come */
     struct ss_entry_queue completed;
     struct ss_request *requests;
     struct ss_request *free_requests;
@@ -106,8 +106,15 @@ struct ss_entry *ss_schedule_unchecked(struct ss_schedule *schedule);
 /* Whether there is one. */
 int ss_schedule_has_unchecked(const struct ss_schedule *schedule);
 
-/* Takes back what was only checked in part. */
-void ss_schedule_check_again(struct ss_schedule *schedule, struct ss_entry *entry);
+/* Gives out the last request of a part that has come and has to be checked; NULL: there is none. */
+struct ss_request *ss_schedule_unchecked_part(struct ss_schedule *schedule);
+
+/* It was checked; its operation is completed with the last part. */
+void ss_schedule_part_checked(struct ss_schedule *schedule, struct ss_request *request, enum ss_result verdict,
+                              uint64_t now_ns);
+
+/* Number of the part that a request belongs to. */
+size_t ss_request_part(const struct ss_request *request);
 
 /* It was checked, and so is completed. */
 void ss_schedule_checked(struct ss_schedule *schedule, struct ss_entry *entry, enum ss_result verdict);

@@ -56,7 +56,7 @@ static void threads_run(struct ss_block *block) {
     struct ss_request *request;
 
     for (;;) {
-        while ((request = ss_schedule_next(&block->schedule, ss_block_now())) == NULL) {
+        while ((request = ss_block_next_request(block)) == NULL) {
             if (block->stopping) {
                 return;
             }

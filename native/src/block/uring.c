@@ -294,7 +294,7 @@ void ss_ring_run(struct ss_block *block) {
 
     arm_wake(ring);
     for (;;) {
-        while ((request = ss_schedule_next(&block->schedule, ss_block_now())) != NULL) {
+        while ((request = ss_block_next_request(block)) != NULL) {
             start_request(block, request);
         }
         if (ss_schedule_has_unchecked(&block->schedule)) {

@@ -26,7 +26,7 @@ struct ss_ring {
     int wake_fd;                 /* eventfd that the ring reads */
     uint64_t wake_value;         /* where it reads to */
     pthread_mutex_t region_lock; /* one registration at a time; region_count changes with the block's lock held */
-    uint32_t region_count; /* those of no size are free again */
+    uint32_t region_count;       /* those of no size are free again */
     struct ss_region regions[SS_REGIONS_MAX];
     /* Fills in what is to be done, but not where it is reported. */
     void (*prepare)(struct ss_block *block, struct ss_request *request, struct io_uring_sqe *sqe);
