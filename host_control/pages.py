@@ -12,6 +12,7 @@ between two steps, before anybody hears how the load ended (:meth:`SharedPages.r
 
 import ctypes
 import logging
+import mmap
 import os
 import secrets
 import time
@@ -33,6 +34,8 @@ _MAP_SHARED_FIXED: Final = 0x01 | 0x10
 _READ_WRITE: Final = 3
 _LOOK_INTERVAL: Final = 0.02
 """Seconds between two looks whether the call has ended, or shall, while no layer arrives."""
+_REFUSED_S: Final = 10.0
+"""Until a data plane that refuses paged memory, for its size say, is told of it again; each failure counts."""
 
 _logger = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ class SharedPages:
     Attributes:
         page_bytes: of what a layer keeps of a block.
         lost: it was given up, and :meth:`renew` is due.
+        private: it could not be shared again.
     """
 
     def __init__(self, caches: Sequence[Any], chunk_blocks: int) -> None:
@@ -59,7 +63,7 @@ class SharedPages:
         self._first = [int(cache.storage_offset() * cache.itemsize) for cache in caches]
         self._stride = int(first.stride(0) * first.itemsize)
         self._blocks = int(first.shape[0])
-        self.lost = False
+        self.lost = self.private = False
         self._check(caches, chunk_blocks)
         self._bytes = -(-int(self._storage.nbytes()) // _ALIGNMENT) * _ALIGNMENT
         self.progress_offset = self._bytes
@@ -131,26 +135,40 @@ class SharedPages:
     def renew(self) -> None:
         """Have what may still land do so elsewhere, if the memory was given up. By the engine's thread, between steps.
 
-        Raises:
-            MemoryError: there is no other memory: nothing that was loaded may be used, nor any block of it.
+        Where ``/dev/shm`` has no room for that, the memory is the engine's alone from then on.
         """
-        if not self.lost:
+        if not self.lost or self.private:
             return
         began, before = time.monotonic(), self.segment
         try:
             self.segment = self._map_anew()
+            self.lost = False
         except ConfigurationError as error:
-            raise MemoryError(f"paged memory may still be written into, and cannot be replaced: {error}") from error
+            self._map_private()
+            _logger.warning("shadowserve: nothing is loaded straight into pages any more: %s", error)
         before.close()
-        self.lost = False
         _logger.warning(
             "shadowserve: paged memory was given up, as a call for it had no answer, and replaced in %.0f ms",
             1000 * (time.monotonic() - began),
         )
 
+    def _map_private(self) -> None:
+        """Map the memory onto some that nobody else has."""
+        self.private = True
+        descriptor = os.memfd_create("shadowserve-pages", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, self._bytes)
+            with mmap.mmap(descriptor, self._bytes) as copy:
+                first = ctypes.c_char.from_buffer(copy)
+                self._map_onto(descriptor, ctypes.addressof(first))
+                del first
+        finally:
+            os.close(descriptor)
+
     def close(self) -> None:
-        """Remove the segment's name; the memory stays the engine's."""
-        self.segment.close()
+        """Remove the segment's name; the memory stays the engine's. If it is used again, it is another segment's."""
+        self.segment.unlink()
+        self.lost = True
 
 
 class PageDelivery:
@@ -169,6 +187,7 @@ class PageDelivery:
         self._shape = shape
         self._connect_timeout = connect_timeout
         self._destination_id = 0
+        self._not_before = 0.0
         self._segment: Segment | None = None  # that it stands for
 
     def fetch(
@@ -211,14 +230,19 @@ class PageDelivery:
 
     def _register(self, left: float) -> bool:
         """Make the pages known, unless they are; return whether they are now."""
-        if self._pages.lost or left <= 0:
+        if self._pages.lost or left <= 0 or time.monotonic() < self._not_before:
             return False
         if self._destination_id and self._segment is self._pages.segment:
             return True
         if not self._client.breakers["register"].allow():
             return False
         self._client.connect(min(left, self._connect_timeout), self._shape)
-        registered = self._client.register(self._shape, self._pages.message(), self._pages.paging())
+        try:
+            registered = self._client.register(self._shape, self._pages.message(), self._pages.paging())
+        except DataPlaneError as error:
+            if error.outcome == "refused":
+                self._not_before = time.monotonic() + _REFUSED_S
+            raise
         self._destination_id, self._segment = registered.destination_id, self._pages.segment
         return True
 

@@ -463,6 +463,8 @@ class WorkerSide:
         if self._page_delivery is not None and self._pages is not None:
             self._page_delivery.close()
             self._pages.renew()
+            self._pages.close()
+            self._page_delivery = None
         if self._client is not None:
             self._client.close()
         self._store = self._client = None
