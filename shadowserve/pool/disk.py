@@ -376,7 +376,7 @@ class Disk:
         """Count such a read, which has ended."""
         self.reading -= 1
         if operation.error is not None:
-            if operation.error.errno != errno.ECANCELED:
+            if operation.error.errno not in (errno.ECANCELED, errno.EFAULT):  # EFAULT: memory of others, gone meanwhile
                 self.note_error(operation.error, 0, writing=False)
             return
         self.reads += 1

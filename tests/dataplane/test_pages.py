@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ class Paged:
             "timeout_ms": PATIENCE_MS,
             "progress": WORD,
         }
-        self.memory[WORD:] = 0
+        if "progress" not in changes:
+            self.memory[WORD:] = 0
         answer = await self._client.stub.FetchPages(pb.FetchPagesRequest(**(fields | changes)))
         delivered = unpack((answer.delivered or [b""])[0], LAYERS, len(keys))
         chunks = leading_chunks(delivered, np.ones_like(delivered))
@@ -263,6 +265,20 @@ async def test_a_device_that_fails_is_a_miss(tmp_path: Path) -> None:
         answer = await paged.fetch()
         assert answer.chunks < CHUNKS and answer.outcome == pb.OUTCOME_ABSENT
         await written(daemon)
+
+
+async def test_a_client_that_makes_its_paged_memory_shorter_harms_nobody_else(tmp_path: Path) -> None:
+    async with stored(tmp_path) as (daemon, client, paged):
+        os.truncate(paged.segment.path, 4096)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await paged.fetch(progress=None)
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        other = Paged(client)
+        await other.register()
+        other.assert_right(await other.fetch())
+        assert not any(disk.errors for disk in tiers_in(daemon).pool._core.disks)
+        other.segment.close()
+        os.truncate(paged.segment.path, paged.segment.size)
 
 
 async def test_objects_are_not_written_over_while_they_are_read(
