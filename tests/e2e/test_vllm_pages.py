@@ -40,7 +40,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
 @pytest.fixture(scope="module")
 def engine(plane: Plane, make_engine: Callable[..., Any], reference: Any, prompt: Any) -> Iterator[Any]:
     """An engine whose prompts are on the devices; ``reference`` has shown that another prefix gives other outputs."""
-    engine = make_engine(plane.process.address, extra={"pages": True})
+    engine = make_engine(plane.process.address, extra={"pages": True, "layer_order": True})
     assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
     engine.flush()
     loads(engine, plane, prompt(1000), 768)
@@ -73,32 +73,25 @@ def loads(engine: Any, plane: Plane, prompt: list[int], tokens: int) -> list[int
     return outputs
 
 
-def test_prompts_come_from_devices_into_pages(engine: Any, plane: Plane, reference: Any, prompt: Any) -> None:
-    for length in LENGTHS:
-        assert loads(engine, plane, prompt(length), length // 256 * 256) == reference([prompt(length)])[0]
-
-
-def test_layers_are_computed_as_they_come(
+def test_prompts_come_from_devices_into_pages(
     engine: Any, plane: Plane, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the order of layers a step begins before all is there; pages, too, say how far they are."""
-    monkeypatch.setattr(engine.worker, "_layers", layer_names(engine))
-    monkeypatch.setattr(engine.connector._scheduler, "_layerwise_chunks", 8)
-    told = []
-    tell = type(engine.worker._managers[0])._tell
-    monkeypatch.setattr(
-        type(engine.worker._managers[0]),
-        "_tell",
-        lambda manager, progress, layers: (told.append(layers), tell(manager, progress, layers))[1],
-    )
+    """Layer by layer, as nothing else runs; each is told of as it comes."""
+    manager, told = type(engine.worker._managers[0]), list[int]()
+    tell = manager._tell
+    monkeypatch.setattr(manager, "_tell", lambda *arguments: (told.append(arguments[2]), tell(*arguments)))
     for length in LENGTHS:
         assert loads(engine, plane, prompt(length), length // 256 * 256) == reference([prompt(length)])[0]
     assert told, "layers were told of while they came"
 
 
-def layer_names(engine: Any) -> dict[str, int]:
-    (group,) = engine.worker._kv_cache_config.kv_cache_groups
-    return {name: number for number, name in enumerate(group.layer_names)}
+def test_beside_others_they_come_chunk_by_chunk(engine: Any, plane: Plane, reference: Any, prompt: Any) -> None:
+    before = plane.count("page_requests")
+    engine.forget()
+    spoil(engine)
+    prompts = [prompt(31), prompt(700), prompt(1000)]
+    assert engine.outputs(prompts) == reference(prompts)
+    assert plane.count("page_requests") > before
 
 
 def test_a_data_plane_that_stands_still_in_the_middle_has_the_memory_replaced(

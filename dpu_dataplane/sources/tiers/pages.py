@@ -75,7 +75,10 @@ class DevicePages(Placing):
         extents = self._lend(order.keys[: await self._learn(order)])
         try:
             known = [self._known[key] for key in order.keys[: len(extents)]]
-            return await _Reading(self._tiers, self._metrics, job, order, extents, known).run()
+            placed = await _Reading(self._tiers, self._metrics, job, order, extents, known).run()
+            for index in placed.rotten:  # or it is another record by now, of the same key
+                self._known.pop(order.keys[index], None)
+            return placed
         finally:
             self._return(extents)
 
