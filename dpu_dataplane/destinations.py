@@ -151,6 +151,7 @@ class Destination:
         """Let go. Nobody may be using the memory."""
         for function in self._at_end:
             function()
+        self._at_end.clear()  # with what they hold of the memory
         self._registered.close()
         if self._segment is not None:
             self._segment.close()

@@ -86,6 +86,10 @@ class Paged:
         assert (self.memory[:WORD].reshape(BLOCKS, -1)[others] == SPOILED).all(), "blocks of others were written"
         self.memory[:WORD] = SPOILED
 
+    def close(self) -> None:
+        del self.memory
+        self.segment.close()
+
     def assert_untouched(self) -> None:
         assert (self.memory[:WORD] == SPOILED).all(), "something landed"
 
@@ -102,7 +106,7 @@ async def stored(folder: Path, size: str = "64MiB") -> AsyncIterator[tuple[Daemo
         try:
             yield daemon, client, paged
         finally:
-            paged.segment.close()
+            paged.close()
 
 
 async def store_plain(client: Client) -> None:
@@ -157,7 +161,7 @@ async def test_pages_are_there_after_a_restart(tmp_path: Path) -> None:
         paged = Paged(client)
         await paged.register()
         paged.assert_right(await paged.fetch())
-        paged.segment.close()
+        paged.close()
 
 
 async def test_pages_of_several_devices_are_one_prefix(tmp_path: Path) -> None:
@@ -173,7 +177,7 @@ async def test_pages_of_several_devices_are_one_prefix(tmp_path: Path) -> None:
         assert daemon.metrics.page_requests == 2, "chunks go to both in turns, and each is asked once"
         assert paged.told == LAYERS
         paged.assert_right(answer)
-        paged.segment.close()
+        paged.close()
 
 
 async def test_a_rotten_page_costs_its_chunk_and_those_behind(tmp_path: Path) -> None:
@@ -211,7 +215,7 @@ async def test_pages_of_another_shape_are_a_miss(tmp_path: Path) -> None:
         assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_ABSENT)
         wrong.assert_untouched()
         paged.assert_right(await paged.fetch())
-        wrong.segment.close()
+        wrong.close()
 
 
 @pytest.mark.parametrize("way", ["cancel", "deadline", "gone"])
@@ -277,7 +281,7 @@ async def test_a_client_that_makes_its_paged_memory_shorter_harms_nobody_else(tm
         await other.register()
         other.assert_right(await other.fetch())
         assert not any(disk.errors for disk in tiers_in(daemon).pool._core.disks)
-        other.segment.close()
+        other.close()
         os.truncate(paged.segment.path, paged.segment.size)
 
 
