@@ -173,9 +173,10 @@ class _Reading:
         self._quiet = asyncio.Event()
 
     def _share(self, disk: Disk, extents: Sequence[Extent], known: Sequence[_Known]) -> _Share:
-        chunks = np.array([index for index, extent in enumerate(extents) if extent.disk is disk], np.int64)
-        bodies = [extents[index].offset + native.OBJECT_HEADER_BYTES + known[index].body for index in chunks]
-        checksums = np.ascontiguousarray(np.stack([known[index].checksums for index in chunks], axis=1))
+        mine = [index for index, extent in enumerate(extents) if extent.disk is disk]
+        bodies = [extents[index].offset + native.OBJECT_HEADER_BYTES + known[index].body for index in mine]
+        checksums = np.ascontiguousarray(np.array([known[index].checksums for index in mine], np.uint32).T)
+        chunks = np.array(mine, np.int64)
         pages = Pages(
             size=self._order.paging.page_bytes,
             stride=self._order.paging.stride,
