@@ -64,7 +64,8 @@ def pages(layers: int, heads: int, repeats: int, folder: Path | None, output: Ou
 
     Through the host's own client and a data plane with one device. ``control_growth`` counts requests to devices;
     ``control_cpu_growth`` is the CPU time of all threads of the data plane but the device's own, which reads and
-    checks, less what they take of that time while nothing is asked. Beside them, the device alone: a layer's pages as one vectored request, and as a request for each page.
+    checks, less what they take of that time while nothing is asked. Beside them, the device alone: a layer's pages as
+    one vectored request, and as a request for each page.
     """
     report = Report("pages", ["what", "blocks", "wall_ms", "GB_per_s", "cpu_s_per_GB", "control_ms", "requests"])
     with ExitStack() as stack:
