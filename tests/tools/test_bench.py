@@ -45,6 +45,7 @@ SMALL = {
     "control": ["--requests", "4", "--prompt-chunks", "2"],
     "memory": [],
     "tiers": ["--chunks", "3", "--repeats", "1", *NO_PEERS],
+    "pages": ["--layers", "2", "--repeats", "1"],
     "isolation": ["--samples", "100"],
     "serving": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
@@ -117,6 +118,10 @@ RATIOS = {
         "lossless_stored_over_raw",
     },
     "tiers": {"ssd_over_limit", "mixed_over_sum"},
+    "pages": {
+        *("control_growth", "control_cpu_growth", "pages_over_compressed", "pages_cpu_over_compressed"),
+        *("vectored_over_page_by_page", "vectored_over_page_by_page_time", "vectored_over_one_by_one_time"),
+    },
     "pipeline": {"over_ideal_one", "over_ideal_many", "over_ideal_separate", "linear_growth"},
     "stages": {"dequantize_over_memcpy", "fused_over_memcpy", "fused_over_separate", "net_over_plain_socket"},
     "codecs": {
