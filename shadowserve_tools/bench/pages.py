@@ -29,6 +29,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KVNamespace, chain_links, record_keys
 from shadowserve.pool.volume.device import wait_for_operations
 from shadowserve_tools.bench.parts.workload import MODEL, kv_patterns
+from shadowserve_tools.bench.tiers import await_line
 from shadowserve_tools.processes import Child, free_port, start_data_plane
 from shadowserve_tools.report import Chart, Cost, Output, Report, measure, output_options, repeat
 
@@ -196,6 +197,7 @@ class _Plane:
         """Start it again: what it has in memory is gone."""
         self._running.close()
         child: Child = self._running.enter_context(start_data_plane(self._logs, "", *self._flags))
+        await_line(child, "memory_registered")  # which takes cores for a moment after a start
         self.process = psutil.Process(child.process.pid)
         self.client = self._running.enter_context(closing(DataPlaneClient(child.address, connect_timeout=TIMEOUT_S)))
 
