@@ -406,7 +406,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         if self._placing is None:
             return pb.FetchResponse(outcome=pb.OUTCOME_ABSENT, detail="this data plane has no devices")
         word = destination.address + request.progress if request.HasField("progress") else 0
-        order = PageOrder(keys, layout, paging, destination.address, blocks, word)
+        order = PageOrder(keys, layout, destination.address, paging.first, paging.stride, blocks, word)
         try:
             delivered, rotten, stop = await self._placing.place(job, order)
         except ENDINGS as error:  # before anything was begun

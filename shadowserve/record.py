@@ -265,7 +265,7 @@ def _read_header(view: memoryview) -> tuple[Any, ...]:
         raise CorruptRecordError(f"the record is cut off after {len(view)} bytes, within its header")
     fields = _HEADER.unpack_from(view)
     version, header_length, claimed, checksum, record_length, count, padding = *fields[1:6], fields[15], fields[-1]
-    if version not in _HEADER_BYTES_OF:
+    if version not in _HEADER_BYTES_OF or (version == _PADDED_VERSION and not padding):
         raise NotARecordError(
             f"the record has version {version}; this build reads versions 1 to {max(_HEADER_BYTES_OF)}"
         )
@@ -279,7 +279,7 @@ def _read_header(view: memoryview) -> tuple[Any, ...]:
         raise CorruptRecordError("the record's lengths contradict each other")
     if len(view) < claimed:
         raise CorruptRecordError(f"the record is cut off after {len(view)} bytes, within its manifest")
-    if _head_checksum(view[:claimed]) != checksum:
+    if _head_checksum(view[:claimed]) != checksum or view[claimed - padding : claimed] != bytes(padding):
         raise CorruptRecordError("the head's checksum is wrong: bytes have changed since the record was written")
     return fields
 

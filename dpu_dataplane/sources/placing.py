@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dpu_dataplane.jobs import Job, Stop
-from dpu_dataplane.paging import Paging
 from shadowserve.chunk import ChunkLayout
 from shadowserve.pieces import Flags
 
@@ -23,16 +22,18 @@ class PageOrder:
     Attributes:
         keys: of their records, a chain.
         layout: that they have.
-        paging: where pages are.
         address: of the paged memory, here.
+        first: of each layer, where block 0's page begins in it, in bytes.
+        stride: bytes from one block's page to the next one's.
         blocks: [chunk, block]: where each chunk goes.
         word: address of the word that is told how many leading layers are in place meanwhile; 0 for none.
     """
 
     keys: Sequence[bytes]
     layout: ChunkLayout
-    paging: Paging
     address: int
+    first: Sequence[int]
+    stride: int
     blocks: npt.NDArray[np.uint32]
     word: int
 

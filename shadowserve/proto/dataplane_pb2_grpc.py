@@ -144,9 +144,9 @@ class DataPlaneServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FetchPages(self, request, context):
-        """The same for whole chunks that lie in tiers of the data plane as an engine's pages are, straight into pages of paged
-        memory: what is not there so is ABSENT, however else it may be had. Quiet after the answer, likewise, in all of the
-        memory. Layer by layer, so that a layer of all chunks is one request to each device.
+        """The same for whole chunks that lie on devices of the data plane's tiers as an engine's pages are, straight into
+        pages of paged memory, layer by layer: what is not there so is ABSENT, however else it may be had. Quiet after the
+        answer, likewise, in all of the memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

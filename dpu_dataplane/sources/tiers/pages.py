@@ -165,7 +165,7 @@ class _Reading:
         self._job = job
         self._order = order
         self._part_bytes = order.layout.tokens * order.layout.vector_length
-        self._layers = np.array(order.paging.first, np.uint64)
+        self._layers = np.array(order.first, np.uint64)
         self._left = np.full(order.layout.layers, len(order.keys), np.uint32)
         self._stop = np.zeros(1, np.uint32)
         self._shares = [self._share(disk, extents, known) for disk in dict.fromkeys(each.disk for each in extents)]
@@ -178,8 +178,8 @@ class _Reading:
         checksums = np.ascontiguousarray(np.array([known[index].checksums for index in mine], np.uint32).T)
         chunks = np.array(mine, np.int64)
         pages = Pages(
-            size=self._order.paging.page_bytes,
-            stride=self._order.paging.stride,
+            size=self._order.layout.vector_length,
+            stride=self._order.stride,
             layers=self._layers,
             extents=np.array(bodies, np.uint64),
             blocks=self._order.blocks[chunks],
