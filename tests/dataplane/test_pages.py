@@ -165,8 +165,9 @@ async def test_pages_are_there_after_a_restart(tmp_path: Path) -> None:
 
 
 async def test_pages_of_several_devices_are_one_prefix(tmp_path: Path) -> None:
-    devices = [{"path": str(tmp_path / name), "size": "64MiB", "access": "threads"} for name in ("one", "two")]
-    tiers = tiers_of() | {"devices": devices}
+    alike: dict[str, Any] = {"size": "64MiB", "access": "threads", "bandwidth": 1 << 30}
+    devices = [{"path": str(tmp_path / name), **alike} for name in ("one", "two")]
+    tiers = tiers_of() | {"devices": devices, "memory_bandwidth": 1}
     async with running("", tiers=tiers) as (daemon, client):
         await client.register(SHAPE, CHUNKS)
         await store_plain(client)
