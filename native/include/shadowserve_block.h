@@ -86,9 +86,11 @@ struct ss_block_options {
     uint32_t operations_max;             /* submitted and not yet taken back: default 1024 */
     uint32_t request_bytes_max;          /* larger operations are split: a multiple of 4096, default 1 MiB */
     uint32_t write_bytes_in_flight;      /* of SS_BLOCK_PRIORITY_WRITE, also the length of a turn: default 4 MiB */
-    uint32_t write_wait_ms;              /* these get a turn after so long, although others go first: default 20 */
+    uint32_t write_wait_ms;              /* these get a turn after so long, although others go first: default 20;
+                                            1000 where 'strict' has the device change over for it */
     uint32_t background_bytes_in_flight; /* likewise of SS_BLOCK_PRIORITY_BACKGROUND: default 1 MiB */
     uint32_t background_wait_ms;         /* default 500 */
+    uint32_t strict;                     /* 1: nothing is in flight beside what has another priority */
     int32_t core;                        /* of the thread, or threads; -1: any */
 };
 

@@ -79,6 +79,7 @@ class BlockDevice(Closing):
         access: how.
         queue_depth: requests that the device has at a time; 0: 32.
         operations_max: that may be submitted and not taken back; 0: 1024.
+        strict: never read beside writes, nor anything beside what has another priority.
         core: of its threads; -1: any.
         busy_wait_s: to wait for another process to let the device go: the kernel may hold the devices of one that was
             killed for some time yet, until what they had to do is done.
@@ -101,6 +102,7 @@ class BlockDevice(Closing):
         access: BlockAccess = BlockAccess.AUTO,
         queue_depth: int = 0,
         operations_max: int = 0,
+        strict: bool = False,
         core: int = -1,
         busy_wait_s: float = 3.0,
     ) -> None:
@@ -111,6 +113,7 @@ class BlockDevice(Closing):
         options.path = text
         options.size, options.access, options.core = size, access, core
         options.queue_depth, options.operations_max = queue_depth, operations_max
+        options.strict = strict
         self._block: Any = ffi.NULL
         self._block = _opened(options, self.name, access, busy_wait_s)
         self.capacity_bytes = int(lib.ss_block_size(self._block))

@@ -45,13 +45,13 @@ static enum ss_result options_complete(struct ss_block_options *options) {
     options->operations_max = or_default(options->operations_max, 1024);
     options->request_bytes_max = or_default(options->request_bytes_max, 1 << 20);
     options->write_bytes_in_flight = or_default(options->write_bytes_in_flight, 4 << 20);
-    options->write_wait_ms = or_default(options->write_wait_ms, 20);
+    options->write_wait_ms = or_default(options->write_wait_ms, options->strict ? 1000 : 20);
     options->background_bytes_in_flight = or_default(options->background_bytes_in_flight, 1 << 20);
     options->background_wait_ms = or_default(options->background_wait_ms, 500);
     int is_valid = options->queue_depth <= 1024 && options->operations_max <= 1 << 20 &&
                    options->request_bytes_max % SS_BLOCK_ALIGNMENT == 0 && options->request_bytes_max <= 1 << 30 &&
                    options->size % SS_BLOCK_ALIGNMENT == 0 && (unsigned)options->access <= SS_BLOCK_NVME &&
-                   options->core >= -1 && options->core < CPU_SETSIZE;
+                   options->strict <= 1 && options->core >= -1 && options->core < CPU_SETSIZE;
     return is_valid ? SS_OK : SS_BAD_ARGUMENT;
 }
 

@@ -11,6 +11,9 @@
  * be in flight. So both have some bandwidth however many reads there are, and reads have the rest however many writes
  *   there are.
  *
+ * In strict order, what has another priority never is in flight at the same time: a device that has both is slower at
+ * both. A turn begins when it has done what it had, and reads go on when it has done the turn's writes.
+ *
  * Large operations are given out in requests, and one of them is in parts at a time for each priority, at the head of
  * its queue. After a request failed, no other of its operation begins.
  */
@@ -69,6 +72,7 @@ enum ss_result ss_schedule_init(struct ss_schedule *schedule, const struct ss_bl
     }
     schedule->free_count = options->operations_max;
     schedule->yielding_max = (options->queue_depth + 1) / 2;
+    schedule->is_strict = options->strict != 0;
     schedule->wait_ns[SS_BLOCK_PRIORITY_WRITE] = (uint64_t)options->write_wait_ms * NS_PER_MS;
     schedule->wait_ns[SS_BLOCK_PRIORITY_BACKGROUND] = (uint64_t)options->background_wait_ms * NS_PER_MS;
     schedule->bytes_max[SS_BLOCK_PRIORITY_WRITE] = options->write_bytes_in_flight;
@@ -252,18 +256,24 @@ static int has_turn(struct ss_schedule *schedule, uint32_t priority, uint64_t no
     return has_room(schedule, priority);
 }
 
+/* Whether a request of 'priority' may be in flight beside what is. */
+static int may_join(const struct ss_schedule *schedule, uint32_t priority) {
+    return !schedule->is_strict || schedule->statistics.in_flight == schedule->in_flight[priority];
+}
+
 static int choose(struct ss_schedule *schedule, uint64_t now_ns) {
     const struct ss_entry_queue *waiting = schedule->waiting;
     const uint32_t *in_flight = schedule->in_flight;
 
     for (uint32_t priority = SS_BLOCK_PRIORITY_WRITE; priority < SS_PRIORITIES; priority++) {
         if (has_turn(schedule, priority, now_ns)) {
-            return (int)priority;
+            return may_join(schedule, priority) ? (int)priority : -1;
         }
     }
     for (uint32_t priority = 0; priority < SS_PRIORITIES; priority++) {
         if (waiting[priority].count > 0) {
-            return priority == 0 || has_room(schedule, priority) ? (int)priority : -1;
+            int may_begin = may_join(schedule, priority) && (priority == 0 || has_room(schedule, priority));
+            return may_begin ? (int)priority : -1;
         }
         if (in_flight[priority] > 0) {
             return -1;

@@ -65,6 +65,7 @@ struct ss_schedule {
     uint64_t turn_bytes[SS_PRIORITIES];      /* left of its turn */
     uint64_t last_ns[SS_PRIORITIES];         /* when one was last started */
     uint64_t busy_since_ns;
+    int is_strict;
     int is_stopped;
     struct ss_block_statistics statistics;
 };
