@@ -48,6 +48,9 @@ _OUTCOMES = {
     Result.DEVICE: pb.OUTCOME_DEVICE,
 }
 
+_TURN_S: Final = 0.1
+"""A call that is held to a rate takes so long, for nobody else is served meanwhile: some ten times what a call costs."""
+
 _FRESH: Final = "what is remembered of heads is forgotten"
 _AUTHORITATIVE: Final = "copies are not asked any more"
 _RECOVERED: Final = "it was found out who has what now"
@@ -87,13 +90,16 @@ class FetchPart:
         self.delivered = self.left = np.zeros((0, 0), np.bool_)
         self.outside = False
 
-    def begin(self) -> None:
-        """Make the sets, which calls that wait for their turn take no memory for."""
+    def begin(self, chunks_max: int) -> None:
+        """Make the sets, which calls that wait for their turn take no memory for; of so many wanted chunks at most."""
         shape = self.layout.layers, len(self.keys)
         self.wanted = unpack(self._wanted, *shape) if self._wanted else np.ones(shape, np.bool_)
         self.delivered = np.zeros(shape, np.bool_)
         self.left = self.wanted.copy()
         self.end(self.length // self.layout.raw_bytes)
+        wanted = np.flatnonzero(self.wanted.any(axis=0))
+        if len(wanted) > chunks_max:
+            self.end(int(wanted[chunks_max]))
         self.outside = bool((self.wanted & ~self.left).any())
 
     def end(self, chunk: int) -> None:
@@ -131,6 +137,7 @@ class _Progress:
     Attributes:
         word: where to say how far the layers of the only part are.
         window_s: seconds that the caller computes with each layer; 0 where it does not know.
+        rate: bytes a second that are delivered at most; 0: no bound.
         asked: group and chunk of each key that heads were asked for, and whether its head was only remembered.
         tried: second tries that were made.
         endings: of groups, as they came.
@@ -140,6 +147,7 @@ class _Progress:
     layerwise: bool
     word: native.Region | None = None
     window_s: float = 0.0
+    rate: int = 0
     fetched_bytes: int = 0
     tried: frozenset[str] = frozenset()
     asked: dict[tuple[int, int], bool] = field(default_factory=dict)
@@ -190,6 +198,7 @@ class Fetcher:
         layerwise: bool,
         word: native.Region | None = None,
         window_s: float = 0.0,
+        rate: int = 0,
     ) -> pb.FetchResponse:
         """Deliver the leading pieces, in their order, that are stored, sound, and fit regions and buffers.
 
@@ -201,18 +210,20 @@ class Fetcher:
             layerwise: layer by layer, not chunk by chunk.
             word: where to say meanwhile how far the layers are, of one part.
             window_s: seconds that the caller computes with each layer; 0 where it does not know.
+            rate: bytes a second that are delivered at most; 0: no bound.
 
         Raises:
             QueueFull: too many fetches wait.
         """
-        progress = _Progress(parts, layerwise, word, window_s)
+        progress = _Progress(parts, layerwise, word, window_s, rate)
         try:
             with self._tracer.fetch(job.owner, sum(len(part.keys) for part in parts)):
                 async with contextlib.AsyncExitStack() as stack:
                     with self._tracer.step(job.owner, "turn"):
                         await stack.enter_async_context(self.queue.turn(job))
+                    chunks = _turn_chunks(parts, rate)
                     for part in parts:
-                        part.begin()
+                        part.begin(chunks)
                     outcome, detail = await self._run(job, progress)
         except ENDINGS as error:
             outcome, detail = ending_of(error)
@@ -273,6 +284,7 @@ class Fetcher:
                     groups=[part.group() for part in progress.parts],
                     deadline_ns=job.deadline_ns,
                     progress=None if progress.word is None else progress.parts[0].progress(progress.word, pieces),
+                    rate=progress.rate,
                 ),
                 _AUTHORITATIVE in progress.tried,
                 progress.layerwise,
@@ -349,6 +361,13 @@ class Fetcher:
             self._catalog.condemn(part.layout.namespace, key, end.fault)
             progress.endings.append(_Ending(end.fault.outcome, f"chunk {key.hex()}: {end.fault.reason}"))
         return False
+
+
+def _turn_chunks(parts: Sequence[FetchPart], rate: int) -> int:
+    """Return how many chunks of each part a call may deliver that is held to a rate: others wait for its end."""
+    if not rate:
+        return max(len(part.keys) for part in parts)
+    return max(int(rate * _TURN_S) // sum(part.layout.raw_bytes for part in parts), 1)
 
 
 def _storage_outcome(refused: bool) -> pb.Outcome:

@@ -354,7 +354,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                     claims.enter_context(self._destinations.claim(*region, writing=True))
                 try:
                     response = await self._fetcher.run(
-                        job, parts, request.order == pb.ORDER_LAYERS, word, request.window_us / 1e6
+                        job,
+                        parts,
+                        request.order == pb.ORDER_LAYERS,
+                        word,
+                        request.window_us / 1e6,
+                        request.rate,
                     )
                     for part in parts:
                         self._check_reach(part.destination, response.outcome)

@@ -29,6 +29,7 @@ _SECONDS_MAX = 1e6
 _NAME_MAX = 32
 _WAYS_MAX = 8
 _PARTS_MAX = 64  # the C core's limit
+_RATE_MIN = 16 << 20  # bytes a second, at which a large chunk takes two seconds
 _PIECES_MAX = 1 << 22  # eight times those of a prompt of 1 Mi tokens with 128 layers
 
 
@@ -89,6 +90,8 @@ class Validator:
             raise InvalidCall(f"order is {request.order}; it is one of {', '.join(pb.Order.keys())}")
         if not 1 <= len(request.parts) <= _PARTS_MAX:
             raise InvalidCall(f"parts has {len(request.parts)} entries; it has 1 to {_PARTS_MAX}")
+        if request.rate and (request.order != pb.ORDER_CHUNKS or request.rate < _RATE_MIN):
+            raise InvalidCall(f"rate is {request.rate}; it is 0, or at least {_RATE_MIN} in the order of chunks")
         keys = [self.keys(f"parts[{index}].keys", list(part.keys)) for index, part in enumerate(request.parts)]
         if sum(map(len, keys)) > self._keys_max:
             raise InvalidCall(f"parts hold {sum(map(len, keys))} keys together; at most {self._keys_max} fit one call")

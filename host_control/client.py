@@ -434,6 +434,7 @@ class DataPlaneClient:
         layerwise: bool = False,
         progress: int | None = None,
         window_s: float = 0.0,
+        rate: int = 0,
     ) -> FetchCall:
         """Start one round.
 
@@ -444,6 +445,7 @@ class DataPlaneClient:
             layerwise: fetch layer by layer, not chunk by chunk.
             progress: where in the memory of the one part the data plane is to say how many leading layers are in place.
             window_s: seconds that will be computed with each layer; 0 where nobody knows.
+            rate: bytes a second that it may be delivered at, chunk by chunk; 0: no bound.
 
         Raises:
             DataPlaneError: the breaker is open.
@@ -456,6 +458,7 @@ class DataPlaneClient:
             timeout_ms=_milliseconds(timeout),
             progress=progress,
             window_us=min(int(1e6 * window_s), 0xFFFFFFFF),
+            rate=rate,
         )
         call = self._connection.stub.Fetch.future(
             request, timeout=timeout + _GRACE, metadata=self._connection.metadata()

@@ -12,31 +12,18 @@ that costs by prediction is at most a fiftieth of the time of the requests since
 No clock and no I/O: times are handed over.
 """
 
-import statistics
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from typing import Final, Literal
 
-import numpy as np
-import numpy.typing as npt
+from host_control.slack.estimate import REACH, Estimate
+from host_control.slack.table import ComputeTable, attention_pairs
 
-__all__ = ["Decision", "Estimate", "FetchOrCompute", "Hit", "Way", "attention_pairs"]
+__all__ = ["Decision", "FetchOrCompute", "Hit", "Way"]
 
 Way = Literal["compute", "fetch", "layers"]
 """Compute all; fetch, wait, compute the rest; or compute the rest while layers are fetched."""
 
-_SEEN_MIN: Final = 3
-"""So many observations make an estimate."""
-_REACH: Final = 16
-"""An estimate holds up to so many times what was seen: attention pairs of a prompt four times as long."""
-_DECAY: Final = 0.95
-"""Of an observation's weight, with each one that follows."""
-_WORTH: Final = 5e-4
-"""A term has to lessen the mean square of relative errors by so much: or equal sizes would make one up."""
-_DRIFT: Final = 1.25
-"""The line is believed as long as the last observations differ from it by less than this factor."""
 _EXPLORATION: Final = 1 / 50
 """Of the time that requests take."""
 _UNKNOWN_MAX: Final = 4
@@ -45,68 +32,6 @@ _ENDS_MAX: Final = 8
 """So many shorter prefixes are compared."""
 _IN_TIME: Final = 0.8
 """A load that is predicted to take more of its deadline than this is not begun."""
-
-
-class Estimate:
-    """Seconds as a sum of terms, none of them negative, learnt from observations of some sizes.
-
-    Relative errors count, and the latest observations count most. Where the last three differ from that line together,
-    as over a link that has become slower, what they differ by is believed at once; a single one that differs is not.
-
-    Args:
-        terms: in the order of trust: where observations do not tell terms apart, it is the first.
-    """
-
-    def __init__(self, terms: int) -> None:
-        self._moments = np.zeros((terms, terms))
-        self._targets = np.zeros(terms)
-        self._weight = 0.0
-        self._largest = np.zeros(terms)
-        self._last: deque[tuple[npt.NDArray[np.float64], float]] = deque(maxlen=_SEEN_MIN)
-        self._line: npt.NDArray[np.float64] | None = None
-        self._subsets = [list(each) for size in range(1, terms + 1) for each in combinations(range(terms), size)]
-
-    def observe(self, sizes: Sequence[float], seconds: float) -> None:
-        """Learn that something of these sizes, one of each term, took so long."""
-        if seconds <= 0:
-            return
-        observed = np.asarray(sizes, np.float64)
-        relative = observed / seconds
-        self._moments = _DECAY * self._moments + np.outer(relative, relative)
-        self._targets = _DECAY * self._targets + relative
-        self._weight = _DECAY * self._weight + 1
-        self._largest = np.maximum(self._largest, observed)
-        self._last.append((observed, seconds))
-        self._line = None
-
-    def predict(self, sizes: Sequence[float], times: int = 1) -> float | None:
-        """Return the seconds of so many runs that have these sizes together; ``None`` where too little is known."""
-        wanted = np.asarray(sizes, np.float64)
-        if len(self._last) < _SEEN_MIN or (wanted > times * _REACH * self._largest).any():
-            return None
-        if self._line is None:
-            self._line = self._fitted()
-        return float(wanted @ self._line)
-
-    def _fitted(self) -> npt.NDArray[np.float64]:
-        units = np.sqrt(np.diag(self._moments))
-        units[units == 0] = 1
-        moments, targets = self._moments / np.outer(units, units), self._targets / units
-        line, explained = np.zeros(len(units)), 0.0
-        for subset in self._subsets:
-            part = moments[np.ix_(subset, subset)] + 1e-9 * np.eye(len(subset))
-            found = np.linalg.solve(part, targets[subset])
-            gained = float(found @ targets[subset])
-            if (found >= 0).all() and gained > explained + _WORTH * self._weight:
-                line, explained = np.zeros(len(units)), gained
-                line[subset] = found / units[subset]
-        drift = statistics.median(seconds / max(float(sizes @ line), 1e-12) for sizes, seconds in self._last)
-        return line * (drift if max(drift, 1 / drift) > _DRIFT else 1)
-
-
-def attention_pairs(computed: int, new: int) -> float:
-    """Return how many pairs of tokens attention meets that computes ``new`` tokens behind ``computed`` ones."""
-    return new * (computed + new / 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,18 +81,27 @@ class FetchOrCompute:
     """Decides for the prompts of one engine.
 
     Args:
+        table: of how long the engine computes, which whoever times its steps keeps.
         chunk_tokens: tokens in a chunk.
         step_tokens: that the engine computes in a step at most.
         load_tokens_min: loads of fewer tokens are not made.
         fetch_timeout: seconds from the hand-over of a load to its outcome.
     """
 
-    def __init__(self, *, chunk_tokens: int, step_tokens: int, load_tokens_min: int, fetch_timeout: float) -> None:
+    def __init__(
+        self,
+        table: ComputeTable,
+        *,
+        chunk_tokens: int,
+        step_tokens: int,
+        load_tokens_min: int,
+        fetch_timeout: float,
+    ) -> None:
+        self._table = table
         self._chunk_tokens = chunk_tokens
         self._step_tokens = step_tokens
         self._load_tokens_min = load_tokens_min
         self._load_seconds_max = _IN_TIME * fetch_timeout
-        self._computing = Estimate(3)  # tokens, attention pairs, steps
         self._fetching = Estimate(2)  # bytes, loads
         self._allowed: dict[str, float] = {"compute": 0.0, "fetch": 0.0}  # seconds, to explore a side
         self._unknown = 0  # prompts that were fetched since it was tried to learn about computing
@@ -176,9 +110,8 @@ class FetchOrCompute:
 
     # ------------------------------------------------------------------ what came
 
-    def computed(self, tokens: int, pairs: float, seconds: float) -> None:
-        """Learn how long a step took that computed so many tokens and attention pairs and waited for no load."""
-        self._computing.observe((tokens, pairs, 1), seconds)
+    def computed(self) -> None:
+        """Take note that a step was timed that computed prompts."""
         self._allowed["compute"] = 0.0
 
     def fetched(self, decision: Decision, seconds: float) -> None:
@@ -265,7 +198,7 @@ class FetchOrCompute:
         """Return what is done without any prediction: fetch all, and learn about computing now and then."""
         tokens = hit.tokens - hit.local_tokens
         if self._compute_seconds(hit.local_tokens, hit.tokens) is None and self._unknown + 1 >= _UNKNOWN_MAX:
-            left_out = -(-max(tokens // _REACH, self._chunk_tokens) // self._chunk_tokens) * self._chunk_tokens
+            left_out = -(-max(tokens // REACH, self._chunk_tokens) // self._chunk_tokens) * self._chunk_tokens
             end = -(-hit.end_tokens // self._chunk_tokens) * self._chunk_tokens - left_out
             if end >= self._least_end(hit):
                 way: Way = "layers" if self._layerwise(hit, end) else "fetch"
@@ -300,7 +233,7 @@ class FetchOrCompute:
     def _compute_seconds(self, computed: int, tokens: int) -> float | None:
         new = tokens - computed
         steps = max(-(-new // self._step_tokens), 1)
-        return self._computing.predict((new, attention_pairs(computed, new), steps), steps)
+        return self._table.predict("prompts", new, attention_pairs(computed, new), steps)
 
     def _load_seconds(self, load_bytes: float) -> float | None:
         return self._fetching.predict((load_bytes, 1)) if load_bytes else None

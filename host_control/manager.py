@@ -207,6 +207,9 @@ class KVCacheManager:
         order: of the fetching queue.
         fetch_timeout: seconds from hand-over to outcome.
         round_bytes_min: a round does not leave chunks for the next one to be smaller than this.
+
+    Attributes:
+        rate: bytes a second that calls may be delivered at which begin from now on, chunk by chunk; 0: no bound.
     """
 
     def __init__(
@@ -230,6 +233,7 @@ class KVCacheManager:
         self._chunk_bytes = [shape.raw_bytes for shape in destination.shapes]
         self._half_bytes = destination.size // 2
         self._round_bytes_min = round_bytes_min
+        self.rate = 0
         if self._half_bytes < max(self._chunk_bytes):
             raise ConfigurationError(
                 f"a destination of {destination.size} bytes does not hold two chunks of "
@@ -480,7 +484,7 @@ class KVCacheManager:
             )
             for run in runs
         ]
-        return self._client.start_fetch(job_id, parts, timeout), job_id
+        return self._client.start_fetch(job_id, parts, timeout, rate=self.rate), job_id
 
     def _wait(self, call: FetchCall, job_id: str, progress: _Progress) -> FetchAnswer:
         def wake() -> None:

@@ -18,6 +18,8 @@ _COUNTERS: Final = {
     "load_seconds": "Seconds from hand-over to outcome of loads, summed over requests and ranks.",
     "fetched_bytes": "Bytes that the data plane received from the store for loads.",
     "delivered_bytes": "Bytes that the data plane delivered for loads.",
+    "beside_fetching_seconds": "Seconds of decode steps that KV was fetched beside.",
+    "beside_fetching_predicted_seconds": "Seconds that these were predicted to take beside nothing.",
     "stored_chunks": "Chunks that the data plane stored.",
     "stored_raw_bytes": "Bytes of those chunks as the engine holds them.",
     "stored_bytes": "Bytes of those chunks as records.",

@@ -34,6 +34,7 @@ from host_control.vllm.metadata import (
 from host_control.vllm.metrics import Counts, FailureLog
 from host_control.vllm.parts import CUTS
 from host_control.vllm.support import request_problem
+from host_control.vllm.timing import Timing
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import Extra, chain_links
 from shadowserve.pieces import Flags, leading
@@ -125,10 +126,12 @@ class SchedulerSide:
         self._cancels: list[str] = []
         self.counts = Counts()
         self.problem = problem
+        self._timing = Timing(config, counts=self.counts)
         self._deciding: Deciding | None = None
         if config.fetch_or_compute and fetch and groups is not None:
             self._deciding = Deciding(
                 config,
+                self._timing.table,
                 chunk_tokens=self._chunk_tokens,
                 step_tokens=step_tokens,
                 counts=self.counts,
@@ -162,6 +165,7 @@ class SchedulerSide:
         self._clients = list(clients.values())
         self._layerwise_chunks = min(shake.layerwise_chunks for shake in shakes)
         self._layers = max(shake.layers for shake in shakes)
+        self._timing.begin(self._model, f"{len(shakes)} x {shakes[0].machine}", self._layers, self._logger)
         every = {group.index for group in self._groups}
         named = [{(cut, index) for cut, index, _ in shake.namespaces} for shake in shakes]
         # Another cut's records are of use where each worker can read some of each group.
@@ -400,6 +404,7 @@ class SchedulerSide:
 
     def worker_output(self, finished: set[str] | None, report: WorkerReport) -> None:
         """Take what the workers report."""
+        self._timing.loaded(report)
         if self._deciding is not None:
             self._deciding.loaded(report.seconds, finished or (), report.loaded)
         for request_id, chunks in report.loaded.items():
@@ -450,14 +455,17 @@ class SchedulerSide:
         metadata = ShadowServeMetadata(self.epochs.current)
         if self._loading:
             metadata.arrived = dict(self._more())
+        begin = len(self._new_loads.keys() & self._loading.keys())
+        self._timing.step(output, waits=bool(self._unconfirmed), loads=len(self._loading), begin=begin)
+        metadata.rate = self._timing.rate
         if self._new_loads:
             metadata.loads = list(self._new_loads.values())
-            metadata.tokens = sum(output.num_scheduled_tokens.values())
+            metadata.window_s = self._timing.layer_seconds()
             self._new_loads = {}
         if self._cancels:
             metadata.cancels, self._cancels = self._cancels, []
         if self._deciding is not None:
-            self._deciding.step(output, loads=bool(self._unconfirmed))
+            self._deciding.step(output)
         if not self._store or self._lookup is None or self._unconfirmed:
             return metadata  # what is complete now is stored after a later step
         if self._states:
@@ -478,8 +486,9 @@ class SchedulerSide:
 
     def stepped(self) -> None:
         """The oldest step that is under way has ended, and its output has been taken."""
+        learnt = self._timing.stepped()
         if self._deciding is not None:
-            self._deciding.stepped()
+            self._deciding.stepped(learnt=learnt)
 
     def _kept_states(self, tracked: _Tracked, offered: Sequence[tuple[int, int, int]]) -> Iterator[StoreOperation]:
         """Have states stored that this step leaves in blocks, (group, block, tokens), before they can change."""
@@ -656,7 +665,8 @@ class SchedulerSide:
         self._boundary[tracked.request.request_id] = end if wanted else _NEVER
 
     def close(self) -> None:
-        """End lookups."""
+        """End lookups, and keep what was learnt."""
+        self._timing.close()
         if self._lookup is not None:
             self._lookup.close()
         for client in self._clients:

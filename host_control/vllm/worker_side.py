@@ -1,10 +1,12 @@
 """The connector's half in a vLLM worker: moves KV between paged memory and the data plane."""
 
 import logging
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -13,9 +15,9 @@ from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.delivery import Delivery, SideStream, choose
 from host_control.destination import Destination, Memory
-from host_control.layer_window import LayerWindow
 from host_control.layouts import NOWHERE
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
+from host_control.slack.layers import LayerTimes
 from host_control.store import StoreQueue
 from host_control.vllm.groups import Groups
 from host_control.vllm.identity.content import content_hashes
@@ -90,7 +92,9 @@ class WorkerSide:
         self._layers: dict[str, int] = {}  # numbers of those that can be loaded one by one; none where none can
         self._layerwise: set[str] = set()  # of this step's synchronous loads
         self._awaited: set[int] = set()  # layers, by this step
-        self._window, self._window_s = LayerWindow(), 0.0
+        self._layer_times, self._layer_seconds = LayerTimes(), 0.0
+        self._window_s = 0.0
+        self._delivered_bytes = 0  # of loads that have ended since the last report
         self._bad_blocks: set[int] = set()
         self._failed_loads: set[str] = set()
         self._ended: dict[str, int] = {}
@@ -222,7 +226,8 @@ class WorkerSide:
             for part, shape in zip(parts, self._shapes[cut], strict=True)
         )
         chunks = self._buffer_chunks(0, self._config.fetch_buffer_bytes) if self._layers else 0
-        return WorkerHandshake(self._model, namespaces, self.problem, chunks, len(self._layers))
+        machine = machine_name(self._device)
+        return WorkerHandshake(self._model, namespaces, self.problem, chunks, len(self._layers), machine)
 
     # ------------------------------------------------------------------ each step
 
@@ -233,7 +238,7 @@ class WorkerSide:
             self._stream.follow()
         self._layerwise = {load.request_id for load in metadata.loads if load.layerwise}
         self._awaited = set()
-        self._window_s = self._window.step(metadata.tokens) if self._layerwise else 0.0
+        self._window_s = metadata.window_s
         self._synchronous |= self._layerwise
         if not self._config.asynchronous_fetch:
             self._synchronous.update(load.request_id for load in metadata.loads)
@@ -244,6 +249,7 @@ class WorkerSide:
             self._managers[cut] = self._make_manager(cut)
         for cut, manager in self._managers.items():
             loads = [load for load in metadata.loads if load.cut == cut]
+            manager.rate = metadata.rate
             try:
                 self._results += manager.exchange(map(self._job, loads), metadata.cancels, metadata.arrived)
                 if waited := self._synchronous - self._layerwise:
@@ -277,7 +283,7 @@ class WorkerSide:
             self._managers[0].wait_layer(self._layerwise, layer)
             self._awaited.add(layer)
             if self._device.type == "cpu":
-                self._window.waited(began_s, time.monotonic())
+                self._layer_times.waited(began_s, time.monotonic())
 
     def _end_layerwise(self) -> None:
         """Take the results of this step's loads that went layer by layer.
@@ -288,7 +294,7 @@ class WorkerSide:
         if not layerwise or not self._managers:
             return
         self._managers[0].wait(layerwise)
-        self._window.end()
+        self._layer_seconds = self._layer_times.take()
         self._results += self._managers[0].exchange()
         if len(self._awaited) < len(self._layers):
             for number, result in enumerate(self._results):
@@ -366,6 +372,7 @@ class WorkerSide:
             self._seconds[load.request_id] = result.seconds - result.waited
         # Parts of one group have the same chunks; what several groups have of a prompt is of use as a whole.
         chunks = min(result.chunks) if self._groups.one else max(result.chunks) if complete else 0
+        self._delivered_bytes += result.delivered_bytes
         self.counts.add("load_seconds", result.seconds)
         self.counts.add("fetched_bytes", result.fetched_bytes)
         self.counts.add("delivered_bytes", result.delivered_bytes)
@@ -411,8 +418,10 @@ class WorkerSide:
         """Return what the scheduler has to know of the loads that ended since the last call, and of the weights."""
         ended, self._ended = self._ended, {}
         seconds, self._seconds = self._seconds, {}
-        outlived = self._watch.outlived
-        return WorkerReport(ended, outlived, seconds) if ended or outlived or seconds else None
+        delivered, self._delivered_bytes = self._delivered_bytes, 0
+        layer_seconds, self._layer_seconds = self._layer_seconds, 0.0
+        report = WorkerReport(ended, self._watch.outlived, seconds, delivered, layer_seconds)
+        return report if report != WorkerReport() else None
 
     def take_store_counts(self) -> None:
         """Move what the store queue counted into :attr:`counts`."""
@@ -455,6 +464,21 @@ class WorkerSide:
                 return  # weights are looked at once for all layers
             sample = self._watch.sample()
         self._watch.check(load.epoch, sample)
+
+
+def machine_name(device: Any) -> str:
+    """Return what a device is: engines on alike ones take as long."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    names = [line.partition(":")[2].strip() for line in _processors() if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _processors() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def _finished(device: Any, then: Callable[[], str]) -> Callable[[], str]:

@@ -238,20 +238,22 @@ class FetchPart(_message.Message):
     def __init__(self, destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., wanted: _Optional[bytes] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("job_id", "timeout_ms", "parts", "order", "progress", "window_us")
+    __slots__ = ("job_id", "timeout_ms", "parts", "order", "progress", "window_us", "rate")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_US_FIELD_NUMBER: _ClassVar[int]
+    RATE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     timeout_ms: int
     parts: _containers.RepeatedCompositeFieldContainer[FetchPart]
     order: Order
     progress: int
     window_us: int
-    def __init__(self, job_id: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[FetchPart, _Mapping]]] = ..., order: _Optional[_Union[Order, str]] = ..., progress: _Optional[int] = ..., window_us: _Optional[int] = ...) -> None: ...
+    rate: int
+    def __init__(self, job_id: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[FetchPart, _Mapping]]] = ..., order: _Optional[_Union[Order, str]] = ..., progress: _Optional[int] = ..., window_us: _Optional[int] = ..., rate: _Optional[int] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("outcome", "detail", "fetched_bytes", "delivered_bytes", "delivered")

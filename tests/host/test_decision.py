@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from host_control.decision import Decision, Estimate, FetchOrCompute, Hit, attention_pairs
+from host_control.decision import Decision, FetchOrCompute, Hit
+from host_control.slack.estimate import Estimate
+from host_control.slack.table import ComputeTable, attention_pairs
 
 CHUNK = 256
 CHUNK_BYTES = 4e6
@@ -34,8 +36,9 @@ class Engine:
     told: list[Decision] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.table = ComputeTable()
         self.policy = FetchOrCompute(
-            chunk_tokens=CHUNK, step_tokens=8192, load_tokens_min=64, fetch_timeout=self.timeout
+            self.table, chunk_tokens=CHUNK, step_tokens=8192, load_tokens_min=64, fetch_timeout=self.timeout
         )
         self._random = random.Random(1)
 
@@ -49,11 +52,16 @@ class Engine:
     def fetch_seconds(self, load_bytes: float) -> float:
         return min(LOAD_S + load_bytes / self.rate, self.timeout)
 
+    def computed(self, computed: int, tokens: int, seconds: float) -> None:
+        new = tokens - computed
+        self.table.observe("prompts", new, attention_pairs(computed, new), seconds)
+        self.policy.computed()
+
     def compute(self, computed: int, tokens: int) -> float:
         seconds = compute_seconds(computed, tokens) * self._jitter()
         self.now += seconds
         if tokens - computed >= 32:
-            self.policy.computed(tokens - computed, attention_pairs(computed, tokens - computed), seconds)
+            self.computed(computed, tokens, seconds)
         return seconds
 
     def serve(self, tokens: int) -> float:
@@ -162,7 +170,7 @@ def test_one_slow_load_changes_nothing() -> None:
 def test_computing_that_was_slow_is_seen_to_be_fast_again() -> None:
     engine = experienced(rate=100 * MBIT)
     for _ in range(10):  # somebody else had the cores
-        engine.policy.computed(2048, attention_pairs(0, 2048), 20 * compute_seconds(0, 2048))
+        engine.computed(0, 2048, 20 * compute_seconds(0, 2048))
     engine.serve(2048)
     assert engine.kinds() == ["fetch"]
     for _ in range(300):
@@ -173,7 +181,7 @@ def test_computing_that_was_slow_is_seen_to_be_fast_again() -> None:
 def test_a_load_that_would_not_end_in_time_is_not_begun() -> None:
     engine = experienced(rate=50 * MBIT)
     for computing in range(20):  # computing is even slower
-        engine.policy.computed(2048 + computing, attention_pairs(0, 2048), 100.0)
+        engine.computed(0, 2048 + computing, 100.0)
     decision = engine.policy.decide(engine.hit(8192), engine.now)
     assert decision.kind == "prefix" and decision.way == "fetch"
     assert engine.fetch_seconds(decision.load_bytes) < engine.timeout
@@ -214,9 +222,10 @@ def test_what_is_queued_in_front_counts() -> None:
 
 
 def test_no_load_is_shorter_than_is_worth_one() -> None:
-    policy = FetchOrCompute(chunk_tokens=16, step_tokens=2048, load_tokens_min=64, fetch_timeout=10)
+    table = ComputeTable()
+    policy = FetchOrCompute(table, chunk_tokens=16, step_tokens=2048, load_tokens_min=64, fetch_timeout=10)
     for tokens in (500, 600, 700):
-        policy.computed(tokens, attention_pairs(0, tokens), compute_seconds(0, tokens))
+        table.observe("prompts", tokens, attention_pairs(0, tokens), compute_seconds(0, tokens))
     hit = Hit(tokens=600, local_tokens=100, end_tokens=592, chunk_bytes=1e6)
     seen = set()
     for _ in range(2000):
