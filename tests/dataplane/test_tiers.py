@@ -300,6 +300,24 @@ async def test_a_device_that_stands_still_costs_no_more_than_the_deadline(storag
         assert_right(client, await client.fetch(KEYS))
 
 
+async def test_what_devices_cannot_take_is_dropped_and_counted(storage: Server, tmp_path: Path) -> None:
+    put_all(storage)
+    bound = {"write_bytes_under_way_max": "1MiB"}
+    async with running(storage, tiers=tiers_of(tmp_path) | bound) as (daemon, client):
+        await client.register(SHAPE, 6)
+        tiers = tiers_in(daemon)
+        poll, free = tiers.pool.poll, asyncio.Event()
+        tiers.pool.poll = lambda: free.is_set() and poll()  # type: ignore[method-assign]
+        assert_right(client, await client.fetch(KEYS))
+        records = daemon.metrics.tier_records
+        assert records["kept"] + records["dropped"] == 6
+        assert 0 < records["kept"] <= (1 << 20) // min(map(len, RECORDS))
+        free.set()
+        await until(lambda: not tiers.pool.busy)
+        assert_right(client, await client.fetch(KEYS))
+        assert records["memory"] > 0, "what was kept is served"
+
+
 async def test_nothing_is_evicted_under_a_round_that_reads_it(mortal_storage: Server, tmp_path: Path) -> None:
     """A round holds chunks of memory while storage stands still; meanwhile everything else in the tier goes."""
     put_all(mortal_storage)

@@ -58,6 +58,11 @@ SMALL = {
         *("--documents", "1", "--lengths", "4", "--requests", "2", "--repeats", "1", "--rounds", "3"),
         *("--phase-steps", "2"),
     ],
+    "slack": [
+        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
+        *("--documents", "1", "--chunks", "8", "--chunk-kib", "256", "--turns", "1", "--learning", "1"),
+        *("--rounds", "6", "--phase-steps", "2"),
+    ],
     "ablation": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
         *("--documents", "1", "--output-tokens", "4", "--requests", "2", "--unloaded", "1", "--repeats", "1"),
@@ -200,6 +205,11 @@ RATIOS = {
         ),
         "tpot_gain_over_in_engine",
         "ttft_gain_over_in_engine",
+    },
+    "slack": {
+        *("mixed_over_reads_alone", "mixed_over_reads_alone_any_order"),
+        *(f"decode_step_slowdown{off}{width}" for off in ("", "_off") for width in ("", "_half_width")),
+        *("rate_left_GB_per_s", "rate_left_GB_per_s_half_width", "rate_off_GB_per_s", "cost_for_each_GB_per_s"),
     },
     "serving": {
         "ttft_over_recompute",
