@@ -76,7 +76,7 @@ class _Steps:
 
 @click.command()
 @model_options
-@click.option("--chunks", default=96, show_default=True, type=click.IntRange(8), help="That are read, in a turn.")
+@click.option("--read-chunks", default=96, show_default=True, type=click.IntRange(8), help="That are read, in a turn.")
 @click.option("--chunk-kib", default=7424, show_default=True, type=click.IntRange(64, 1 << 20), help="KiB of a chunk.")
 @click.option("--cap", default=400, show_default=True, type=click.IntRange(1), help="MB/s that the device reads.")
 @click.option("--turns", default=8, show_default=True, type=click.IntRange(1), help="Of reading, each beside each.")
@@ -91,7 +91,7 @@ class _Steps:
 )
 @output_options
 def slack(
-    output: Output, model: Model, load: Load, requests_max: int, chunks: int, chunk_kib: int, cap: int, turns: int,
+    output: Output, model: Model, load: Load, requests_max: int, read_chunks: int, chunk_kib: int, cap: int, turns: int,
     batch: int, learning: int, rounds: int, phase_steps: int, folder: Path | None,
 ) -> None:  # fmt: skip
     """Read from a pool's device while it is written to, and decode while the data plane fetches.
@@ -101,7 +101,7 @@ def slack(
     batch of real vLLM decodes, and beside it KV is fetched within the budget, at the rate that the plugin's own policy
     sets, and without a bound.
     """
-    prefix = Prefix(chunks, chunk_kib << 10, seed=READ_SEED)
+    prefix = Prefix(read_chunks, chunk_kib << 10, seed=READ_SEED)
     disk, steps, policy = _Disk(), _Steps(), Interference(BUDGET)
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(transient=True))
