@@ -49,7 +49,7 @@ _OUTCOMES = {
 }
 
 _TURN_S: Final = 0.1
-"""A call that is held to a rate takes so long, for nobody else is served meanwhile: some ten times what a call costs."""
+"""A call that is held to a rate takes so long, as nobody else is served meanwhile: ten times what a call costs."""
 
 _FRESH: Final = "what is remembered of heads is forgotten"
 _AUTHORITATIVE: Final = "copies are not asked any more"

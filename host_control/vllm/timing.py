@@ -146,7 +146,6 @@ class Timing:
         of_step = self.table.predict("prompts", step.tokens, step.pairs) or 0.0
         return self.table.predict("layer", step.tokens, step.pairs) or of_step / self._layers
 
-
     def stepped(self) -> bool:
         """The oldest step that is under way has ended; return whether it has shown how long prompts take."""
         if not self._steps:
@@ -174,7 +173,7 @@ class Timing:
             self.table.observe("layer", self._steps[0].tokens, self._steps[0].pairs, report.layer_seconds)
 
     def _learn_beside(self, now: float) -> None:
-        """Learn from the steps since loading began, or other loads ended: what has come since was beside all of them."""
+        """Learn from the steps since loading began, or other loads ended: all that has come since was beside them."""
         delivered, self._delivered = self._delivered, 0
         since, self._beside_since = self._beside_since, now
         beside = list(self._beside)

@@ -303,7 +303,7 @@ struct ss_round {
     uint32_t layers_first; /* with 'progress': so many were before the round */
     uint32_t layers_end;   /* likewise: as many as there may be after it, at most 4096 more: all pieces that those from
                               'layers_first' on lack are in the round */
-    uint64_t rate;            /* of a fetch: most bytes a second into the destinations; 0: no bound */
+    uint64_t rate;         /* of a fetch: most bytes a second into the destinations; 0: no bound */
     struct ss_layers *layers; /* of a fetch over one socket, with the chunked pipeline: how all pieces are asked for, of
                                  a server that may know it; NULL: each by GETRANGE */
 };

@@ -31,9 +31,8 @@ from shadowserve_tools.report import Chart, Output, Report, output_options
 
 __all__ = ["slack"]
 
-ALONE: Final = "reads alone"
-STRICT: Final = "reads beside writes, strict order"
-MIXED: Final = "reads beside writes, any order"
+STRICT: Final = "strict order"
+MIXED: Final = "any order"
 READ_SEED, WRITTEN_SEED = 1, 2
 ARENA_BYTES: Final = 256 << 20
 SPARE_BYTES: Final = 192 << 20
@@ -43,8 +42,10 @@ WRITTEN_SHARE: Final = 4
 MEGA: Final = 1_000_000
 
 NOTHING: Final = "decoding beside nothing"
-WITHIN: Final = "decoding beside fetching within the budget"
-FREE: Final = "decoding beside fetching without a bound"
+WITHIN: Final = "decoding beside fetching, within the budget"
+FREE: Final = "decoding beside fetching, no bound"
+OFTEN: Final = 4
+"""Phases beside each, in a round."""
 FETCH_CHUNKS: Final = 2
 """Of 8 MiB: what a call within the budget brings by and by."""
 BUDGET: Final = 0.02
@@ -53,9 +54,10 @@ MIXED_MIN: Final = 0.95
 
 @dataclass
 class _Disk:
-    """Bytes a second that were read, and what was written beside, by what they were beside."""
+    """Bytes a second that were read, alone and beside writes, and what was written, by the order of both."""
 
-    reads: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    alone: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    beside: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     offered: dict[str, list[Offered]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -78,12 +80,12 @@ class _Steps:
 @model_options
 @click.option("--read-chunks", default=96, show_default=True, type=click.IntRange(8), help="That are read, in a turn.")
 @click.option("--chunk-kib", default=7424, show_default=True, type=click.IntRange(64, 1 << 20), help="KiB of a chunk.")
-@click.option("--cap", default=400, show_default=True, type=click.IntRange(1), help="MB/s that the device reads.")
-@click.option("--turns", default=8, show_default=True, type=click.IntRange(1), help="Of reading, each beside each.")
+@click.option("--cap", default=200, show_default=True, type=click.IntRange(1), help="MB/s that the device reads.")
+@click.option("--turns", default=4, show_default=True, type=click.IntRange(1), help="Of reading, each beside each.")
 @click.option("--batch", default=2, show_default=True, type=click.IntRange(1), help="Requests that decode steadily.")
-@click.option("--learning", default=40, show_default=True, type=click.IntRange(1), help="Rounds that do not count.")
-@click.option("--rounds", default=80, show_default=True, type=click.IntRange(6), help="Of steady decoding that do.")
-@click.option("--phase-steps", default=8, show_default=True, type=click.IntRange(1, 64), help="Between two changes.")
+@click.option("--learning", default=10, show_default=True, type=click.IntRange(1), help="Rounds that do not count.")
+@click.option("--rounds", default=40, show_default=True, type=click.IntRange(2), help="Of steady decoding that do.")
+@click.option("--phase-steps", default=4, show_default=True, type=click.IntRange(1, 64), help="Between two changes.")
 @click.option(
     "--folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -114,10 +116,10 @@ def slack(
         target = stack.enter_context(Target.opened(running.data_plane.address, workload))
         decoding = _Decoding(running.engine, target, workload.raw_bytes, policy, batch, phase_steps)
         for _ in range(learning):
-            decoding.round([WITHIN], _Steps())
+            decoding.round([WITHIN] * 2 * OFTEN, _Steps())
             progress.update(task, advance=1, description=f"learning: {policy.rate / 1e9:.2f} GB/s")
         for number in range(rounds):
-            decoding.round([WITHIN, FREE][:: -1 if number % 2 else 1], steps)
+            decoding.round(([WITHIN, FREE] * OFTEN)[:: -1 if number % 2 else 1], steps)
             progress.update(task, advance=1, description="decoding")
     _report(disk, steps, policy, capped).finish(output)
 
@@ -158,8 +160,8 @@ def _read(disk: _Disk, pool: OurPool, prefix: Prefix, written: Prefix, name: str
     pool.cool()
     with pool.written(written) as offered:
         beside = pool.retrieve(prefix)
-    disk.reads[f"{ALONE}, {name}"].append(alone.device_bytes / alone.wall_s)
-    disk.reads[name].append(beside.device_bytes / beside.wall_s)
+    disk.alone[name].append(alone.device_bytes / alone.wall_s)
+    disk.beside[name].append(beside.device_bytes / beside.wall_s)
     disk.offered[name].append(offered)
 
 
@@ -218,14 +220,16 @@ class _Decoding:
 
 def _report(disk: _Disk, steps: _Steps, policy: Interference, capped: bool) -> Report:
     report = Report("slack", ["what", "read_GB_per_s", "written_GB_per_s", "dropped", "step_ms", "fetch_GB_per_s"])
-    for name, rates in disk.reads.items():
-        row: dict[str, Any] = {"what": name, "read_GB_per_s": statistics.median(rates) / 1e9}
-        if offered := disk.offered.get(name):
-            row["written_GB_per_s"] = statistics.median(each.written / each.seconds for each in offered) / 1e9
-            row["dropped"] = statistics.median(each.dropped / (each.taken + each.dropped) for each in offered)
-        report.row(**row)
+    for name, offered in disk.offered.items():
+        report.row(what=f"reads alone, {name}", read_GB_per_s=statistics.median(disk.alone[name]) / 1e9)
+        report.row(
+            what=f"reads beside writes, {name}",
+            read_GB_per_s=statistics.median(disk.beside[name]) / 1e9,
+            written_GB_per_s=statistics.median(each.written / each.seconds for each in offered) / 1e9,
+            dropped=statistics.median(each.dropped / (each.taken + each.dropped) for each in offered),
+        )
     for name, seconds in steps.seconds.items():
-        row = {"what": name, "step_ms": statistics.median(seconds) * 1e3}
+        row: dict[str, Any] = {"what": name, "step_ms": statistics.median(seconds) * 1e3}
         if rates := steps.rates.get(name, []):
             row["fetch_GB_per_s"] = statistics.median(rates) / 1e9
         report.row(**row)
@@ -233,7 +237,7 @@ def _report(disk: _Disk, steps: _Steps, policy: Interference, capped: bool) -> R
         (STRICT, "mixed_over_reads_alone", f"at least {MIXED_MIN:g}"),
         (MIXED, "mixed_over_reads_alone_any_order", "none; without strict order"),
     ):
-        pairs = zip(disk.reads[name], disk.reads[f"{ALONE}, {name}"], strict=True)
+        pairs = zip(disk.beside[name], disk.alone[name], strict=True)
         report.ratio(ratio, [beside / alone for beside, alone in pairs], goal)
     for name, suffix in ((WITHIN, ""), (FREE, "_off")):
         width = half_width(steps.over[name])

@@ -61,7 +61,7 @@ SMALL = {
     "slack": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
         *("--documents", "1", "--read-chunks", "8", "--chunk-kib", "256", "--turns", "1", "--learning", "1"),
-        *("--rounds", "6", "--phase-steps", "2"),
+        *("--rounds", "2", "--phase-steps", "2"),
     ],
     "ablation": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),

@@ -84,9 +84,10 @@ uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t piece) {
 }
 
 /*
- * Waits until a slice of a round with a rate may be handed on: each takes the time that its delivered bytes have at that
- * rate, from the moment at which the one before it had its own. What was not used of a moment is gone, so that nothing
- * ever goes faster. What waits holds no lock, and a round that ends early is waited for no longer than between two looks.
+ * Waits until a slice of a round with a rate may be handed on: each takes the time that its delivered bytes have at
+ * that rate, from the moment at which the one before it had its own. What was not used of a moment is gone, so that
+ * nothing ever goes faster. What waits holds no lock, and a round that ends early is waited for no longer than between
+ * two looks.
  */
 static void wait_for_pace(struct ss_pipeline *pipeline, uint32_t piece, const struct ss_slice *slice) {
     struct ss_fetch *fetch = &pipeline->fetch;
