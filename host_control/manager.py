@@ -210,6 +210,7 @@ class KVCacheManager:
 
     Attributes:
         rate: bytes a second that calls may be delivered at which begin from now on, chunk by chunk; 0: no bound.
+        held: no such call begins before it is false again, and :meth:`exchange` was called.
     """
 
     def __init__(
@@ -233,7 +234,7 @@ class KVCacheManager:
         self._chunk_bytes = [shape.raw_bytes for shape in destination.shapes]
         self._half_bytes = destination.size // 2
         self._round_bytes_min = round_bytes_min
-        self.rate = 0
+        self.rate, self.held = 0, False
         if self._half_bytes < max(self._chunk_bytes):
             raise ConfigurationError(
                 f"a destination of {destination.size} bytes does not hold two chunks of "
@@ -387,6 +388,11 @@ class KVCacheManager:
             if progress.cancelled or progress.scatter_error or left <= 0:
                 self._end(progress, "cancelled" if progress.cancelled else "deadline")
                 return
+            if self.held:
+                self._flush()
+                with self._condition:
+                    self._condition.wait_for(lambda: not self.held or progress.cancelled, min(left, _WAIT_INTERVAL))
+                continue
             if progress.waits():
                 self._flush()  # what waits has nothing under way, and may be ended at any time
                 if not progress.scatter_error:

@@ -29,15 +29,17 @@ class Estimate:
         terms: in the order of trust: where observations do not tell terms apart, it is the first.
         decay: of an observation's weight, with each one that follows.
         drift: the line is believed as long as the last observations differ from it by less than this factor.
+        refit: after so many observations the line is drawn anew, which costs a tenth of a millisecond.
     """
 
-    def __init__(self, terms: int, *, decay: float = 0.95, drift: float = 1.25) -> None:
-        self._decay, self._drift = decay, drift
+    def __init__(self, terms: int, *, decay: float = 0.95, drift: float = 1.25, refit: int = 1) -> None:
+        self._decay, self._drift, self._refit = decay, drift, refit
         self._moments = np.zeros((terms, terms))
         self._targets = np.zeros(terms)
         self._weight = 0.0
         self._largest = np.zeros(terms)
         self._seen = 0
+        self._since = 0  # observations since the line was drawn
         self._last: deque[tuple[npt.NDArray[np.float64], float]] = deque(maxlen=_SEEN_MIN)
         self._line: npt.NDArray[np.float64] | None = None
         self._subsets = [list(each) for size in range(1, terms + 1) for each in combinations(range(terms), size)]
@@ -54,7 +56,9 @@ class Estimate:
         self._largest = np.maximum(self._largest, observed)
         self._seen = min(self._seen + 1, _SEEN_MIN)
         self._last.append((observed, seconds))
-        self._line = None
+        self._since += 1
+        if self._since >= self._refit:
+            self._line = None
 
     def predict(self, sizes: Sequence[float], times: int = 1) -> float | None:
         """Return the seconds of so many runs that have these sizes together; ``None`` where too little is known."""
@@ -62,7 +66,7 @@ class Estimate:
         if self._seen < _SEEN_MIN or (wanted > times * REACH * self._largest).any():
             return None
         if self._line is None:
-            self._line = self._fitted()
+            self._line, self._since = self._fitted(), 0
         return float(wanted @ self._line)
 
     def _fitted(self) -> npt.NDArray[np.float64]:

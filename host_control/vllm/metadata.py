@@ -86,6 +86,7 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
         window_s: seconds that the step is expected to compute with each layer; 0 where that is not known, or without
             loads.
         rate: bytes a second that loads may be delivered at from now on, in calls that begin; 0: no bound.
+        held: no call begins for the time being.
     """
 
     epoch: str = ""
@@ -95,6 +96,7 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
     stores: list[StoreOperation] = field(default_factory=list)
     window_s: float = 0.0
     rate: int = 0
+    held: bool = False
 
 
 @dataclass

@@ -28,6 +28,13 @@ _DECODED_TOKENS_MAX: Final = 8
 """Of one request in one step that decodes, drafts included."""
 _STEPS_MAX: Final = 64
 """More than any engine has under way. Whoever does not say that steps have ended has none measured."""
+_ALONE_EVERY: Final = 1024
+_ALONE_FIRST: Final = 64
+"""After so many decode steps all of which a load was beside, loads are held up for some: what decoding takes beside
+nothing has to be known, and the slower loads go, the less they leave alone. The second while it was never seen."""
+_ALONE_STEPS: Final = 16
+_SETTLE_S: Final = 0.5
+"""Calls that have begun end within it: a tenth of a second's bytes, or a chunk."""
 _BESIDE_MAX: Final = 4096
 """Steps beside one load: more than fit into the longest deadline of a load that keeps to it."""
 
@@ -62,6 +69,7 @@ class Timing:
         table: of how long the engine computes.
         interference: what fetching costs it; none where there is no budget for that.
         rate: bytes a second that loads may be delivered at beside the step that was scheduled last; 0: no bound.
+        held: whether loads are held up beside that step.
     """
 
     def __init__(self, config: HostConfig, *, counts: Counts, clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,12 +80,16 @@ class Timing:
         budget = config.interference_budget
         self.interference = Interference(budget) if budget else None
         self.rate = 0
+        self.held = False
         self._layers = 0
         self._kept: KeptLearning | None = None
         self._steps: deque[_Step] = deque(maxlen=_STEPS_MAX)
         self._last_end = 0.0
         self._beside: deque[tuple[float, float]] = deque(maxlen=_BESIDE_MAX)  # steps: seconds predicted, and taken
         self._beside_since = 0.0
+        self._never_alone = 0  # decode steps since one had no load beside it
+        self._held_since = 0.0
+        self._held_steps = 0  # that had nothing beside them since
         self._loads = False  # some are under way
         self._delivered = 0  # bytes of loads that have ended with the step that ends now
 
@@ -120,7 +132,8 @@ class Timing:
         self._steps.append(step)
         requests, tokens = len(scheduled), output.total_num_scheduled_tokens
         decodes = requests > 0 and min(scheduled.values()) <= _DECODED_TOKENS_MAX
-        self.rate = self.interference.rate if decodes and self.interference is not None else 0
+        policy = self.interference if decodes and not waits else None
+        self.rate = policy.rate if policy is not None else 0
         if loads and not self._loads:
             self._beside_since = step.begun
         self._loads = loads > 0
@@ -128,12 +141,40 @@ class Timing:
             step.row = "prompts"
         elif decodes and max(scheduled.values()) <= _DECODED_TOKENS_MAX and not output.scheduled_new_reqs:
             step.row = None if begin and not step.beside else "decoding"
-        if step.row is not None or waits:
+        self._hold(step, beside=policy is not None and loads > 0)
+        if step.row == "decoding":  # as all others, but for hundreds of requests in each step
+            step.tokens = tokens
+            step.pairs = tokens / requests * (sum(output.scheduled_cached_reqs.num_computed_tokens) + tokens / 2)
+        elif step.row is not None or waits:
             for _, computed, new in scheduled_requests(output):
                 step.tokens += new
                 step.pairs += attention_pairs(computed, new)
         if waits:
             step.row = None
+
+    def _hold(self, step: _Step, *, beside: bool) -> None:
+        """Hold loads up for some decode steps, where none had nothing beside it for long; then go on.
+
+        Args:
+            step: that is scheduled.
+            beside: it decodes, and loads are under way.
+        """
+        decodes = step.row == "decoding"
+        if self.held and decodes:
+            if step.begun < self._held_since + _SETTLE_S:
+                step.row = None  # beside what has begun before
+            else:
+                step.beside = False
+                self._held_steps += 1
+        if decodes:
+            self._never_alone = self._never_alone + 1 if step.beside else 0
+        if self.held and (not beside or self._held_steps >= _ALONE_STEPS):
+            self.held = False
+            self._beside_since += step.begun - self._held_since  # in which nothing came
+        elif beside and not self.held:
+            known = self.table.predict("decoding", 1, 1.0) is not None
+            if self._never_alone >= (_ALONE_EVERY if known else _ALONE_FIRST):
+                self.held, self._held_since, self._held_steps = True, step.begun, 0
 
     def layer_seconds(self) -> float:
         """Return how long each layer of the step that was scheduled last is expected to compute; 0: nobody knows.

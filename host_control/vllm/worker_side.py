@@ -249,7 +249,7 @@ class WorkerSide:
             self._managers[cut] = self._make_manager(cut)
         for cut, manager in self._managers.items():
             loads = [load for load in metadata.loads if load.cut == cut]
-            manager.rate = metadata.rate
+            manager.rate, manager.held = metadata.rate, metadata.held
             try:
                 self._results += manager.exchange(map(self._job, loads), metadata.cancels, metadata.arrived)
                 if waited := self._synchronous - self._layerwise:

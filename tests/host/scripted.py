@@ -99,6 +99,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.asked_keys: list[list[bytes]] = []  # by the last Lookup, of each chain
         self.hellos: list[pb.HelloRequest] = []
         self.fetches: list[pb.FetchPart] = []
+        self.rates: list[int] = []  # of the calls
         self.layerwise_calls = 0
         self.windows_us: list[int] = []  # of these calls
         self.stores: list[pb.StoreRequest] = []
@@ -224,6 +225,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
     def Fetch(self, request: pb.FetchRequest, context: Any) -> pb.FetchResponse:
         memories = [self._destinations.get(part.destination_id) for part in request.parts]
         self.fetches.extend(request.parts)
+        self.rates.append(request.rate)
         self._enter("Fetch", context)
         known = [memory for memory in memories if memory is not None]
         if len(known) < len(memories):

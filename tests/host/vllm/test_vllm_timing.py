@@ -162,6 +162,30 @@ def test_of_loads_without_end_each_that_ends_brings_its_share(engine: Any) -> No
     assert rates[-5:] == [pytest.approx(3e7 / (5 * DECODED_S))] * 5
 
 
+def test_loads_without_end_are_held_up_now_and_then_to_see_decoding_alone(engine: Any) -> None:
+    """Symptom: slow loads came one after the other, so that nobody ever saw that they need not be slow."""
+    timing, policy = engine.timing, engine.timing.interference
+    held = []
+    for _ in range(1200):
+        engine.step(decoding(), DECODED_S, loads=1)
+        held.append(timing.held)
+    assert not any(held[:1023]) and sum(held) == 0.5 / DECODED_S + 16
+    assert [rate for _, _, rate in policy.told] == [0.0] * 16, "once what had begun before was over"
+    timing.loaded(report(delivered_bytes=1_000_000_000))
+    engine.step(decoding(), DECODED_S, loads=1)
+    rates = {rate for _, _, rate in policy.told[16:]}
+    assert rates == {pytest.approx(1e9 / ((1201 - sum(held)) * DECODED_S))}, "of the time in which loads went on"
+
+
+def test_loads_go_on_as_soon_as_nothing_decodes(engine: Any) -> None:
+    for other, how in ((step(), {"loads": 1}), (decoding(), {}), (decoding(), {"loads": 1, "waits": True})):
+        while not engine.timing.held:
+            engine.step(decoding(), DECODED_S, loads=1)
+        engine.step(other, DECODED_S, **how)
+        assert not engine.timing.held
+        assert how.get("waits") is None or engine.timing.rate == 0, "what the engine waits for has no bound"
+
+
 def test_a_layer_is_known_by_what_workers_say_or_as_a_part_of_the_step() -> None:
     engine = Engine(computing_cache="none")
     engine.timing.begin(b"m", "here", 10, logging.getLogger("t"))
