@@ -81,10 +81,10 @@ class _Steps:
 @click.option("--read-chunks", default=96, show_default=True, type=click.IntRange(8), help="That are read, in a turn.")
 @click.option("--chunk-kib", default=7424, show_default=True, type=click.IntRange(64, 1 << 20), help="KiB of a chunk.")
 @click.option("--cap", default=200, show_default=True, type=click.IntRange(1), help="MB/s that the device reads.")
-@click.option("--turns", default=4, show_default=True, type=click.IntRange(1), help="Of reading, each beside each.")
+@click.option("--turns", default=3, show_default=True, type=click.IntRange(1), help="Of reading, each beside each.")
 @click.option("--batch", default=2, show_default=True, type=click.IntRange(1), help="Requests that decode steadily.")
-@click.option("--learning", default=10, show_default=True, type=click.IntRange(1), help="Rounds that do not count.")
-@click.option("--rounds", default=40, show_default=True, type=click.IntRange(2), help="Of steady decoding that do.")
+@click.option("--learning", default=8, show_default=True, type=click.IntRange(1), help="Rounds that do not count.")
+@click.option("--rounds", default=24, show_default=True, type=click.IntRange(2), help="Of steady decoding that do.")
 @click.option("--phase-steps", default=4, show_default=True, type=click.IntRange(1, 64), help="Between two changes.")
 @click.option(
     "--folder",
