@@ -56,11 +56,13 @@ class KeptLearning:
                 self._try(lambda packed=packed, learning=learning: learning.restore(packed))  # type: ignore[misc]
 
     def save(self) -> None:
-        """Write it, beside what the file has of other engines."""
+        """Write it, beside what the file has of other engines, and of this one that is not learnt now."""
         if self._path is None:
             return
-        engines = {name: engine for name, engine in self._read().items() if name != self._name}
-        engines[self._name] = {name: learning.pack() for name, learning in self._learnt.items()}
+        engines = self._read()
+        before = engines.pop(self._name, None)
+        now = {name: learning.pack() for name, learning in self._learnt.items()}
+        engines[self._name] = (before if isinstance(before, dict) else {}) | now
         text = json.dumps({"version": _VERSION, "engines": dict(list(engines.items())[-_ENGINES_MAX:])})
         partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.{threading.get_ident()}")
         try:

@@ -166,6 +166,14 @@ def test_another_engine_begins_with_nothing_and_takes_nothing_away(file: Path, o
     assert kept(file)[0].predict("prompts", 512, 1e5) is not None
 
 
+def test_what_is_switched_off_for_a_while_is_not_forgotten(file: Path) -> None:
+    table = ComputeTable()
+    without = KeptLearning(file, NAME, {"table": table}, logging.getLogger("kept"))
+    without.load()
+    without.save()
+    assert kept(file)[1].rate > LINK
+
+
 def _changed(file: Path, change: Any) -> bytes:
     described = json.loads(file.read_bytes())
     change(described["engines"][NAME])
