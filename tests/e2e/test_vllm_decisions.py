@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from machine import wait_for
 
+from host_control.slack.table import ComputeTable
+
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 SEEDS = range(1, 6)
@@ -27,10 +29,15 @@ def engine(running: Any, plane: Any) -> Any:
     running.reset(plane, records=True)
     plane.script.record_bytes = 100_000
     plane.decisions.clear()
-    deciding = running.connector._scheduler._deciding
-    policy = deciding._policy
-    deciding._policy = type(policy)(
-        chunk_tokens=256, step_tokens=policy._step_tokens, load_tokens_min=64, fetch_timeout=100 * SLOW_S
+    scheduler = running.connector._scheduler
+    policy = scheduler._deciding._policy
+    scheduler._timing.table = ComputeTable()
+    scheduler._deciding._policy = type(policy)(
+        scheduler._timing.table,
+        chunk_tokens=256,
+        step_tokens=policy._step_tokens,
+        load_tokens_min=64,
+        fetch_timeout=100 * SLOW_S,
     )
     return running
 
