@@ -26,8 +26,9 @@ _ASSUMED_DEVIATION: Final = 0.1
 """Of a step from what is predicted, as a fraction, before anything is known."""
 _DECAY: Final = 0.998
 """Of a step's weight, with each that follows: the last 500 count."""
-_OVER_MAX: Final = 2.0
-"""Times what was predicted, that a step counts as having taken at most: what is more is of something else."""
+_ADDED_MAX: Final = 0.25
+"""By which fraction a step counts as longer or shorter than usual at most, or twice the budget: what is more is of
+something else. Where fetching does add more, the rate falls until it adds less."""
 _WEIGHT_MAX: Final = 2000.0
 """Steps at the rate that is set, of which all that is known has the weight at most: what was seen at high rates weighs
 so much that it would take as many hours to learn that they have become dear as it took seconds to try them."""
@@ -46,6 +47,7 @@ class Interference:
 
     def __init__(self, budget: float) -> None:
         self._budget = budget
+        self._added_max = max(_ADDED_MAX, 2 * budget)
         self._calm = [0.0, 0.0]  # steps beside nothing: weight, and sum of what they took over what was predicted
         self._squares = _ASSUMED_WEIGHT  # sum of rates squared, in (GB/s)², beside which steps were timed
         self._products = _ASSUMED_WEIGHT * _ASSUMED  # sum of rates times what was added to steps, as a fraction
@@ -59,12 +61,13 @@ class Interference:
             seconds: that it took.
             rate: bytes a second that were fetched beside it; 0 where nothing was.
         """
-        over = min(seconds / predicted, _OVER_MAX)
+        usual = self._usual()
+        added = min(max(seconds / predicted / usual - 1, -self._added_max), self._added_max)
         if not rate:
-            self._calm = [_DECAY * self._calm[0] + 1, _DECAY * self._calm[1] + over]
-            self._note_rest(over / self._usual() - 1)
+            self._calm = [_DECAY * self._calm[0] + 1, _DECAY * self._calm[1] + usual * (1 + added)]
+            self._note_rest(added)
             return
-        added, giga = over / self._usual() - 1, rate / _GIGA
+        giga = rate / _GIGA
         self._note_rest(added - self.cost * giga)
         self._squares = _DECAY * self._squares + giga * giga
         self._products = _DECAY * self._products + giga * added

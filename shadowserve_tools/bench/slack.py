@@ -17,7 +17,6 @@ from shadowserve.chunk import Quantizer
 from shadowserve_tools.bench.fetch import Target
 from shadowserve_tools.bench.interference import (
     DECODED_TOKENS,
-    FETCH_LAYERS,
     HALF_WIDTH_MAX,
     SLOWDOWN_MAX,
     half_width,
@@ -44,10 +43,12 @@ MEGA: Final = 1_000_000
 NOTHING: Final = "decoding beside nothing"
 WITHIN: Final = "decoding beside fetching, within the budget"
 FREE: Final = "decoding beside fetching, no bound"
-OFTEN: Final = 4
+OFTEN: Final = 8
 """Phases beside each, in a round."""
-FETCH_CHUNKS: Final = 2
-"""Of 8 MiB: what a call within the budget brings by and by."""
+FETCH_CHUNKS: Final = 16
+"""Of a MiB each, a layer of 256 tokens."""
+FETCH_S: Final = 0.05
+"""A fetch within the budget is of so many chunks as take about so long, since a phase begins and ends with one."""
 BUDGET: Final = 0.02
 MIXED_MIN: Final = 0.95
 
@@ -83,8 +84,8 @@ class _Steps:
 @click.option("--cap", default=200, show_default=True, type=click.IntRange(1), help="MB/s that the device reads.")
 @click.option("--turns", default=3, show_default=True, type=click.IntRange(1), help="Of reading, each beside each.")
 @click.option("--batch", default=2, show_default=True, type=click.IntRange(1), help="Requests that decode steadily.")
-@click.option("--learning", default=8, show_default=True, type=click.IntRange(1), help="Rounds that do not count.")
-@click.option("--rounds", default=24, show_default=True, type=click.IntRange(2), help="Of steady decoding that do.")
+@click.option("--learning", default=10, show_default=True, type=click.IntRange(1), help="Rounds that do not count.")
+@click.option("--rounds", default=40, show_default=True, type=click.IntRange(2), help="Of steady decoding that do.")
 @click.option("--phase-steps", default=4, show_default=True, type=click.IntRange(1, 64), help="Between two changes.")
 @click.option(
     "--folder",
@@ -111,10 +112,11 @@ def slack(
         capped = _measure_disk(disk, prefix, cap * MEGA, turns, folder, lambda: progress.update(task, advance=1))
         progress.update(task, description="starting the engine")
         running = stack.enter_context(Stack(Partition.halves(), model, load, requests_max))
-        workload = llama_8b(FETCH_CHUNKS, layers=FETCH_LAYERS, quantizer=Quantizer.BINNED)
+        workload = llama_8b(FETCH_CHUNKS, layers=1, quantizer=Quantizer.BINNED)
         put(workload, running.storage.address)
         target = stack.enter_context(Target.opened(running.data_plane.address, workload))
-        decoding = _Decoding(running.engine, target, workload.raw_bytes, policy, batch, phase_steps)
+        chunk_bytes = workload.layout.raw_bytes
+        decoding = _Decoding(running.engine, target, chunk_bytes, policy, batch, phase_steps)
         for _ in range(learning):
             decoding.round([WITHIN] * 2 * OFTEN, _Steps())
             progress.update(task, advance=1, description=f"learning: {policy.rate / 1e9:.2f} GB/s")
@@ -172,9 +174,9 @@ class _Decoding:
     """A steady batch, and fetches beside it at the rate that the policy sets."""
 
     def __init__(
-        self, engine: Engine, target: Target, fetch_bytes: int, policy: Interference, batch: int, phase_steps: int
+        self, engine: Engine, target: Target, chunk_bytes: int, policy: Interference, batch: int, phase_steps: int
     ) -> None:
-        self._engine, self._target, self._fetch_bytes = engine, target, fetch_bytes
+        self._engine, self._target, self._chunk_bytes = engine, target, chunk_bytes
         self._policy, self._batch, self._phase_steps = policy, batch, phase_steps
         self._table = ComputeTable()
         self._decoded = 0
@@ -188,7 +190,9 @@ class _Decoding:
         before = self._note(NOTHING, steps, self._durations(), 0.0, learns=True)
         for name in beside:
             self._target.rate = self._policy.rate if name == WITHIN else 0
-            loop = FetchLoop(self._target, self._fetch_bytes)
+            wanted = int(self._target.rate * FETCH_S / self._chunk_bytes) if self._target.rate else FETCH_CHUNKS
+            count = min(max(wanted, 1), FETCH_CHUNKS)
+            loop = FetchLoop(self._target, count * self._chunk_bytes, count)
             with loop.running():
                 durations = self._durations()
             within = self._note(name, steps, durations, loop.rate, learns=name == WITHIN)

@@ -105,6 +105,7 @@ class _Engine:
         self._number = 0
         self._layerwise_chunks: int | None = None
         self._deciding: Any = None
+        self._timing: Any = None
         options: dict[str, Any] = {}
         if settings["transfer"]:
             options["kv_transfer_config"] = settings["transfer"] | {
@@ -253,8 +254,12 @@ class _Engine:
     def hits(self, way: str) -> str:
         """Have the plugin "compute" what is stored from now on, "fetch" it, or "decide", learning from that alone."""
         side = self._core.engine_core.engine_core.scheduler.connector._scheduler
-        self._deciding = self._deciding or side._deciding
-        side._fetch, side._deciding = way != "compute", self._deciding if way == "decide" else None
+        from host_control.vllm.timing import Timing
+
+        self._deciding, self._timing = self._deciding or side._deciding, self._timing or side._timing
+        side._fetch, side._deciding, side._timing = way != "compute", self._deciding, self._timing
+        if way != "decide":
+            side._deciding, side._timing = None, Timing(side._config, counts=side.counts)
         return way
 
     def reading(self, only: bool) -> bool:
