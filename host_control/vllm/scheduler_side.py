@@ -455,9 +455,10 @@ class SchedulerSide:
         metadata = ShadowServeMetadata(self.epochs.current)
         if self._loading:
             metadata.arrived = dict(self._more())
-        begin = len(self._new_loads.keys() & self._loading.keys())
-        self._timing.step(output, waits=bool(self._unconfirmed), loads=len(self._loading), begin=begin)
-        metadata.rate, metadata.held = self._timing.rate, self._timing.held
+        if self._lookup is not None:
+            begin = len(self._new_loads.keys() & self._loading.keys())
+            self._timing.step(output, waits=bool(self._unconfirmed), loads=len(self._loading), begin=begin)
+            metadata.rate, metadata.held = self._timing.rate, self._timing.held
         if self._new_loads:
             metadata.loads = list(self._new_loads.values())
             metadata.window_s = self._timing.layer_seconds()

@@ -173,8 +173,8 @@ def test_loads_without_end_are_held_up_now_and_then_to_see_decoding_alone(engine
     assert [rate for _, _, rate in policy.told] == [0.0] * 16, "once what had begun before was over"
     timing.loaded(report(delivered_bytes=1_000_000_000))
     engine.step(decoding(), DECODED_S, loads=1)
-    rates = {rate for _, _, rate in policy.told[16:]}
-    assert rates == {pytest.approx(1e9 / ((1201 - sum(held)) * DECODED_S))}, "of the time in which loads went on"
+    rate = max(rate for _, _, rate in policy.told[16:])
+    assert rate == pytest.approx(1e9 / ((1201 - sum(held)) * DECODED_S)), "of the time in which loads went on"
 
 
 def test_loads_go_on_as_soon_as_nothing_decodes(engine: Any) -> None:
