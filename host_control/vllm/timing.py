@@ -136,6 +136,7 @@ class Timing:
         self.rate = policy.rate if policy is not None else 0
         if loads and not self._loads:
             self._beside_since = step.begun
+            self._beside.clear()  # of loads that have brought nothing
         self._loads = loads > 0
         if tokens - requests >= _PROMPT_TOKENS_MIN:
             step.row = "prompts"
