@@ -108,13 +108,17 @@ class Looked:
 
     Attributes:
         present: which chunks are stored and look sound.
-        lengths: bytes of their records; 0 of those that nobody has seen.
+        stored_bytes: of their records, but of those that nobody has seen.
         cold_ms: in how many ms storage expects those, which it has to fetch itself; 0 where there are none.
     """
 
     present: Flags
-    lengths: list[int]
+    stored_bytes: int = 0
     cold_ms: int = 0
+
+
+_Asked = tuple[Looked, int, bytes, bytes]
+"""What is found of the chain, the position in it, its namespace, and the key."""
 
 
 class Catalog:
@@ -145,24 +149,24 @@ class Catalog:
         Raises:
             StorageUnavailableError, StorageRefusedError: storage did not answer.
         """
+        found = [Looked(np.zeros(len(keys), np.bool_)) for _, keys in chains]
         asked = [
-            (chain, position, key)
-            for chain, (namespace, keys) in enumerate(chains)
+            (looked, position, namespace, key)
+            for looked, (namespace, keys) in zip(found, chains, strict=True)
             for position, key in enumerate(keys)
-            if not self.is_quarantined(namespace, key)
+            if not (self._quarantine and self.is_quarantined(namespace, key))
         ]
-        found = [Looked(np.zeros(len(keys), np.bool_), [0] * len(keys)) for _, keys in chains]
         if not waiting:
-            asked = await self._leave_cold(asked, found)
+            asked = await self._leave_cold(asked)
         for first in range(0, len(asked), QUESTION_KEYS_MAX):
             question = asked[first : first + QUESTION_KEYS_MAX]
-            answer = await self._source.find([key for _, _, key in question])
-            for index, ((chain, position, key), stored) in enumerate(zip(question, answer, strict=True)):
+            answer = await self._source.find([key for _, _, _, key in question])
+            for index, ((looked, position, namespace, key), stored) in enumerate(zip(question, answer, strict=True)):
                 if index % _YIELD_KEYS == _YIELD_KEYS - 1:
                     await asyncio.sleep(0)
-                if isinstance(stored, Stored) and self._is_sound(stored, key, chains[chain][0]):
-                    found[chain].present[position] = True
-                    found[chain].lengths[position] = stored.length
+                if isinstance(stored, Stored) and self._is_sound(stored, key, namespace):
+                    looked.present[position] = True
+                    looked.stored_bytes += stored.length
                 elif stored is None:
                     self._cache.drop(key)
                 elif isinstance(stored, Unanswered):
@@ -171,22 +175,21 @@ class Catalog:
         self._metrics.lookup_hits += sum(int(np.count_nonzero(each.present)) for each in found)
         return found
 
-    async def _leave_cold(
-        self, asked: list[tuple[int, int, bytes]], found: Sequence[Looked]
-    ) -> list[tuple[int, int, bytes]]:
+    async def _leave_cold(self, asked: list[_Asked]) -> list[_Asked]:
         """Take chunks for present that storage would have to fetch itself; return the others."""
         left = []
         for first in range(0, len(asked), QUESTION_KEYS_MAX):
             question = asked[first : first + QUESTION_KEYS_MAX]
-            expected = await self._source.cold([key for _, _, key in question])
+            expected = await self._source.cold([key for _, _, _, key in question])
             if expected is None:
                 return asked
-            for (chain, position, key), ms in zip(question, expected.tolist(), strict=True):
+            for each, ms in zip(question, expected.tolist(), strict=True):
                 if ms:
-                    found[chain].present[position] = True
-                    found[chain].cold_ms = max(found[chain].cold_ms, ms)
+                    looked, position, *_ = each
+                    looked.present[position] = True
+                    looked.cold_ms = max(looked.cold_ms, ms)
                 else:
-                    left.append((chain, position, key))
+                    left.append(each)
         return left
 
     async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> None:

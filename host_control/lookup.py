@@ -4,6 +4,7 @@ A lookup is submitted when a request arrives; hashing and the round trip happen 
 polls: ``None`` until there is an answer or the deadline has passed, then the same answer for the request's life.
 """
 
+import array
 import contextlib
 import functools
 import threading
@@ -14,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from host_control.client import DataPlaneClient, Found
 from host_control.handover import Arrived, Coming, Handover
@@ -283,19 +283,14 @@ class PrefixLookup:
         return True
 
     def _hash(self, lookup: _Lookup, count: int) -> list[bytes]:
-        tokens: npt.NDArray[np.uint32] = np.empty(count * self._chunk_tokens, dtype="<u4")
-        for begin in range(0, len(tokens), _STRIDE_TOKENS):
-            end = min(begin + _STRIDE_TOKENS, len(tokens))
-            tokens[begin:end] = lookup.tokens[begin:end]
-            time.sleep(0)  # let the engine's thread have the interpreter
-        links: list[bytes] = []
         extra = lookup.extra
         assert isinstance(extra, Extra)
-        stride = max(_STRIDE_TOKENS // self._chunk_tokens, 1)
-        for end in range(stride, count + stride, stride):
-            prefix = tokens[: min(end, count) * self._chunk_tokens]
-            links = chain_links(self._model, prefix, chunk_tokens=self._chunk_tokens, extra=extra, after=links)
-            time.sleep(0)
+        tokens, links = array.array("I"), list[bytes]()
+        stride = max(_STRIDE_TOKENS // self._chunk_tokens, 1) * self._chunk_tokens
+        for begin in range(0, count * self._chunk_tokens, stride):
+            tokens += array.array("I", lookup.tokens[begin : min(begin + stride, count * self._chunk_tokens)])
+            links = chain_links(self._model, tokens, chunk_tokens=self._chunk_tokens, extra=extra, after=links)
+            time.sleep(0)  # let the engine's thread have the interpreter
         if size := lookup.handover.tail_tokens:
             before = self._model, lookup.tokens, size
             lookup.tail = [tail_link(*before, chunk_tokens=self._chunk_tokens, extra=extra, after=links)]
@@ -343,7 +338,8 @@ class PrefixLookup:
         """Count what is announced as if it were there, and tell from now on how much of it is."""
         assert best.coming is not None
         whole = len(wanted) - len(lookup.tail)
-        present = [(best.there | best.coming)[:whole]]
+        # Of a chunk, what is kept of every chunk is stored last: with it comes what other groups keep of the chunk.
+        present = [(flags | best.coming)[:whole] for flags in best.present]
         tokens = self._rule(present, lookup.length) if whole else 0
         self._wait_from(lookup)
         self._follow(request_id, lookup, wanted[: best.extent], best)

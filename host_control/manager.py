@@ -17,6 +17,7 @@ import logging
 import secrets
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -57,9 +58,10 @@ class FetchJob:
     Attributes:
         request_id: of the engine; one job of a request at a time.
         keys: of the chunks of each part, in prefix order; none of a part that nothing is wanted of.
+        places: which chunk of all that are loaded each of these is, where some parts want others than the rest do.
         target: whatever ``scatter`` needs to know; never looked at here.
-        arrived: how much of it is there already, where others still store the rest: :meth:`KVCacheManager.exchange` is
-            told of that, and until then the job waits, and others go on.
+        arrived: how many chunks are there already, where others still store the rest: :meth:`KVCacheManager.exchange`
+            is told of that, and until then the job waits, and others go on.
         layerwise: fetch layer by layer, so that :meth:`KVCacheManager.wait_layer` returns as each is in place. Only of
             one part with all its layers, and no more chunks than the destination holds.
         window_s: seconds that the engine will compute with each layer, if that is known; else 0.
@@ -67,6 +69,7 @@ class FetchJob:
 
     request_id: str
     keys: tuple[tuple[bytes, ...], ...]
+    places: tuple[Sequence[int], ...] = ()
     target: Any = None
     arrived: Arrived | None = None
     layerwise: bool = False
@@ -142,8 +145,11 @@ class _Progress:
 
     def wanted(self) -> list[int]:
         """Return how many chunks of each part there are to fetch by now."""
-        there = self.job.chunks if self.there is None else self.there.chunks
-        return [max(min(len(keys), there) - done, 0) for keys, done in zip(self.job.keys, self.landed, strict=True)]
+        there = list(map(len, self.job.keys))
+        if self.there is not None:
+            places = self.job.places or [range(count) for count in there]
+            there = [bisect_left(each, self.there.chunks) for each in places]
+        return [max(count - done, 0) for count, done in zip(there, self.landed, strict=True)]
 
     def waits(self) -> bool:
         """Return whether there is nothing to do until more of it is there."""

@@ -21,10 +21,12 @@ class GroupLoad:
         links: of the chunks, in order, which name them for all ranks.
         blocks: that their records go to, chunk after chunk; NOWHERE for those that hold the right KV already and may be
             shared, and for what vLLM keeps no block for.
+        chunks: their numbers, counted from the load's first.
     """
 
     links: list[bytes]
     blocks: list[int]
+    chunks: list[int]
 
 
 @dataclass

@@ -7,7 +7,7 @@ no request completes a chunk costs one comparison for each running request.
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from vllm.v1.request import RequestStatus
@@ -101,8 +101,8 @@ class SchedulerSide:
         self._states = {group.index for group in self._groups if group.kind == "state"}
         # vLLM is told of a load's end at once only where it is told of single blocks that fell short.
         self.asynchronous = config.asynchronous_fetch or groups is None or not groups.one
-        # A load that waits for chunks may fall short of them, which costs least where what has come of it is used.
-        self._loads_wait = config.asynchronous_fetch and groups is not None and groups.one and recomputes
+        # A load that waits for chunks may fall short of them, and then the engine has to go on without.
+        self._loads_wait = config.asynchronous_fetch and recomputes
         self._fetch = fetch
         self._store = store
         self._logger = logger
@@ -298,7 +298,9 @@ class SchedulerSide:
         for request_id, load in self._loading.items():
             if load.arrived is None or load.arrived.ended or (tracked := self._tracked.get(request_id)) is None:
                 continue
-            arrived = self._arrived(tracked) or load.arrived._replace(ended="weights_changed")  # looked up anew
+            # Looked up anew: for other weights, or as another rank's load fell short.
+            why = "announced_gone" if load.epoch == self.epochs.current else "weights_changed"
+            arrived = self._arrived(tracked) or load.arrived._replace(ended=why)
             if arrived != load.arrived:
                 load.arrived = arrived
                 yield request_id, arrived
@@ -386,7 +388,8 @@ class SchedulerSide:
             for group in self._groups:
                 chunks, blocks = group.wanted(tables[group.index], tracked.local_tokens, end_tokens)
                 links = [tracked.offered[chunk] for chunk in chunks.tolist()]
-                operation.groups[group.index] = GroupLoad(links, blocks.reshape(-1).tolist())
+                numbers = (chunks - tracked.local_tokens // self._chunk_tokens).tolist()
+                operation.groups[group.index] = GroupLoad(links, blocks.reshape(-1).tolist(), numbers)
         except ValueError as error:  # a rule of vLLM's that is not known here: the load falls short, nothing is read
             self._failures.warn("a prompt cannot be loaded", "unknown_rule", str(error))
             operation.groups = {}
@@ -404,15 +407,8 @@ class SchedulerSide:
             self._deciding.loaded(report.seconds, finished or (), report.loaded)
         for request_id, chunks in report.loaded.items():
             self._unconfirmed.discard(request_id)
-            if (tracked := self._tracked.get(request_id)) is None:
-                continue
-            if chunks == tracked.load_chunks:
-                continue
-            tracked.refused = True
-            # What could not be loaded is computed, and then stored again.
-            tracked.stored_chunks = min(tracked.stored_chunks, tracked.first_chunk + chunks)
-            tracked.tail_stored = False
-            self._set_boundary(tracked)
+            if (tracked := self._tracked.get(request_id)) is not None and chunks != tracked.load_chunks:
+                self._fell_short(tracked, chunks)
         for request_id in finished or ():
             self._loading.pop(request_id, None)
         if self.epochs.current in report.outlived:
@@ -424,6 +420,21 @@ class SchedulerSide:
                 "/reset_prefix_cache?reset_external=true"
             )
             self._begin_epoch()
+
+    def _fell_short(self, tracked: _Tracked, chunks: int) -> None:
+        """A load has ended with so many chunks, and not all: what it lacks is computed, and then stored again."""
+        assert self._rules is not None
+        tracked.stored_chunks = min(tracked.stored_chunks, tracked.first_chunk + chunks)
+        tracked.tail_stored = False
+        load = self._loading.get(tracked.request.request_id)
+        if load is None or load.arrived is None or self._rules.one:
+            tracked.refused = True
+        else:
+            # Of several groups vLLM takes all or nothing. What was announced and did not come is not to cost what is
+            # there: that is offered, this once, and nothing is waited for.
+            tracked.handover = replace(tracked.handover, waits=0.0)
+            self._look_up(tracked, tracked.request.prompt_token_ids)
+        self._set_boundary(tracked)
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """A request has ended or was aborted, perhaps while it was being loaded; return what its proxy is told."""

@@ -260,6 +260,7 @@ class WorkerSide:
         return FetchJob(
             request_id=load.request_id,
             keys=keys,
+            places=tuple(load.groups[part.group.index].chunks for part in self._parts[load.cut] if load.groups),
             target=load,
             arrived=load.arrived,
             layerwise=load.layerwise,
