@@ -24,7 +24,7 @@ from shadowserve.pieces import Flags, leading
 
 __all__ = ["LookupAnswer", "PrefixLookup", "Rule"]
 
-_STRIDE_TOKENS: Final = 8192
+_STRIDE_TOKENS: Final = 32_768
 """Tokens hashed between two moments at which the engine's thread may take the interpreter: some 0.5 ms."""
 _NOTHING: Final = Extra()
 _STAYS: Final = Handover()
