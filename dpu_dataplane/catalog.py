@@ -26,7 +26,9 @@ from shadowserve.record import HeadPeek, peek_head
 __all__ = ["Catalog", "Fault", "Looked", "fault_of", "inspect_head"]
 
 _ENTRY_OVERHEAD: Final = 400  # bytes of objects around one remembered head
-_YIELD_KEYS: Final = 1024  # heads checked before other calls get their turn on the event loop
+_ASKED_KEYS: Final = 512
+"""In one question of a lookup: their heads are checked while storage answers the next one, and other calls get their
+turn on the event loop."""
 
 logger = logging.getLogger(__name__)
 
@@ -158,22 +160,24 @@ class Catalog:
         ]
         if not waiting:
             asked = await self._leave_cold(asked)
-        for first in range(0, len(asked), QUESTION_KEYS_MAX):
-            question = asked[first : first + QUESTION_KEYS_MAX]
-            answer = await self._source.find([key for _, _, _, key in question])
-            for index, ((looked, position, namespace, key), stored) in enumerate(zip(question, answer, strict=True)):
-                if index % _YIELD_KEYS == _YIELD_KEYS - 1:
-                    await asyncio.sleep(0)
-                if isinstance(stored, Stored) and self._is_sound(stored, key, namespace):
-                    looked.present[position] = True
-                    looked.stored_bytes += stored.length
-                elif stored is None:
-                    self._cache.drop(key)
-                elif isinstance(stored, Unanswered):
-                    logger.debug("lookup of %s: %s", key.hex(), stored.reason)
+        await asyncio.gather(
+            *(self._ask(asked[first : first + _ASKED_KEYS]) for first in range(0, len(asked), _ASKED_KEYS))
+        )
         self._metrics.lookup_keys += sum(len(keys) for _, keys in chains)
         self._metrics.lookup_hits += sum(int(np.count_nonzero(each.present)) for each in found)
         return found
+
+    async def _ask(self, asked: list[_Asked]) -> None:
+        """Take note of what is stored and looks sound."""
+        answer = await self._source.find([key for _, _, _, key in asked])
+        for (looked, position, namespace, key), stored in zip(asked, answer, strict=True):
+            if isinstance(stored, Stored) and self._is_sound(stored, key, namespace):
+                looked.present[position] = True
+                looked.stored_bytes += stored.length
+            elif stored is None:
+                self._cache.drop(key)
+            elif isinstance(stored, Unanswered):
+                logger.debug("lookup of %s: %s", key.hex(), stored.reason)
 
     async def _leave_cold(self, asked: list[_Asked]) -> list[_Asked]:
         """Take chunks for present that storage would have to fetch itself; return the others."""
