@@ -195,7 +195,7 @@ def _steps(side: Any, count: int, groups: int) -> list[float]:
 def _lookups(side: Any, workload: Workload, storage: str) -> tuple[list[float], list[float]]:
     """Milliseconds from a prompt's arrival to its answer, hashing included, and commands that storage executed.
 
-    The data plane sends them together, one for 1,024 keys.
+    The data plane sends them together, one for 512 keys.
     """
     samples, commands = [], []
     with client(storage) as server:
