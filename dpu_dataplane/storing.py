@@ -1,12 +1,13 @@
 """Store: chunks from a region to records in storage; the path backwards, at lower priority than fetching.
 
 Chunks that storage holds already are skipped. The rest are encoded a batch at a time, as many as there are threads that
-encode, in one half of the store buffer, while those of the batch before are put from the other: one after the other, so
-that what was put when a job ends early is a prefix of them.
+encode, as far ahead as the store buffer takes, while those of the batches before are put: one after the other, so that
+what was put when a job ends early is a prefix of them.
 """
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -137,10 +138,10 @@ class Storer:
         part = keys[first : first + QUESTION_KEYS_MAX]
         found = await job.within(self._source.held(part), "asking storage what it holds")
         room = self._buffers.store // self._bound(layout)
-        places = 2 if room > 1 else 1
-        batch_max = max(1, min(self._batch_chunks, room // places))
+        batch_max = max(1, min(self._batch_chunks, room // 2))
         index, answered = 0, _answered(found)
-        puts: list[asyncio.Task[None]] = []
+        free = list(range(max(1, room // batch_max)))
+        puts: deque[tuple[asyncio.Task[None], int]] = deque()  # on their way, and which place of the buffer they have
         try:
             while index < answered:
                 batch: list[int] = []
@@ -152,15 +153,18 @@ class Storer:
                         progress.held[first + index] = length
                     index += 1
                 if batch:
-                    if len(puts) >= places:
-                        await puts[-places]
-                    place = len(puts) % places * batch_max
-                    encoded = await self._encode(job, destination, offset, keys, batch, place)
-                    put = self._put_batch(puts[-1] if puts else None, job, *encoded, layout, keys, batch, progress)
-                    puts.append(asyncio.create_task(put))
+                    while puts and (puts[0][0].done() or not free):
+                        ended, place = puts.popleft()
+                        free.append(place)
+                        await ended
+                    place = free.pop()  # the one given back last, of which most is still in a cache
+                    encoded = await self._encode(job, destination, offset, keys, batch, place * batch_max)
+                    before = puts[-1][0] if puts else None
+                    put = self._put_batch(before, job, *encoded, layout, keys, batch, progress)
+                    puts.append((asyncio.create_task(put), place))
         finally:
             if puts:
-                await puts[-1]  # what it ends with is of earlier chunks, and comes first
+                await puts[-1][0]  # what it ends with is of earlier chunks, and comes first
         if answered < len(part):
             raise _unanswered(part[answered], found[answered])
 

@@ -7,12 +7,13 @@ later chunks are of no use, so they are dropped too.
 """
 
 import collections
+import contextlib
 import itertools
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,6 +86,7 @@ class StoreQueue:
         self._queue: collections.deque[_Staged] = collections.deque()
         self._recent: collections.OrderedDict[bytes, float] = collections.OrderedDict()
         self._busy = 0
+        self._together = False
         self._closing = False
         self.last_error = "connecting"
         self._tried = threading.Event()
@@ -96,6 +98,18 @@ class StoreQueue:
         self._thread.start()
 
     # ------------------------------------------------------------------ the engine's side
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Have what is offered within wait for the rest, up to a whole batch: the data plane encodes one while it puts
+        the one before only within a call."""
+        self._together = True
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._together = False
+                self._condition.notify_all()
 
     def offer(
         self,
@@ -268,7 +282,7 @@ class StoreQueue:
     def _next(self) -> list[_Staged] | None:
         """Return the next batch: neighbours of one part in one segment; an empty one now and then without any."""
         with self._condition:
-            while not self._queue or self._destination.current is None:
+            while len(self._queue) < (self._batch_chunks if self._together else 1) or self._destination.current is None:
                 if self._closing:
                     return None
                 if self._destination.current is None:

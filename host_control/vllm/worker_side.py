@@ -308,10 +308,11 @@ class WorkerSide:
         def lasts() -> str:
             return "" if self._watch.check(epoch, sample()) else "weights_changed"
 
-        for operation in operations:
-            for place, part in enumerate(self._parts[0]):
-                if part.group.index == operation.group and not self._another_stores(part):
-                    self._offer(operation, place, lasts)
+        with self._store.together():
+            for operation in operations:
+                for place, part in enumerate(self._parts[0]):
+                    if part.group.index == operation.group and not self._another_stores(part):
+                        self._offer(operation, place, lasts)
 
     def _another_stores(self, part: Part) -> bool:
         """Return whether another rank stores what all of them hold: they have one data plane, so one is enough."""

@@ -57,6 +57,17 @@ def test_each_chunk_is_stored_with_the_one_before_it(queue: StoreQueue, plane: S
     assert pairs == list(zip(keys(5), [b"", *keys(4)], strict=True))
 
 
+def test_what_is_offered_together_is_one_call_up_to_a_whole_batch(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
+    with queue.together():
+        for key in keys(3):
+            assert queue.offer([key], gather, chained=False) == 1
+        plane.wait_for_call("Store")
+        for key in keys(2, start=3):
+            assert queue.offer([key], gather, chained=False) == 1
+    assert queue.flush(PATIENCE_S)
+    assert [list(request.keys) for request in plane.stores] == [keys(3), keys(2, start=3)]
+
+
 def test_known_chunks_are_not_gathered_again(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
     queue.remember(keys(2))
     assert queue.offer(keys(3), gather) == 1
