@@ -116,6 +116,12 @@ class Looked:
     lengths: list[int]
     cold_ms: int = 0
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all records, if those that nobody has seen are like the others; 0 where nobody has seen any."""
+        seen = sum(length > 0 for length in self.lengths)
+        return sum(self.lengths) * int(self.present.sum()) // seen if seen else 0
+
 
 class Catalog:
     """Answers what storage holds."""

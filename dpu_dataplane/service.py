@@ -264,7 +264,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         response = pb.LookupResponse(
             present=[pack(each.present) for each in found],
             announced=announced,
-            stored_bytes=[sum(each.lengths) for each in found],
+            stored_bytes=[each.stored_bytes for each in found],
             outcome=outcome,
             detail=detail,
         )

@@ -122,6 +122,7 @@ class Validator:
         if len(decision.kind) > _NAME_MAX:
             raise InvalidCall(f"kind has {len(decision.kind)} characters; it has up to {_NAME_MAX}")
         seconds = [decision.predicted_seconds, decision.seconds, *decision.predicted.values()]
+        seconds += [decision.cold_seconds, decision.queued_seconds]
         if not all(0 <= each <= _SECONDS_MAX for each in seconds):  # nor NaN
             raise InvalidCall(f"a decision is predicted, or came, to take {seconds} s; 0 to {_SECONDS_MAX}")
 

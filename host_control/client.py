@@ -161,12 +161,14 @@ class FetchPart:
 
 
 class Found(NamedTuple):
-    """Of each chain that was looked up, which records are there, which are announced (None where nobody can say), and
-    the bytes of those that are there, all together (0 where nobody can say)."""
+    """Of each chain that was looked up, which records are there, which are announced (None where nobody can say), the
+    bytes of those that are there, all together (0 where nobody can say), and in how many seconds storage expects to
+    have what it must fetch itself of them."""
 
     present: list[Flags]
     announced: list[Flags] | None
     stored_bytes: list[int]
+    cold_seconds: list[float]
 
 
 class FetchAnswer(NamedTuple):
@@ -296,9 +298,20 @@ class DataPlaneClient:
         return lambda: finish().present
 
     def find(
-        self, chains: Sequence[tuple[bytes, Sequence[bytes]]], timeout: float, *, announced: bool = True
+        self,
+        chains: Sequence[tuple[bytes, Sequence[bytes]]],
+        timeout: float,
+        *,
+        announced: bool = True,
+        cold: bool = False,
     ) -> Callable[[], Found]:
-        """Ask, as :meth:`lookup` does, which keys of each chain are stored, and which ``announced``."""
+        """Ask, as :meth:`lookup` does, which keys of each chain are stored, and which ``announced``.
+
+        Args:
+            chains, timeout: as there.
+            announced: whether to ask for that, too.
+            cold: have storage say how long it takes to fetch what it does not have near, instead of fetching that now.
+        """
         self._allow("lookup")
         ends = time.monotonic() + timeout
 
@@ -311,6 +324,7 @@ class DataPlaneClient:
                 chains=[pb.KeyChain(keys=keys, namespace=namespace) for namespace, keys in chains],
                 timeout_ms=_milliseconds(left),
                 announced=announced,
+                cold=cold,
             )
             return self._connection.stub.Lookup.future(
                 request, timeout=left + _GRACE / 5, metadata=self._connection.metadata()
@@ -357,7 +371,8 @@ class DataPlaneClient:
         loaded = decision.end_tokens if decision.way != "compute" else 0
         told = pb.Decision(
             kind=decision.kind, tokens=tokens, loaded_tokens=loaded, predicted=dict(decision.predicted),
-            predicted_seconds=decision.seconds, seconds=seconds,
+            predicted_seconds=decision.seconds, seconds=seconds, stored_bytes=int(decision.stored_bytes),
+            cold_seconds=decision.cold_seconds, queued_seconds=decision.queued_seconds,
         )  # fmt: skip
         self._tell(self._connection.stub.Decided, told)
 
@@ -372,12 +387,15 @@ class DataPlaneClient:
         try:
             present = _sets(answer.present, counts)
             announced = _sets(answer.announced, counts) if answer.announced else None
-            if len(answer.stored_bytes) not in (0, len(counts)):
-                raise ValueError(f"bytes of {len(answer.stored_bytes)} chains where {len(counts)} were asked for")
+            for numbers, what in (answer.stored_bytes, "bytes"), (answer.cold_ms, "times"):
+                if len(numbers) not in (0, len(counts)):
+                    raise ValueError(f"{what} of {len(numbers)} chains where {len(counts)} were asked for")
         except ValueError as error:
             raise self._fail("lookup", "invalid_answer", str(error)) from error
         self._report("lookup", reason)
-        return Found(present, announced, list(answer.stored_bytes) or [0] * len(counts))
+        nothing = [0] * len(counts)
+        cold_seconds = [ms / 1e3 for ms in answer.cold_ms or nothing]
+        return Found(present, announced, list(answer.stored_bytes or nothing), cold_seconds)
 
     def register(self, shape: ChunkLayout, memory: MemoryMessage) -> Registration:
         """Make memory known to the data plane. The caller has asked the breaker.

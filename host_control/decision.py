@@ -3,7 +3,8 @@
 Compared are computing all, fetching all and waiting for it, fetching layer by layer while computing, and each of these
 with a shorter prefix, which pays where the rest would come too late, or where fetching layers is to take no longer than
 computing what is behind them. What is predicted is learnt from what came: from the engine's steps how long computing
-takes, from loads how long fetching does. As long as one of them is not known, everything is fetched.
+takes, from loads how long fetching does. What storage says of its own fetching is believed, until loads have shown
+what to make of it. As long as one of them is not known, everything is fetched.
 
 A side that is not chosen is not seen any more, and what was a slow link for an hour might be taken for one for ever. So
 now and then a prompt *explores*: its border between what is fetched and what is computed is moved by one chunk. What
@@ -55,9 +56,11 @@ class Estimate:
 
     Args:
         terms: in the order of trust: where observations do not tell terms apart, it is the first.
+        believed: what a unit of each term takes as long as none was seen; 0: nothing is said of such a one.
     """
 
-    def __init__(self, terms: int) -> None:
+    def __init__(self, terms: int, believed: Sequence[float] = ()) -> None:
+        self._believed = np.asarray(believed or [0.0] * terms, np.float64)
         self._moments = np.zeros((terms, terms))
         self._targets = np.zeros(terms)
         self._weight = 0.0
@@ -82,7 +85,9 @@ class Estimate:
     def predict(self, sizes: Sequence[float], times: int = 1) -> float | None:
         """Return the seconds of so many runs that have these sizes together; ``None`` where too little is known."""
         wanted = np.asarray(sizes, np.float64)
-        if len(self._last) < _SEEN_MIN or (wanted > times * _REACH * self._largest).any():
+        taken_for_granted = (self._largest == 0) & (self._believed > 0)
+        far = (wanted > times * _REACH * self._largest) & ~taken_for_granted
+        if len(self._last) < _SEEN_MIN or far.any():
             return None
         if self._line is None:
             self._line = self._fitted()
@@ -101,7 +106,8 @@ class Estimate:
                 line, explained = np.zeros(len(units)), gained
                 line[subset] = found / units[subset]
         drift = statistics.median(seconds / max(float(sizes @ line), 1e-12) for sizes, seconds in self._last)
-        return line * (drift if max(drift, 1 / drift) > _DRIFT else 1)
+        line *= drift if max(drift, 1 / drift) > _DRIFT else 1
+        return np.where(self._largest == 0, self._believed, line)
 
 
 def attention_pairs(computed: int, new: int) -> float:
@@ -118,6 +124,7 @@ class Hit:
         local_tokens: leading ones that the engine has itself.
         end_tokens: leading ones that would be there after a load of all that can be loaded.
         chunk_bytes: of a chunk as it is stored; 0: nobody has said.
+        cold_seconds: in how many storage expects to have what it must fetch itself, from object storage, of all that.
         layers: of the model, where it may go layer by layer; else 0.
         layerwise_chunks: that go layer by layer at most.
     """
@@ -125,7 +132,8 @@ class Hit:
     tokens: int
     local_tokens: int
     end_tokens: int
-    chunk_bytes: float
+    chunk_bytes: float = 0.0
+    cold_seconds: float = 0.0
     layers: int = 0
     layerwise_chunks: int = 0
 
@@ -141,6 +149,9 @@ class Decision:
         predicted: seconds until its first token, of each kind the best; nothing where that is not known.
         seconds: the same of what is done; 0 where that is not known.
         load_bytes, load_seconds: of its load; 0 where there is none, or where they are not known.
+        stored_bytes: of all that could be loaded; 0 where nobody has said.
+        cold_seconds: of the :class:`Hit`, what storage has to fetch itself of that.
+        queued_seconds: that loads which are under way will take.
     """
 
     way: Way
@@ -150,6 +161,14 @@ class Decision:
     seconds: float = 0.0
     load_bytes: float = 0.0
     load_seconds: float = 0.0
+    stored_bytes: float = 0.0
+    cold_seconds: float = 0.0
+    queued_seconds: float = 0.0
+
+    @property
+    def load_cold_seconds(self) -> float:
+        """Of its load: its share, as if storage took as long for each byte."""
+        return self.cold_seconds * self.load_bytes / self.stored_bytes if self.stored_bytes else 0.0
 
 
 class FetchOrCompute:
@@ -168,7 +187,7 @@ class FetchOrCompute:
         self._load_tokens_min = load_tokens_min
         self._load_seconds_max = _IN_TIME * fetch_timeout
         self._computing = Estimate(3)  # tokens, attention pairs, steps
-        self._fetching = Estimate(2)  # bytes, loads
+        self._fetching = Estimate(3, (0, 0, 1))  # bytes, loads, seconds that storage expects of its own fetching
         self._allowed: dict[str, float] = {"compute": 0.0, "fetch": 0.0}  # seconds, to explore a side
         self._unknown = 0  # prompts that were fetched since it was tried to learn about computing
         self._loads: dict[str, float] = {}  # predicted seconds of those that are under way, in their order
@@ -185,7 +204,7 @@ class FetchOrCompute:
         """Learn how long a load took from its turn to its outcome, which was all of it, or that time was up."""
         if not decision.load_bytes:
             return
-        self._fetching.observe((decision.load_bytes, 1), seconds)
+        self._fetching.observe((decision.load_bytes, 1, decision.load_cold_seconds), seconds)
         if seconds > decision.load_seconds / 2:  # else the next one may see whether that was chance
             self._allowed["fetch"] = 0.0
 
@@ -198,6 +217,15 @@ class FetchOrCompute:
 
     def decide(self, hit: Hit, now: float) -> Decision:
         """Return what is best for a prompt at a time; asked again, it may be another answer."""
+        decision = self._decided(hit, now)
+        return replace(
+            decision,
+            stored_bytes=self._chunks(hit, hit.end_tokens) * hit.chunk_bytes,
+            cold_seconds=hit.cold_seconds,
+            queued_seconds=self._waiting(now),
+        )
+
+    def _decided(self, hit: Hit, now: float) -> Decision:
         today = self._load(hit, "layers" if self._layerwise(hit, hit.end_tokens) else "fetch", hit.end_tokens)
         options = [option for option in self._options(hit, now) if option is not None]
         if not options or options[0].way != "compute" or not today.load_seconds:
@@ -256,8 +284,8 @@ class FetchOrCompute:
 
     def _load(self, hit: Hit, way: Way, end: int) -> Decision:
         chunks = self._chunks(hit, end)
-        load_bytes = chunks * hit.chunk_bytes
-        seconds = self._load_seconds(load_bytes) or 0.0
+        load_bytes, share = chunks * hit.chunk_bytes, chunks / self._chunks(hit, hit.end_tokens)
+        seconds = self._load_seconds(load_bytes, share * hit.cold_seconds) or 0.0
         kind = way if end == hit.end_tokens else "prefix"
         return Decision(way=way, end_tokens=end, kind=kind, load_bytes=load_bytes, load_seconds=seconds)
 
@@ -302,8 +330,8 @@ class FetchOrCompute:
         steps = max(-(-new // self._step_tokens), 1)
         return self._computing.predict((new, attention_pairs(computed, new), steps), steps)
 
-    def _load_seconds(self, load_bytes: float) -> float | None:
-        return self._fetching.predict((load_bytes, 1)) if load_bytes else None
+    def _load_seconds(self, load_bytes: float, cold_seconds: float = 0.0) -> float | None:
+        return self._fetching.predict((load_bytes, 1, cold_seconds)) if load_bytes else None
 
     def _waiting(self, now: float) -> float:
         """Return the seconds until a load that is handed over now has its turn."""

@@ -48,6 +48,7 @@ class LookupAnswer:
         present: which chunks of each group are there, of that cut's.
         tail: whether the prompt's tail is there, too.
         chunk_bytes: mean bytes of a chunk's records, of all groups and ranks together; 0 where nobody can say.
+        cold_seconds: in how many storage expects to have what it must fetch itself of them, where it was asked.
 
     Where a load may begin before all of it is there, what is announced counts as there; :meth:`PrefixLookup.arrived`
     tells of it.
@@ -60,14 +61,17 @@ class LookupAnswer:
     present: Sequence[Flags] = field(default=(), compare=False)
     tail: bool = False
     chunk_bytes: float = field(default=0.0, compare=False)
+    cold_seconds: float = field(default=0.0, compare=False)
 
 
 class _Chain(NamedTuple):
-    """What is known of one rank's records of one group: which are there, which are announced, bytes of the first."""
+    """What is known of one rank's records of one group: which are there, which are announced, bytes of the first, and
+    in how many seconds storage has them."""
 
     there: Flags
     soon: Flags | None
     stored_bytes: int
+    cold_seconds: float
 
     @property
     def chunk_bytes(self) -> float:
@@ -106,7 +110,7 @@ class _Seen:
         present: of each group, which are there.
         there: which of them every group that keeps every chunk has.
         coming: which of the others are announced; ``None`` where nobody can say.
-        chunk_bytes: see :class:`LookupAnswer`.
+        chunk_bytes, cold_seconds: see :class:`LookupAnswer`.
     """
 
     cut: int
@@ -114,6 +118,7 @@ class _Seen:
     there: Flags
     coming: Flags | None
     chunk_bytes: float
+    cold_seconds: float
 
     @property
     def extent(self) -> int:
@@ -136,6 +141,7 @@ class PrefixLookup:
         threads: that hash and ask.
         enabled: whether to ask the data plane at all; without it every answer is a miss, and only keys are made.
         loads_wait: whether a load may begin while some of its chunks are only announced.
+        cold: whether to be told how long storage takes for what it must fetch itself; otherwise a lookup has it fetch.
     """
 
     def __init__(
@@ -151,6 +157,7 @@ class PrefixLookup:
         threads: int = 2,
         enabled: bool = True,
         loads_wait: bool = False,
+        cold: bool = False,
     ) -> None:
         self._model = model
         self._cuts: dict[int, Groups] = {0: groups, **(others or {})}
@@ -160,6 +167,7 @@ class PrefixLookup:
         self._timeout = timeout
         self._enabled = enabled
         self._loads_wait = loads_wait
+        self._cold = cold
         self._lock = threading.Lock()
         self._lookups: dict[str, _Lookup] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shadowserve-lookup")
@@ -318,8 +326,9 @@ class PrefixLookup:
         present = [flags[:whole] for flags in best.present]
         tokens = self._rule(present, lookup.length) if whole else 0
         lookup.so_far = LookupAnswer(
-            tokens, "complete", cut=best.cut, present=present, tail=hits > whole, chunk_bytes=best.chunk_bytes
-        )
+            tokens, "complete", cut=best.cut, present=present, tail=hits > whole, chunk_bytes=best.chunk_bytes,
+            cold_seconds=best.cold_seconds,
+        )  # fmt: skip
         if hits < len(wanted) and self._is_coming(lookup, hits, best.coming):
             if best.coming is None:  # nobody can say of which cut, either
                 self._wait(request_id, lookup, wanted, hits, self._cuts)
@@ -490,7 +499,7 @@ class PrefixLookup:
             chains = [each for each in asked if each[0] is client]
             try:
                 keys = [(namespace, record_keys(namespace, links[:count])) for _, namespace, count in chains]
-                calls.append((chains, client.find(keys, timeout, announced=announced)))
+                calls.append((chains, client.find(keys, timeout, announced=announced, cold=self._cold)))
             except DataPlaneError as error:
                 problem = problem or error
         for chains, call in calls:  # every answer is taken, or its data plane's breaker would not hear of it
@@ -501,7 +510,8 @@ class PrefixLookup:
                 continue
             for place, chain in enumerate(chains):
                 soon = None if answer.announced is None else answer.announced[place]
-                found[chain] = _Chain(answer.present[place], soon, answer.stored_bytes[place])
+                numbers = answer.stored_bytes[place], answer.cold_seconds[place]
+                found[chain] = _Chain(answer.present[place], soon, *numbers)
         if problem is not None:
             raise problem
         return [self._seen(cut, count, found) for cut, count in counts.items()]
@@ -515,8 +525,11 @@ class PrefixLookup:
         usable = [all_of, *(each.there | each.soon for group in waited for each in group if each.soon is not None)]
         said = all(chain.soon is not None for group in waited for chain in group)
         coming = np.logical_and.reduce(usable) & ~there if said else None
-        each_bytes = sum(chain.chunk_bytes for group in answers for chain in group)
-        return _Seen(cut, present, there, coming, each_bytes)
+        stored = [chain for group in answers for chain in group if chain.there.any()]
+        each_bytes = sum(chain.chunk_bytes for chain in stored) if all(chain.stored_bytes for chain in stored) else 0.0
+        # Storage counts what is asked for together, and several do it side by side.
+        cold_seconds = max((chain.cold_seconds for chain in stored), default=0.0)
+        return _Seen(cut, present, there, coming, each_bytes, cold_seconds)
 
     def _settle(self, lookup: _Lookup, answer: LookupAnswer) -> None:
         with self._lock:

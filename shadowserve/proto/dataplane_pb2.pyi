@@ -344,7 +344,7 @@ class TraceSpan(_message.Message):
     def __init__(self, step: _Optional[str] = ..., thread: _Optional[int] = ..., core: _Optional[int] = ..., begin_ns: _Optional[int] = ..., end_ns: _Optional[int] = ..., round: _Optional[int] = ..., piece: _Optional[int] = ..., slice: _Optional[int] = ..., input_bytes: _Optional[int] = ..., output_bytes: _Optional[int] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("kind", "tokens", "loaded_tokens", "predicted", "predicted_seconds", "seconds")
+    __slots__ = ("kind", "tokens", "loaded_tokens", "predicted", "predicted_seconds", "seconds", "stored_bytes", "cold_seconds", "queued_seconds")
     class PredictedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -358,13 +358,19 @@ class Decision(_message.Message):
     PREDICTED_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COLD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     kind: str
     tokens: int
     loaded_tokens: int
     predicted: _containers.ScalarMap[str, float]
     predicted_seconds: float
     seconds: float
-    def __init__(self, kind: _Optional[str] = ..., tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., predicted: _Optional[_Mapping[str, float]] = ..., predicted_seconds: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+    stored_bytes: int
+    cold_seconds: float
+    queued_seconds: float
+    def __init__(self, kind: _Optional[str] = ..., tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., predicted: _Optional[_Mapping[str, float]] = ..., predicted_seconds: _Optional[float] = ..., seconds: _Optional[float] = ..., stored_bytes: _Optional[int] = ..., cold_seconds: _Optional[float] = ..., queued_seconds: _Optional[float] = ...) -> None: ...
 
 class DecidedResponse(_message.Message):
     __slots__ = ()

@@ -61,6 +61,8 @@ class Script:
     """Lies about hits."""
     record_bytes: int = 0
     """Of each record, as lookups say; 0: they do not."""
+    cold_ms: int = 0
+    """In which storage has what is stored, of each chain, as lookups say that do not wait for it."""
     record_chains: int = 0
     """Lies about how many chains there are."""
     fetch_answer: Callable[[pb.FetchResponse, pb.FetchRequest], pb.FetchResponse] | None = None
@@ -97,6 +99,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.script = Script()
         self.calls: list[str] = []
         self.asked_keys: list[list[bytes]] = []  # by the last Lookup, of each chain
+        self.asked_cold = False  # by the same
         self.hellos: list[pb.HelloRequest] = []
         self.fetches: list[pb.FetchPart] = []
         self.layerwise_calls = 0
@@ -171,6 +174,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
     def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         self._enter("Lookup", context)
         self.asked_keys = [list(chain.keys) for chain in request.chains]
+        self.asked_cold = request.cold
         present = [np.array([key in self.records for key in chain.keys], np.bool_) for chain in request.chains]
         sets = [pack(flags) for flags in present]
         if self.script.lookup_hits is not None:
@@ -186,6 +190,9 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         if self.script.record_bytes:
             answer.stored_bytes.extend(int(flags.sum()) * self.script.record_bytes for flags in present)
             answer.stored_bytes.extend([0] * (self.script.record_chains - len(present)))
+        if request.cold:
+            answer.cold_ms.extend(self.script.cold_ms if flags.any() else 0 for flags in present)
+            answer.cold_ms.extend([0] * (self.script.record_chains - len(present)))
         return answer
 
     def Announce(self, request: pb.AnnounceRequest, context: Any) -> pb.AnnounceResponse:

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
+
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source, Stored, Unanswered
@@ -115,6 +118,19 @@ class TiersAbove(Source):
     async def announced(self, keys: Sequence[bytes]) -> Flags | None:
         """Ask the source below."""
         return await self._below.announced(keys)
+
+    async def cold(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
+        """Ask below for what the pool lacks; of a source below that is away nothing is cold."""
+        absent = [index for index, key in enumerate(keys) if not self._tiers.has(key)]
+        try:
+            expected = await self._below.cold([keys[index] for index in absent]) if absent else None
+        except StorageError:
+            return None  # find() says what the pool has
+        if expected is None:
+            return None
+        cold = np.zeros(len(keys), np.int64)
+        cold[absent] = expected
+        return cold
 
     async def deliver(self, job: Job, order: Order) -> Delivered:
         """Deliver from both in the same rounds; what the pool turns out not to have, from below."""
