@@ -8,7 +8,7 @@ in which they went in, also where vLLM schedules the next one while one runs.
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from host_control.config import HostConfig
@@ -19,6 +19,8 @@ __all__ = ["Deciding"]
 
 _TOKENS_MIN: Final = 32
 """Steps that compute fewer tokens than this beside one for each request only decode: they tell little of prompts."""
+
+_STEPS_TO_STORE: Final = 2
 
 _STEPS_MAX: Final = 64
 """More than any engine has under way. Whoever does not say that steps have ended has none measured."""
@@ -80,10 +82,26 @@ class Deciding:
         self._loads: dict[str, Decision] = {}
         self._in_steps: set[str] = set()  # those loads that a step waits for itself
         self._load_seconds: dict[str, float] = {}  # of their ranks that have reported
+        self._chunk_bytes = 0.0  # as was last said
 
     def decide(self, hit: Hit) -> Decision:
-        """Return what is best for a prompt now."""
-        return self._policy.decide(hit, self._clock())
+        """Return what is best for a prompt now; where nobody has said how large a chunk is, it is as those before."""
+        self._chunk_bytes = hit.chunk_bytes or self._chunk_bytes
+        return self._policy.decide(replace(hit, chunk_bytes=self._chunk_bytes), self._clock())
+
+    def foresee(self, hit: Hit, output_tokens: int, *, stores: bool) -> Decision | None:
+        """Return the decision to compute a prompt, if that is sooner though this is the most that a lookup can find.
+
+        Args:
+            hit: of unknown size.
+            output_tokens: of the request, at most.
+            stores: whether what is computed is stored. What is stored already is known by the request's second step,
+                which may decode, so one that has a single one waits for its lookup.
+        """
+        if hit.end_tokens <= hit.local_tokens or (stores and output_tokens < _STEPS_TO_STORE):
+            return None
+        decision = self.decide(hit)
+        return decision if decision.kind == "compute" else None
 
     def begin(self, request_id: str, decision: Decision, tokens: int, *, in_step: bool = False) -> None:
         """A request of so many tokens has blocks, and goes on as was decided; its load goes on in its own step."""
@@ -95,6 +113,7 @@ class Deciding:
             if in_step:
                 self._in_steps.add(request_id)
         self._counts.add("decisions", reason=decision.kind)
+        self._counts.add("cold_seconds", decision.cold_seconds, reason=decision.kind)
 
     def forget(self, request_id: str) -> None:
         """A request has ended, perhaps with its first token; a load of it may still be under way."""

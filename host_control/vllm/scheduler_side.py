@@ -7,7 +7,7 @@ no request completes a chunk costs one comparison for each running request.
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from vllm.v1.request import RequestStatus
@@ -63,6 +63,7 @@ class _Tracked:
     offered_cut: int = 0
     layerwise: bool = False  # it was offered in the order of layers
     decision: Decision | None = None  # what came of the last question, until it is carried out
+    foreseen: bool = False  # it was asked whether any answer to its lookup would have it loaded
     first_chunk: int = 0  # of the load that is under way
     load_chunks: int = 0  # of the same, of the first group
 
@@ -189,6 +190,7 @@ class SchedulerSide:
             threads=self._config.lookup_threads,
             enabled=self._fetch,
             loads_wait=self._loads_wait,
+            cold=self._deciding is not None,
         )
 
     def _turn_off(self, problem: str) -> None:
@@ -229,7 +231,7 @@ class SchedulerSide:
         request, handover, size = tracked.request, tracked.handover, tracked.handover.tail_tokens
         if len(tokens) != request.num_prompt_tokens:
             handover, size = Handover(), 0  # it goes on here
-        tracked.tail_stored = False
+        tracked.tail_stored = tracked.foreseen = False
         tracked.tail_end = len(tokens) // self._chunk_tokens * self._chunk_tokens + size if size else 0
         self._lookup.submit(request.request_id, tokens, tracked.extra, handover)
 
@@ -250,17 +252,15 @@ class SchedulerSide:
             return 0
         answer = self._lookup.poll(request.request_id)
         if answer is None:
-            return None
-        if not tracked.counted:
-            tracked.counted = True
-            self._count_lookup(request, answer.tokens, answer.reason, answer.detail)
+            return 0 if self._is_computed_anyway(tracked) else None
+        self._count_lookup(tracked, answer)
         tracked.stored_chunks = max(tracked.stored_chunks, self._chunks(answer.tokens))
         tracked.tail_stored |= answer.tail
         worth = min(self._config.load_tokens_min, self._chunk_tokens - 1)
         usable = self._usable(tracked, answer)
         if usable < worth:
             return 0
-        may_go_layerwise = self._may_go_layerwise(tracked, answer)
+        may_go_layerwise = answer.cut == 0 and self._may_go_layerwise(tracked)
         tracked.layerwise = may_go_layerwise and self._load_chunks(tracked, usable) <= self._layerwise_chunks
         # A prompt that another engine has computed for this one was not to be computed here.
         if self._deciding is not None and not tracked.handover.waits:
@@ -276,11 +276,10 @@ class SchedulerSide:
     def _load_chunks(self, tracked: _Tracked, usable: int) -> int:
         return self._chunks(tracked.local_tokens + usable) - tracked.local_tokens // self._chunk_tokens
 
-    def _may_go_layerwise(self, tracked: _Tracked, answer: LookupAnswer) -> bool:
+    def _may_go_layerwise(self, tracked: _Tracked) -> bool:
         """Return whether a load may be computed on before it ends: nothing else runs or loads, and would wait."""
         return (
-            answer.cut == 0
-            and self._arrived(tracked) is None
+            self._arrived(tracked) is None
             and self._layerwise_chunks > 0
             and not (self._loading or self._new_loads)
             and not any(request.status == RequestStatus.RUNNING for request in self._requests.values())
@@ -308,14 +307,8 @@ class SchedulerSide:
     ) -> int:
         """Return how many of the tokens that can be loaded are to be, by prediction; and note in which way."""
         local, end = tracked.local_tokens, tracked.local_tokens + usable
-        hit = Hit(
-            tokens=tracked.request.num_tokens,
-            local_tokens=local,
-            end_tokens=end,
-            chunk_bytes=answer.chunk_bytes,
-            layers=self._layers if may_go_layerwise else 0,
-            layerwise_chunks=self._layerwise_chunks,
-        )
+        hit = self._hit(tracked, end, may_go_layerwise)
+        hit = replace(hit, chunk_bytes=answer.chunk_bytes, cold_seconds=answer.cold_seconds)
         decision = tracked.decision = deciding.decide(hit)
         if decision.way == "compute":
             return 0
@@ -323,6 +316,30 @@ class SchedulerSide:
         if decision.end_tokens == end or self._rules is None or not answer.present:
             return usable
         return self._rules.hit_tokens(answer.present, decision.end_tokens + 1) - local
+
+    def _hit(self, tracked: _Tracked, end: int, may_go_layerwise: bool) -> Hit:
+        return Hit(
+            tokens=tracked.request.num_tokens,
+            local_tokens=tracked.local_tokens,
+            end_tokens=end,
+            layers=self._layers if may_go_layerwise else 0,
+            layerwise_chunks=self._layerwise_chunks,
+        )
+
+    def _is_computed_anyway(self, tracked: _Tracked) -> bool:
+        """Return whether a prompt is to be computed though all of it were stored: then no lookup is waited for.
+
+        States are stored as they are computed, or never: it has to be known before which of them are.
+        """
+        handover = tracked.handover
+        if self._deciding is None or tracked.foreseen or handover.waits or handover.announces or self._states:
+            return False
+        tracked.foreseen = True
+        tokens = tracked.request.num_tokens
+        end = min(tokens // self._chunk_tokens * self._chunk_tokens, tokens - 1)
+        hit = self._hit(tracked, end, self._may_go_layerwise(tracked))
+        tracked.decision = self._deciding.foresee(hit, tracked.request.max_tokens, stores=self._store)
+        return tracked.decision is not None
 
     def _tell_decision(self, decision: Decision, tokens: int, seconds: float) -> None:
         if self._clients:
@@ -347,17 +364,18 @@ class SchedulerSide:
         """Return how many chunks so many tokens take."""
         return -(-tokens // self._chunk_tokens)
 
-    def _count_lookup(self, request: Any, tokens: int, reason: str, detail: str) -> None:
-        if reason == "short":
+    def _count_lookup(self, tracked: _Tracked, answer: LookupAnswer) -> None:
+        if tracked.counted or answer.reason == "short":
             return
+        tracked.counted = True
         self.counts.add("lookup_requests")
-        self.counts.add("lookup_tokens", request.num_prompt_tokens // self._chunk_tokens * self._chunk_tokens)
-        self.counts.add("hit_tokens", self._chunks(tokens) * self._chunk_tokens)
-        if reason != "complete":
-            self.counts.add("lookup_failures", reason=reason)
-            unnamed = reason == "unnamed"
+        self.counts.add("lookup_tokens", tracked.request.num_prompt_tokens // self._chunk_tokens * self._chunk_tokens)
+        self.counts.add("hit_tokens", self._chunks(answer.tokens) * self._chunk_tokens)
+        if answer.reason != "complete":
+            self.counts.add("lookup_failures", reason=answer.reason)
+            unnamed = answer.reason == "unnamed"
             what = "a request is served without the cache" if unnamed else "lookup failed, prompts are computed"
-            self._failures.warn(what, reason, detail)
+            self._failures.warn(what, answer.reason, answer.detail)
 
     # ------------------------------------------------------------------ loads
 
@@ -436,6 +454,8 @@ class SchedulerSide:
             self._deciding.forget(request_id)
         self._unconfirmed.discard(request_id)
         if self._lookup is not None:
+            if tracked.foreseen and (answer := self._lookup.poll(request_id)) is not None:
+                self._count_lookup(tracked, answer)
             self._lookup.forget(request_id)
         if request_id in self._loading:
             # vLLM keeps the blocks until the workers report the load as ended, which they do once it is quiet.
@@ -509,12 +529,11 @@ class SchedulerSide:
         """Have the chunks stored that a request completes in this step."""
         assert self._lookup is not None
         tracked = self._tracked[request_id]
-        links = self._lookup.links(request_id)
-        if links is None:
-            answer = self._lookup.poll(request_id)
+        answer, links = self._lookup.poll(request_id), self._lookup.links(request_id)
+        if answer is None or links is None:
             if answer is not None and answer.reason == "unnamed":
                 self._boundary.pop(request_id, None)
-            return  # still being hashed; ask again with the next step
+            return  # still being hashed, or asked for; ask again with the next step
         # Tokens that are drafts, or still being sampled, have no identity yet.
         computed = min(computed, tracked.request.num_tokens)
         if (most := tracked.handover.store_tokens_max) is not None:

@@ -113,6 +113,7 @@ class Request(SimpleNamespace):
             skip_reading_prefix_cache=False,
             num_preemptions=0,
             num_computed_tokens=0,
+            max_tokens=16,
         )
         super().__init__(**{**given, **attributes})
 
