@@ -47,11 +47,12 @@ class HostConfig(Section):
     """Look prompts up and fetch what is stored."""
     asynchronous_fetch: bool = True
     """Fetch while the engine goes on with other requests. False blocks the whole engine until a request's KV is in
-    place; it is there to be measured (ShadowServe section 6.4, "No AF")."""
+    place, where it has one step under way at a time; it is there to be measured (ShadowServe section 6.4, "No AF")."""
     layer_order: bool = False
     """Fetch layer by layer, and begin to compute as the first layer arrives, for requests that come while no other
-    runs, of engines with one group of full attention, from a data plane on this machine, and as many chunks as
-    ``fetch_buffer_bytes`` holds; others are fetched chunk by chunk beside what runs, as all are without it."""
+    runs, of engines with one group of full attention and one step under way at a time (no pipeline stages,
+    ``--no-async-scheduling``), and as many chunks as ``fetch_buffer_bytes`` holds; others are fetched chunk by chunk
+    beside what runs, as all are without it."""
     fetch_or_compute: bool = False
     """Compute a prompt, or more of it, that is stored, where that is predicted to bring its first token sooner than
     fetching. Until both have been seen often enough, what is stored is fetched, as all of it is without this

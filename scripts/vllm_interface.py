@@ -38,7 +38,8 @@ BEGIN, END = "<!-- begin differences -->\n", "<!-- end differences -->\n"
 _SPEC = "block_size prefix_cacheable"
 OBJECTS = {
     "vllm.config.VllmConfig": "model_config cache_config parallel_config scheduler_config load_config lora_config "
-    "speculative_config kv_transfer_config compilation_config attention_config instance_id quant_config",
+    "speculative_config kv_transfer_config compilation_config attention_config instance_id quant_config "
+    "max_concurrent_batches",
     "vllm.config.ModelConfig": "model revision code_revision dtype seed max_model_len hf_config hf_text_config "
     "runner_type trust_remote_code is_encoder_decoder is_multimodal_model is_prefix_caching_supported "
     "multimodal_config get_total_num_kv_heads",

@@ -298,6 +298,10 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
                 answer.outcome = pb.OUTCOME_ROUND_FULL
                 break
             for chunk in np.flatnonzero(wanted[layer]).tolist():
+                if part.keys[chunk] not in self.records:
+                    answer.outcome = pb.OUTCOME_ABSENT
+                    wanted[:, chunk:] = False
+                    break
                 begin = part.offset + chunk * memory.chunk_bytes + layer * size
                 if chunk == self.script.fail_fetch_at and layer == self.script.fail_layer:
                     memory.mapping[begin : begin + size] = b"\x7f" * size
