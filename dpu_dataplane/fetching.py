@@ -10,7 +10,7 @@ Everything else is a miss with its reason: it costs its group the chunks from th
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -22,6 +22,7 @@ from dpu_dataplane.catalog import Catalog, Fault
 from dpu_dataplane.destinations import Destination
 from dpu_dataplane.jobs import ENDINGS, Job, Turnstile, ending_of
 from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.progress import LayerProgress
 from dpu_dataplane.rounds import Buffers, End, FetchPlan, Wanted, plan_fetch
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Failure, Found, Order, Source, Stored
 from dpu_dataplane.tracing import Tracer
@@ -174,7 +175,9 @@ class Fetcher:
         metrics: Metrics,
         queue: Turnstile,
         tracer: Tracer,
+        progress: LayerProgress,
     ) -> None:
+        self._progress = progress
         self._tracer = tracer
         self._executor = executor
         self._catalog = catalog
@@ -190,6 +193,7 @@ class Fetcher:
         layerwise: bool,
         word: native.Region | None = None,
         window_s: float = 0.0,
+        tell: Callable[[int], None] | None = None,
     ) -> pb.FetchResponse:
         """Deliver the leading pieces, in their order, that are stored, sound, and fit regions and buffers.
 
@@ -201,6 +205,7 @@ class Fetcher:
             layerwise: layer by layer, not chunk by chunk.
             word: where to say meanwhile how far the layers are, of one part.
             window_s: seconds that the caller computes with each layer; 0 where it does not know.
+            tell: takes meanwhile how many leading layers are in place of one part, where there is no ``word``.
 
         Raises:
             QueueFull: too many fetches wait.
@@ -211,6 +216,9 @@ class Fetcher:
                 async with contextlib.AsyncExitStack() as stack:
                     with self._tracer.step(job.owner, "turn"):
                         await stack.enter_async_context(self.queue.turn(job))
+                    if tell is not None:
+                        told = self._progress.told(parts[0].layout.layers, tell)
+                        progress.word = await stack.enter_async_context(told)
                     for part in parts:
                         part.begin()
                     outcome, detail = await self._run(job, progress)

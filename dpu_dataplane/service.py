@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections import Counter
@@ -26,11 +27,12 @@ from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import Host, HostTable
 from dpu_dataplane.jobs import ENDINGS, Job, JobTable, QueueFull, ending_of
 from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
+from dpu_dataplane.progress import PROGRESS_BYTES
 from dpu_dataplane.repeats import Repeats, address_of
 from dpu_dataplane.rounds import Buffers, encoded_bound
 from dpu_dataplane.storing import Storer
 from dpu_dataplane.tracing import NotTraceable, Tracer
-from dpu_dataplane.validation import PROGRESS_BYTES, InvalidCall, Validator
+from dpu_dataplane.validation import InvalidCall, Validator
 from shadowserve import __version__, native
 from shadowserve.chunk import ChunkLayout
 from shadowserve.pieces import Flags, pack
@@ -115,6 +117,22 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def Fetch(self, request: pb.FetchRequest, context: _Context) -> pb.FetchResponse:  # noqa: N802
         """One round."""
         return await self._answer(context, self._fetch, request)
+
+    async def FetchLayers(  # noqa: N802
+        self, request: pb.FetchRequest, context: _Context
+    ) -> AsyncIterator[pb.FetchLayersResponse]:
+        """One round in the order of layers, and meanwhile how far it is."""
+        said: asyncio.Queue[int | None] = asyncio.Queue()  # each number of layers once at most
+        fetch = functools.partial(self._fetch, tell=said.put_nowait)
+        fetching = asyncio.ensure_future(self._answer(context, fetch, request))
+        fetching.add_done_callback(lambda _: said.put_nowait(None))
+        try:
+            while (layers := await said.get()) is not None:
+                yield pb.FetchLayersResponse(layers=layers)
+            yield pb.FetchLayersResponse(answer=await fetching)
+        finally:
+            fetching.cancel()
+            await asyncio.wait({fetching})
 
     async def Store(self, request: pb.StoreRequest, context: _Context) -> pb.StoreResponse:  # noqa: N802
         """Chunks to records."""
@@ -338,8 +356,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def _cancel(self, request: pb.CancelRequest, host: Host) -> pb.CancelResponse:
         return pb.CancelResponse(found=self.jobs.cancel(host.owner, request.job_id))
 
-    async def _fetch(self, request: pb.FetchRequest, host: Host) -> pb.FetchResponse:
-        parts = self._validate.parts(request, lambda name: self._destinations.get(name, host.owner))
+    async def _fetch(
+        self, request: pb.FetchRequest, host: Host, tell: Callable[[int], None] | None = None
+    ) -> pb.FetchResponse:
+        parts = self._validate.parts(
+            request, lambda name: self._destinations.get(name, host.owner), streamed=tell is not None
+        )
 
         async def work(job: Job) -> pb.FetchResponse:
             if isinstance(parts, int):
@@ -354,7 +376,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                     claims.enter_context(self._destinations.claim(*region, writing=True))
                 try:
                     response = await self._fetcher.run(
-                        job, parts, request.order == pb.ORDER_LAYERS, word, request.window_us / 1e6
+                        job, parts, request.order == pb.ORDER_LAYERS, word, request.window_us / 1e6, tell
                     )
                     for part in parts:
                         self._check_reach(part.destination, response.outcome)

@@ -8,6 +8,7 @@ import grpc
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.destinations import Destination
 from dpu_dataplane.fetching import FetchPart
+from dpu_dataplane.progress import PROGRESS_BYTES
 from shadowserve import __version__
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ShadowServeError
@@ -16,10 +17,7 @@ from shadowserve.proto import PROTOCOL_VERSION
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_from_message
 
-__all__ = ["PROGRESS_BYTES", "InvalidCall", "Validator"]
-
-PROGRESS_BYTES = 4
-"""Of the word that says how far the layers of a fetch are."""
+__all__ = ["InvalidCall", "Validator"]
 
 _CHAINS_MAX = 4096
 _JOB_ID_MAX = 128
@@ -82,9 +80,15 @@ class Validator:
         return keys
 
     def parts(
-        self, request: pb.FetchRequest, destination_of: Callable[[int], Destination | None]
+        self, request: pb.FetchRequest, destination_of: Callable[[int], Destination | None], *, streamed: bool = False
     ) -> list[FetchPart] | int:
-        """Return what a fetch wants; or the id of a destination that there is not (any more)."""
+        """Return what a fetch wants; or the id of a destination that there is not (any more).
+
+        Args:
+            request: of the fetch.
+            destination_of: returns who has an id.
+            streamed: the call says itself how far the layers are.
+        """
         if request.order not in pb.Order.values():
             raise InvalidCall(f"order is {request.order}; it is one of {', '.join(pb.Order.keys())}")
         if not 1 <= len(request.parts) <= _PARTS_MAX:
@@ -111,6 +115,11 @@ class Validator:
             except ValueError as error:
                 raise InvalidCall(f"parts[{index}].wanted: {error}") from error
         _check_apart(parts)
+        if streamed or request.HasField("progress"):
+            if request.order != pb.ORDER_LAYERS or len(parts) > 1:
+                raise InvalidCall("progress is told of one part, in the order of layers")
+            if streamed and request.HasField("progress"):
+                raise InvalidCall("progress is told in the stream of this call, and in no word")
         if request.HasField("progress"):
             _check_progress(request, parts)
         return parts
@@ -191,8 +200,6 @@ class Validator:
 def _check_progress(request: pb.FetchRequest, parts: Sequence[FetchPart]) -> None:
     """Refuse a word of progress where there can be none."""
     word, part = request.progress, parts[0]
-    if request.order != pb.ORDER_LAYERS or len(parts) > 1:
-        raise InvalidCall("progress is told of one part, in the order of layers")
     if not part.destination.shared:
         raise InvalidCall("progress is told in shared memory only")
     outside = word + PROGRESS_BYTES <= part.offset or word >= part.offset + part.length

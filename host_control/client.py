@@ -21,6 +21,7 @@ import numpy as np
 
 from host_control.connection import Connection, Peer, explain
 from host_control.decision import Decision
+from host_control.layer_stream import LayerStream
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
 from shadowserve.pieces import Flags, leading_chunks, pack, unpack
@@ -216,6 +217,10 @@ class FetchCall:
     def done(self) -> bool:
         """Return whether the call has ended."""
         return bool(self._call.done())
+
+    def layers(self, seen: int, seconds: float) -> int:
+        """Wait for further leading layers than were ``seen``; see :meth:`DataPlaneClient.start_fetch_layers`."""
+        return int(self._call.layers(seen, seconds))
 
     def result(self) -> FetchAnswer:
         """Return the outcome, waiting for it at most until the call's own deadline."""
@@ -466,18 +471,40 @@ class DataPlaneClient:
         Raises:
             DataPlaneError: the breaker is open.
         """
+        order = pb.ORDER_LAYERS if layerwise else pb.ORDER_CHUNKS
+        return self._start(self._connection.stub.Fetch.future, job_id, parts, timeout, order, progress, window_s)
+
+    def start_fetch_layers(self, job_id: str, part: FetchPart, timeout: float, window_s: float = 0.0) -> FetchCall:
+        """Start one round of a part layer by layer, of which :meth:`FetchCall.layers` tells how far it is.
+
+        For memory that the data plane does not share; arguments and errors are those of :meth:`start_fetch`.
+        """
+
+        def stream(*arguments: Any, **named: Any) -> LayerStream:
+            return LayerStream(self._connection.stub.FetchLayers(*arguments, **named))
+
+        return self._start(stream, job_id, [part], timeout, pb.ORDER_LAYERS, None, window_s)
+
+    def _start(
+        self,
+        method: Callable[..., Any],
+        job_id: str,
+        parts: Sequence[FetchPart],
+        timeout: float,
+        order: Any,
+        progress: int | None,
+        window_s: float,
+    ) -> FetchCall:
         self._allow("fetch")
         request = pb.FetchRequest(
             job_id=job_id,
             parts=[part.message for part in parts],
-            order=pb.ORDER_LAYERS if layerwise else pb.ORDER_CHUNKS,
+            order=order,
             timeout_ms=_milliseconds(timeout),
             progress=progress,
             window_us=min(int(1e6 * window_s), 0xFFFFFFFF),
         )
-        call = self._connection.stub.Fetch.future(
-            request, timeout=timeout + _GRACE, metadata=self._connection.metadata()
-        )
+        call = method(request, timeout=timeout + _GRACE, metadata=self._connection.metadata())
         return FetchCall(call, lambda ended: self._fetch_answer(ended, [part.wanted for part in parts]))
 
     def _fetch_answer(self, call: Any, wanted: Sequence[Flags]) -> FetchAnswer:

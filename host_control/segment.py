@@ -117,6 +117,9 @@ class Segment:
         """Return what was delivered there."""
         return self.memory[offset : offset + length]
 
+    def flush(self) -> None:
+        """Nothing: the data plane writes where it is read."""
+
     def whole(self) -> bool:
         """Return whether nothing of it was gone, to the last access."""
         shorter = self._descriptor >= 0 and os.fstat(self._descriptor).st_size < self.size

@@ -181,7 +181,7 @@ class WorkerSide:
         assert self._client is not None
         shapes, chunks = self._shapes[cut], self._buffer_chunks(cut, configured)
         size = chunks * sum(shape.raw_bytes for shape in shapes)
-        progress = bool(self._layers) and cut == 0
+        progress = bool(self._layers) and cut == 0 and self._delivery.shared
         return Destination(self._client, shapes, size, self._config.connect_timeout, make=make, progress=progress)
 
     def _buffer_chunks(self, cut: int, configured: int) -> int:
@@ -190,13 +190,9 @@ class WorkerSide:
         return min(max(configured // chunk_bytes, 2), _BUFFER_CHUNKS_MAX)
 
     def _single_layers(self) -> dict[str, int]:
-        """Return the numbers of layers that can be loaded one by one: of one group of full attention, all alike.
-
-        They are scattered from memory that this process shares with the data plane.
-        """
+        """Return the numbers of layers that can be loaded one by one: of one group of full attention, all alike."""
         assert self._groups is not None
-        here = self._delivery.kind in ("shared_memory", "pinned")
-        if not (self._config.layer_order and self._fetch and self._groups.one and len(self._parts[0]) == 1 and here):
+        if not (self._config.layer_order and self._fetch and self._groups.one and len(self._parts[0]) == 1):
             return {}
         names = self._kv_cache_config.kv_cache_groups[self._groups.groups[0].index].layer_names
         return {name: number for number, name in enumerate(names)}

@@ -267,6 +267,14 @@ class FetchResponse(_message.Message):
     delivered: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., fetched_bytes: _Optional[int] = ..., delivered_bytes: _Optional[int] = ..., delivered: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
+class FetchLayersResponse(_message.Message):
+    __slots__ = ("layers", "answer")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    answer: FetchResponse
+    def __init__(self, layers: _Optional[int] = ..., answer: _Optional[_Union[FetchResponse, _Mapping]] = ...) -> None: ...
+
 class StoreRequest(_message.Message):
     __slots__ = ("job_id", "destination_id", "offset", "keys", "timeout_ms", "parents")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]

@@ -64,6 +64,11 @@ class DataPlaneStub:
                 request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchRequest.SerializeToString,
                 response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchResponse.FromString,
                 _registered_method=True)
+        self.FetchLayers = channel.unary_stream(
+                '/shadowserve.v1.DataPlane/FetchLayers',
+                request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchRequest.SerializeToString,
+                response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchLayersResponse.FromString,
+                _registered_method=True)
         self.Store = channel.unary_unary(
                 '/shadowserve.v1.DataPlane/Store',
                 request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.StoreRequest.SerializeToString,
@@ -138,6 +143,14 @@ class DataPlaneServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchLayers(self, request, context):
+        """The same of one part in the order of layers, for memory in which no word of progress can be, as it is not shared:
+        says how many leading layers are in place when there are more, and at last what Fetch would have answered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Store(self, request, context):
         """The same path backwards: read chunks from the region, quantize, compress, put. Quiet after the answer, likewise.
         """
@@ -207,6 +220,11 @@ def add_DataPlaneServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchRequest.FromString,
                     response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchResponse.SerializeToString,
+            ),
+            'FetchLayers': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchLayers,
+                    request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchRequest.FromString,
+                    response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchLayersResponse.SerializeToString,
             ),
             'Store': grpc.unary_unary_rpc_method_handler(
                     servicer.Store,
@@ -396,6 +414,33 @@ class DataPlane:
             '/shadowserve.v1.DataPlane/Fetch',
             shadowserve_dot_proto_dot_dataplane__pb2.FetchRequest.SerializeToString,
             shadowserve_dot_proto_dot_dataplane__pb2.FetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchLayers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/shadowserve.v1.DataPlane/FetchLayers',
+            shadowserve_dot_proto_dot_dataplane__pb2.FetchRequest.SerializeToString,
+            shadowserve_dot_proto_dot_dataplane__pb2.FetchLayersResponse.FromString,
             options,
             channel_credentials,
             insecure,
