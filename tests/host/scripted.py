@@ -4,7 +4,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +74,8 @@ class Script:
     """In the order of layers: writes garbage into this layer of the chunk ``fail_fetch_at``, and ends there."""
     before_layer: Callable[[int], Any] | None = None
     """In the order of layers: is called before each."""
+    answers_streams: bool = True
+    """Whether a stream of layers ends with an answer."""
     layer_delay: float = 0.0
     """Seconds before each layer, in the order of layers."""
     store_outcome: int | None = None
@@ -241,11 +243,26 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         ends = time.monotonic() + min(self.script.fetch_delay, request.timeout_ms / 1000)
         while time.monotonic() < ends and request.job_id not in self.cancelled:
             time.sleep(0.002)
-        layerwise = request.order == pb.ORDER_LAYERS
-        answer = self._deliver_layers(request, known[0]) if layerwise else self._deliver(request, known)
+        if request.order == pb.ORDER_LAYERS:
+            *_, answer = self._deliver_layers(request, known[0])
+        else:
+            answer = self._deliver(request, known)
         if self.script.fetch_answer is not None:
             answer = self.script.fetch_answer(answer, request)
         return answer
+
+    def FetchLayers(self, request: pb.FetchRequest, context: Any) -> Iterator[pb.FetchLayersResponse]:
+        memory = self._destinations.get(request.parts[0].destination_id)
+        self.fetches.extend(request.parts)
+        self._enter("FetchLayers", context)
+        if memory is None:
+            yield pb.FetchLayersResponse(answer=pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION))
+            return
+        for said in self._deliver_layers(request, memory):
+            if isinstance(said, int):
+                yield pb.FetchLayersResponse(layers=said)
+            elif self.script.answers_streams:
+                yield pb.FetchLayersResponse(answer=said)
 
     def _deliver(self, request: pb.FetchRequest, memories: list[_Memory]) -> pb.FetchResponse:
         if request.job_id in self.cancelled:
@@ -278,7 +295,8 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         answer.fetched_bytes = answer.delivered_bytes // 2
         return answer
 
-    def _deliver_layers(self, request: pb.FetchRequest, memory: _Memory) -> pb.FetchResponse:
+    def _deliver_layers(self, request: pb.FetchRequest, memory: _Memory) -> Iterator[Any]:
+        """Yield how many leading layers are in place, and at last the answer."""
         (part,) = request.parts
         self.layerwise_calls += 1
         self.windows_us.append(request.window_us)
@@ -310,10 +328,12 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
                     break
                 memory.mapping[begin : begin + size] = self.records[part.keys[chunk]][layer * size :][:size]
                 there[layer, chunk] = True
-            if request.HasField("progress") and answer.outcome == pb.OUTCOME_COMPLETE:
-                memory.mapping[request.progress : request.progress + 4] = (layer + 1).to_bytes(4, "little")
+            if answer.outcome == pb.OUTCOME_COMPLETE:
+                if request.HasField("progress"):
+                    memory.mapping[request.progress : request.progress + 4] = (layer + 1).to_bytes(4, "little")
+                yield layer + 1
         answer.delivered.append(pack(there))
-        return answer
+        yield answer
 
     def Store(self, request: pb.StoreRequest, context: Any) -> pb.StoreResponse:
         memory = self._destinations.get(request.destination_id)
