@@ -104,8 +104,9 @@ def memory_node(endpoint: str, *, memory_budget_bytes: int = 64 * MIB, **keys: A
 
 
 def device_node(endpoint: str, path: Path, **keys: Any) -> Node:
-    """Return a node with 8 MiB of memory over a file of 24 MiB."""
-    return Node(file_pool([path], below=ColdTier(s3_config(endpoint, **keys))))
+    """Return a node with 4 MiB of memory over a file of 12 MiB."""
+    below = ColdTier(s3_config(endpoint, **keys))
+    return Node(file_pool([path], 12 * MIB, memory_budget_bytes=4 * MIB, below=below))
 
 
 @contextlib.contextmanager

@@ -11,10 +11,10 @@ from machine import wait_for
 
 from shadowserve.keys import storage_key
 
-FITS = Chain("fits", 16, 1 << 18)
-"""4 MiB: the device has room for them."""
-MORE = Chain("more", 96, 1 << 18)
-"""24 MiB, with which it has not."""
+FITS = Chain("fits", 16, 1 << 17)
+"""2 MiB: the device has room for them."""
+MORE = Chain("more", 96, 1 << 17)
+"""12 MiB, with which it has not."""
 
 
 @pytest.fixture
