@@ -60,7 +60,7 @@ class OneServer:
         self._metrics = metrics
         self._control: RespClient | None = None
         self._has_meta = True  # of the connection in hand
-        self._unknown: set[bytes] = set()  # commands of ours that it does not know, likewise
+        self._unknown: set[bytes] = set()  # commands of ours that it does not know, or has nothing for, likewise
         self._outage = Outage(logger, meanwhile)
         self._task: asyncio.Task[None] | None = None
 
@@ -119,9 +119,12 @@ class OneServer:
         return await self._numbers(b"KV.COLD", keys)
 
     async def _numbers(self, name: bytes, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
-        """Return the number that a command answers of each key; None of a server that does not know it."""
+        """Return the number that a command answers of each key; None of a server that does not know it, or of any."""
         answers = await self._ask_some([name], keys)
         if answers is None:
+            return None
+        if None in answers:  # of nothing: so it is until the next connection
+            self._unknown.add(name)
             return None
         found = [each for answer in answers for each in (answer if isinstance(answer, list) else [None])]
         if len(found) != len(keys) or not all(type(each) is int and 0 <= each < 1 << 62 for each in found):
