@@ -40,7 +40,7 @@ def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 def cold(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """KV.COLD key [key ...]: for each record in the bucket alone, after how many milliseconds it is expected here.
 
-    At least 1, and as if it and those before it were asked for now; 0 of what is here or nowhere; nil of a node without a
+    At least 1, and as if it and those before it were asked for now; 0 of what is here or nowhere; nil where there is no
     bucket. Waits for nothing.
     """
     if node.store.expected_s(0) is None:
