@@ -13,15 +13,14 @@ that costs by prediction is at most a fiftieth of the time of the requests since
 No clock and no I/O: times are handed over.
 """
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
+from operator import mul
 from typing import Final, Literal
-
-import numpy as np
-import numpy.typing as npt
 
 __all__ = ["Decision", "Estimate", "FetchOrCompute", "Hit", "Way", "attention_pairs"]
 
@@ -36,6 +35,8 @@ _DECAY: Final = 0.95
 """Of an observation's weight, with each one that follows."""
 _WORTH: Final = 5e-4
 """A term has to lessen the mean square of relative errors by so much: or equal sizes would make one up."""
+_RIDGE: Final = 1e-9
+"""Terms that no observation tells apart share what they explain."""
 _DRIFT: Final = 1.25
 """The line is believed as long as the last observations differ from it by less than this factor."""
 _EXPLORATION: Final = 1 / 50
@@ -60,54 +61,79 @@ class Estimate:
     """
 
     def __init__(self, terms: int, believed: Sequence[float] = ()) -> None:
-        self._believed = np.asarray(believed or [0.0] * terms, np.float64)
-        self._moments = np.zeros((terms, terms))
-        self._targets = np.zeros(terms)
+        self._believed = tuple(believed) or (0.0,) * terms
+        self._moments = [[0.0] * terms for _ in range(terms)]
+        self._targets = [0.0] * terms
         self._weight = 0.0
-        self._largest = np.zeros(terms)
-        self._last: deque[tuple[npt.NDArray[np.float64], float]] = deque(maxlen=_SEEN_MIN)
-        self._line: npt.NDArray[np.float64] | None = None
+        self._largest = [0.0] * terms
+        self._last: deque[tuple[Sequence[float], float]] = deque(maxlen=_SEEN_MIN)
+        self._line: Sequence[float] | None = None
         self._subsets = [list(each) for size in range(1, terms + 1) for each in combinations(range(terms), size)]
 
     def observe(self, sizes: Sequence[float], seconds: float) -> None:
         """Learn that something of these sizes, one of each term, took so long."""
         if seconds <= 0:
             return
-        observed = np.asarray(sizes, np.float64)
-        relative = observed / seconds
-        self._moments = _DECAY * self._moments + np.outer(relative, relative)
-        self._targets = _DECAY * self._targets + relative
+        relative = [size / seconds for size in sizes]
+        for row, mine in zip(self._moments, relative, strict=True):
+            row[:] = [_DECAY * old + mine * other for old, other in zip(row, relative, strict=True)]
+        self._targets = [_DECAY * old + mine for old, mine in zip(self._targets, relative, strict=True)]
         self._weight = _DECAY * self._weight + 1
-        self._largest = np.maximum(self._largest, observed)
-        self._last.append((observed, seconds))
+        self._largest = list(map(max, self._largest, sizes))
+        self._last.append((sizes, seconds))
         self._line = None
 
     def predict(self, sizes: Sequence[float], times: int = 1) -> float | None:
         """Return the seconds of so many runs that have these sizes together; ``None`` where too little is known."""
-        wanted = np.asarray(sizes, np.float64)
-        taken_for_granted = (self._largest == 0) & (self._believed > 0)
-        far = (wanted > times * _REACH * self._largest) & ~taken_for_granted
-        if len(self._last) < _SEEN_MIN or far.any():
+        if len(self._last) < _SEEN_MIN:
             return None
+        for size, largest, believed in zip(sizes, self._largest, self._believed, strict=True):
+            if size > times * _REACH * largest and not (largest == 0 and believed > 0):
+                return None
         if self._line is None:
             self._line = self._fitted()
-        return float(wanted @ self._line)
+        return _product(sizes, self._line)
 
-    def _fitted(self) -> npt.NDArray[np.float64]:
-        units = np.sqrt(np.diag(self._moments))
-        units[units == 0] = 1
-        moments, targets = self._moments / np.outer(units, units), self._targets / units
-        line, explained = np.zeros(len(units)), 0.0
+    def _fitted(self) -> Sequence[float]:
+        moments, units = self._moments, [math.sqrt(row[term]) or 1.0 for term, row in enumerate(self._moments)]
+        line, explained = [0.0] * len(units), 0.0
         for subset in self._subsets:
-            part = moments[np.ix_(subset, subset)] + 1e-9 * np.eye(len(subset))
-            found = np.linalg.solve(part, targets[subset])
-            gained = float(found @ targets[subset])
-            if (found >= 0).all() and gained > explained + _WORTH * self._weight:
-                line, explained = np.zeros(len(units)), gained
-                line[subset] = found / units[subset]
-        drift = statistics.median(seconds / max(float(sizes @ line), 1e-12) for sizes, seconds in self._last)
-        line *= drift if max(drift, 1 / drift) > _DRIFT else 1
-        return np.where(self._largest == 0, self._believed, line)
+            part = [[moments[row][term] / (units[row] * units[term]) for term in subset] for row in subset]
+            targets = [self._targets[term] / units[term] for term in subset]
+            found = _solved(part, targets)
+            gained = _product(found, targets)
+            if min(found) >= 0 and gained > explained + _WORTH * self._weight:
+                line, explained = [0.0] * len(units), gained
+                for term, each in zip(subset, found, strict=True):
+                    line[term] = each / units[term]
+        drift = statistics.median(seconds / max(_product(sizes, line), 1e-12) for sizes, seconds in self._last)
+        factor = drift if max(drift, 1 / drift) > _DRIFT else 1.0
+        known = zip(line, self._largest, self._believed, strict=True)
+        return [factor * each if largest else believed for each, largest, believed in known]
+
+
+def _product(one: Sequence[float], other: Sequence[float]) -> float:
+    return float(sum(map(mul, one, other)))
+
+
+def _solved(matrix: list[list[float]], right: Sequence[float]) -> list[float]:
+    """Return what a symmetric matrix of few rows, with 1 in its diagonal, or 0, multiplies to ``right``.
+
+    A request waits for this: numpy takes ten times as long for three rows.
+    """
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for place, row in enumerate(rows):
+        row[place] += _RIDGE
+    for place, row in enumerate(rows):
+        for below in rows[place + 1 :]:
+            factor = below[place] / row[place]
+            below[place:] = [mine - factor * its for mine, its in zip(below[place:], row[place:], strict=True)]
+    found = [0.0] * len(rows)
+    for place in reversed(range(len(rows))):
+        found[place] = (rows[place][-1] - _product(rows[place][place + 1 : -1], found[place + 1 :])) / rows[place][
+            place
+        ]
+    return found
 
 
 def attention_pairs(computed: int, new: int) -> float:
