@@ -16,7 +16,7 @@ import numpy as np
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics, outcome_name
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Found, Source, Stored, Unanswered
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Expected, Found, Source, Stored, Unanswered
 from shadowserve import native
 from shadowserve.errors import CorruptRecordError, NotARecordError, RecordError, StorageError
 from shadowserve.pieces import Flags
@@ -26,7 +26,9 @@ from shadowserve.record import HeadPeek, peek_head
 __all__ = ["Catalog", "Fault", "Looked", "fault_of", "inspect_head"]
 
 _ENTRY_OVERHEAD: Final = 400  # bytes of objects around one remembered head
-_YIELD_KEYS: Final = 1024  # heads checked before other calls get their turn on the event loop
+_ASKED_KEYS: Final = 512
+"""In one question of a lookup: their heads are checked while storage answers the next one, and other calls get their
+turn on the event loop."""
 
 logger = logging.getLogger(__name__)
 
@@ -108,13 +110,23 @@ class Looked:
 
     Attributes:
         present: which chunks are stored and look sound.
-        lengths: bytes of their records; 0 of those that nobody has seen.
+        seen, seen_bytes: how many of their records somebody has seen, and bytes of these.
         cold_ms: in how many ms storage expects those, which it has to fetch itself; 0 where there are none.
     """
 
     present: Flags
-    lengths: list[int]
+    seen: int = 0
+    seen_bytes: int = 0
     cold_ms: int = 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all records, if those that nobody has seen are like the others; 0 where nobody has seen any."""
+        return self.seen_bytes * int(self.present.sum()) // self.seen if self.seen else 0
+
+
+_Asked = tuple[Looked, int, bytes, bytes]
+"""What is found of the chain, the position in it, its namespace, and the key."""
 
 
 class Catalog:
@@ -145,49 +157,67 @@ class Catalog:
         Raises:
             StorageUnavailableError, StorageRefusedError: storage did not answer.
         """
+        found = [Looked(np.zeros(len(keys), np.bool_)) for _, keys in chains]
         asked = [
-            (chain, position, key)
-            for chain, (namespace, keys) in enumerate(chains)
+            (looked, position, namespace, key)
+            for looked, (namespace, keys) in zip(found, chains, strict=True)
             for position, key in enumerate(keys)
-            if not self.is_quarantined(namespace, key)
+            if not (self._quarantine and self.is_quarantined(namespace, key))
         ]
-        found = [Looked(np.zeros(len(keys), np.bool_), [0] * len(keys)) for _, keys in chains]
         if not waiting:
-            asked = await self._leave_cold(asked, found)
-        for first in range(0, len(asked), QUESTION_KEYS_MAX):
-            question = asked[first : first + QUESTION_KEYS_MAX]
-            answer = await self._source.find([key for _, _, key in question])
-            for index, ((chain, position, key), stored) in enumerate(zip(question, answer, strict=True)):
-                if index % _YIELD_KEYS == _YIELD_KEYS - 1:
-                    await asyncio.sleep(0)
-                if isinstance(stored, Stored) and self._is_sound(stored, key, chains[chain][0]):
-                    found[chain].present[position] = True
-                    found[chain].lengths[position] = stored.length
-                elif stored is None:
-                    self._cache.drop(key)
-                elif isinstance(stored, Unanswered):
-                    logger.debug("lookup of %s: %s", key.hex(), stored.reason)
+            asked = await self._leave_cold(asked)
+        await asyncio.gather(
+            *(self._ask(asked[first : first + _ASKED_KEYS]) for first in range(0, len(asked), _ASKED_KEYS))
+        )
         self._metrics.lookup_keys += sum(len(keys) for _, keys in chains)
         self._metrics.lookup_hits += sum(int(np.count_nonzero(each.present)) for each in found)
         return found
 
-    async def _leave_cold(
-        self, asked: list[tuple[int, int, bytes]], found: Sequence[Looked]
-    ) -> list[tuple[int, int, bytes]]:
+    async def _ask(self, asked: list[_Asked]) -> None:
+        """Take note of what is stored and looks sound."""
+        answer = await self._source.find([key for _, _, _, key in asked])
+        for (looked, position, namespace, key), stored in zip(asked, answer, strict=True):
+            if isinstance(stored, Stored) and self._is_sound(stored, key, namespace):
+                looked.present[position] = True
+                looked.seen += 1
+                looked.seen_bytes += stored.length
+            elif stored is None:
+                self._cache.drop(key)
+            elif isinstance(stored, Unanswered):
+                logger.debug("lookup of %s: %s", key.hex(), stored.reason)
+
+    async def _leave_cold(self, asked: list[_Asked]) -> list[_Asked]:
         """Take chunks for present that storage would have to fetch itself; return the others."""
         left = []
         for first in range(0, len(asked), QUESTION_KEYS_MAX):
             question = asked[first : first + QUESTION_KEYS_MAX]
-            expected = await self._source.cold([key for _, _, key in question])
+            expected = await self._source.cold([key for _, _, _, key in question])
             if expected is None:
                 return asked
-            for (chain, position, key), ms in zip(question, expected.tolist(), strict=True):
+            for each, ms in zip(question, expected.tolist(), strict=True):
                 if ms:
-                    found[chain].present[position] = True
-                    found[chain].cold_ms = max(found[chain].cold_ms, ms)
+                    looked, position, *_ = each
+                    looked.present[position] = True
+                    looked.cold_ms = max(looked.cold_ms, ms)
                 else:
-                    left.append((chain, position, key))
+                    left.append(each)
         return left
+
+    def expect(self, requests: Sequence[Expected]) -> None:
+        """Tell the source what will be fetched soon; of faulty records, nothing."""
+        self._source.expect(
+            [
+                each._replace(
+                    chains=[
+                        (namespace, [key for key in keys if not self.is_quarantined(namespace, key)])
+                        for namespace, keys in each.chains
+                    ]
+                )
+                for each in requests
+            ]
+            if self._quarantine
+            else requests
+        )
 
     async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> None:
         """Tell storage that chunks will be stored; see :meth:`Source.announce`.

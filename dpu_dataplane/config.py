@@ -13,7 +13,7 @@ from shadowserve.logs import LogFormat
 from shadowserve.pool.config import PoolConfig
 from shadowserve.tls import check_pair, check_served
 
-__all__ = ["NODES_MAX", "CoreList", "DataPlaneConfig", "codec_name"]
+__all__ = ["NODES_MAX", "CoreList", "DataPlaneConfig", "TiersConfig", "codec_name"]
 
 CORE_ANY: Final = -1
 MIB: Final = 1 << 20
@@ -31,6 +31,18 @@ def codec_name(codec: str, backend: str) -> str:
     if codec != "auto":
         return codec
     return "kvrans" if backend == "software" else "deflate"
+
+
+class TiersConfig(PoolConfig):
+    """A pool of memory and devices, and how far ahead it is filled with what waiting requests will fetch."""
+
+    ahead_requests: int | None = Field(4, ge=0)
+    """So many requests that run next have what they fetch brought into memory, as far as it arrives before they run;
+    none for all of them, 0 for nobody. TierKV's number is 1; engines begin several at a time."""
+    ahead_seconds: Positive | None = None
+    """Not before so long ahead of the time at which a request will probably begin; none for no such bound."""
+    strict_order: bool = True
+    """Never read from a device while it writes: nobody waits for what is written there."""
 
 
 class DataPlaneConfig(Section):
@@ -94,7 +106,7 @@ class DataPlaneConfig(Section):
     """File of its private key, PEM, without a passphrase."""
     storage_server_name: str = ""
     """Name or IP address that storage's certificate must hold; empty for the one in ``storage``."""
-    tiers: PoolConfig | None = None
+    tiers: TiersConfig | None = None
     """Memory and SSDs of this machine above storage, or alone: a mapping as docs/tiers.md has it, of
     ``memory_budget_bytes`` and ``devices``."""
     connect_timeout: Positive = 2.0

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.paging import Paging, PagingError
 from shadowserve import native
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import NativeError, ShadowServeError
@@ -84,6 +85,7 @@ class Destination:
         layout: of the chunks that move through it.
         size: bytes.
         identity: the same for two registrations of the same memory.
+        paging: where an engine's pages are in it, if it is paged memory.
     """
 
     def __init__(
@@ -106,6 +108,23 @@ class Destination:
         self.quiet.set()
         self._registered = registered
         self._segment = segment
+        self.paging: Paging | None = None
+        self._at_end: list[Callable[[], None]] = []
+
+    @property
+    def memory(self) -> memoryview:
+        """Shared memory, as this process has mapped it."""
+        assert self._segment is not None
+        return memoryview(self._segment.memory)
+
+    @property
+    def address(self) -> int:
+        """Where it begins, here or wherever it is."""
+        return self._registered.address
+
+    def at_end(self, function: Callable[[], None]) -> None:
+        """Have something called before the memory is let go."""
+        self._at_end.append(function)
 
     @property
     def shared(self) -> bool:
@@ -130,6 +149,9 @@ class Destination:
 
     def close(self) -> None:
         """Let go. Nobody may be using the memory."""
+        for function in self._at_end:
+            function()
+        self._at_end.clear()  # with what they hold of the memory
         self._registered.close()
         if self._segment is not None:
             self._segment.close()
@@ -237,6 +259,8 @@ class DestinationTable:
         if size < layout.raw_bytes:
             raise DestinationError(f"{field}.size is {size}; one chunk of this layout takes {layout.raw_bytes}")
         self._check_room(size, owner)
+        if request.HasField("pages") and field != "shared_memory":
+            raise DestinationError(f"pages are of shared_memory, not of {field}")
         _, connect = self._kinds[field]
         pending = (owner, size)
         self._pending.append(pending)
@@ -247,6 +271,12 @@ class DestinationTable:
             except asyncio.CancelledError:  # the caller is gone: nobody will use what the thread is still preparing
                 connecting.add_done_callback(_discard)
                 raise
+            try:
+                if request.HasField("pages"):
+                    destination.paging = Paging.of(request.pages, layout, size)
+            except PagingError as error:
+                destination.close()
+                raise DestinationError(str(error)) from error
             destination.owner = owner
             self._destinations[destination.destination_id] = destination
         finally:

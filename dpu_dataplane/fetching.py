@@ -10,7 +10,7 @@ Everything else is a miss with its reason: it costs its group the chunks from th
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -22,6 +22,7 @@ from dpu_dataplane.catalog import Catalog, Fault
 from dpu_dataplane.destinations import Destination
 from dpu_dataplane.jobs import ENDINGS, Job, Turnstile, ending_of
 from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.progress import LayerProgress
 from dpu_dataplane.rounds import Buffers, End, FetchPlan, Wanted, plan_fetch
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Failure, Found, Order, Source, Stored
 from dpu_dataplane.tracing import Tracer
@@ -47,6 +48,9 @@ _OUTCOMES = {
     Result.NOT_SUPPORTED: pb.OUTCOME_UNSUPPORTED_CODEC,
     Result.DEVICE: pb.OUTCOME_DEVICE,
 }
+
+_TURN_S: Final = 0.1
+"""A call that is held to a rate takes so long, as nobody else is served meanwhile: ten times what a call costs."""
 
 _FRESH: Final = "what is remembered of heads is forgotten"
 _AUTHORITATIVE: Final = "copies are not asked any more"
@@ -87,13 +91,16 @@ class FetchPart:
         self.delivered = self.left = np.zeros((0, 0), np.bool_)
         self.outside = False
 
-    def begin(self) -> None:
-        """Make the sets, which calls that wait for their turn take no memory for."""
+    def begin(self, chunks_max: int) -> None:
+        """Make the sets, which calls that wait for their turn take no memory for; of so many wanted chunks at most."""
         shape = self.layout.layers, len(self.keys)
         self.wanted = unpack(self._wanted, *shape) if self._wanted else np.ones(shape, np.bool_)
         self.delivered = np.zeros(shape, np.bool_)
         self.left = self.wanted.copy()
         self.end(self.length // self.layout.raw_bytes)
+        wanted = np.flatnonzero(self.wanted.any(axis=0))
+        if len(wanted) > chunks_max:
+            self.end(int(wanted[chunks_max]))
         self.outside = bool((self.wanted & ~self.left).any())
 
     def end(self, chunk: int) -> None:
@@ -131,6 +138,7 @@ class _Progress:
     Attributes:
         word: where to say how far the layers of the only part are.
         window_s: seconds that the caller computes with each layer; 0 where it does not know.
+        rate: bytes a second that are delivered at most; 0: no bound.
         asked: group and chunk of each key that heads were asked for, and whether its head was only remembered.
         tried: second tries that were made.
         endings: of groups, as they came.
@@ -140,6 +148,7 @@ class _Progress:
     layerwise: bool
     word: native.Region | None = None
     window_s: float = 0.0
+    rate: int = 0
     fetched_bytes: int = 0
     tried: frozenset[str] = frozenset()
     asked: dict[tuple[int, int], bool] = field(default_factory=dict)
@@ -174,7 +183,9 @@ class Fetcher:
         metrics: Metrics,
         queue: Turnstile,
         tracer: Tracer,
+        progress: LayerProgress,
     ) -> None:
+        self._progress = progress
         self._tracer = tracer
         self._executor = executor
         self._catalog = catalog
@@ -190,6 +201,8 @@ class Fetcher:
         layerwise: bool,
         word: native.Region | None = None,
         window_s: float = 0.0,
+        rate: int = 0,
+        tell: Callable[[int], None] | None = None,
     ) -> pb.FetchResponse:
         """Deliver the leading pieces, in their order, that are stored, sound, and fit regions and buffers.
 
@@ -201,18 +214,24 @@ class Fetcher:
             layerwise: layer by layer, not chunk by chunk.
             word: where to say meanwhile how far the layers are, of one part.
             window_s: seconds that the caller computes with each layer; 0 where it does not know.
+            rate: bytes a second that are delivered at most; 0: no bound.
+            tell: takes meanwhile how many leading layers are in place of one part, where there is no ``word``.
 
         Raises:
             QueueFull: too many fetches wait.
         """
-        progress = _Progress(parts, layerwise, word, window_s)
+        progress = _Progress(parts, layerwise, word, window_s, rate)
         try:
             with self._tracer.fetch(job.owner, sum(len(part.keys) for part in parts)):
                 async with contextlib.AsyncExitStack() as stack:
                     with self._tracer.step(job.owner, "turn"):
                         await stack.enter_async_context(self.queue.turn(job))
+                    chunks = _turn_chunks(parts, rate)
+                    if tell is not None:
+                        told = self._progress.told(parts[0].layout.layers, tell)
+                        progress.word = await stack.enter_async_context(told)
                     for part in parts:
-                        part.begin()
+                        part.begin(chunks)
                     outcome, detail = await self._run(job, progress)
         except ENDINGS as error:
             outcome, detail = ending_of(error)
@@ -273,6 +292,7 @@ class Fetcher:
                     groups=[part.group() for part in progress.parts],
                     deadline_ns=job.deadline_ns,
                     progress=None if progress.word is None else progress.parts[0].progress(progress.word, pieces),
+                    rate=progress.rate,
                 ),
                 _AUTHORITATIVE in progress.tried,
                 progress.layerwise,
@@ -349,6 +369,13 @@ class Fetcher:
             self._catalog.condemn(part.layout.namespace, key, end.fault)
             progress.endings.append(_Ending(end.fault.outcome, f"chunk {key.hex()}: {end.fault.reason}"))
         return False
+
+
+def _turn_chunks(parts: Sequence[FetchPart], rate: int) -> int:
+    """Return how many chunks of each part a call may deliver that is held to a rate: others wait for its end."""
+    if not rate:
+        return max(len(part.keys) for part in parts)
+    return max(int(rate * _TURN_S) // sum(part.layout.raw_bytes for part in parts), 1)
 
 
 def _storage_outcome(refused: bool) -> pb.Outcome:

@@ -1,7 +1,7 @@
 """Counts of everything that an operator asks for, as a Prometheus registry and for the Statistics call."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -44,6 +44,8 @@ class Metrics:
         integrity_failures: records found faulty, by outcome.
         tier_records: by what tiers did: had them in ``memory`` or on a ``device`` as they were fetched, ``kept`` them,
             ``dropped`` them for want of room, ``lost`` them since they were damaged or a device failed.
+        promotions: reads what hops have carried into the tiers' memory: bytes and seconds, by where they begin.
+        promotion_wasted_bytes: of records that were promoted, and that nobody has fetched.
         stages: reads the pipeline's counters.
         gauges: name to (help, reader) of what is measured when asked.
     """
@@ -60,12 +62,16 @@ class Metrics:
     fetched_bytes: int = 0
     delivered_bytes: int = 0
     tier_bytes: int = 0
+    page_bytes: int = 0
+    page_requests: int = 0
     stored_raw_bytes: int = 0
     stored_bytes: int = 0
     storage_connections: int = 0
     data_connections: int = 0
     storage_redirections: int = 0
     deleted_records: int = 0
+    promotion_wasted_bytes: int = 0
+    promotions: Callable[[], Mapping[str, tuple[int, float]]] = dict
     stages: Callable[[], list[StageCount]] = list
     gauges: Gauges = field(default_factory=dict)
 
@@ -89,6 +95,9 @@ class Metrics:
             ("layer_rounds", "Rounds that storage answered in one stream, layer after layer", self.layer_rounds),
             ("fetched_bytes", "Stored bytes that rounds took from storage or tiers", self.fetched_bytes),
             ("tier_bytes", "Of these, those that tiers had", self.tier_bytes),
+            ("promotion_wasted_bytes", "Bytes promoted that nobody has fetched", self.promotion_wasted_bytes),
+            ("page_bytes", "Of these, those that devices brought straight into engines' pages", self.page_bytes),
+            ("page_requests", "Requests to devices for such: one for a layer and device", self.page_requests),
             ("delivered_bytes", "Bytes delivered into destinations", self.delivered_bytes),
             ("stored_raw_bytes", "Bytes of stored chunks before encoding", self.stored_raw_bytes),
             ("stored_bytes", "Bytes of stored chunks as records", self.stored_bytes),
@@ -112,6 +121,17 @@ class Metrics:
             family = CounterMetricFamily(f"shadowserve_{name}", text, labels=[label])
             for value, count in list(counts.items()):
                 family.add_metric([value], count)
+            yield family
+        promotions = self.promotions()
+        for index, (name, text) in enumerate(
+            (
+                ("promotion_bytes", "Stored bytes brought into memory ahead, by where they were"),
+                ("promotion_seconds", "Seconds in which some of them were under way"),
+            )
+        ):
+            family = CounterMetricFamily(f"shadowserve_{name}", text, labels=["hop"])
+            for hop, carried in promotions.items():
+                family.add_metric([hop], carried[index])
             yield family
         stages = self.stages()
         for name, text in (

@@ -23,6 +23,7 @@ from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import HostTable
 from dpu_dataplane.jobs import Turnstile
 from dpu_dataplane.metrics import Metrics, StageCount, resident_bytes
+from dpu_dataplane.progress import LayerProgress
 from dpu_dataplane.repeats import Repeats
 from dpu_dataplane.rounds import Buffers
 from dpu_dataplane.service import DataPlaneService
@@ -128,7 +129,9 @@ class Daemon:
             self._exit.callback(executor.shutdown)
         tracer = Tracer(pipeline)
         fetches, stores = (Turnstile(size, config.hosts_max) for size in (config.fetch_queue, config.store_queue))
-        fetcher = Fetcher(fetching, catalog, source, buffers, self.metrics, fetches, tracer)
+        progress = LayerProgress(pipeline)
+        self._exit.callback(progress.close)
+        fetcher = Fetcher(fetching, catalog, source, buffers, self.metrics, fetches, tracer, progress)
         storer = Storer(
             pipeline,
             encoding,
@@ -144,7 +147,17 @@ class Daemon:
         hosts = HostTable(config, destinations)
         self._repeats = Repeats()
         service = DataPlaneService(
-            config, catalog, fetcher, storer, destinations, hosts, buffers, self.metrics, tracer, self._repeats
+            config,
+            catalog,
+            fetcher,
+            storer,
+            destinations,
+            hosts,
+            buffers,
+            self.metrics,
+            tracer,
+            self._repeats,
+            source.placing,
         )
         self._measure(source, catalog, fetcher, storer, destinations, buffers)
         self.metrics.gauges["hosts"] = ("Hosts that are connected", lambda: len(hosts))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections import Counter
@@ -9,6 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from typing import Any, Final, TypeVar
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import Message
 from prometheus_client import Histogram
 
@@ -26,11 +29,14 @@ from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import Host, HostTable
 from dpu_dataplane.jobs import ENDINGS, Job, JobTable, QueueFull, ending_of
 from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
+from dpu_dataplane.progress import PROGRESS_BYTES
+from dpu_dataplane.queues import Queues
 from dpu_dataplane.repeats import Repeats, address_of
 from dpu_dataplane.rounds import Buffers, encoded_bound
+from dpu_dataplane.sources.placing import PageOrder, Placing
 from dpu_dataplane.storing import Storer
 from dpu_dataplane.tracing import NotTraceable, Tracer
-from dpu_dataplane.validation import PROGRESS_BYTES, InvalidCall, Validator
+from dpu_dataplane.validation import InvalidCall, Validator
 from shadowserve import __version__, native
 from shadowserve.chunk import ChunkLayout
 from shadowserve.pieces import Flags, pack
@@ -65,8 +71,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         metrics: Metrics,
         tracer: Tracer,
         repeats: Repeats,
+        placing: Placing | None,
     ) -> None:
         self._config = config
+        self._placing = placing
         self._tracer = tracer
         self._repeats = repeats
         self._catalog = catalog
@@ -77,6 +85,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._buffers = buffers
         self._metrics = metrics
         self._validate = Validator(config)
+        self._queues = Queues(config.hosts_max, time.monotonic)
         self._reported: dict[tuple[str, int], float] = {}
         self.jobs = JobTable()
 
@@ -100,6 +109,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         """Tell storage which chunks will be there soon."""
         return await self._answer(context, self._announce, request)
 
+    async def Expect(self, request: pb.ExpectRequest, context: _Context) -> pb.ExpectResponse:  # noqa: N802
+        """Take what waits in an engine's queue."""
+        return await self._answer(context, self._expect, request)
+
     async def RegisterDestination(  # noqa: N802
         self, request: pb.RegisterDestinationRequest, context: _Context
     ) -> pb.RegisterDestinationResponse:
@@ -115,6 +128,26 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def Fetch(self, request: pb.FetchRequest, context: _Context) -> pb.FetchResponse:  # noqa: N802
         """One round."""
         return await self._answer(context, self._fetch, request)
+
+    async def FetchPages(self, request: pb.FetchPagesRequest, context: _Context) -> pb.FetchResponse:  # noqa: N802
+        """Chunks of pages, from devices of this machine into paged memory."""
+        return await self._answer(context, self._fetch_pages, request)
+
+    async def FetchLayers(  # noqa: N802
+        self, request: pb.FetchRequest, context: _Context
+    ) -> AsyncIterator[pb.FetchLayersResponse]:
+        """One round in the order of layers, and meanwhile how far it is."""
+        said: asyncio.Queue[int | None] = asyncio.Queue()  # each number of layers once at most
+        fetch = functools.partial(self._fetch, tell=said.put_nowait)
+        fetching = asyncio.ensure_future(self._answer(context, fetch, request))
+        fetching.add_done_callback(lambda _: said.put_nowait(None))
+        try:
+            while (layers := await said.get()) is not None:
+                yield pb.FetchLayersResponse(layers=layers)
+            yield pb.FetchLayersResponse(answer=await fetching)
+        finally:
+            fetching.cancel()
+            await asyncio.wait({fetching})
 
     async def Store(self, request: pb.StoreRequest, context: _Context) -> pb.StoreResponse:  # noqa: N802
         """Chunks to records."""
@@ -207,6 +240,14 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._tracer.decided(host.owner, request)
         return pb.DecidedResponse()
 
+    async def _expect(self, request: pb.ExpectRequest, host: Host) -> pb.ExpectResponse:
+        arrivals = self._validate.expected(request)
+        if self._config.tiers is None:
+            return pb.ExpectResponse(unused=True)
+        taken = self._queues.take(host.owner, request, arrivals)
+        self._catalog.expect(self._queues.expected())
+        return pb.ExpectResponse(again=not taken)
+
     def _hello(self, request: pb.HelloRequest, context: _Context) -> pb.HelloResponse:
         self._validate.hello(request)
         if request.HasField("layout"):
@@ -243,7 +284,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._check_buffers(layout)
 
     async def _lookup(self, request: pb.LookupRequest, host: Host) -> pb.LookupResponse:
-        chains = self._validate.chains(request)
+        chains = self._validate.chains(request.chains)
         job = Job(host.owner, "", self._validate.timeout(request.timeout_ms))
         announced: list[bytes] = []
         found: list[Looked] = []
@@ -264,7 +305,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         response = pb.LookupResponse(
             present=[pack(each.present) for each in found],
             announced=announced,
-            stored_bytes=[sum(each.lengths) for each in found],
+            stored_bytes=[each.stored_bytes for each in found],
             outcome=outcome,
             detail=detail,
         )
@@ -304,6 +345,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         layout = self._validate.layout(request.layout)
         self._check_buffers(layout)
         destination = await self._destinations.register(request, layout, host.owner)
+        if destination.paging is not None and (placing := self._placing) is not None:
+            memory = destination.memory
+            destination.at_end(functools.partial(placing.unregister, memory))
+            await asyncio.to_thread(placing.register, memory)
         self._repeats.tell(
             logging.INFO,
             "registered",
@@ -338,8 +383,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def _cancel(self, request: pb.CancelRequest, host: Host) -> pb.CancelResponse:
         return pb.CancelResponse(found=self.jobs.cancel(host.owner, request.job_id))
 
-    async def _fetch(self, request: pb.FetchRequest, host: Host) -> pb.FetchResponse:
-        parts = self._validate.parts(request, lambda name: self._destinations.get(name, host.owner))
+    async def _fetch(
+        self, request: pb.FetchRequest, host: Host, tell: Callable[[int], None] | None = None
+    ) -> pb.FetchResponse:
+        parts = self._validate.parts(
+            request, lambda name: self._destinations.get(name, host.owner), streamed=tell is not None
+        )
 
         async def work(job: Job) -> pb.FetchResponse:
             if isinstance(parts, int):
@@ -354,7 +403,13 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                     claims.enter_context(self._destinations.claim(*region, writing=True))
                 try:
                     response = await self._fetcher.run(
-                        job, parts, request.order == pb.ORDER_LAYERS, word, request.window_us / 1e6
+                        job,
+                        parts,
+                        request.order == pb.ORDER_LAYERS,
+                        word,
+                        request.window_us / 1e6,
+                        request.rate,
+                        tell,
                     )
                     for part in parts:
                         self._check_reach(part.destination, response.outcome)
@@ -366,6 +421,52 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                     return pb.FetchResponse(outcome=outcome, detail=detail)
 
         return await self._run(host, request, work, self._metrics.fetches, self._metrics.fetch_seconds)
+
+    async def _fetch_pages(self, request: pb.FetchPagesRequest, host: Host) -> pb.FetchResponse:
+        destination = self._destinations.get(request.destination_id, host.owner)
+        pages = None if destination is None else self._validate.pages(request, destination)
+
+        async def work(job: Job) -> pb.FetchResponse:
+            if destination is None or pages is None:
+                return pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION, detail=_unknown(request.destination_id))
+            with self._destinations.claim(destination, 0, destination.size, writing=True):
+                return await self._place(job, request, destination, *pages)
+
+        return await self._run(host, request, work, self._metrics.fetches, self._metrics.fetch_seconds)
+
+    async def _place(
+        self,
+        job: Job,
+        request: pb.FetchPagesRequest,
+        destination: Destination,
+        keys: Sequence[bytes],
+        blocks: npt.NDArray[np.uint32],
+    ) -> pb.FetchResponse:
+        layout, paging = destination.layout, destination.paging
+        assert paging is not None
+        if self._placing is None:
+            return pb.FetchResponse(outcome=pb.OUTCOME_ABSENT, detail="this data plane has no devices")
+        word = destination.address + request.progress if request.HasField("progress") else 0
+        order = PageOrder(keys, layout, destination.address, paging.first, paging.stride, blocks, word)
+        try:
+            delivered, rotten, stop = await self._placing.place(job, order)
+        except ENDINGS as error:  # before anything was begun
+            outcome, detail = ending_of(error)
+            return pb.FetchResponse(outcome=outcome, detail=detail)
+        if stop is not None:
+            outcome, detail = stop.outcome, str(stop)
+        elif delivered.all():
+            outcome, detail = pb.OUTCOME_COMPLETE, ""
+        elif rotten:
+            outcome, detail = pb.OUTCOME_CORRUPT, f"chunk {keys[rotten[0]].hex()}: pages differ from checksums"
+        else:
+            outcome, detail = pb.OUTCOME_ABSENT, "not all of it lies on devices as pages"
+        size = int(delivered.sum()) * layout.raw_bytes // layout.layers
+        self._metrics.fetched_bytes += size
+        self._metrics.delivered_bytes += size
+        return pb.FetchResponse(
+            delivered=[pack(delivered)], outcome=outcome, detail=detail, fetched_bytes=size, delivered_bytes=size
+        )
 
     async def _store(self, request: pb.StoreRequest, host: Host) -> pb.StoreResponse:
         keys = self._validate.keys("keys", list(request.keys))
@@ -380,7 +481,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             length = len(keys) * destination.layout.raw_bytes
             with self._destinations.claim(destination, request.offset, length, writing=False):
                 try:
-                    response = await self._storer.run(job, destination, request.offset, keys, parents)
+                    to_store = (request.offset, keys, parents, request.lasts_ms)
+                    response = await self._storer.run(job, destination, *to_store, plain=request.plain)
                     self._check_reach(destination, response.outcome)
                     return response
                 except Exception as error:

@@ -1,12 +1,13 @@
 """Store: chunks from a region to records in storage; the path backwards, at lower priority than fetching.
 
 Chunks that storage holds already are skipped. The rest are encoded a batch at a time, as many as there are threads that
-encode, in one half of the store buffer, while those of the batch before are put from the other: one after the other, so
-that what was put when a job ends early is a prefix of them.
+encode, as far ahead as the store buffer takes, while those of the batches before are put: one after the other, so that
+what was put when a job ends early is a prefix of them.
 """
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import ALIGNMENT, Buffers, StorePlan, encoded_bound, plan_store
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Encoded, Found, Source, Stored, Unanswered
 from shadowserve import native
-from shadowserve.chunk import ChunkLayout
+from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout
 from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.pieces import pack
@@ -49,7 +50,16 @@ class _Progress:
     """What a store goes by from its first chunk to its last, and what it has done so far."""
 
     parents: Mapping[bytes, bytes]
+    lasts_ms: int
+    codec: native.Codec
+    slice_bytes: int
+    plain: bool  # for devices to bring to where it is used
     held: dict[int, int] = field(default_factory=dict)  # bytes of each record that storage now holds, by its position
+
+
+def _bound(layout: ChunkLayout, progress: _Progress) -> int:
+    """Return how many bytes of the store buffer a chunk takes at most."""
+    return -(-encoded_bound(layout, progress.codec, progress.slice_bytes) // ALIGNMENT) * ALIGNMENT
 
 
 def _answered(found: Sequence[Found]) -> int:
@@ -103,17 +113,27 @@ class Storer:
         self.queue = queue
 
     async def run(
-        self, job: Job, destination: Destination, offset: int, keys: Sequence[bytes], parents: Sequence[bytes] = ()
+        self,
+        job: Job,
+        destination: Destination,
+        offset: int,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes] = (),
+        lasts_ms: int = 0,
+        *,
+        plain: bool = False,
     ) -> pb.StoreResponse:
         """Store chunks that lie one after the other from ``offset``. Returns once nothing reads the region any more.
 
         ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first; none at all where the
-        host does not tell.
+        host does not tell. After ``lasts_ms`` nobody needs them any more; 0: they are stored for good. ``plain`` ones
+        are not compressed, and stay in tiers of this machine where there are any.
 
         Raises:
             QueueFull: too many stores wait.
         """
-        progress = _Progress(dict(zip(keys, parents, strict=bool(parents))))
+        codec, slice_bytes = (native.Codec.NONE, DECODED_BYTES_MAX) if plain else (self._codec, self._slice_bytes)
+        progress = _Progress(dict(zip(keys, parents, strict=bool(parents))), lasts_ms, codec, slice_bytes, plain)
         try:
             async with self.queue.turn(job):
                 for first in range(0, len(keys), QUESTION_KEYS_MAX):
@@ -135,12 +155,13 @@ class Storer:
         """Store the chunks from ``first`` on that one question is enough for."""
         layout = destination.layout
         part = keys[first : first + QUESTION_KEYS_MAX]
-        found = await job.within(self._source.held(part), "asking storage what it holds")
-        room = self._buffers.store // self._bound(layout)
-        places = 2 if room > 1 else 1
-        batch_max = max(1, min(self._batch_chunks, room // places))
+        held = self._source.find(part) if progress.plain else self._source.held(part)
+        found = await job.within(held, "asking storage what it holds")
+        room = self._buffers.store // _bound(layout, progress)
+        batch_max = max(1, min(self._batch_chunks, room // 2))
         index, answered = 0, _answered(found)
-        puts: list[asyncio.Task[None]] = []
+        free = list(range(max(1, room // batch_max)))
+        puts: deque[tuple[asyncio.Task[None], int]] = deque()  # on their way, and which place of the buffer they have
         try:
             while index < answered:
                 batch: list[int] = []
@@ -152,15 +173,18 @@ class Storer:
                         progress.held[first + index] = length
                     index += 1
                 if batch:
-                    if len(puts) >= places:
-                        await puts[-places]
-                    place = len(puts) % places * batch_max
-                    encoded = await self._encode(job, destination, offset, keys, batch, place)
-                    put = self._put_batch(puts[-1] if puts else None, job, *encoded, layout, keys, batch, progress)
-                    puts.append(asyncio.create_task(put))
+                    while puts and (puts[0][0].done() or not free):
+                        ended, place = puts.popleft()
+                        free.append(place)
+                        await ended
+                    place = free.pop()  # the one given back last, of which most is still in a cache
+                    encoded = await self._encode(job, destination, offset, keys, batch, place * batch_max, progress)
+                    before = puts[-1][0] if puts else None
+                    put = self._put_batch(before, job, *encoded, layout, keys, batch, progress)
+                    puts.append((asyncio.create_task(put), place))
         finally:
             if puts:
-                await puts[-1]  # what it ends with is of earlier chunks, and comes first
+                await puts[-1][0]  # what it ends with is of earlier chunks, and comes first
         if answered < len(part):
             raise _unanswered(part[answered], found[answered])
 
@@ -181,17 +205,21 @@ class Storer:
         await job.within(self._source.delete(key), "deleting a faulty record")
         return None
 
-    def _bound(self, layout: ChunkLayout) -> int:
-        """Return how many bytes of the store buffer a chunk takes at most."""
-        return -(-encoded_bound(layout, self._codec, self._slice_bytes) // ALIGNMENT) * ALIGNMENT
-
     async def _encode(
-        self, job: Job, destination: Destination, offset: int, keys: Sequence[bytes], batch: Sequence[int], place: int
+        self,
+        job: Job,
+        destination: Destination,
+        offset: int,
+        keys: Sequence[bytes],
+        batch: Sequence[int],
+        place: int,
+        progress: _Progress,
     ) -> tuple[StorePlan, native.Round]:
         """Encode a batch into the store buffer, ``place`` chunks from its beginning. The round is to be released."""
         layout = destination.layout
         of = [keys[index] for index in batch]
-        plan = plan_store(of, batch, layout, self._codec, self._bound(layout), self._slice_bytes, place)
+        bound = _bound(layout, progress)
+        plan = plan_store(of, batch, layout, progress.codec, bound, progress.slice_bytes, place)
         round_ = native.Round(
             pieces=plan.pieces,
             slices=plan.slices,
@@ -228,8 +256,7 @@ class Storer:
             for position, (index, result) in enumerate(zip(batch, round_.results, strict=True)):
                 if result is not Result.OK:
                     raise self._stop(keys[index], result, "")
-                parent = progress.parents.get(keys[index], b"")
-                progress.held[index] = await self._put(job, round_, plan, position, layout, keys[index], parent)
+                progress.held[index] = await self._put(job, round_, plan, position, layout, keys[index], progress)
         finally:
             round_.release()
 
@@ -241,11 +268,13 @@ class Storer:
         position: int,
         layout: ChunkLayout,
         key: bytes,
-        parent: bytes,
+        progress: _Progress,
     ) -> int:
         """Put one record. Return its bytes."""
-        head = encode_head(key, self._codec, layout, plan.manifest_of(position), parent=parent)
-        result, text = await self._source.put(job, key, Encoded(round_, position, head))
+        manifest, parent = plan.manifest_of(position), progress.parents.get(key, b"")
+        head = encode_head(key, progress.codec, layout, manifest, parent=parent, in_blocks=progress.plain)
+        record = Encoded(round_, position, head, progress.lasts_ms, progress.plain)
+        result, text = await self._source.put(job, key, record)
         if result is not Result.OK:
             job.check()
             raise self._stop(key, result, text)

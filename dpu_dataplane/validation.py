@@ -4,22 +4,25 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.destinations import Destination
 from dpu_dataplane.fetching import FetchPart
+from dpu_dataplane.paging import PagingError
+from dpu_dataplane.progress import PROGRESS_BYTES
+from dpu_dataplane.sources.source import Chain
 from shadowserve import __version__
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import KEY_BYTES, RECORD_VERSION, SCHEMA_VERSION
+from shadowserve.pool.next_use import REQUESTS_MAX
 from shadowserve.proto import PROTOCOL_VERSION
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_from_message
 
-__all__ = ["PROGRESS_BYTES", "InvalidCall", "Validator"]
-
-PROGRESS_BYTES = 4
-"""Of the word that says how far the layers of a fetch are."""
+__all__ = ["InvalidCall", "Validator"]
 
 _CHAINS_MAX = 4096
 _JOB_ID_MAX = 128
@@ -29,6 +32,9 @@ _SECONDS_MAX = 1e6
 _NAME_MAX = 32
 _WAYS_MAX = 8
 _PARTS_MAX = 64  # the C core's limit
+_QUEUE_NAME_MAX = 32
+_QUEUE_LASTS_MS_MAX = 600_000
+_RATE_MIN = 16 << 20  # bytes a second, at which a large chunk takes two seconds
 _PIECES_MAX = 1 << 22  # eight times those of a prompt of 1 Mi tokens with 128 layers
 
 
@@ -82,13 +88,21 @@ class Validator:
         return keys
 
     def parts(
-        self, request: pb.FetchRequest, destination_of: Callable[[int], Destination | None]
+        self, request: pb.FetchRequest, destination_of: Callable[[int], Destination | None], *, streamed: bool = False
     ) -> list[FetchPart] | int:
-        """Return what a fetch wants; or the id of a destination that there is not (any more)."""
+        """Return what a fetch wants; or the id of a destination that there is not (any more).
+
+        Args:
+            request: of the fetch.
+            destination_of: returns who has an id.
+            streamed: the call says itself how far the layers are.
+        """
         if request.order not in pb.Order.values():
             raise InvalidCall(f"order is {request.order}; it is one of {', '.join(pb.Order.keys())}")
         if not 1 <= len(request.parts) <= _PARTS_MAX:
             raise InvalidCall(f"parts has {len(request.parts)} entries; it has 1 to {_PARTS_MAX}")
+        if request.rate and (request.order != pb.ORDER_CHUNKS or request.rate < _RATE_MIN):
+            raise InvalidCall(f"rate is {request.rate}; it is 0, or at least {_RATE_MIN} in the order of chunks")
         keys = [self.keys(f"parts[{index}].keys", list(part.keys)) for index, part in enumerate(request.parts)]
         if sum(map(len, keys)) > self._keys_max:
             raise InvalidCall(f"parts hold {sum(map(len, keys))} keys together; at most {self._keys_max} fit one call")
@@ -111,9 +125,35 @@ class Validator:
             except ValueError as error:
                 raise InvalidCall(f"parts[{index}].wanted: {error}") from error
         _check_apart(parts)
+        if streamed or request.HasField("progress"):
+            if request.order != pb.ORDER_LAYERS or len(parts) > 1:
+                raise InvalidCall("progress is told of one part, in the order of layers")
+            if streamed and request.HasField("progress"):
+                raise InvalidCall("progress is told in the stream of this call, and in no word")
         if request.HasField("progress"):
             _check_progress(request, parts)
         return parts
+
+    def pages(
+        self, request: pb.FetchPagesRequest, destination: Destination
+    ) -> tuple[list[bytes], npt.NDArray[np.uint32]]:
+        """Return keys of chunks of pages, and which blocks they go to."""
+        keys = self.keys("keys", list(request.keys))
+        if destination.paging is None:
+            raise InvalidCall("destination_id is of memory that was registered without pages")
+        if destination.layout.layers * len(keys) > _PIECES_MAX:
+            raise InvalidCall(
+                f"keys name {destination.layout.layers * len(keys)} layers; at most {_PIECES_MAX} fit one call"
+            )
+        word = request.progress
+        if request.HasField("progress") and (word % PROGRESS_BYTES or word + PROGRESS_BYTES > destination.size):
+            raise InvalidCall(
+                f"progress is {word}; it is a multiple of {PROGRESS_BYTES} within {destination.size} bytes"
+            )
+        try:
+            return keys, destination.paging.rows(request.blocks, len(keys), destination.layout.tokens)
+        except PagingError as error:
+            raise InvalidCall(str(error)) from error
 
     def decision(self, decision: pb.Decision) -> None:
         """Check what a host says to have decided: what a recording keeps is bounded."""
@@ -122,6 +162,7 @@ class Validator:
         if len(decision.kind) > _NAME_MAX:
             raise InvalidCall(f"kind has {len(decision.kind)} characters; it has up to {_NAME_MAX}")
         seconds = [decision.predicted_seconds, decision.seconds, *decision.predicted.values()]
+        seconds += [decision.cold_seconds, decision.queued_seconds]
         if not all(0 <= each <= _SECONDS_MAX for each in seconds):  # nor NaN
             raise InvalidCall(f"a decision is predicted, or came, to take {seconds} s; 0 to {_SECONDS_MAX}")
 
@@ -134,13 +175,13 @@ class Validator:
                 raise InvalidCall(f"parents[{index}] has {len(parent)} bytes; a key has {KEY_BYTES}, or is empty")
         return parents
 
-    def chains(self, request: pb.LookupRequest) -> list[tuple[bytes, list[bytes]]]:
-        """Return namespace and keys of each chain of a lookup."""
-        if len(request.chains) > _CHAINS_MAX:
-            raise InvalidCall(f"chains has {len(request.chains)} entries; it has at most {_CHAINS_MAX}")
-        chains = []
+    def chains(self, given: Sequence[pb.KeyChain]) -> list[Chain]:
+        """Return namespace and keys of each chain of a call."""
+        if len(given) > _CHAINS_MAX:
+            raise InvalidCall(f"chains has {len(given)} entries; it has at most {_CHAINS_MAX}")
+        chains: list[Chain] = []
         total = 0
-        for index, chain in enumerate(request.chains):
+        for index, chain in enumerate(given):
             if len(chain.namespace) != KEY_BYTES:
                 raise InvalidCall(
                     f"chains[{index}].namespace has {len(chain.namespace)} bytes; a digest has {KEY_BYTES}"
@@ -151,6 +192,27 @@ class Validator:
         if total > self._keys_max:
             raise InvalidCall(f"chains hold {total} keys together; at most {self._keys_max} fit one call")
         return chains
+
+    def expected(self, request: pb.ExpectRequest) -> list[tuple[int, list[Chain]]]:
+        """Return the requests that arrive, and the namespaces and keys of what each will fetch."""
+        if not 1 <= len(request.queue) <= _QUEUE_NAME_MAX:
+            raise InvalidCall(f"queue has {len(request.queue)} bytes; it has 1 to {_QUEUE_NAME_MAX}")
+        if not 1 <= request.lasts_ms <= _QUEUE_LASTS_MS_MAX:
+            raise InvalidCall(f"lasts_ms is {request.lasts_ms}; what is expected lasts 1 to {_QUEUE_LASTS_MS_MAX} ms")
+        for name in ("arrivals", "gone", "order", "begins_in_ms"):
+            if len(getattr(request, name)) > REQUESTS_MAX:
+                raise InvalidCall(f"{name} has {len(getattr(request, name))} entries; it has at most {REQUESTS_MAX}")
+        if len(request.begins_in_ms) not in (0, len(request.order)):
+            raise InvalidCall(
+                f"begins_in_ms has {len(request.begins_in_ms)} entries; it has one for each of {len(request.order)} in "
+                "the order, or none"
+            )
+        chains = self.chains([chain for arrival in request.arrivals for chain in arrival.chains])
+        ends = list(itertools.accumulate(len(arrival.chains) for arrival in request.arrivals))
+        return [
+            (arrival.request, chains[end - len(arrival.chains) : end])
+            for arrival, end in zip(request.arrivals, ends, strict=True)
+        ]
 
     def hello(self, request: pb.HelloRequest) -> None:
         """Refuse a host of another release, where that makes a difference."""
@@ -190,8 +252,6 @@ class Validator:
 def _check_progress(request: pb.FetchRequest, parts: Sequence[FetchPart]) -> None:
     """Refuse a word of progress where there can be none."""
     word, part = request.progress, parts[0]
-    if request.order != pb.ORDER_LAYERS or len(parts) > 1:
-        raise InvalidCall("progress is told of one part, in the order of layers")
     if not part.destination.shared:
         raise InvalidCall("progress is told in shared memory only")
     outside = word + PROGRESS_BYTES <= part.offset or word >= part.offset + part.length

@@ -10,7 +10,6 @@ the caller must not use that memory again (:mod:`host_control.destination` retir
 """
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,10 @@ from typing import Any, Final, Literal, NamedTuple, Self
 import grpc
 import numpy as np
 
+from host_control.breaker import Breaker
 from host_control.connection import Connection, Peer, explain
 from host_control.decision import Decision
+from host_control.layer_stream import LayerStream
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
 from shadowserve.pieces import Flags, leading_chunks, pack, unpack
@@ -29,7 +30,6 @@ from shadowserve.proto.convert import layout_message
 from shadowserve.tls import Credentials
 
 __all__ = [
-    "Breaker",
     "DataPlaneClient",
     "FetchAnswer",
     "FetchCall",
@@ -60,54 +60,6 @@ _AT_FAULT: Final = {
     "internal",
     "device",
 }
-
-
-class Breaker:
-    """Leaves a peer alone after repeated failures, and always tries again.
-
-    Closed until ``failures`` calls in a row have failed; then open for ``backoff`` seconds, doubled with each further
-    failure up to ``backoff_max``. When the time is over one call is let through as a probe: its success closes the
-    breaker, its failure opens it again. A probe that never reports counts as lost after ``backoff_max`` more seconds.
-    """
-
-    def __init__(
-        self, failures: int, backoff: float, backoff_max: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._failures_max = failures
-        self._backoff = backoff
-        self._backoff_max = backoff_max
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._failures = 0
-        self._closed_until_probe = 0.0
-
-    def allow(self) -> bool:
-        """Return whether a call may go out now; in the open state, ``True`` makes the caller the probe."""
-        with self._lock:
-            if self._failures < self._failures_max:
-                return True
-            now = self._clock()
-            if now < self._closed_until_probe:
-                return False
-            self._closed_until_probe = now + self._backoff_max
-            return True
-
-    def report(self, success: bool) -> None:
-        """Take the outcome of a call that :meth:`allow` let through."""
-        with self._lock:
-            if success:
-                self._failures = 0
-                return
-            self._failures += 1
-            excess = min(self._failures - self._failures_max, 16)
-            if excess >= 0:
-                self._closed_until_probe = self._clock() + min(self._backoff * 2.0**excess, self._backoff_max)
-
-    @property
-    def open(self) -> bool:
-        """Whether calls are being turned away."""
-        with self._lock:
-            return self._failures >= self._failures_max
 
 
 class Registration(NamedTuple):
@@ -161,12 +113,14 @@ class FetchPart:
 
 
 class Found(NamedTuple):
-    """Of each chain that was looked up, which records are there, which are announced (None where nobody can say), and
-    the bytes of those that are there, all together (0 where nobody can say)."""
+    """Of each chain that was looked up, which records are there, which are announced (None where nobody can say), the
+    bytes of those that are there, all together (0 where nobody can say), and in how many seconds storage expects to
+    have what it must fetch itself of them."""
 
     present: list[Flags]
     announced: list[Flags] | None
     stored_bytes: list[int]
+    cold_seconds: list[float]
 
 
 class FetchAnswer(NamedTuple):
@@ -214,6 +168,10 @@ class FetchCall:
     def done(self) -> bool:
         """Return whether the call has ended."""
         return bool(self._call.done())
+
+    def layers(self, seen: int, seconds: float) -> int:
+        """Wait for further leading layers than were ``seen``; see :meth:`DataPlaneClient.start_fetch_layers`."""
+        return int(self._call.layers(seen, seconds))
 
     def result(self) -> FetchAnswer:
         """Return the outcome, waiting for it at most until the call's own deadline."""
@@ -296,9 +254,20 @@ class DataPlaneClient:
         return lambda: finish().present
 
     def find(
-        self, chains: Sequence[tuple[bytes, Sequence[bytes]]], timeout: float, *, announced: bool = True
+        self,
+        chains: Sequence[tuple[bytes, Sequence[bytes]]],
+        timeout: float,
+        *,
+        announced: bool = True,
+        cold: bool = False,
     ) -> Callable[[], Found]:
-        """Ask, as :meth:`lookup` does, which keys of each chain are stored, and which ``announced``."""
+        """Ask, as :meth:`lookup` does, which keys of each chain are stored, and which ``announced``.
+
+        Args:
+            chains, timeout: as there.
+            announced: whether to ask for that, too.
+            cold: have storage say how long it takes to fetch what it does not have near, instead of fetching that now.
+        """
         self._allow("lookup")
         ends = time.monotonic() + timeout
 
@@ -311,6 +280,7 @@ class DataPlaneClient:
                 chains=[pb.KeyChain(keys=keys, namespace=namespace) for namespace, keys in chains],
                 timeout_ms=_milliseconds(left),
                 announced=announced,
+                cold=cold,
             )
             return self._connection.stub.Lookup.future(
                 request, timeout=left + _GRACE / 5, metadata=self._connection.metadata()
@@ -350,6 +320,24 @@ class DataPlaneClient:
         )
         self._tell(self._connection.stub.Announce, request)
 
+    def expect(self, message: pb.ExpectRequest) -> Any:
+        """Say what waits in an engine's queue; return the call, which nobody has to wait for.
+
+        None: nothing is said to a data plane that is not connected, or that fails lookups.
+        """
+        if self.peer is None or self.breakers["lookup"].open:
+            return None
+        try:
+            return self._connection.stub.Expect.future(
+                message, timeout=self._connect_timeout, metadata=self._connection.metadata()
+            )
+        except ValueError:  # the channel is closed
+            return None
+
+    def lost(self, error: BaseException) -> None:
+        """Take note of why a call of :meth:`expect` has failed: Hello may be due."""
+        self._connection.lost(error)
+
     def decided(self, decision: Decision, tokens: int, seconds: float) -> None:
         """Say what was done with a prompt of so many tokens, and what came, for recordings; a hint likewise."""
         if self.peer is None or self.breakers["lookup"].open:
@@ -357,7 +345,8 @@ class DataPlaneClient:
         loaded = decision.end_tokens if decision.way != "compute" else 0
         told = pb.Decision(
             kind=decision.kind, tokens=tokens, loaded_tokens=loaded, predicted=dict(decision.predicted),
-            predicted_seconds=decision.seconds, seconds=seconds,
+            predicted_seconds=decision.seconds, seconds=seconds, stored_bytes=int(decision.stored_bytes),
+            cold_seconds=decision.cold_seconds, queued_seconds=decision.queued_seconds,
         )  # fmt: skip
         self._tell(self._connection.stub.Decided, told)
 
@@ -372,21 +361,25 @@ class DataPlaneClient:
         try:
             present = _sets(answer.present, counts)
             announced = _sets(answer.announced, counts) if answer.announced else None
-            if len(answer.stored_bytes) not in (0, len(counts)):
-                raise ValueError(f"bytes of {len(answer.stored_bytes)} chains where {len(counts)} were asked for")
+            for numbers, what in (answer.stored_bytes, "bytes"), (answer.cold_ms, "times"):
+                if len(numbers) not in (0, len(counts)):
+                    raise ValueError(f"{what} of {len(numbers)} chains where {len(counts)} were asked for")
         except ValueError as error:
             raise self._fail("lookup", "invalid_answer", str(error)) from error
         self._report("lookup", reason)
-        return Found(present, announced, list(answer.stored_bytes) or [0] * len(counts))
+        nothing = [0] * len(counts)
+        cold_seconds = [ms / 1e3 for ms in answer.cold_ms or nothing]
+        return Found(present, announced, list(answer.stored_bytes or nothing), cold_seconds)
 
-    def register(self, shape: ChunkLayout, memory: MemoryMessage) -> Registration:
-        """Make memory known to the data plane. The caller has asked the breaker.
+    def register(self, shape: ChunkLayout, memory: MemoryMessage, pages: pb.PagedMemory | None = None) -> Registration:
+        """Make memory known to the data plane, and where ``pages`` are in it. The caller has asked the breaker.
 
         Raises:
             DataPlaneError: refused, unreachable, or the daemon counts another chunk size than we do.
         """
         request = pb.RegisterDestinationRequest(
             layout=layout_message(shape),
+            pages=pages,
             **{_MEMORY_FIELDS[type(memory)]: memory},  # type: ignore[arg-type]
         )
         try:
@@ -434,6 +427,7 @@ class DataPlaneClient:
         layerwise: bool = False,
         progress: int | None = None,
         window_s: float = 0.0,
+        rate: int = 0,
     ) -> FetchCall:
         """Start one round.
 
@@ -444,23 +438,87 @@ class DataPlaneClient:
             layerwise: fetch layer by layer, not chunk by chunk.
             progress: where in the memory of the one part the data plane is to say how many leading layers are in place.
             window_s: seconds that will be computed with each layer; 0 where nobody knows.
+            rate: bytes a second that it may be delivered at, chunk by chunk; 0: no bound.
+
+        Raises:
+            DataPlaneError: the breaker is open.
+        """
+        order = pb.ORDER_LAYERS if layerwise else pb.ORDER_CHUNKS
+        future = self._connection.stub.Fetch.future
+        return self._start(future, job_id, parts, timeout, order, progress, window_s, rate)
+
+    def start_fetch_layers(self, job_id: str, part: FetchPart, timeout: float, window_s: float = 0.0) -> FetchCall:
+        """Start one round of a part layer by layer, of which :meth:`FetchCall.layers` tells how far it is.
+
+        For memory that the data plane does not share; arguments and errors are those of :meth:`start_fetch`.
+        """
+
+        def stream(*arguments: Any, **named: Any) -> LayerStream:
+            return LayerStream(self._connection.stub.FetchLayers(*arguments, **named))
+
+        return self._start(stream, job_id, [part], timeout, pb.ORDER_LAYERS, None, window_s)
+
+    def _start(
+        self,
+        method: Callable[..., Any],
+        job_id: str,
+        parts: Sequence[FetchPart],
+        timeout: float,
+        order: Any,
+        progress: int | None,
+        window_s: float,
+        rate: int = 0,
+    ) -> FetchCall:
+        self._allow("fetch")
+        request = pb.FetchRequest(
+            job_id=job_id,
+            parts=[part.message for part in parts],
+            order=order,
+            timeout_ms=_milliseconds(timeout),
+            progress=progress,
+            window_us=min(int(1e6 * window_s), 0xFFFFFFFF),
+            rate=rate,
+        )
+        call = method(request, timeout=timeout + _GRACE, metadata=self._connection.metadata())
+        return FetchCall(call, lambda ended: self._fetch_answer(ended, [part.wanted for part in parts]))
+
+    def start_fetch_pages(
+        self,
+        job_id: str,
+        destination_id: int,
+        shape: ChunkLayout,
+        keys: Sequence[bytes],
+        blocks: Sequence[int],
+        timeout: float,
+        progress: int,
+    ) -> FetchCall:
+        """Start to bring chunks from devices of the data plane into pages.
+
+        Args:
+            job_id: unlike those of other calls in progress.
+            destination_id: of the paged memory.
+            shape: of the chunks.
+            keys: of the chunks.
+            blocks: that they go to, chunk after chunk.
+            timeout: seconds.
+            progress: where in that memory to say how many leading layers are in place.
 
         Raises:
             DataPlaneError: the breaker is open.
         """
         self._allow("fetch")
-        request = pb.FetchRequest(
+        request = pb.FetchPagesRequest(
             job_id=job_id,
-            parts=[part.message for part in parts],
-            order=pb.ORDER_LAYERS if layerwise else pb.ORDER_CHUNKS,
+            destination_id=destination_id,
+            keys=keys,
+            blocks=blocks,
             timeout_ms=_milliseconds(timeout),
             progress=progress,
-            window_us=min(int(1e6 * window_s), 0xFFFFFFFF),
         )
-        call = self._connection.stub.Fetch.future(
+        call = self._connection.stub.FetchPages.future(
             request, timeout=timeout + _GRACE, metadata=self._connection.metadata()
         )
-        return FetchCall(call, lambda ended: self._fetch_answer(ended, [part.wanted for part in parts]))
+        return FetchCall(call, lambda ended: self._fetch_answer(ended, [np.ones((shape.layers, len(keys)), np.bool_)]))
 
     def _fetch_answer(self, call: Any, wanted: Sequence[Flags]) -> FetchAnswer:
         nothing = [np.zeros_like(each) for each in wanted]
@@ -488,10 +546,15 @@ class DataPlaneClient:
         keys: Sequence[bytes],
         parents: Sequence[bytes],
         timeout: float,
+        *,
+        lasts_s: float = 0.0,
+        plain: bool = False,
     ) -> StoreAnswer:
         """Store chunks that lie in the region one after the other; blocks until the outcome.
 
-        ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first.
+        ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first. After ``lasts_s``
+        seconds nobody needs them any more; 0: they are stored for good. ``plain``: not compressed, so that devices can
+        bring them into pages.
         """
         nothing = unpack(b"", len(keys))
         if not self.breakers["store"].allow():
@@ -503,6 +566,8 @@ class DataPlaneClient:
             keys=keys,
             parents=parents,
             timeout_ms=_milliseconds(timeout),
+            lasts_ms=int(lasts_s * 1000),
+            plain=plain,
         )
         try:
             answer = self._connection.stub.Store(

@@ -47,11 +47,17 @@ class HostConfig(Section):
     """Look prompts up and fetch what is stored."""
     asynchronous_fetch: bool = True
     """Fetch while the engine goes on with other requests. False blocks the whole engine until a request's KV is in
-    place; it is there to be measured (ShadowServe section 6.4, "No AF")."""
+    place, where it has one step under way at a time; it is there to be measured (ShadowServe section 6.4, "No AF")."""
     layer_order: bool = False
     """Fetch layer by layer, and begin to compute as the first layer arrives, for requests that come while no other
-    runs, of engines with one group of full attention, from a data plane on this machine, and as many chunks as
-    ``fetch_buffer_bytes`` holds; others are fetched chunk by chunk beside what runs, as all are without it."""
+    runs, of engines with one group of full attention and one step under way at a time (no pipeline stages,
+    ``--no-async-scheduling``), and as many chunks as ``fetch_buffer_bytes`` holds; others are fetched chunk by chunk
+    beside what runs, as all are without it."""
+    pages: bool = False
+    """Store chunks as this engine's pages are, not compressed, in the tiers of a data plane on this machine, and have
+    its devices bring them straight into paged memory, which becomes shared memory (docs/tiers.md). For engines on CPUs
+    with one group of layers that are alike; others are served as without it. At the start ``/dev/shm`` must have room
+    for twice the engine's paged memory. Engines that have this and engines that have not share nothing."""
     fetch_or_compute: bool = False
     """Compute a prompt, or more of it, that is stored, where that is predicted to bring its first token sooner than
     fetching. Until both have been seen often enough, what is stored is fetched, as all of it is without this
@@ -122,6 +128,13 @@ class HostConfig(Section):
     identity_cache: str = ""
     """File that remembers the hashes of weights and adapters (docs/identity.md), so that a start reads none that have
     not changed; empty for ``shadowserve/content.json`` in the user's cache folder, ``none`` to hash every time."""
+    interference_budget: float = Field(0.02, ge=0, le=1)
+    """By which fraction a step that decodes may be longer beside fetching, which is held to a rate for it: 0.02 is 2 %.
+    Which rate that is, is learnt from the engine's steps (docs/slack.md). While nothing decodes there is no bound. 0:
+    never any."""
+    computing_cache: str = ""
+    """File that remembers how long this engine computes, and what fetching costs it, by model and machine; empty for
+    ``shadowserve/computing.json`` in the user's cache folder, ``none`` to learn it anew at each start."""
     close_timeout: float = Field(5.0, ge=0, le=60)
     """At shutdown, waiting stores and running fetches get so long to end."""
 

@@ -3,7 +3,8 @@
 Compared are computing all, fetching all and waiting for it, fetching layer by layer while computing, and each of these
 with a shorter prefix, which pays where the rest would come too late, or where fetching layers is to take no longer than
 computing what is behind them. What is predicted is learnt from what came: from the engine's steps how long computing
-takes, from loads how long fetching does. As long as one of them is not known, everything is fetched.
+takes, from loads how long fetching does. What storage says of its own fetching is believed, until loads have shown
+what to make of it. As long as one of them is not known, everything is fetched.
 
 A side that is not chosen is not seen any more, and what was a slow link for an hour might be taken for one for ever. So
 now and then a prompt *explores*: its border between what is fetched and what is computed is moved by one chunk. What
@@ -12,31 +13,18 @@ that costs by prediction is at most a fiftieth of the time of the requests since
 No clock and no I/O: times are handed over.
 """
 
-import statistics
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from typing import Final, Literal
 
-import numpy as np
-import numpy.typing as npt
+from host_control.slack.estimate import REACH, Estimate
+from host_control.slack.table import ComputeTable, attention_pairs
 
-__all__ = ["Decision", "Estimate", "FetchOrCompute", "Hit", "Way", "attention_pairs"]
+__all__ = ["Decision", "FetchOrCompute", "Hit", "Way"]
 
 Way = Literal["compute", "fetch", "layers"]
 """Compute all; fetch, wait, compute the rest; or compute the rest while layers are fetched."""
 
-_SEEN_MIN: Final = 3
-"""So many observations make an estimate."""
-_REACH: Final = 16
-"""An estimate holds up to so many times what was seen: attention pairs of a prompt four times as long."""
-_DECAY: Final = 0.95
-"""Of an observation's weight, with each one that follows."""
-_WORTH: Final = 5e-4
-"""A term has to lessen the mean square of relative errors by so much: or equal sizes would make one up."""
-_DRIFT: Final = 1.25
-"""The line is believed as long as the last observations differ from it by less than this factor."""
 _EXPLORATION: Final = 1 / 50
 """Of the time that requests take."""
 _UNKNOWN_MAX: Final = 4
@@ -45,68 +33,6 @@ _ENDS_MAX: Final = 8
 """So many shorter prefixes are compared."""
 _IN_TIME: Final = 0.8
 """A load that is predicted to take more of its deadline than this is not begun."""
-
-
-class Estimate:
-    """Seconds as a sum of terms, none of them negative, learnt from observations of some sizes.
-
-    Relative errors count, and the latest observations count most. Where the last three differ from that line together,
-    as over a link that has become slower, what they differ by is believed at once; a single one that differs is not.
-
-    Args:
-        terms: in the order of trust: where observations do not tell terms apart, it is the first.
-    """
-
-    def __init__(self, terms: int) -> None:
-        self._moments = np.zeros((terms, terms))
-        self._targets = np.zeros(terms)
-        self._weight = 0.0
-        self._largest = np.zeros(terms)
-        self._last: deque[tuple[npt.NDArray[np.float64], float]] = deque(maxlen=_SEEN_MIN)
-        self._line: npt.NDArray[np.float64] | None = None
-        self._subsets = [list(each) for size in range(1, terms + 1) for each in combinations(range(terms), size)]
-
-    def observe(self, sizes: Sequence[float], seconds: float) -> None:
-        """Learn that something of these sizes, one of each term, took so long."""
-        if seconds <= 0:
-            return
-        observed = np.asarray(sizes, np.float64)
-        relative = observed / seconds
-        self._moments = _DECAY * self._moments + np.outer(relative, relative)
-        self._targets = _DECAY * self._targets + relative
-        self._weight = _DECAY * self._weight + 1
-        self._largest = np.maximum(self._largest, observed)
-        self._last.append((observed, seconds))
-        self._line = None
-
-    def predict(self, sizes: Sequence[float], times: int = 1) -> float | None:
-        """Return the seconds of so many runs that have these sizes together; ``None`` where too little is known."""
-        wanted = np.asarray(sizes, np.float64)
-        if len(self._last) < _SEEN_MIN or (wanted > times * _REACH * self._largest).any():
-            return None
-        if self._line is None:
-            self._line = self._fitted()
-        return float(wanted @ self._line)
-
-    def _fitted(self) -> npt.NDArray[np.float64]:
-        units = np.sqrt(np.diag(self._moments))
-        units[units == 0] = 1
-        moments, targets = self._moments / np.outer(units, units), self._targets / units
-        line, explained = np.zeros(len(units)), 0.0
-        for subset in self._subsets:
-            part = moments[np.ix_(subset, subset)] + 1e-9 * np.eye(len(subset))
-            found = np.linalg.solve(part, targets[subset])
-            gained = float(found @ targets[subset])
-            if (found >= 0).all() and gained > explained + _WORTH * self._weight:
-                line, explained = np.zeros(len(units)), gained
-                line[subset] = found / units[subset]
-        drift = statistics.median(seconds / max(float(sizes @ line), 1e-12) for sizes, seconds in self._last)
-        return line * (drift if max(drift, 1 / drift) > _DRIFT else 1)
-
-
-def attention_pairs(computed: int, new: int) -> float:
-    """Return how many pairs of tokens attention meets that computes ``new`` tokens behind ``computed`` ones."""
-    return new * (computed + new / 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +44,7 @@ class Hit:
         local_tokens: leading ones that the engine has itself.
         end_tokens: leading ones that would be there after a load of all that can be loaded.
         chunk_bytes: of a chunk as it is stored; 0: nobody has said.
+        cold_seconds: in how many storage expects to have what it must fetch itself, from object storage, of all that.
         layers: of the model, where it may go layer by layer; else 0.
         layerwise_chunks: that go layer by layer at most.
     """
@@ -125,7 +52,8 @@ class Hit:
     tokens: int
     local_tokens: int
     end_tokens: int
-    chunk_bytes: float
+    chunk_bytes: float = 0.0
+    cold_seconds: float = 0.0
     layers: int = 0
     layerwise_chunks: int = 0
 
@@ -141,6 +69,9 @@ class Decision:
         predicted: seconds until its first token, of each kind the best; nothing where that is not known.
         seconds: the same of what is done; 0 where that is not known.
         load_bytes, load_seconds: of its load; 0 where there is none, or where they are not known.
+        stored_bytes: of all that could be loaded; 0 where nobody has said.
+        cold_seconds: of the :class:`Hit`, what storage has to fetch itself of that.
+        queued_seconds: that loads which are under way will take.
     """
 
     way: Way
@@ -150,25 +81,42 @@ class Decision:
     seconds: float = 0.0
     load_bytes: float = 0.0
     load_seconds: float = 0.0
+    stored_bytes: float = 0.0
+    cold_seconds: float = 0.0
+    queued_seconds: float = 0.0
+
+    @property
+    def load_cold_seconds(self) -> float:
+        """Of its load: its share, as if storage took as long for each byte."""
+        return self.cold_seconds * self.load_bytes / self.stored_bytes if self.stored_bytes else 0.0
 
 
 class FetchOrCompute:
     """Decides for the prompts of one engine.
 
     Args:
+        table: of how long the engine computes, which whoever times its steps keeps.
         chunk_tokens: tokens in a chunk.
         step_tokens: that the engine computes in a step at most.
         load_tokens_min: loads of fewer tokens are not made.
         fetch_timeout: seconds from the hand-over of a load to its outcome.
     """
 
-    def __init__(self, *, chunk_tokens: int, step_tokens: int, load_tokens_min: int, fetch_timeout: float) -> None:
+    def __init__(
+        self,
+        table: ComputeTable,
+        *,
+        chunk_tokens: int,
+        step_tokens: int,
+        load_tokens_min: int,
+        fetch_timeout: float,
+    ) -> None:
+        self._table = table
         self._chunk_tokens = chunk_tokens
         self._step_tokens = step_tokens
         self._load_tokens_min = load_tokens_min
         self._load_seconds_max = _IN_TIME * fetch_timeout
-        self._computing = Estimate(3)  # tokens, attention pairs, steps
-        self._fetching = Estimate(2)  # bytes, loads
+        self._fetching = Estimate(3, (0, 0, 1))  # bytes, loads, seconds that storage expects of its own fetching
         self._allowed: dict[str, float] = {"compute": 0.0, "fetch": 0.0}  # seconds, to explore a side
         self._unknown = 0  # prompts that were fetched since it was tried to learn about computing
         self._loads: dict[str, float] = {}  # predicted seconds of those that are under way, in their order
@@ -176,16 +124,15 @@ class FetchOrCompute:
 
     # ------------------------------------------------------------------ what came
 
-    def computed(self, tokens: int, pairs: float, seconds: float) -> None:
-        """Learn how long a step took that computed so many tokens and attention pairs and waited for no load."""
-        self._computing.observe((tokens, pairs, 1), seconds)
+    def computed(self) -> None:
+        """Take note that a step was timed that computed prompts."""
         self._allowed["compute"] = 0.0
 
     def fetched(self, decision: Decision, seconds: float) -> None:
         """Learn how long a load took from its turn to its outcome, which was all of it, or that time was up."""
         if not decision.load_bytes:
             return
-        self._fetching.observe((decision.load_bytes, 1), seconds)
+        self._fetching.observe((decision.load_bytes, 1, decision.load_cold_seconds), seconds)
         if seconds > decision.load_seconds / 2:  # else the next one may see whether that was chance
             self._allowed["fetch"] = 0.0
 
@@ -198,6 +145,15 @@ class FetchOrCompute:
 
     def decide(self, hit: Hit, now: float) -> Decision:
         """Return what is best for a prompt at a time; asked again, it may be another answer."""
+        decision = self._decided(hit, now)
+        return replace(
+            decision,
+            stored_bytes=self._chunks(hit, hit.end_tokens) * hit.chunk_bytes,
+            cold_seconds=hit.cold_seconds,
+            queued_seconds=self._waiting(now),
+        )
+
+    def _decided(self, hit: Hit, now: float) -> Decision:
         today = self._load(hit, "layers" if self._layerwise(hit, hit.end_tokens) else "fetch", hit.end_tokens)
         options = [option for option in self._options(hit, now) if option is not None]
         if not options or options[0].way != "compute" or not today.load_seconds:
@@ -256,8 +212,8 @@ class FetchOrCompute:
 
     def _load(self, hit: Hit, way: Way, end: int) -> Decision:
         chunks = self._chunks(hit, end)
-        load_bytes = chunks * hit.chunk_bytes
-        seconds = self._load_seconds(load_bytes) or 0.0
+        load_bytes, share = chunks * hit.chunk_bytes, chunks / self._chunks(hit, hit.end_tokens)
+        seconds = self._load_seconds(load_bytes, share * hit.cold_seconds) or 0.0
         kind = way if end == hit.end_tokens else "prefix"
         return Decision(way=way, end_tokens=end, kind=kind, load_bytes=load_bytes, load_seconds=seconds)
 
@@ -265,7 +221,7 @@ class FetchOrCompute:
         """Return what is done without any prediction: fetch all, and learn about computing now and then."""
         tokens = hit.tokens - hit.local_tokens
         if self._compute_seconds(hit.local_tokens, hit.tokens) is None and self._unknown + 1 >= _UNKNOWN_MAX:
-            left_out = -(-max(tokens // _REACH, self._chunk_tokens) // self._chunk_tokens) * self._chunk_tokens
+            left_out = -(-max(tokens // REACH, self._chunk_tokens) // self._chunk_tokens) * self._chunk_tokens
             end = -(-hit.end_tokens // self._chunk_tokens) * self._chunk_tokens - left_out
             if end >= self._least_end(hit):
                 way: Way = "layers" if self._layerwise(hit, end) else "fetch"
@@ -300,10 +256,10 @@ class FetchOrCompute:
     def _compute_seconds(self, computed: int, tokens: int) -> float | None:
         new = tokens - computed
         steps = max(-(-new // self._step_tokens), 1)
-        return self._computing.predict((new, attention_pairs(computed, new), steps), steps)
+        return self._table.predict("prompts", new, attention_pairs(computed, new), steps)
 
-    def _load_seconds(self, load_bytes: float) -> float | None:
-        return self._fetching.predict((load_bytes, 1)) if load_bytes else None
+    def _load_seconds(self, load_bytes: float, cold_seconds: float = 0.0) -> float | None:
+        return self._fetching.predict((load_bytes, 1, cold_seconds)) if load_bytes else None
 
     def _waiting(self, now: float) -> float:
         """Return the seconds until a load that is handed over now has its turn."""

@@ -93,6 +93,11 @@ class Delivery:
     store: Callable[[int], Memory]
     gpu: Gpu | None = None
 
+    @property
+    def shared(self) -> bool:
+        """Whether the data plane has mapped what is fetched into, and can say there how far it is."""
+        return self.kind in ("shared_memory", "pinned")
+
 
 def choose(config: HostConfig, device: Any, find: Callable[[int], Gpu] | None = None) -> Delivery:
     """Return how chunks are delivered to an engine whose paged memory is on ``device`` (of torch).
@@ -255,6 +260,9 @@ class ExportedHostMemory:
         """Return what was delivered there."""
         return self.memory[offset : offset + length]
 
+    def flush(self) -> None:
+        """Nothing: a DPU's writes into the host's memory are ordered before its answer."""
+
     def whole(self) -> bool:
         """Return true: it is nobody else's."""
         return True
@@ -289,6 +297,9 @@ class _Locked:
 
     def arrived(self, offset: int, length: int) -> Any:
         return self._under.arrived(offset, length)
+
+    def flush(self) -> None:
+        self._under.flush()
 
     def whole(self) -> bool:
         return bool(self._under.whole())
@@ -331,6 +342,9 @@ class _GpuMemory:
         self.memory = gpu.tensor(self._buffer)
 
     def announced(self) -> None:
+        pass
+
+    def flush(self) -> None:
         pass
 
     def whole(self) -> bool:
@@ -382,9 +396,12 @@ class _ExportedGpuMemory(_GpuMemory):
         assert self._export is not None
         return pb.ExportedMemory(address=self._buffer.address, size=self.size, descriptor=self._export.descriptor)
 
-    def arrived(self, offset: int, length: int) -> Any:
+    def flush(self) -> None:
         self._gpu.device.activate()
         self._gpu.device.flush_remote_writes()
+
+    def arrived(self, offset: int, length: int) -> Any:
+        self.flush()
         return self.memory[offset : offset + length]
 
     def close(self) -> None:

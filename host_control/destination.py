@@ -47,6 +47,12 @@ class Memory(Protocol):
         In the thread that scatters. Work of the GPU may still be on its way, on the delivery's stream.
         """
 
+    def flush(self) -> None:
+        """Have what the data plane says to have delivered be there for whoever reads :attr:`memory` from now on.
+
+        In the thread that scatters, while the call goes on; :meth:`arrived` does as much for one that has ended.
+        """
+
     def whole(self) -> bool:
         """Return whether no part of it was taken away, to the last access: what was read where one was, is void."""
 
@@ -67,10 +73,10 @@ class Destination:
         size: bytes of the memory.
         connect_timeout: seconds that :meth:`acquire` waits for a connection.
         make: makes memory of so many bytes.
-        progress: whether there is a word behind them that says how far the layers of a fetch are.
+        progress: whether there is a word behind them that says how far the layers of a fetch are: in shared memory.
 
     Attributes:
-        progress_offset: of that word, ``PROGRESS_BYTES`` long.
+        progress_offset: of that word, ``PROGRESS_BYTES`` long; ``None`` where there is none.
         retired: how often it was given up.
     """
 
@@ -86,8 +92,8 @@ class Destination:
     ) -> None:
         self.shapes = tuple(shapes)
         self.size = size
-        self.progress_offset = -(-size // PROGRESS_BYTES) * PROGRESS_BYTES
-        self._made_bytes = self.progress_offset + PROGRESS_BYTES if progress else size
+        self.progress_offset = -(-size // PROGRESS_BYTES) * PROGRESS_BYTES if progress else None
+        self._made_bytes = size if self.progress_offset is None else self.progress_offset + PROGRESS_BYTES
         self._client = client
         self._make = make
         self._connect_timeout = connect_timeout

@@ -1,13 +1,15 @@
 """One fetch in the order of layers: each is scattered as it arrives, while those behind it are still on their way.
 
-The data plane says how many leading layers are in place in a word behind the chunks, so a layer costs no call. What the
-word has said holds whatever comes later; what comes of the rest, the answers say. Where the data plane's buffers hold
+The data plane says how many leading layers are in place in a word behind the chunks, or where it does not share their
+memory, in a stream of the call; so a layer costs no call. What was said holds whatever comes later; what comes of the
+rest, the answers say. Where the data plane's buffers hold
 less than the fetch, it is asked again for what is missing, into the same places.
 
 Chunks are of use as a prefix: of a fetch that fails, layers in which some chunks are missing are scattered at its end,
 for those chunks alone that are whole.
 """
 
+import functools
 import logging
 import secrets
 import time
@@ -17,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from host_control.client import DataPlaneClient, FetchPart
+from host_control.client import DataPlaneClient, FetchCall, FetchPart
 from host_control.destination import PROGRESS_BYTES, Destination, Memory
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.pieces import Flags, leading_chunks, leading_layers
@@ -47,7 +49,7 @@ class LayerFetch:
 
     Args:
         client: of the data plane.
-        destination: that the chunks fit into, all at once, with a word of progress; nobody else uses it meanwhile.
+        destination: that the chunks fit into, all at once; nobody else uses it meanwhile.
         keys: of the chunks.
         deadline: on the clock of ``time.monotonic()``.
         cancelled: whether to end early.
@@ -100,23 +102,13 @@ class LayerFetch:
             # What is whole of it is taken from where it is.
             raise _Ended("unknown_destination", "the memory that the first layers have arrived in was given up")
         self._memory = memory
-        begin = self.destination.progress_offset
-        word = memory.memory[begin : begin + PROGRESS_BYTES]
-        word[:] = bytes(PROGRESS_BYTES)
         job_id = f"layers-{secrets.token_hex(8)}"
         length = len(self.keys) * self._shape.raw_bytes
         part = FetchPart(
             self.destination.destination_ids[0], 0, length, self.keys, missing := self._wanted & ~self._there
         )
         try:
-            call = self.client.start_fetch(
-                job_id,
-                [part],
-                max(self.deadline - time.monotonic(), 0.001),
-                layerwise=True,
-                progress=begin,
-                window_s=self.window_s,
-            )
+            call, wait = self._start(job_id, part, memory)
         except DataPlaneError as error:
             raise _Ended(error.outcome, str(error)) from error
         try:
@@ -124,8 +116,8 @@ class LayerFetch:
             while not call.done() and layers < len(missing):
                 if self.cancelled():
                     self.client.cancel(job_id)
-                layers = self._watch(word, layers, missing, _LOOK_INTERVAL)
-            self._watch(word, layers, missing, 0.0)
+                layers = self._watch(wait, layers, missing, _LOOK_INTERVAL)
+            self._watch(wait, layers, missing, 0.0)
         except _Ended:
             self.client.cancel(job_id)
             raise
@@ -142,6 +134,21 @@ class LayerFetch:
         if answer.reason != "round_full":
             raise _Ended(answer.reason, answer.detail)
 
+    def _start(self, job_id: str, part: FetchPart, memory: Memory) -> tuple[FetchCall, Callable[[int, float], int]]:
+        """Start a call; return it, and what waits for further layers than were seen, for so many seconds."""
+        left, begin = max(self.deadline - time.monotonic(), 0.001), self.destination.progress_offset
+        if begin is None:
+            call = self.client.start_fetch_layers(job_id, part, left, self.window_s)
+            return call, call.layers
+        from shadowserve import native  # an engine loads the C core only where it has to
+
+        word = memory.memory[begin : begin + PROGRESS_BYTES]
+        word[:] = bytes(PROGRESS_BYTES)
+        call = self.client.start_fetch(
+            job_id, [part], left, layerwise=True, progress=begin, window_s=self.window_s
+        )  # fmt: skip
+        return call, functools.partial(native.progress_wait, word)
+
     def _acquire(self) -> Memory:
         left = self.deadline - time.monotonic()
         if self.cancelled() or left <= 0:
@@ -153,11 +160,9 @@ class LayerFetch:
         except ConfigurationError as error:
             raise _Ended("no_memory", str(error)) from error
 
-    def _watch(self, word: Any, seen: int, missing: Flags, seconds: float) -> int:
+    def _watch(self, wait: Callable[[int, float], int], seen: int, missing: Flags, seconds: float) -> int:
         """Wait so long at most for further layers than were ``seen``, and place them; return how many there are."""
-        from shadowserve import native  # an engine loads the C core only where it has to
-
-        layers = min(native.progress_wait(word, seen, seconds), len(missing))
+        layers = min(wait(seen, seconds), len(missing))
         if layers > seen:
             self._there[:layers] |= missing[:layers]
             self._place(leading_layers(self._there, self._wanted), len(self.keys))
@@ -169,6 +174,7 @@ class LayerFetch:
             return
         assert self._memory is not None
         try:
+            self._memory.flush()
             self.scatter(self._memory.memory[: chunks * self._shape.raw_bytes], (self._placed, layers))
         except Exception as error:
             _logger.exception("scattering layers failed")

@@ -4,6 +4,7 @@ A lookup is submitted when a request arrives; hashing and the round trip happen 
 polls: ``None`` until there is an answer or the deadline has passed, then the same answer for the request's life.
 """
 
+import array
 import contextlib
 import functools
 import threading
@@ -14,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from host_control.client import DataPlaneClient, Found
 from host_control.handover import Arrived, Coming, Handover
@@ -24,7 +24,7 @@ from shadowserve.pieces import Flags, leading
 
 __all__ = ["LookupAnswer", "PrefixLookup", "Rule"]
 
-_STRIDE_TOKENS: Final = 8192
+_STRIDE_TOKENS: Final = 32_768
 """Tokens hashed between two moments at which the engine's thread may take the interpreter: some 0.5 ms."""
 _NOTHING: Final = Extra()
 _STAYS: Final = Handover()
@@ -48,6 +48,7 @@ class LookupAnswer:
         present: which chunks of each group are there, of that cut's.
         tail: whether the prompt's tail is there, too.
         chunk_bytes: mean bytes of a chunk's records, of all groups and ranks together; 0 where nobody can say.
+        cold_seconds: in how many storage expects to have what it must fetch itself of them, where it was asked.
 
     Where a load may begin before all of it is there, what is announced counts as there; :meth:`PrefixLookup.arrived`
     tells of it.
@@ -60,14 +61,17 @@ class LookupAnswer:
     present: Sequence[Flags] = field(default=(), compare=False)
     tail: bool = False
     chunk_bytes: float = field(default=0.0, compare=False)
+    cold_seconds: float = field(default=0.0, compare=False)
 
 
 class _Chain(NamedTuple):
-    """What is known of one rank's records of one group: which are there, which are announced, bytes of the first."""
+    """What is known of one rank's records of one group: which are there, which are announced, bytes of the first, and
+    in how many seconds storage has them."""
 
     there: Flags
     soon: Flags | None
     stored_bytes: int
+    cold_seconds: float
 
     @property
     def chunk_bytes(self) -> float:
@@ -106,7 +110,7 @@ class _Seen:
         present: of each group, which are there.
         there: which of them every group that keeps every chunk has.
         coming: which of the others are announced; ``None`` where nobody can say.
-        chunk_bytes: see :class:`LookupAnswer`.
+        chunk_bytes, cold_seconds: see :class:`LookupAnswer`.
     """
 
     cut: int
@@ -114,6 +118,7 @@ class _Seen:
     there: Flags
     coming: Flags | None
     chunk_bytes: float
+    cold_seconds: float
 
     @property
     def extent(self) -> int:
@@ -136,6 +141,7 @@ class PrefixLookup:
         threads: that hash and ask.
         enabled: whether to ask the data plane at all; without it every answer is a miss, and only keys are made.
         loads_wait: whether a load may begin while some of its chunks are only announced.
+        cold: whether to be told how long storage takes for what it must fetch itself; otherwise a lookup has it fetch.
     """
 
     def __init__(
@@ -151,6 +157,7 @@ class PrefixLookup:
         threads: int = 2,
         enabled: bool = True,
         loads_wait: bool = False,
+        cold: bool = False,
     ) -> None:
         self._model = model
         self._cuts: dict[int, Groups] = {0: groups, **(others or {})}
@@ -160,6 +167,7 @@ class PrefixLookup:
         self._timeout = timeout
         self._enabled = enabled
         self._loads_wait = loads_wait
+        self._cold = cold
         self._lock = threading.Lock()
         self._lookups: dict[str, _Lookup] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shadowserve-lookup")
@@ -242,6 +250,44 @@ class PrefixLookup:
         lookup = self._lookups.get(request_id)
         return None if lookup is None else lookup.arrived
 
+    def chains(self, request_id: str) -> Mapping[DataPlaneClient, Sequence[tuple[bytes, Sequence[bytes]]]] | None:
+        """Return which records a load of all that was found takes, by data planes; ``None`` while there is no answer.
+
+        Of a group that does not keep every chunk, as few of the last ones as make the hit by the engine's own rule.
+        """
+        answer, lookup = self.poll(request_id), self._lookups.get(request_id)
+        if answer is None:
+            return None
+        found: dict[DataPlaneClient, list[tuple[bytes, Sequence[bytes]]]] = {}
+        if lookup is None or not answer.present or not lookup.links:
+            return found
+        end = -(-answer.tokens // self._chunk_tokens)
+        for place, group in enumerate(self._cuts[answer.cut]):
+            first = 0 if self._every[place] else self._first_needed(answer, lookup.length, place, end)
+            flags = answer.present[place]
+            links = [link for link, there in zip(lookup.links[first:end], flags[first:end], strict=True) if there]
+            for client, namespace in dict.fromkeys(group) if links else ():
+                found.setdefault(client, []).append((namespace, record_keys(namespace, links)))
+        return found
+
+    def chains_of(self, links: Sequence[bytes]) -> Mapping[DataPlaneClient, Sequence[tuple[bytes, Sequence[bytes]]]]:
+        """Return the records of links as :meth:`chains`, of what this engine itself stores, in one group."""
+        found: dict[DataPlaneClient, list[tuple[bytes, Sequence[bytes]]]] = {}
+        for client, namespace in dict.fromkeys(self._cuts[0][0]):
+            found.setdefault(client, []).append((namespace, record_keys(namespace, links)))
+        return found
+
+    def _first_needed(self, answer: LookupAnswer, length: int, place: int, end: int) -> int:
+        """Return the first chunk that a hit needs of one group."""
+        last = 1
+        while last < end:
+            present = [flags.copy() for flags in answer.present]
+            present[place][: end - last] = False
+            if self._rule(present, length) == answer.tokens:
+                break
+            last *= 2
+        return max(end - last, 0)
+
     def computed(self, request_id: str, links: Iterable[bytes]) -> None:
         """Chunks of a request are on their way to the store: their announcements are not renewed, nor withdrawn."""
         self._coming.computed(request_id, links)
@@ -283,19 +329,14 @@ class PrefixLookup:
         return True
 
     def _hash(self, lookup: _Lookup, count: int) -> list[bytes]:
-        tokens: npt.NDArray[np.uint32] = np.empty(count * self._chunk_tokens, dtype="<u4")
-        for begin in range(0, len(tokens), _STRIDE_TOKENS):
-            end = min(begin + _STRIDE_TOKENS, len(tokens))
-            tokens[begin:end] = lookup.tokens[begin:end]
-            time.sleep(0)  # let the engine's thread have the interpreter
-        links: list[bytes] = []
         extra = lookup.extra
         assert isinstance(extra, Extra)
-        stride = max(_STRIDE_TOKENS // self._chunk_tokens, 1)
-        for end in range(stride, count + stride, stride):
-            prefix = tokens[: min(end, count) * self._chunk_tokens]
-            links = chain_links(self._model, prefix, chunk_tokens=self._chunk_tokens, extra=extra, after=links)
-            time.sleep(0)
+        tokens, links = array.array("I"), list[bytes]()
+        stride = max(_STRIDE_TOKENS // self._chunk_tokens, 1) * self._chunk_tokens
+        for begin in range(0, count * self._chunk_tokens, stride):
+            tokens += array.array("I", lookup.tokens[begin : min(begin + stride, count * self._chunk_tokens)])
+            links = chain_links(self._model, tokens, chunk_tokens=self._chunk_tokens, extra=extra, after=links)
+            time.sleep(0)  # let the engine's thread have the interpreter
         if size := lookup.handover.tail_tokens:
             before = self._model, lookup.tokens, size
             lookup.tail = [tail_link(*before, chunk_tokens=self._chunk_tokens, extra=extra, after=links)]
@@ -318,8 +359,9 @@ class PrefixLookup:
         present = [flags[:whole] for flags in best.present]
         tokens = self._rule(present, lookup.length) if whole else 0
         lookup.so_far = LookupAnswer(
-            tokens, "complete", cut=best.cut, present=present, tail=hits > whole, chunk_bytes=best.chunk_bytes
-        )
+            tokens, "complete", cut=best.cut, present=present, tail=hits > whole, chunk_bytes=best.chunk_bytes,
+            cold_seconds=best.cold_seconds,
+        )  # fmt: skip
         if hits < len(wanted) and self._is_coming(lookup, hits, best.coming):
             if best.coming is None:  # nobody can say of which cut, either
                 self._wait(request_id, lookup, wanted, hits, self._cuts)
@@ -343,7 +385,8 @@ class PrefixLookup:
         """Count what is announced as if it were there, and tell from now on how much of it is."""
         assert best.coming is not None
         whole = len(wanted) - len(lookup.tail)
-        present = [(best.there | best.coming)[:whole]]
+        # Of a chunk, what is kept of every chunk is stored last: with it comes what other groups keep of the chunk.
+        present = [(flags | best.coming)[:whole] for flags in best.present]
         tokens = self._rule(present, lookup.length) if whole else 0
         self._wait_from(lookup)
         self._follow(request_id, lookup, wanted[: best.extent], best)
@@ -490,7 +533,7 @@ class PrefixLookup:
             chains = [each for each in asked if each[0] is client]
             try:
                 keys = [(namespace, record_keys(namespace, links[:count])) for _, namespace, count in chains]
-                calls.append((chains, client.find(keys, timeout, announced=announced)))
+                calls.append((chains, client.find(keys, timeout, announced=announced, cold=self._cold)))
             except DataPlaneError as error:
                 problem = problem or error
         for chains, call in calls:  # every answer is taken, or its data plane's breaker would not hear of it
@@ -501,7 +544,8 @@ class PrefixLookup:
                 continue
             for place, chain in enumerate(chains):
                 soon = None if answer.announced is None else answer.announced[place]
-                found[chain] = _Chain(answer.present[place], soon, answer.stored_bytes[place])
+                numbers = answer.stored_bytes[place], answer.cold_seconds[place]
+                found[chain] = _Chain(answer.present[place], soon, *numbers)
         if problem is not None:
             raise problem
         return [self._seen(cut, count, found) for cut, count in counts.items()]
@@ -515,8 +559,11 @@ class PrefixLookup:
         usable = [all_of, *(each.there | each.soon for group in waited for each in group if each.soon is not None)]
         said = all(chain.soon is not None for group in waited for chain in group)
         coming = np.logical_and.reduce(usable) & ~there if said else None
-        each_bytes = sum(chain.chunk_bytes for group in answers for chain in group)
-        return _Seen(cut, present, there, coming, each_bytes)
+        stored = [chain for group in answers for chain in group if chain.there.any()]
+        each_bytes = sum(chain.chunk_bytes for chain in stored) if all(chain.stored_bytes for chain in stored) else 0.0
+        # Storage counts what is asked for together, and several do it side by side.
+        cold_seconds = max((chain.cold_seconds for chain in stored), default=0.0)
+        return _Seen(cut, present, there, coming, each_bytes, cold_seconds)
 
     def _settle(self, lookup: _Lookup, answer: LookupAnswer) -> None:
         with self._lock:

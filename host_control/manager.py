@@ -17,10 +17,11 @@ import logging
 import secrets
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from host_control.client import DataPlaneClient, FetchAnswer, FetchCall, FetchPart
 from host_control.destination import Destination, Memory
@@ -34,6 +35,8 @@ __all__ = [
     "FetchOrder",
     "FetchResult",
     "KVCacheManager",
+    "Placed",
+    "Placer",
     "Scatter",
     "first_in_first_out",
     "shortest_job_first",
@@ -57,9 +60,10 @@ class FetchJob:
     Attributes:
         request_id: of the engine; one job of a request at a time.
         keys: of the chunks of each part, in prefix order; none of a part that nothing is wanted of.
+        places: which chunk of all that are loaded each of these is, where some parts want others than the rest do.
         target: whatever ``scatter`` needs to know; never looked at here.
-        arrived: how much of it is there already, where others still store the rest: :meth:`KVCacheManager.exchange` is
-            told of that, and until then the job waits, and others go on.
+        arrived: how many chunks are there already, where others still store the rest: :meth:`KVCacheManager.exchange`
+            is told of that, and until then the job waits, and others go on.
         layerwise: fetch layer by layer, so that :meth:`KVCacheManager.wait_layer` returns as each is in place. Only of
             one part with all its layers, and no more chunks than the destination holds.
         window_s: seconds that the engine will compute with each layer, if that is known; else 0.
@@ -67,6 +71,7 @@ class FetchJob:
 
     request_id: str
     keys: tuple[tuple[bytes, ...], ...]
+    places: tuple[Sequence[int], ...] = ()
     target: Any = None
     arrived: Arrived | None = None
     layerwise: bool = False
@@ -120,6 +125,30 @@ class Scatter(Protocol):
         """
 
 
+class Placed(NamedTuple):
+    """What a :class:`Placer` has done: chunks in place, bytes for them, why nothing more may be; empty if it may."""
+
+    chunks: int
+    moved_bytes: int = 0
+    reason: str = ""
+    detail: str = ""
+
+
+class Placer(Protocol):
+    """Has chunks brought straight into an engine's paged KV memory, as far as they lie where that can be done."""
+
+    def first(self, job: FetchJob) -> int:
+        """Return from which chunk of the job's one part on."""
+
+    def place(
+        self, job: FetchJob, deadline: float, cancelled: Callable[[], bool], told: Callable[[int], None]
+    ) -> Placed:
+        """Place chunks from that one on; return what came of it.
+
+        ``told`` hears how many leading layers are in place of all chunks.
+        """
+
+
 @dataclass(eq=False)
 class _Progress:
     """A job on its way through the manager."""
@@ -139,11 +168,17 @@ class _Progress:
     detail: str = ""
     scatter_error: str = ""
     retried: bool = False
+    place_from: int | None = None  # chunks from this one on are yet to be placed, if they can be
 
     def wanted(self) -> list[int]:
         """Return how many chunks of each part there are to fetch by now."""
-        there = self.job.chunks if self.there is None else self.there.chunks
-        return [max(min(len(keys), there) - done, 0) for keys, done in zip(self.job.keys, self.landed, strict=True)]
+        there = list(map(len, self.job.keys))
+        if self.place_from is not None:
+            there = [min(count, self.place_from) for count in there]
+        elif self.there is not None:
+            places = self.job.places or [range(count) for count in there]
+            there = [bisect_left(each, self.there.chunks) for each in places]
+        return [max(count - done, 0) for count, done in zip(there, self.landed, strict=True)]
 
     def waits(self) -> bool:
         """Return whether there is nothing to do until more of it is there."""
@@ -205,8 +240,13 @@ class KVCacheManager:
             layers, from one up to another; others are not there yet.
         layers: of each part's chunks, that are wanted; by default all.
         order: of the fetching queue.
+        placer: of jobs of one part whose chunks are all there; what it leaves is fetched.
         fetch_timeout: seconds from hand-over to outcome.
         round_bytes_min: a round does not leave chunks for the next one to be smaller than this.
+
+    Attributes:
+        rate: bytes a second that calls may be delivered at which begin from now on, chunk by chunk; 0: no bound.
+        held: no such call begins before it is false again, and :meth:`exchange` was called.
     """
 
     def __init__(
@@ -218,6 +258,7 @@ class KVCacheManager:
         scatter_layers: Callable[[FetchJob, Any, tuple[int, int]], None] | None = None,
         layers: Sequence[slice] | None = None,
         order: FetchOrder = first_in_first_out,
+        placer: Placer | None = None,
         fetch_timeout: float = 10.0,
         round_bytes_min: int = _ROUND_BYTES_MIN,
     ) -> None:
@@ -226,10 +267,12 @@ class KVCacheManager:
         self._scatter, self._scatter_layers = scatter, scatter_layers
         self._layers = layers or [slice(None)] * len(destination.shapes)
         self._order = order
+        self._placer = placer
         self._fetch_timeout = fetch_timeout
         self._chunk_bytes = [shape.raw_bytes for shape in destination.shapes]
         self._half_bytes = destination.size // 2
         self._round_bytes_min = round_bytes_min
+        self.rate, self.held = 0, False
         if self._half_bytes < max(self._chunk_bytes):
             raise ConfigurationError(
                 f"a destination of {destination.size} bytes does not hold two chunks of "
@@ -335,6 +378,8 @@ class KVCacheManager:
             if progress is None:
                 return
             try:
+                if self._placer is not None and progress.there is None and len(progress.job.keys) == 1:
+                    progress.place_from = self._placer.first(progress.job)
                 if progress.job.layerwise:
                     self._fetch_layers(progress)
                 else:
@@ -383,6 +428,15 @@ class KVCacheManager:
             if progress.cancelled or progress.scatter_error or left <= 0:
                 self._end(progress, "cancelled" if progress.cancelled else "deadline")
                 return
+            if self.held:
+                self._flush()
+                with self._condition:
+                    self._condition.wait_for(lambda: not self.held or progress.cancelled, min(left, _WAIT_INTERVAL))
+                continue
+            if progress.place_from is not None and progress.landed[0] >= progress.place_from:
+                if not self._place(progress):
+                    return
+                continue
             if progress.waits():
                 self._flush()  # what waits has nothing under way, and may be ended at any time
                 if not progress.scatter_error:
@@ -428,13 +482,43 @@ class KVCacheManager:
             self._end(progress, answer.reason, answer.detail)
             return
 
-    def _fetch_layers(self, progress: _Progress) -> None:
-        self._flush()  # it takes both halves
+    def _place(self, progress: _Progress) -> bool:
+        """Have the chunks from here on placed, as far as they can be; return whether what is left may be fetched."""
+        assert self._placer is not None
+        self._flush()  # chunks count as a prefix
+        progress.place_from = None
+        if progress.scatter_error:
+            return True
 
         def told(layers: int) -> None:
-            with self._condition:
-                progress.layers = layers
-                self._condition.notify_all()
+            if not progress.landed[0]:
+                self._tell(progress, layers)
+
+        placed = self._placer.place(progress.job, progress.deadline, lambda: progress.cancelled, told)
+        progress.landed[0] += placed.chunks
+        progress.chunks[0] += placed.chunks
+        progress.fetched_bytes += placed.moved_bytes
+        progress.delivered_bytes += placed.moved_bytes
+        if placed.reason:
+            self._end(progress, placed.reason, placed.detail)
+        return not placed.reason
+
+    def _tell(self, progress: _Progress, layers: int) -> None:
+        with self._condition:
+            progress.layers = max(progress.layers, layers)
+            self._condition.notify_all()
+
+    def _fetch_layers(self, progress: _Progress) -> None:
+        self._flush()  # it takes both halves
+        if progress.place_from == 0 and not self._place(progress):
+            return
+        if progress.all_landed():
+            self._end(progress, "complete")
+            return
+        progress.place_from = None
+
+        def told(layers: int) -> None:
+            self._tell(progress, layers)
 
         job, scatter = progress.job, self._scatter_layers
         assert scatter is not None, "a job in the order of layers, and nothing that moves them"
@@ -449,7 +533,8 @@ class KVCacheManager:
             window_s=job.window_s,
         )
         progress.chunks[0], reason, detail = fetch.run()
-        progress.fetched_bytes, progress.delivered_bytes = fetch.fetched_bytes, fetch.delivered_bytes
+        progress.fetched_bytes += fetch.fetched_bytes
+        progress.delivered_bytes += fetch.delivered_bytes
         self._end(progress, reason, detail)
 
     def _round(self, progress: _Progress) -> list[_Run]:
@@ -480,7 +565,7 @@ class KVCacheManager:
             )
             for run in runs
         ]
-        return self._client.start_fetch(job_id, parts, timeout), job_id
+        return self._client.start_fetch(job_id, parts, timeout, rate=self.rate), job_id
 
     def _wait(self, call: FetchCall, job_id: str, progress: _Progress) -> FetchAnswer:
         def wake() -> None:

@@ -105,6 +105,11 @@ class Segment:
 
     outlives_us = True
 
+    @property
+    def descriptor(self) -> int:
+        """Of the file, while it is open."""
+        return self._descriptor
+
     def message(self) -> pb.SharedMemory:
         """Return what the data plane is told."""
         return pb.SharedMemory(name=self.name, size=self.size)
@@ -116,6 +121,9 @@ class Segment:
     def arrived(self, offset: int, length: int) -> memoryview:
         """Return what was delivered there."""
         return self.memory[offset : offset + length]
+
+    def flush(self) -> None:
+        """Nothing: the data plane writes where it is read."""
 
     def whole(self) -> bool:
         """Return whether nothing of it was gone, to the last access."""

@@ -7,12 +7,13 @@ later chunks are of no use, so they are dropped too.
 """
 
 import collections
+import contextlib
 import itertools
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +37,7 @@ class _Staged:
     slot: int
     wait: Callable[[], str] | None = None
     announced: bool = False
+    lasts_s: float = 0.0
 
 
 class StoreQueue:
@@ -50,10 +52,13 @@ class StoreQueue:
         timeout: seconds for a batch.
         recent_keys: so many keys are remembered as stored.
         retry_interval: seconds between attempts to connect while there is nothing to store.
+        plain: not compressed, so that devices can bring them into pages.
 
     Attributes:
         last_error: why there was no connection when one was last tried.
         details: reason -> the last sentence about it.
+        staged: chunks that have been staged so far.
+        settled: of these, in their order, that are stored by now, or dropped.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class StoreQueue:
         timeout: float = 10.0,
         recent_keys: int = 65536,
         retry_interval: float = 1.0,
+        plain: bool = False,
     ) -> None:
         self._client = client
         self._destination = destination
@@ -80,12 +86,15 @@ class StoreQueue:
         self._timeout = timeout
         self._recent_max = recent_keys
         self._retry_interval = retry_interval
+        self._plain = plain
         self._condition = threading.Condition()
         self._free: dict[Memory, list[list[int]]] = {}
         self._queue: collections.deque[_Staged] = collections.deque()
         self._recent: collections.OrderedDict[bytes, float] = collections.OrderedDict()
         self._busy = 0
+        self._together = False
         self._closing = False
+        self.staged = self.settled = 0
         self.last_error = "connecting"
         self._tried = threading.Event()
         self._counts: collections.Counter[str] = collections.Counter()
@@ -96,6 +105,18 @@ class StoreQueue:
         self._thread.start()
 
     # ------------------------------------------------------------------ the engine's side
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Have what is offered within wait for the rest, up to a whole batch: the data plane encodes one while it puts
+        the one before only within a call."""
+        self._together = True
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._together = False
+                self._condition.notify_all()
 
     def offer(
         self,
@@ -108,6 +129,7 @@ class StoreQueue:
         anchored: bool = True,
         absent_since: float = float("-inf"),
         announced: bool = False,
+        lasts_s: float = 0.0,
     ) -> int:
         """Stage consecutive chunks of one prompt and part.
 
@@ -122,14 +144,14 @@ class StoreQueue:
             absent_since: when (monotonic) a lookup found these chunks absent. One that was stored before that is gone
                 again: evicted, or its server restarted empty.
             announced: whether others may wait for them: what is dropped is withdrawn then.
+            lasts_s: seconds after which nobody needs them any more; 0: for good.
 
         Returns:
             How many chunks were staged now; known ones are not staged again.
         """
         with self._condition:
             reachable = not chained or previous is None or anchored or previous in self._recent
-        staged = 0
-        dropped: list[bytes] = []
+        staged, dropped = 0, list[bytes]()
         parents = [previous or b"", *keys] if chained else [b""] * len(keys)
         for index, key in enumerate(keys):
             if not reachable:
@@ -158,7 +180,8 @@ class StoreQueue:
                 dropped.append(key)
                 continue
             with self._condition:
-                self._queue.append(_Staged(part, key, parents[index], segment, slot, wait, announced))
+                self._queue.append(_Staged(part, key, parents[index], segment, slot, wait, announced, lasts_s))
+                self.staged += 1
                 self._remember(key)
                 self._condition.notify_all()
             staged += 1
@@ -241,6 +264,7 @@ class StoreQueue:
                 self._destination.retire(release=True)
             finally:
                 with self._condition:
+                    self.settled += self._busy
                     self._busy = 0
                     self._condition.notify_all()
 
@@ -268,7 +292,7 @@ class StoreQueue:
     def _next(self) -> list[_Staged] | None:
         """Return the next batch: neighbours of one part in one segment; an empty one now and then without any."""
         with self._condition:
-            while not self._queue or self._destination.current is None:
+            while len(self._queue) < (self._batch_chunks if self._together else 1) or self._destination.current is None:
                 if self._closing:
                     return None
                 if self._destination.current is None:
@@ -279,7 +303,8 @@ class StoreQueue:
             while self._queue and len(batch) < self._batch_chunks:
                 last, following = batch[-1], self._queue[0]
                 neighbours = following.part == last.part and following.slot == last.slot + 1
-                if following.segment is not last.segment or not neighbours:
+                alike = following.segment is last.segment and following.lasts_s == last.lasts_s
+                if not alike or not neighbours:
                     break
                 batch.append(self._queue.popleft())
             self._busy = len(batch)
@@ -325,6 +350,8 @@ class StoreQueue:
             [staged.key for staged in batch],
             [staged.parent for staged in batch],
             self._timeout,
+            lasts_s=batch[0].lasts_s,
+            plain=self._plain,
         )
 
     def _settle(self, batch: list[_Staged], answer: StoreAnswer) -> None:

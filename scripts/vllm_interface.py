@@ -38,7 +38,8 @@ BEGIN, END = "<!-- begin differences -->\n", "<!-- end differences -->\n"
 _SPEC = "block_size prefix_cacheable"
 OBJECTS = {
     "vllm.config.VllmConfig": "model_config cache_config parallel_config scheduler_config load_config lora_config "
-    "speculative_config kv_transfer_config compilation_config attention_config instance_id quant_config",
+    "speculative_config kv_transfer_config compilation_config attention_config instance_id quant_config "
+    "max_concurrent_batches",
     "vllm.config.ModelConfig": "model revision code_revision dtype seed max_model_len hf_config hf_text_config "
     "runner_type trust_remote_code is_encoder_decoder is_multimodal_model is_prefix_caching_supported "
     "multimodal_config get_total_num_kv_heads",
@@ -72,9 +73,10 @@ OBJECTS = {
     "vllm.multimodal.inputs.MultiModalFeatureSpec": "data modality identifier mm_position",
     "vllm.multimodal.inputs.PlaceholderRange": "offset length is_embed",
     "vllm.v1.core.sched.output.SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
-    "total_num_scheduled_tokens kv_connector_block_state",
-    "vllm.v1.core.sched.output.NewRequestData": "req_id num_computed_tokens",
-    "vllm.v1.core.sched.output.CachedRequestData": "req_ids num_computed_tokens",
+    "total_num_scheduled_tokens kv_connector_block_state preempted_req_ids new_block_ids_to_zero kv_cache_block_copies",
+    "vllm.v1.core.sched.output.NewRequestData": "req_id num_computed_tokens block_ids",
+    "vllm.v1.core.sched.output.CachedRequestData": "req_ids num_computed_tokens new_block_ids resumed_req_ids",
+    "vllm.v1.core.kv_cache_utils.KVCacheBlockCopy": "dst_block_id",
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "get_block_ids",
     "vllm.v1.core.block_pool.BlockPool": "cached_block_hash_to_block get_num_free_blocks num_gpu_blocks",
     "vllm.v1.outputs.KVConnectorOutput": "finished_recving kv_connector_worker_meta",

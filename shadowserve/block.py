@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
     from shadowserve.native._library import Result
 
-__all__ = ["BlockStatistics", "ObjectFields", "Operation", "OperationKind", "Priority"]
+__all__ = ["BlockStatistics", "ObjectFields", "Operation", "OperationKind", "Pages", "Priority"]
 
 
 class OperationKind(IntEnum):
@@ -56,14 +59,49 @@ class ObjectFields(NamedTuple):
     flags: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Pages:
+    """A read into pages: layers of extents, and which pages they go to (``struct ss_block_pages``).
+
+    A *part* is a layer of an extent: what goes to the pages of some blocks, and has one checksum. Arrays are
+    C-contiguous. Those of one prefix on several devices share ``left``, ``word`` and ``stop``.
+
+    Attributes:
+        size: bytes of a page, a multiple of 4096.
+        stride: bytes from one block's page to the next one's, a multiple of 512.
+        layers: where each layer's page of block 0 begins in the memory, uint64.
+        extents: where each begins on the device, uint64.
+        blocks: [extent, block]: whose pages they go to, uint32. Whoever makes it knows that they are there.
+        checksums: [layer, extent]: CRC-32 of the parts, uint32.
+        verdicts: [layer, extent]: what each part was found to be, a Result as uint32, once the read has ended.
+        left: of layers, the sound parts that each still lacks, uint32; counts down.
+        word: address of the word that is told how many leading layers lack none; 0 for none.
+        stop: one uint32: once it is not 0, no further part is begun, and the read ends with ECANCELED.
+    """
+
+    size: int
+    stride: int
+    layers: npt.NDArray[np.uint64]
+    extents: npt.NDArray[np.uint64]
+    blocks: npt.NDArray[np.uint32]
+    checksums: npt.NDArray[np.uint32]
+    verdicts: npt.NDArray[np.uint32]
+    left: npt.NDArray[np.uint32]
+    word: int
+    stop: npt.NDArray[np.uint32]
+
+
 @dataclass(slots=True, eq=False)
 class Operation:
     """One read or write, a flush, or a discard.
 
+    A read into ``pages`` is all of a prefix that one device has, however many layers and blocks it goes to. ``length``
+    is then that of one part; in each extent layers follow each other from ``offset`` on.
+
     Attributes:
         kind: what.
         offset: in bytes, a multiple of 4096; 0 for a flush.
-        length: in bytes, a multiple of 4096; 0 for a flush.
+        length: in bytes, a multiple of 4096; 0 for a flush. Of a read into pages, of a part.
         address: of the memory, a multiple of 512, which must stay, and stay as it is, until completion; 0 for a flush
             or a discard.
         priority: whose turn it is.
@@ -71,6 +109,7 @@ class Operation:
         expected: of a read that begins with an object's header: what must have come. A device may check that, in a
             thread of its own, and tell by ``verdict``; who reads checks what the device has not.
         expected_units: how many units of the value, from the first on, come with the header.
+        pages: of a read into pages; ``address`` is that of the memory.
         error: why it failed; None if it did not.
         begin_ns: monotonic clock when the device got its first part.
         end_ns: when it was complete, but for a check.
@@ -85,10 +124,16 @@ class Operation:
     done: Callable[["Operation"], None]
     expected: ObjectFields | None = None
     expected_units: int = 0
+    pages: Pages | None = None
     error: OSError | None = None
     begin_ns: int = 0
     end_ns: int = 0
     verdict: "Result | None" = None
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that it moves in all."""
+        return self.length if self.pages is None else self.length * self.pages.verdicts.size
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,12 @@ MANIFEST_DTYPE: Final = np.dtype(
 )
 """One manifest entry, 40 bytes."""
 
-_HEADER: Final = struct.Struct("<4sHHIIQBBBBHHIIIIQ32s32sI4x")
-_HEADER_BYTES_OF: Final = {1: 128, 2: HEADER_BYTES}
-"""Length of each version's header. Version 2 is version 1 with the parent's key behind it."""
+_HEADER: Final = struct.Struct("<4sHHIIQBBBBHHIIIIQ32s32sII")
+_HEADER_BYTES_OF: Final = {1: 128, 2: HEADER_BYTES, 3: HEADER_BYTES}
+"""Length of each version's header. Version 2 is version 1 with the parent's key behind it; version 3 is version 2 with
+zeros between head and body, as many as the last field of version 1's header says."""
+_PADDED_VERSION: Final = 3
+_BLOCK_BYTES: Final = 4096
 _NO_PARENT: Final = bytes(KEY_BYTES)
 _CHECKSUM_OFFSET: Final = 12
 _CHECKSUM_ZEROED: Final = bytes(4)
@@ -104,7 +107,7 @@ class Head:
         key: of the chunk, 32 bytes.
         codec: the raw codec byte; may be one that this build does not know.
         layout: shape and treatment.
-        head_length: bytes of header and manifest.
+        head_length: bytes of header and manifest, and of zeros behind them.
         record_length: bytes of the whole record.
         parent: key of the chunk before this one in its prompt, 32 bytes; empty for a prompt's first chunk, and where
             the record, of version 1, does not tell.
@@ -169,7 +172,13 @@ class Head:
 
 
 def encode_head(
-    key: bytes, codec: native.Codec, layout: ChunkLayout, manifest: Manifest, *, parent: bytes = b""
+    key: bytes,
+    codec: native.Codec,
+    layout: ChunkLayout,
+    manifest: Manifest,
+    *,
+    parent: bytes = b"",
+    in_blocks: bool = False,
 ) -> bytes:
     """Return the head of a record whose slices have been compressed.
 
@@ -181,6 +190,8 @@ def encode_head(
             yet: slices follow each other without gaps.
         parent: key of the chunk before this one in its prompt, 32 bytes; empty for the first. A store that must make
             room goes by it: a chunk is of no use without those before it.
+        in_blocks: have the body begin, and so slices of whole blocks lie, where a device's blocks of 4096 bytes do:
+            then devices can bring slices to where they are used.
 
     Raises:
         ValueError: a key has another length.
@@ -188,12 +199,13 @@ def encode_head(
     if len(key) != KEY_BYTES or len(parent) not in (0, KEY_BYTES):
         raise ValueError(f"a key has {KEY_BYTES} bytes, this one {len(key)}, its parent's {len(parent)}")
     placed = manifest.copy()
-    head_length = HEADER_BYTES + placed.nbytes
+    padding = -(native.OBJECT_HEADER_BYTES + HEADER_BYTES + placed.nbytes) % _BLOCK_BYTES if in_blocks else 0
+    head_length = HEADER_BYTES + placed.nbytes + padding
     stored = placed["scales_length"].astype(np.uint64) + placed["encoded_length"]
     placed["offset"] = head_length + np.cumsum(stored) - stored
     header = _HEADER.pack(
         MAGIC,
-        RECORD_VERSION,
+        _PADDED_VERSION if padding else RECORD_VERSION,
         HEADER_BYTES,
         head_length,
         0,
@@ -212,8 +224,9 @@ def encode_head(
         key,
         layout.namespace,
         layout.scale_tokens if layout.scale_tokens > 1 else 0,
+        padding,
     )
-    head = bytearray(header + (parent or _NO_PARENT) + placed.tobytes())
+    head = bytearray(header + (parent or _NO_PARENT) + placed.tobytes() + bytes(padding))
     struct.pack_into("<I", head, _CHECKSUM_OFFSET, native.crc32(head))
     return bytes(head)
 
@@ -241,7 +254,7 @@ def peek_head(data: Data) -> HeadPeek:
     A lookup does this to hundreds of heads within a few milliseconds. Raises as :func:`parse_head` does.
     """
     fields = _read_header(memoryview(data))
-    return HeadPeek(fields[-3], fields[-2], fields[6], fields[5])
+    return HeadPeek(fields[-4], fields[-3], fields[6], fields[5])
 
 
 def _read_header(view: memoryview) -> tuple[Any, ...]:
@@ -251,19 +264,22 @@ def _read_header(view: memoryview) -> tuple[Any, ...]:
     if len(view) < _HEADER.size:
         raise CorruptRecordError(f"the record is cut off after {len(view)} bytes, within its header")
     fields = _HEADER.unpack_from(view)
-    version, header_length, claimed, checksum, record_length, count = *fields[1:6], fields[15]
-    if version not in _HEADER_BYTES_OF:
-        raise NotARecordError(f"the record has version {version}; this build reads versions 1 to {RECORD_VERSION}")
+    version, header_length, claimed, checksum, record_length, count, padding = *fields[1:6], fields[15], fields[-1]
+    if version not in _HEADER_BYTES_OF or (version == _PADDED_VERSION and not padding):
+        raise NotARecordError(
+            f"the record has version {version}; this build reads versions 1 to {max(_HEADER_BYTES_OF)}"
+        )
     if (
         header_length != _HEADER_BYTES_OF[version]
-        or claimed != header_length + count * MANIFEST_DTYPE.itemsize
+        or claimed != header_length + count * MANIFEST_DTYPE.itemsize + padding
+        or padding >= (_BLOCK_BYTES if version == _PADDED_VERSION else 1)
         or claimed > HEAD_BYTES_MAX
         or record_length < claimed
     ):
         raise CorruptRecordError("the record's lengths contradict each other")
     if len(view) < claimed:
         raise CorruptRecordError(f"the record is cut off after {len(view)} bytes, within its manifest")
-    if any(view[_HEADER.size - 4 : _HEADER.size]) or _head_checksum(view[:claimed]) != checksum:
+    if _head_checksum(view[:claimed]) != checksum or view[claimed - padding : claimed] != bytes(padding):
         raise CorruptRecordError("the head's checksum is wrong: bytes have changed since the record was written")
     return fields
 
@@ -282,7 +298,7 @@ def layer_bounds(data: Data) -> npt.NDArray[np.int64]:
     """
     view = memoryview(data)
     fields = _read_header(view)
-    manifest = np.frombuffer(view[fields[2] : fields[3]], MANIFEST_DTYPE)
+    manifest = np.frombuffer(view[fields[2] :], MANIFEST_DTYPE, fields[15])
     offsets = np.append(manifest["offset"].astype(np.int64), fields[5])
     bounds = offsets[np.searchsorted(manifest["layer"], np.arange(fields[13] + 1))]
     if (np.diff(bounds) < 0).any() or bounds[-1] > fields[5]:
@@ -299,7 +315,7 @@ def parse_head(data: Data) -> Head:
     """
     view = memoryview(data)
     (_, _, header_length, length, _, record_length, codec, quantizer, dtype, kinds, bins, value_bins, tokens,
-     layers, vector_length, _, raw_length, key, namespace, scale_tokens) = _read_header(view)  # fmt: skip
+     layers, vector_length, count, raw_length, key, namespace, scale_tokens, _) = _read_header(view)  # fmt: skip
     try:
         layout = ChunkLayout(
             namespace=namespace,
@@ -320,13 +336,13 @@ def parse_head(data: Data) -> Head:
     if raw_length != layout.raw_bytes:
         raise CorruptRecordError(f"the raw length is {raw_length}, the shape gives {layout.raw_bytes}")
     parent = bytes(view[_HEADER.size : header_length])
-    manifest = np.frombuffer(view[header_length:length], MANIFEST_DTYPE)
+    manifest = np.frombuffer(view[header_length:], MANIFEST_DTYPE, count)
     return Head(key, codec, layout, length, record_length, parent if any(parent) else b"", manifest)
 
 
 def _head_checksum(head: memoryview) -> int:
-    crc = zlib.crc32(_CHECKSUM_ZEROED, zlib.crc32(head[:_CHECKSUM_OFFSET]))  # cheaper to call for a few bytes
-    return native.crc32(head[_CHECKSUM_OFFSET + 4 :], crc)
+    crc = zlib.crc32(_CHECKSUM_ZEROED, zlib.crc32(head[:_CHECKSUM_OFFSET]))
+    return zlib.crc32(head[_CHECKSUM_OFFSET + 4 :], crc)  # sooner done than a call into the C core, up to some 4 KB
 
 
 def verify(data: Data, key: bytes) -> Head:

@@ -93,12 +93,12 @@ class RespClient(asyncio.Protocol):
         Raises:
             OSError, StorageUnavailableError, StorageRefusedError, ProtocolError: it cannot be reached, or refuses.
         """
-        await self._loop.create_connection(lambda: self, host, port, ssl=context, server_hostname=name)
         try:
+            await self._loop.create_connection(lambda: self, host, port, ssl=context, server_hostname=name)
             for command, answer in zip(greeting, await self.ask(greeting), strict=True):
                 refuse_error(command[0].decode(), answer)
-        except BaseException:
-            self.abort("the greeting failed")
+        except BaseException:  # of TLS too, which would wait for the other side's goodbye
+            self.abort("it was not made in time, or the greeting failed")
             raise
         return self
 

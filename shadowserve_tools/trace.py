@@ -174,4 +174,10 @@ def _decided(decision: pb.Decision) -> str:
     ways = [f"{way} {1e3 * seconds:.1f} ms" for way, seconds in sorted(decision.predicted.items())]
     done = f"{decision.kind}, {decision.loaded_tokens:,d} of {decision.tokens:,d} tokens loaded"
     expected = f"{1e3 * decision.predicted_seconds:.1f} ms predicted ({', '.join(ways)})" if ways else "no prediction"
-    return f"decision: {done}: {1e3 * decision.seconds:.1f} ms to the first token; {expected}"
+    there = [f"{decision.stored_bytes / 1e6:.1f} MB" if decision.stored_bytes else "nobody has said how much"]
+    if decision.cold_seconds:
+        there.append(f"cold, {1e3 * decision.cold_seconds:.1f} ms until storage has it")
+    if decision.queued_seconds:
+        there.append(f"behind {1e3 * decision.queued_seconds:.1f} ms of other loads")
+    came = f"{1e3 * decision.seconds:.1f} ms to the first token"
+    return f"decision: {done}: {came}; {expected}; stored: {', '.join(there)}"

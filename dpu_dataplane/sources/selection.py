@@ -1,5 +1,6 @@
 """Which source a configuration names."""
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Executor
 
@@ -14,8 +15,10 @@ from dpu_dataplane.sources.resp.source import RespSource
 from dpu_dataplane.sources.source import Source
 from dpu_dataplane.sources.tiers.above import TiersAbove
 from dpu_dataplane.sources.tiers.alone import TiersAlone
+from dpu_dataplane.sources.tiers.promoting import Promoting
 from dpu_dataplane.sources.tiers.tiers import Tiers
 from shadowserve import native
+from shadowserve.pool.promotion import Promotion
 
 __all__ = ["nodes_max", "source_of"]
 
@@ -60,7 +63,10 @@ def source_of(
         heads_bytes=int(config.head_cache_bytes),
         patience=config.command_timeout,
     )
+    ahead_s = math.inf if config.tiers.ahead_seconds is None else config.tiers.ahead_seconds
+    promotion = Promotion(config.tiers.ahead_requests, ahead_s)
+    promoting = Promoting(tiers, below, promotion, metrics, config.command_timeout)
     drain_s = config.shutdown_time / 2
     if below is None:
-        return TiersAlone(tiers, pipeline, fetching, metrics, drain_s)
-    return TiersAbove(tiers, below, pipeline, fetching, metrics, drain_s)
+        return TiersAlone(tiers, promoting, pipeline, fetching, metrics, drain_s)
+    return TiersAbove(tiers, below, promoting, pipeline, fetching, metrics, drain_s)

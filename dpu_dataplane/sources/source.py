@@ -5,7 +5,7 @@ paper; it then makes the bodies of that round appear where the pipeline decodes 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Self
 
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dpu_dataplane.jobs import Job, Stop
+from dpu_dataplane.sources.placing import Placing
 from shadowserve import native
 from shadowserve.errors import StorageError, StorageRefusedError
 from shadowserve.native import Result
@@ -21,8 +22,10 @@ from shadowserve.record import head_length
 
 __all__ = [
     "QUESTION_KEYS_MAX",
+    "Chain",
     "Delivered",
     "Encoded",
+    "Expected",
     "Failure",
     "Found",
     "Order",
@@ -141,11 +144,35 @@ class Encoded:
         round: that was encoded.
         position: of the piece in it.
         head: of the record.
+        lasts_ms: after which nobody needs it any more; 0: it is stored for good.
+        plain: it is not compressed, and is for tiers of this machine alone where there are any.
     """
 
     round: native.Round
     position: int
     head: bytes
+    lasts_ms: int = 0
+    plain: bool = False
+
+
+Chain = tuple[bytes, Sequence[bytes]]
+"""A namespace, and keys of its records, those of a prompt's first chunk first."""
+
+
+class Expected(NamedTuple):
+    """A request that waits in an engine's queue.
+
+    Attributes:
+        name: of the request, for as long as it waits.
+        chains: what it will fetch.
+        begins_at: when it will probably begin, in seconds of time.monotonic(); infinite where nobody knows.
+        until: when it is forgotten if nobody says anything of it, likewise.
+    """
+
+    name: Hashable
+    chains: Sequence[Chain]
+    begins_at: float
+    until: float
 
 
 class Source(ABC):
@@ -161,9 +188,11 @@ class Source(ABC):
 
     Attributes:
         name: for people.
+        placing: brings chunks of pages from devices of this machine; ``None`` of a source without any.
     """
 
     name: str
+    placing: Placing | None = None
 
     @property
     @abstractmethod
@@ -222,6 +251,25 @@ class Source(ABC):
             StorageUnavailableError, StorageRefusedError: no key was answered for.
         """
         return None
+
+    def expect(self, requests: Sequence[Expected]) -> None:
+        """Take what will be fetched soon, in this order, in the place of what was said before. A hint.
+
+        By default it is of no use.
+        """
+        return
+
+    async def receive(self, job: Job, key: bytes, first: int, memory: memoryview) -> Result:
+        """Fill memory with the bytes of a record from ``first`` on, as they are stored; nobody has checked them.
+
+        Returns:
+            OK, or why it is not filled: NOT_FOUND where there is no such record, or a shorter one.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: it cannot be reached, or does not hand out such bytes.
+            Stop: cancelled, or out of time.
+        """
+        raise StorageRefusedError(f"{self.name} hands out no records as they are stored")
 
     @abstractmethod
     async def deliver(self, job: Job, order: Order) -> Delivered:

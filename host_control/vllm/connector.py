@@ -2,12 +2,14 @@
 
 In call order, in the scheduler: ``on_new_request``, ``get_num_new_matched_tokens``, ``update_state_after_alloc``,
 ``build_connector_meta``, ``update_connector_output``, ``request_finished``; in a worker: ``register_kv_caches``,
-``get_handshake_metadata``, then in each step ``start_load_kv``, ``wait_for_layer_load``, ``wait_for_save``,
-``get_finished``, ``get_block_ids_with_load_errors``, ``get_kv_connector_stats``, ``build_connector_worker_meta``.
+``get_handshake_metadata``, then in each step ``handle_preemptions``, ``start_load_kv``, ``wait_for_layer_load``,
+``wait_for_save``, ``get_finished``, ``get_block_ids_with_load_errors``, ``get_kv_connector_stats``,
+``build_connector_worker_meta``.
 
 Loads are asynchronous (a request waits for its KV outside the running batch), or, without ``asynchronous_fetch`` and
 with one KV cache group, complete before the step's forward pass begins. With ``layer_order`` and one such group, a load
-of a request that would compute alone goes on while it computes, and each layer is waited for as it is needed.
+of a request that would compute alone goes on while it computes, and each layer is waited for as it is needed. Both are
+for engines with one step under way at a time.
 
 What is stored is what vLLM's own prefix cache has, of every KV cache group (:mod:`host_control.vllm.groups`). Without
 ``SupportsHMA`` vLLM would give each model a single group, whose windows keep the whole context, or not start at all
@@ -37,7 +39,7 @@ from host_control.vllm.metadata import ShadowServeMetadata, WorkerHandshake, Wor
 from host_control.vllm.metrics import ShadowServePromMetrics, ShadowServeStats
 from host_control.vllm.parts import Rank
 from host_control.vllm.scheduler_side import SchedulerSide
-from host_control.vllm.support import UncacheableError, uncacheable
+from host_control.vllm.support import UncacheableError, in_step_problem, uncacheable
 from host_control.vllm.worker_side import WorkerSide
 
 __all__ = ["ShadowServeConnector"]
@@ -52,7 +54,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        config = HostConfig.from_engine(transfer.kv_connector_extra_config)
+        config = _carried_out(HostConfig.from_engine(transfer.kv_connector_extra_config), vllm_config, role)
         groups, problem = _groups(vllm_config, kv_cache_config, config)
         fetch = config.fetch and transfer.is_kv_consumer
         store = config.store and transfer.is_kv_producer
@@ -72,6 +74,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 inputs=RequestInputs(Adapters(lora, content_hashes(config, _logger)) if lora is not None else None),
                 recomputes=transfer.kv_load_failure_policy == "recompute",
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                by_priority=vllm_config.scheduler_config.policy == "priority",
             )
         else:
             self._worker = WorkerSide(
@@ -214,6 +217,11 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         assert self._worker is not None
         return self._worker.handshake()
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Gather what preempted requests hold, before this step writes to their blocks."""
+        assert self._worker is not None and isinstance(kv_connector_metadata, ShadowServeMetadata)
+        self._worker.save(kv_connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Exchange: hand over this step's loads, take those that have ended; synchronous ones have, on return."""
         assert self._worker is not None
@@ -291,6 +299,18 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
+
+
+def _carried_out(config: HostConfig, vllm_config: Any, role: KVConnectorRole) -> HostConfig:
+    """Return the configuration without loads within steps, where steps of this engine cannot be taken back."""
+    within = {"layer_order": config.layer_order, "asynchronous_fetch: false": not config.asynchronous_fetch}
+    problem = in_step_problem(vllm_config) if any(within.values()) else None
+    if problem is None:
+        return config
+    if role == KVConnectorRole.SCHEDULER:
+        named = " and ".join(name for name, asked in within.items() if asked)
+        _logger.warning("ShadowServe: without %s, prompts are fetched beside what runs: %s", named, problem)
+    return config.model_copy(update={"layer_order": False, "asynchronous_fetch": True})
 
 
 def _groups(vllm_config: Any, kv_cache_config: Any, config: HostConfig) -> tuple[Groups | None, str]:

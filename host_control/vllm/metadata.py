@@ -21,10 +21,12 @@ class GroupLoad:
         links: of the chunks, in order, which name them for all ranks.
         blocks: that their records go to, chunk after chunk; NOWHERE for those that hold the right KV already and may be
             shared, and for what vLLM keeps no block for.
+        chunks: their numbers, counted from the load's first.
     """
 
     links: list[bytes]
     blocks: list[int]
+    chunks: list[int]
 
 
 @dataclass
@@ -61,6 +63,7 @@ class StoreOperation:
         blocks: of the chunks' records, chunk after chunk; NOWHERE behind a prompt's tail, which is the last.
         announced: others may wait for them.
         absent_seconds: so long ago the chunks were found absent; ``None`` where they were not looked up.
+        lasts_s: seconds after which nobody needs them any more; 0: for good.
     """
 
     request_id: str
@@ -71,6 +74,7 @@ class StoreOperation:
     blocks: list[int]
     announced: bool = False
     absent_seconds: float | None = None
+    lasts_s: float = 0.0
 
 
 @dataclass
@@ -83,7 +87,11 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
         cancels: requests whose load should end early.
         arrived: of requests that load what others still store, how many of its chunks are there by now.
         stores: to gather once this step's KV is written.
-        tokens: that the step computes; not said of one without loads.
+        window_s: seconds that the step is expected to compute with each layer; 0 where that is not known, or without
+            loads.
+        rate: bytes a second that loads may be delivered at from now on, in calls that begin; 0: no bound.
+        saves: request -> to gather before this step writes any KV, of requests that it preempts.
+        held: no call begins for the time being.
     """
 
     epoch: str = ""
@@ -91,7 +99,10 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
     cancels: list[str] = field(default_factory=list)
     arrived: dict[str, Arrived] = field(default_factory=dict)
     stores: list[StoreOperation] = field(default_factory=list)
-    tokens: int = 0
+    window_s: float = 0.0
+    rate: int = 0
+    saves: dict[str, list[StoreOperation]] = field(default_factory=dict)
+    held: bool = False
 
 
 @dataclass
@@ -104,6 +115,7 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         problem: why they are off; empty where they are on.
         layerwise_chunks: that one load in the order of layers may have; 0 where there are none such.
         layers: of this rank.
+        machine: what this rank computes on, for people.
     """
 
     model: bytes
@@ -111,6 +123,7 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     problem: str
     layerwise_chunks: int = 0
     layers: int = 0
+    machine: str = ""
 
 
 @dataclass
@@ -123,11 +136,17 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         seconds: request -> from its turn to its outcome, of loads that have ended with all chunks or with their time;
             the longest of any rank.
         outlived: epochs whose weights are not those of the engine any more, as some rank has seen.
+        delivered_bytes: of loads that have ended; the most of any rank.
+        layer_seconds: that the step has computed with each layer, of one that waited for them; the longest of any rank.
+        saved: request -> ranks of which each has stored or dropped by now all that it was to save of it.
     """
 
     loaded: dict[str, int] = field(default_factory=dict)
     outlived: set[str] = field(default_factory=set)
     seconds: dict[str, float] = field(default_factory=dict)
+    delivered_bytes: int = 0
+    layer_seconds: float = 0.0
+    saved: dict[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """Merge the report of another rank."""
@@ -138,4 +157,11 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         longest = dict(self.seconds)
         for request_id, seconds in other.seconds.items():
             longest[request_id] = max(seconds, longest.get(request_id, seconds))
-        return WorkerReport(merged, self.outlived | other.outlived, longest)
+        return WorkerReport(
+            merged,
+            self.outlived | other.outlived,
+            longest,
+            max(self.delivered_bytes, other.delivered_bytes),
+            max(self.layer_seconds, other.layer_seconds),
+            {name: self.saved.get(name, 0) + other.saved.get(name, 0) for name in self.saved | other.saved},
+        )

@@ -106,7 +106,14 @@ class Part:
 
 
 def find_parts(
-    vllm_config: Any, kv_cache_config: Any, groups: Groups, caches: dict[str, Any], config: HostConfig, rank: "Rank"
+    vllm_config: Any,
+    kv_cache_config: Any,
+    groups: Groups,
+    caches: dict[str, Any],
+    config: HostConfig,
+    rank: "Rank",
+    *,
+    paged: bool = False,
 ) -> list[Part]:
     """Return the parts of all groups, in the groups' order, and behind them those of engines of other cuts.
 
@@ -116,6 +123,7 @@ def find_parts(
         caches: layer -> its registered KV cache.
         config: of the host.
         rank: this worker's.
+        paged: store pages as they are, whatever their order: of one group, on a CPU.
 
     Raises:
         UncacheableError: a layer's cache is of no known layout.
@@ -136,7 +144,7 @@ def find_parts(
             spec = specs.get(names[0], described.kv_cache_spec)
             tensors = [caches[name] for name in names]
             named = several or len(alike) > 1
-            make = _Maker(vllm_config, kv_cache_config, group, spec, tuple(names), named, config, rank)
+            make = _Maker(vllm_config, kv_cache_config, group, spec, tuple(names), named, config, rank, paged)
             parts += make.states(tensors) if group.kind == "state" else make.attention(tensors)
     return sorted(parts, key=lambda part: part.cut)
 
@@ -186,6 +194,7 @@ class _Maker:
     named: bool  # there are others, so that it takes the layers' names to tell them apart
     config: HostConfig
     rank: "Rank"
+    paged: bool = False
 
     def attention(self, tensors: list[Any]) -> list[Part]:
         latent = type(self.spec).__name__ in _LATENTS
@@ -201,6 +210,12 @@ class _Maker:
                 f"{self.kv_cache_config.num_blocks} of {self.group.block_tokens} that vLLM counts"
             )
         label = "latent" if latent else str(self.group.kind)
+        if self.paged and kind != "cells":
+            # All that the order of bytes in a page depends on: only the same kind of page can take them.
+            order = "x".join(map(str, tensors[0].shape[1:]))
+            label = f"{label} in {kind} of {order} {str(tensors[0].dtype).removeprefix('torch.')}"
+            pages = self._layout([_whole_page(tensor) for tensor in tensors], "cells")
+            return [self._part(self._labelled(label), pages, ratio, whole=latent, binnable=False)]
         if kind == "cells":
             if layout.device.type == "cpu":  # whose kernels order a page by the instruction set
                 raise UncacheableError(f"how a CPU orders the pages of {self.names[0]} is not known")
@@ -299,6 +314,13 @@ class _Maker:
         if not self.named and label in ("full", "latent"):
             return label
         return f"{label} of {hashlib.sha256(chr(0).join(self.names).encode()).hexdigest()[:32]}"
+
+
+def _whole_page(tensor: Any) -> Any:
+    """Return a cache as [block, 1, 1, byte], of pages that lie in one piece each."""
+    bytes_ = tensor.view(_uint8())
+    size = math.prod(bytes_.shape[1:])
+    return bytes_.as_strided((len(bytes_), 1, 1, size), (bytes_.stride(0), size, size, 1))
 
 
 def _state(tensor: Any, begin: int, shape: tuple[int, ...], dtype: Any) -> Any:

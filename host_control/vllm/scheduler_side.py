@@ -5,9 +5,8 @@ no request completes a chunk costs one comparison for each running request.
 """
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from vllm.v1.request import RequestStatus
@@ -16,11 +15,10 @@ from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.decision import Decision, Hit
 from host_control.handover import Arrived, Handover
-from host_control.layouts import NOWHERE
 from host_control.lookup import LookupAnswer, PrefixLookup
 from host_control.vllm.deciding import Deciding
 from host_control.vllm.epochs import Epochs
-from host_control.vllm.groups import NULL_BLOCK, Group, Groups
+from host_control.vllm.groups import NULL_BLOCK, Groups
 from host_control.vllm.handover import handover_of, reply_of
 from host_control.vllm.identity.requests import RequestInputs
 from host_control.vllm.metadata import (
@@ -32,39 +30,19 @@ from host_control.vllm.metadata import (
     WorkerReport,
 )
 from host_control.vllm.metrics import Counts, FailureLog
-from host_control.vllm.parts import CUTS
+from host_control.vllm.preemption import Preemption, Saved
+from host_control.vllm.stores import Stores
 from host_control.vllm.support import request_problem
+from host_control.vllm.timing import Timing
+from host_control.vllm.tracked import Tracked
+from host_control.vllm.workers import agreed
+from host_control.waiting import WaitingQueue
 from shadowserve.errors import ConfigurationError
-from shadowserve.keys import Extra, chain_links
 from shadowserve.pieces import Flags, leading
 
 __all__ = ["SchedulerSide"]
 
 _NEVER: Final = 1 << 62
-
-
-@dataclass
-class _Tracked:
-    """A request, from arrival to end."""
-
-    request: Any
-    extra: Extra | Callable[[], Extra] = field(default_factory=Extra)  # see RequestInputs.extra()
-    preemptions: int = 0  # at the time of the last lookup
-    counted: bool = False
-    refused: bool = False  # a load failed: never offer another, or vLLM would ask without end
-    mixed: bool = False  # holds KV of earlier weights, or goes on behind some: stored under no name
-    stored_chunks: int = 0  # leading chunks that are stored or on their way
-    local_tokens: int = 0  # the engine's own prefix, when the last offer was made
-    offered: list[bytes] | None = None  # links of the chunks that it could load
-    handover: Handover = field(default_factory=Handover)
-    tail_end: int = 0  # tokens up to the end of the prompt's tail, which has a record of its own; 0 where it has none
-    tail_stored: bool = False  # or on its way
-    offered_epoch: str = ""
-    offered_cut: int = 0
-    layerwise: bool = False  # it was offered in the order of layers
-    decision: Decision | None = None  # what came of the last question, until it is carried out
-    first_chunk: int = 0  # of the load that is under way
-    load_chunks: int = 0  # of the same, of the first group
 
 
 class SchedulerSide:
@@ -79,6 +57,10 @@ class SchedulerSide:
         inputs: what requests' KV depends on beside tokens.
         recomputes: whether a load that falls short costs its computation, and not the request.
         step_tokens: that the engine computes in a step at most; by default any number.
+        by_priority: whether waiting requests run by priority, and not as they came.
+
+    Attributes:
+        waiting: the engine's queue, of which data planes are told; None where nothing is fetched.
     """
 
     def __init__(
@@ -93,16 +75,19 @@ class SchedulerSide:
         inputs: RequestInputs | None = None,
         recomputes: bool = True,
         step_tokens: int = 1 << 30,
+        by_priority: bool = False,
     ) -> None:
         self._config = config
+        self._by_priority = by_priority
+        self.waiting: WaitingQueue | None = None
         self._groups = groups.groups if groups is not None else ()
         self._rules = groups
         self._chunk_tokens = groups.chunk_tokens if groups is not None else config.chunk_tokens
         self._states = {group.index for group in self._groups if group.kind == "state"}
         # vLLM is told of a load's end at once only where it is told of single blocks that fell short.
         self.asynchronous = config.asynchronous_fetch or groups is None or not groups.one
-        # A load that waits for chunks may fall short of them, which costs least where what has come of it is used.
-        self._loads_wait = config.asynchronous_fetch and groups is not None and groups.one and recomputes
+        # A load that waits for chunks may fall short of them, and then the engine has to go on without.
+        self._loads_wait = config.asynchronous_fetch and recomputes
         self._fetch = fetch
         self._store = store
         self._logger = logger
@@ -112,7 +97,9 @@ class SchedulerSide:
         self._model = b""
         self._clients: list[DataPlaneClient] = []
         self._lookup: PrefixLookup | None = None
-        self._tracked: dict[str, _Tracked] = {}
+        self._stores: Stores
+        self._preemption: Preemption | None = None
+        self._tracked: dict[str, Tracked] = {}
         self._boundary: dict[str, int] = {}
         self._new_loads: dict[str, LoadOperation] = {}
         self._loading: dict[str, LoadOperation] = {}
@@ -125,10 +112,12 @@ class SchedulerSide:
         self._cancels: list[str] = []
         self.counts = Counts()
         self.problem = problem
+        self._timing = Timing(config, counts=self.counts)
         self._deciding: Deciding | None = None
         if config.fetch_or_compute and fetch and groups is not None:
             self._deciding = Deciding(
                 config,
+                self._timing.table,
                 chunk_tokens=self._chunk_tokens,
                 step_tokens=step_tokens,
                 counts=self.counts,
@@ -139,57 +128,39 @@ class SchedulerSide:
         """Take what the workers, one for each tensor-parallel rank, call the model and what they hold, and begin."""
         if self.problem or self._rules is None:
             return  # the connector has said so
-        if problem := next((shake.problem for shake in handshakes.values() if shake.problem), ""):
-            self._turn_off(problem)
-            return
-        shakes = [handshakes[rank] for rank in sorted(handshakes)]
-        self._model = shakes[0].model
-        if any(shake.model != self._model for shake in shakes):
-            self._turn_off("the ranks do not agree on what they compute: have they the same files and options?")
-            return
-        held = [[index for cut, index, _ in shake.namespaces if cut == 0] for shake in shakes]
-        if any(each != held[0] for each in held) or set(held[0]) != {group.index for group in self._groups}:
-            self._turn_off("the ranks do not agree on what they keep: have they the same options?")
-            return
-        addresses = [self._config.data_plane_address(rank) for rank in range(len(shakes))]
-        first_rank = {address: rank for rank, address in reversed(list(enumerate(addresses)))}
         try:
-            # A data plane that serves several ranks is asked once for all of them.
-            clients = {address: self._config.client(rank) for address, rank in first_rank.items()}
+            workers = agreed(handshakes, self._groups, self._config)
         except ConfigurationError as error:
             self._turn_off(str(error))
             return
-        self._clients = list(clients.values())
-        self._layerwise_chunks = min(shake.layerwise_chunks for shake in shakes)
-        self._layers = max(shake.layers for shake in shakes)
-        every = {group.index for group in self._groups}
-        named = [{(cut, index) for cut, index, _ in shake.namespaces} for shake in shakes]
-        # Another cut's records are of use where each worker can read some of each group.
-        cuts = [cut for cut in range(len(CUTS) + 1) if all({(cut, index) for index in every} <= each for each in named)]
-        records = {
-            cut: [
-                [
-                    (clients[address], namespace)
-                    for address, shake in zip(addresses, shakes, strict=True)
-                    for number, index, namespace in shake.namespaces
-                    if (number, index) == (cut, group.index)
-                ]
-                for group in self._groups
-            ]
-            for cut in cuts
-        }
+        self._model, self._clients = workers.model, workers.clients
+        self._layerwise_chunks, self._layers = workers.layerwise_chunks, workers.layers
+        self._timing.begin(workers.model, workers.machine, workers.layers, self._logger)
         self._lookup = PrefixLookup(
             self._model,
-            records.pop(0),
+            workers.records[0],
             self._rules.hit_tokens,
-            others=records,
+            others={cut: records for cut, records in workers.records.items() if cut},
             every=[group.kind == "full" for group in self._groups],
             chunk_tokens=self._chunk_tokens,
             timeout=self._config.lookup_timeout,
             threads=self._config.lookup_threads,
             enabled=self._fetch,
             loads_wait=self._loads_wait,
+            cold=self._deciding is not None,
         )
+        if self._fetch:
+            self.waiting = WaitingQueue(self._lookup.chains, self._clients, by_priority=self._by_priority)
+        self._stores = Stores(self._model, self._chunk_tokens, self._lookup)
+        if self._fetch and self._store and self._rules.tail_block_tokens:
+            self._preemption = Preemption(
+                self._groups[0],
+                self._chunk_tokens,
+                self._lookup,
+                self._stores,
+                ranks=len(handshakes),
+                timeout=self._config.fetch_timeout,
+            )
 
     def _turn_off(self, problem: str) -> None:
         """Serve without the cache from now on; said here alone, once for all workers."""
@@ -203,7 +174,9 @@ class SchedulerSide:
         if self._lookup is None:
             return
         self._requests[request.request_id] = request
-        tracked = _Tracked(request)
+        if self.waiting is not None:
+            self.waiting.arrived(request.request_id, request.priority)
+        tracked = Tracked(request)
         named = self._name(tracked)  # of all, in their order: an adapter's number may come to mean another one
         if (problem := request_problem(request)) is not None:
             self._failures.warn("a request is served without the cache", problem, "")
@@ -224,12 +197,15 @@ class SchedulerSide:
         self._look_up(tracked, request.prompt_token_ids)
         self._set_boundary(tracked)
 
-    def _look_up(self, tracked: _Tracked, tokens: list[int]) -> None:
+    def _look_up(self, tracked: Tracked, tokens: list[int]) -> None:
         assert self._lookup is not None
         request, handover, size = tracked.request, tracked.handover, tracked.handover.tail_tokens
-        if len(tokens) != request.num_prompt_tokens:
+        if (saved := self._saved(request)) is not None:
+            # With one token behind it, as the last one of what is looked up is never loaded.
+            tokens, handover, size = tokens[: saved.tokens + 1], Handover(tail_tokens=saved.tail_tokens), 0
+        elif len(tokens) != request.num_prompt_tokens:
             handover, size = Handover(), 0  # it goes on here
-        tracked.tail_stored = False
+        tracked.tail_stored = tracked.foreseen = False
         tracked.tail_end = len(tokens) // self._chunk_tokens * self._chunk_tokens + size if size else 0
         self._lookup.submit(request.request_id, tokens, tracked.extra, handover)
 
@@ -239,7 +215,8 @@ class SchedulerSide:
         if tracked is None or self._lookup is None:
             return 0
         tracked.local_tokens, tracked.decision = local_tokens, None
-        if request.num_preemptions != tracked.preemptions:
+        saved = self._saved(request)
+        if request.num_preemptions != tracked.preemptions and (saved is None or not saved.under_way):
             # It comes back after a preemption: by now chunks of its own may be stored, generated tokens too.
             tracked.preemptions = request.num_preemptions
             self._look_up(tracked, list(request.all_token_ids))
@@ -248,19 +225,19 @@ class SchedulerSide:
         self._set_boundary(tracked)
         if tracked.mixed or tracked.refused or not self._fetch or request.skip_reading_prefix_cache:
             return 0
-        answer = self._lookup.poll(request.request_id)
+        answer = self._lookup.poll(request.request_id) if tracked.preemptions == request.num_preemptions else None
+        if answer is None and saved is not None and self._loads_wait:
+            answer = saved.promise  # so that no other request is given the blocks that it needs meanwhile
         if answer is None:
-            return None
-        if not tracked.counted:
-            tracked.counted = True
-            self._count_lookup(request, answer.tokens, answer.reason, answer.detail)
+            return 0 if self._is_computed_anyway(tracked) else None
+        self._count_lookup(tracked, answer)
         tracked.stored_chunks = max(tracked.stored_chunks, self._chunks(answer.tokens))
         tracked.tail_stored |= answer.tail
         worth = min(self._config.load_tokens_min, self._chunk_tokens - 1)
         usable = self._usable(tracked, answer)
         if usable < worth:
             return 0
-        may_go_layerwise = self._may_go_layerwise(tracked, answer)
+        may_go_layerwise = answer.cut == 0 and self._may_go_layerwise(tracked)
         tracked.layerwise = may_go_layerwise and self._load_chunks(tracked, usable) <= self._layerwise_chunks
         # A prompt that another engine has computed for this one was not to be computed here.
         if self._deciding is not None and not tracked.handover.waits:
@@ -268,27 +245,30 @@ class SchedulerSide:
             if usable < worth:
                 return 0
         links = self._lookup.links(request.request_id)
-        if answer.tail and links is not None:
+        if saved is not None and (answer.tail or links is None):
+            links = saved.links
+        elif answer.tail and links is not None:
             links = [*links[: tracked.tail_end // self._chunk_tokens], *self._lookup.tail(request.request_id)]
         tracked.offered, tracked.offered_epoch, tracked.offered_cut = links, self.epochs.current, answer.cut
         return usable
 
-    def _load_chunks(self, tracked: _Tracked, usable: int) -> int:
+    def _load_chunks(self, tracked: Tracked, usable: int) -> int:
         return self._chunks(tracked.local_tokens + usable) - tracked.local_tokens // self._chunk_tokens
 
-    def _may_go_layerwise(self, tracked: _Tracked, answer: LookupAnswer) -> bool:
+    def _may_go_layerwise(self, tracked: Tracked) -> bool:
         """Return whether a load may be computed on before it ends: nothing else runs or loads, and would wait."""
         return (
-            answer.cut == 0
-            and self._arrived(tracked) is None
+            self._arrived(tracked) is None
             and self._layerwise_chunks > 0
             and not (self._loading or self._new_loads)
             and not any(request.status == RequestStatus.RUNNING for request in self._requests.values())
         )
 
-    def _arrived(self, tracked: _Tracked) -> Arrived | None:
+    def _arrived(self, tracked: Tracked) -> Arrived | None:
         """Return how many chunks of a load are there by now; ``None`` where all were when it was offered."""
         assert self._lookup is not None
+        if (saved := self._saved(tracked.request)) is not None:
+            return Arrived(0, "") if saved.under_way else None
         arrived = self._lookup.arrived(tracked.request.request_id)
         first = tracked.local_tokens // self._chunk_tokens
         return arrived and arrived._replace(chunks=max(arrived.chunks - first, 0))
@@ -298,24 +278,23 @@ class SchedulerSide:
         for request_id, load in self._loading.items():
             if load.arrived is None or load.arrived.ended or (tracked := self._tracked.get(request_id)) is None:
                 continue
-            arrived = self._arrived(tracked) or load.arrived._replace(ended="weights_changed")  # looked up anew
+            arrived = self._arrived(tracked)
+            if arrived is None and self._saved(tracked.request) is not None:
+                arrived = Arrived(tracked.load_chunks, "complete")  # all of it is stored by now, or dropped
+            # Looked up anew: for other weights, or as another rank's load fell short.
+            why = "announced_gone" if load.epoch == self.epochs.current else "weights_changed"
+            arrived = arrived or load.arrived._replace(ended=why)
             if arrived != load.arrived:
                 load.arrived = arrived
                 yield request_id, arrived
 
     def _decided(
-        self, deciding: Deciding, tracked: _Tracked, answer: LookupAnswer, usable: int, may_go_layerwise: bool
+        self, deciding: Deciding, tracked: Tracked, answer: LookupAnswer, usable: int, may_go_layerwise: bool
     ) -> int:
         """Return how many of the tokens that can be loaded are to be, by prediction; and note in which way."""
         local, end = tracked.local_tokens, tracked.local_tokens + usable
-        hit = Hit(
-            tokens=tracked.request.num_tokens,
-            local_tokens=local,
-            end_tokens=end,
-            chunk_bytes=answer.chunk_bytes,
-            layers=self._layers if may_go_layerwise else 0,
-            layerwise_chunks=self._layerwise_chunks,
-        )
+        hit = self._hit(tracked, end, may_go_layerwise)
+        hit = replace(hit, chunk_bytes=answer.chunk_bytes, cold_seconds=answer.cold_seconds)
         decision = tracked.decision = deciding.decide(hit)
         if decision.way == "compute":
             return 0
@@ -323,6 +302,30 @@ class SchedulerSide:
         if decision.end_tokens == end or self._rules is None or not answer.present:
             return usable
         return self._rules.hit_tokens(answer.present, decision.end_tokens + 1) - local
+
+    def _hit(self, tracked: Tracked, end: int, may_go_layerwise: bool) -> Hit:
+        return Hit(
+            tokens=tracked.request.num_tokens,
+            local_tokens=tracked.local_tokens,
+            end_tokens=end,
+            layers=self._layers if may_go_layerwise else 0,
+            layerwise_chunks=self._layerwise_chunks,
+        )
+
+    def _is_computed_anyway(self, tracked: Tracked) -> bool:
+        """Return whether a prompt is to be computed though all of it were stored: then no lookup is waited for.
+
+        States are stored as they are computed, or never: it has to be known before which of them are.
+        """
+        handover = tracked.handover
+        if self._deciding is None or tracked.foreseen or handover.waits or handover.announces or self._states:
+            return False
+        tracked.foreseen = True
+        tokens = tracked.request.num_tokens
+        end = min(tokens // self._chunk_tokens * self._chunk_tokens, tokens - 1)
+        hit = self._hit(tracked, end, self._may_go_layerwise(tracked))
+        tracked.decision = self._deciding.foresee(hit, tracked.request.max_tokens, stores=self._store)
+        return tracked.decision is not None
 
     def _tell_decision(self, decision: Decision, tokens: int, seconds: float) -> None:
         if self._clients:
@@ -332,11 +335,13 @@ class SchedulerSide:
         """Return whether a request whose tokens were matched waits for its load outside the running batch."""
         return self.asynchronous and not self._tracked[request.request_id].layerwise
 
-    def _usable(self, tracked: _Tracked, answer: LookupAnswer) -> int:
+    def _usable(self, tracked: Tracked, answer: LookupAnswer) -> int:
         """Return how many tokens beyond the local prefix are to be loaded of those that can."""
         assert self._rules is not None
         # The last token is left to prefill: the first output token is sampled from its hidden state.
-        tokens = min(tracked.tail_end, int(tracked.request.num_tokens) - 1) if answer.tail else answer.tokens
+        saved = self._saved(tracked.request)
+        tail_end = tracked.tail_end if saved is None else saved.tokens
+        tokens = min(tail_end, int(tracked.request.num_tokens) - 1) if answer.tail else answer.tokens
         most = tracked.handover.load_tokens_max
         if most is not None and tokens - tracked.local_tokens > most:
             end = (tracked.local_tokens + most) // self._chunk_tokens * self._chunk_tokens
@@ -347,22 +352,25 @@ class SchedulerSide:
         """Return how many chunks so many tokens take."""
         return -(-tokens // self._chunk_tokens)
 
-    def _count_lookup(self, request: Any, tokens: int, reason: str, detail: str) -> None:
-        if reason == "short":
+    def _count_lookup(self, tracked: Tracked, answer: LookupAnswer) -> None:
+        if tracked.counted or answer.reason == "short":
             return
+        tracked.counted = True
         self.counts.add("lookup_requests")
-        self.counts.add("lookup_tokens", request.num_prompt_tokens // self._chunk_tokens * self._chunk_tokens)
-        self.counts.add("hit_tokens", self._chunks(tokens) * self._chunk_tokens)
-        if reason != "complete":
-            self.counts.add("lookup_failures", reason=reason)
-            unnamed = reason == "unnamed"
+        self.counts.add("lookup_tokens", tracked.request.num_prompt_tokens // self._chunk_tokens * self._chunk_tokens)
+        self.counts.add("hit_tokens", self._chunks(answer.tokens) * self._chunk_tokens)
+        if answer.reason != "complete":
+            self.counts.add("lookup_failures", reason=answer.reason)
+            unnamed = answer.reason == "unnamed"
             what = "a request is served without the cache" if unnamed else "lookup failed, prompts are computed"
-            self._failures.warn(what, reason, detail)
+            self._failures.warn(what, answer.reason, answer.detail)
 
     # ------------------------------------------------------------------ loads
 
     def allocated(self, request: Any, tables: Sequence[list[int]], external_tokens: int) -> None:
         """Blocks exist for a request's tokens; load ``external_tokens`` of them, if any, into each group's table."""
+        if self.waiting is not None:
+            self.waiting.begun(request.request_id)
         tracked = self._tracked.get(request.request_id)
         if tracked is None or self._lookup is None:
             return
@@ -372,6 +380,8 @@ class SchedulerSide:
             self._deciding.begin(request.request_id, decision, request.num_tokens, in_step=in_step)
         if not external_tokens:
             return
+        if request.num_preemptions:
+            self.counts.add("restored_tokens", external_tokens)
         assert tracked.offered is not None, "blocks for a load that was not offered"
         end_tokens = tracked.local_tokens + external_tokens
         operation = LoadOperation(
@@ -386,7 +396,8 @@ class SchedulerSide:
             for group in self._groups:
                 chunks, blocks = group.wanted(tables[group.index], tracked.local_tokens, end_tokens)
                 links = [tracked.offered[chunk] for chunk in chunks.tolist()]
-                operation.groups[group.index] = GroupLoad(links, blocks.reshape(-1).tolist())
+                numbers = (chunks - tracked.local_tokens // self._chunk_tokens).tolist()
+                operation.groups[group.index] = GroupLoad(links, blocks.reshape(-1).tolist(), numbers)
         except ValueError as error:  # a rule of vLLM's that is not known here: the load falls short, nothing is read
             self._failures.warn("a prompt cannot be loaded", "unknown_rule", str(error))
             operation.groups = {}
@@ -400,21 +411,18 @@ class SchedulerSide:
 
     def worker_output(self, finished: set[str] | None, report: WorkerReport) -> None:
         """Take what the workers report."""
+        self._timing.loaded(report)
         if self._deciding is not None:
             self._deciding.loaded(report.seconds, finished or (), report.loaded)
         for request_id, chunks in report.loaded.items():
             self._unconfirmed.discard(request_id)
-            if (tracked := self._tracked.get(request_id)) is None:
-                continue
-            if chunks == tracked.load_chunks:
-                continue
-            tracked.refused = True
-            # What could not be loaded is computed, and then stored again.
-            tracked.stored_chunks = min(tracked.stored_chunks, tracked.first_chunk + chunks)
-            tracked.tail_stored = False
-            self._set_boundary(tracked)
+            if (tracked := self._tracked.get(request_id)) is not None and chunks != tracked.load_chunks:
+                self._fell_short(tracked, chunks)
         for request_id in finished or ():
             self._loading.pop(request_id, None)
+        for request_id, ranks in report.saved.items():
+            if self._preemption is not None:
+                self._preemption.settled(request_id, ranks)
         if self.epochs.current in report.outlived:
             self._logger.warning(
                 "ShadowServe: the weights of this engine have changed, and nobody said so. What was stored before is "
@@ -425,10 +433,31 @@ class SchedulerSide:
             )
             self._begin_epoch()
 
+    def _fell_short(self, tracked: Tracked, chunks: int) -> None:
+        """A load has ended with so many chunks, and not all: what it lacks is computed, and then stored again."""
+        assert self._rules is not None
+        tracked.stored_chunks = min(tracked.stored_chunks, tracked.first_chunk + chunks)
+        tracked.tail_stored = False
+        if self._preemption is not None:
+            self._preemption.distrust()
+        load = self._loading.get(tracked.request.request_id)
+        if load is None or load.arrived is None or self._rules.one:
+            tracked.refused = True
+        else:
+            # Of several groups vLLM takes all or nothing. What was announced and did not come is not to cost what is
+            # there: that is offered, this once, and nothing is waited for.
+            tracked.handover = replace(tracked.handover, waits=0.0)
+            self._look_up(tracked, tracked.request.prompt_token_ids)
+        self._set_boundary(tracked)
+
     def finished(self, request: Any) -> dict[str, Any] | None:
         """A request has ended or was aborted, perhaps while it was being loaded; return what its proxy is told."""
         request_id = request.request_id
         self._requests.pop(request_id, None)
+        if self.waiting is not None:
+            self.waiting.ended(request_id)
+        if self._preemption is not None:
+            self._preemption.forget(request_id)
         if (tracked := self._tracked.pop(request_id, None)) is None:
             return None
         self._boundary.pop(request_id, None)
@@ -436,6 +465,8 @@ class SchedulerSide:
             self._deciding.forget(request_id)
         self._unconfirmed.discard(request_id)
         if self._lookup is not None:
+            if tracked.foreseen and (answer := self._lookup.poll(request_id)) is not None:
+                self._count_lookup(tracked, answer)
             self._lookup.forget(request_id)
         if request_id in self._loading:
             # vLLM keeps the blocks until the workers report the load as ended, which they do once it is quiet.
@@ -448,16 +479,25 @@ class SchedulerSide:
     def step(self, output: Any) -> ShadowServeMetadata:
         """Return what the workers have to do in this step."""
         metadata = ShadowServeMetadata(self.epochs.current)
+        if self.waiting is not None:
+            for request_id in output.preempted_req_ids or ():
+                self.waiting.sent_back(request_id)
         if self._loading:
             metadata.arrived = dict(self._more())
+        if self._lookup is not None:
+            begin = len(self._new_loads.keys() & self._loading.keys())
+            self._timing.step(output, waits=bool(self._unconfirmed), loads=len(self._loading), begin=begin)
+            metadata.rate, metadata.held = self._timing.rate, self._timing.held
         if self._new_loads:
             metadata.loads = list(self._new_loads.values())
-            metadata.tokens = sum(output.num_scheduled_tokens.values())
+            metadata.window_s = self._timing.layer_seconds()
             self._new_loads = {}
         if self._cancels:
             metadata.cancels, self._cancels = self._cancels, []
         if self._deciding is not None:
-            self._deciding.step(output, loads=bool(self._unconfirmed))
+            self._deciding.step(output)
+        if self._preemption is not None:
+            metadata.saves = dict(self._saves(self._preemption, output))
         if not self._store or self._lookup is None or self._unconfirmed:
             return metadata  # what is complete now is stored after a later step
         if self._states:
@@ -476,12 +516,35 @@ class SchedulerSide:
                 self._complete(output, metadata, request_id, computed + scheduled[request_id])
         return metadata
 
+    def _saves(self, preemption: Preemption, output: Any) -> Iterator[tuple[str, list[StoreOperation]]]:
+        """Have what requests hold saved that this step preempts, before anybody else writes there."""
+        for held in preemption.follow(output):
+            tracked = self._tracked.get(held.request_id)
+            if tracked is None or tracked.mixed or self._unconfirmed:
+                continue
+            request, handover = tracked.request, tracked.handover
+            self.counts.add("preempted_tokens", min(held.tokens, request.num_tokens))
+            if (handover.announces or handover.waits) and request.num_tokens == request.num_prompt_tokens:
+                continue  # its prompt has a tail of its own, and is looked up with that
+            if saves := preemption.save(request, held, again=tracked.refused, tokens_max=handover.store_tokens_max):
+                saved = preemption.of(request)
+                assert saved is not None
+                tracked.stored_chunks = max(tracked.stored_chunks, saved.tokens // self._chunk_tokens)
+                self.counts.add("saved_tokens", saved.tokens)
+                if self.waiting is not None and self._lookup is not None:
+                    self.waiting.wants(held.request_id, self._lookup.chains_of(saved.links))
+                yield held.request_id, saves
+
+    def _saved(self, request: Any) -> Saved | None:
+        return self._preemption.of(request) if self._preemption is not None else None
+
     def stepped(self) -> None:
         """The oldest step that is under way has ended, and its output has been taken."""
+        learnt = self._timing.stepped()
         if self._deciding is not None:
-            self._deciding.stepped()
+            self._deciding.stepped(learnt=learnt)
 
-    def _kept_states(self, tracked: _Tracked, offered: Sequence[tuple[int, int, int]]) -> Iterator[StoreOperation]:
+    def _kept_states(self, tracked: Tracked, offered: Sequence[tuple[int, int, int]]) -> Iterator[StoreOperation]:
         """Have states stored that this step leaves in blocks, (group, block, tokens), before they can change."""
         assert self._lookup is not None
         request_id = tracked.request.request_id
@@ -494,7 +557,7 @@ class SchedulerSide:
             if present is not None and not tracked.refused and end <= len(present[places[group]]):
                 if present[places[group]][end - 1]:
                     continue
-            self._extend(links, tracked, end)
+            self._stores.extend(links, tracked.request, end)
             yield StoreOperation(
                 request_id=request_id,
                 group=group,
@@ -502,19 +565,18 @@ class SchedulerSide:
                 previous=None,
                 anchored=True,
                 blocks=[block],
-                absent_seconds=self._absent_seconds(request_id),
+                absent_seconds=self._stores.absent_seconds(request_id),
             )
 
     def _complete(self, output: Any, metadata: ShadowServeMetadata, request_id: str, computed: int) -> None:
         """Have the chunks stored that a request completes in this step."""
         assert self._lookup is not None
         tracked = self._tracked[request_id]
-        links = self._lookup.links(request_id)
-        if links is None:
-            answer = self._lookup.poll(request_id)
+        answer, links = self._lookup.poll(request_id), self._lookup.links(request_id)
+        if answer is None or links is None:
             if answer is not None and answer.reason == "unnamed":
                 self._boundary.pop(request_id, None)
-            return  # still being hashed; ask again with the next step
+            return  # still being hashed, or asked for; ask again with the next step
         # Tokens that are drafts, or still being sampled, have no identity yet.
         computed = min(computed, tracked.request.num_tokens)
         if (most := tracked.handover.store_tokens_max) is not None:
@@ -529,86 +591,38 @@ class SchedulerSide:
         tables = output.kv_connector_block_state.get_block_ids(request_id)
         if (end <= known and not tail) or tables is None:
             return
-        self._extend(links, tracked, end)
+        self._stores.extend(links, tracked.request, end)
+        announced = tracked.handover.announces > 0
         # What is kept of every chunk is stored last: where others see that, they can have the rest.
         for place, group in sorted(enumerate(self._groups), key=lambda placed: placed[1].kind == "full"):
             if group.kind != "state":
                 held = None if present is None else present[place]
-                metadata.stores.extend(self._stores(tracked, group, tables[group.index], links, (known, end), held))
+                metadata.stores.extend(
+                    self._stores.chunks(
+                        request_id,
+                        group,
+                        tables[group.index],
+                        links,
+                        (known, end),
+                        held,
+                        again=tracked.refused,
+                        announced=announced,
+                    )
+                )
         if tail:
-            metadata.stores.append(self._tail(tracked, tables[self._groups[0].index]))
+            (group,) = self._groups
+            (link,) = self._lookup.tail(request_id)
+            table = tables[group.index]
+            metadata.stores.append(
+                self._stores.tail(request_id, group, table, links, link, tracked.tail_end, announced=announced)
+            )
         if tracked.handover.announces:
             self._lookup.computed(request_id, [*links[known:end], *(self._lookup.tail(request_id) if tail else ())])
-
-    def _stores(
-        self,
-        tracked: _Tracked,
-        group: Group,
-        table: Sequence[int],
-        links: Sequence[bytes],
-        chunks: tuple[int, int],
-        present: Flags | None,
-    ) -> Iterator[StoreOperation]:
-        """Have those of the chunks stored that the engine keeps whole and that storage was not seen to hold."""
-        known, end = chunks
-        rows = group.rows(table, known, end)
-        ready = (rows != NULL_BLOCK).all(axis=1)
-        if present is not None and not tracked.refused:
-            ready[: max(len(present) - known, 0)] &= ~present[known:end]
-        request_id = tracked.request.request_id
-        place = 0
-        while place < len(ready):
-            count = leading(ready[place:])
-            if count:
-                begin = known + place
-                yield StoreOperation(
-                    request_id=request_id,
-                    group=group.index,
-                    links=list(links[begin : begin + count]),
-                    previous=links[begin - 1] if begin else None,
-                    anchored=begin <= (0 if present is None else leading(present)),
-                    blocks=rows[place : place + count].reshape(-1).tolist(),
-                    announced=tracked.handover.announces > 0,
-                    absent_seconds=self._absent_seconds(request_id),
-                )
-            place += count + 1
-
-    def _tail(self, tracked: _Tracked, table: Sequence[int]) -> StoreOperation:
-        """Have the whole blocks stored behind a prompt's last chunk: a chunk's record, with nothing behind them."""
-        assert self._lookup is not None
-        (group,) = self._groups
-        request_id, before = tracked.request.request_id, tracked.tail_end // self._chunk_tokens
-        there = list(table[before * group.chunk_blocks : tracked.tail_end // group.block_tokens])
-        links, present = self._lookup.links(request_id) or [], self._lookup.present(request_id)
-        return StoreOperation(
-            request_id=request_id,
-            group=group.index,
-            links=self._lookup.tail(request_id),
-            previous=links[before - 1] if before else None,
-            anchored=present is not None and before <= leading(present[0]),
-            blocks=there + [NOWHERE] * (group.chunk_blocks - len(there)),
-            announced=tracked.handover.announces > 0,
-            absent_seconds=self._absent_seconds(request_id),
-        )
 
     def _stored(self, present: Sequence[Flags]) -> int:
         """Return how many leading chunks lack nothing that is kept of every chunk: states are kept of some."""
         groups = zip(self._groups, present, strict=True)
         return min((leading(flags) for group, flags in groups if group.kind != "state"), default=0)
-
-    def _absent_seconds(self, request_id: str) -> float | None:
-        assert self._lookup is not None
-        asked = self._lookup.asked(request_id)
-        return time.monotonic() - asked if asked else None
-
-    def _extend(self, links: list[bytes], tracked: _Tracked, end: int) -> None:
-        """Add the links of chunks that end in generated tokens."""
-        if len(links) >= end:
-            return
-        tokens = list(tracked.request.all_token_ids[: end * self._chunk_tokens])
-        assert self._lookup is not None
-        extra = self._lookup.extra(tracked.request.request_id)
-        links[:] = chain_links(self._model, tokens, chunk_tokens=self._chunk_tokens, extra=extra, after=links)
 
     # ------------------------------------------------------------------ housekeeping
 
@@ -623,6 +637,8 @@ class SchedulerSide:
 
     def _begin_epoch(self) -> None:
         self.epochs.begin()
+        if self._preemption is not None:
+            self._preemption.clear()
         for request_id, tracked in list(self._tracked.items()):
             request = tracked.request
             loading = request_id in self._loading or request_id in self._new_loads
@@ -638,7 +654,7 @@ class SchedulerSide:
                 continue
             self._look_up(tracked, list(request.all_token_ids) if request.num_preemptions else request.prompt_token_ids)
 
-    def _name(self, tracked: _Tracked) -> bool:
+    def _name(self, tracked: Tracked) -> bool:
         """Give a request its name in this epoch; return whether it has one."""
         try:
             tracked.extra = self._inputs.extra(tracked.request, self.epochs.current)
@@ -647,7 +663,7 @@ class SchedulerSide:
             return False
         return True
 
-    def _set_boundary(self, tracked: _Tracked) -> None:
+    def _set_boundary(self, tracked: Tracked) -> None:
         """Note how many computed tokens make a request's next chunk complete."""
         end = (tracked.stored_chunks + 1) * self._chunk_tokens
         if tracked.tail_end and not tracked.tail_stored:
@@ -656,7 +672,10 @@ class SchedulerSide:
         self._boundary[tracked.request.request_id] = end if wanted else _NEVER
 
     def close(self) -> None:
-        """End lookups."""
+        """End lookups, and keep what was learnt."""
+        if self.waiting is not None:
+            self.waiting.close()
+        self._timing.close()
         if self._lookup is not None:
             self._lookup.close()
         for client in self._clients:

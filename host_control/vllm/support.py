@@ -6,7 +6,7 @@ from typing import Any, Final
 from host_control.layouts import element_type
 from shadowserve.chunk import TOKENS_MAX
 
-__all__ = ["UncacheableError", "layer_specs", "request_problem", "uncacheable"]
+__all__ = ["UncacheableError", "in_step_problem", "layer_specs", "request_problem", "uncacheable"]
 
 _DRAFTLESS: Final = {"ngram", "ngram_gpu", "suffix"}
 _ALL_TOKENS: Final = {"FullAttentionSpec", "MLAAttentionSpec"}
@@ -102,6 +102,22 @@ def _uncacheable_spec(spec: Any) -> str | None:
         if unknown := [dtype for dtype in spec.dtypes if element_type(dtype) is None]:
             return f"states of dtype {unknown[0]} are not supported"
     return None
+
+
+def in_step_problem(vllm_config: Any) -> str | None:
+    """Return why no step of this engine may compute on KV that is still being loaded, ``None`` where it may.
+
+    vLLM hears that such a load fell short with the output of the step that waited for it, and takes that step back
+    alone. Where others are scheduled by then, they go on behind KV that is none, and what they sample counts.
+    """
+    if vllm_config.max_concurrent_batches <= 1:
+        return None
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "vLLM has a step under way in each pipeline stage, and takes back only one whose load falls short"
+    return (
+        "vLLM schedules a step before the one before it has ended, and takes back only one whose load falls short; "
+        "--no-async-scheduling has it wait"
+    )
 
 
 def request_problem(request: Any) -> str | None:

@@ -1,10 +1,12 @@
 """The connector's half in a vLLM worker: moves KV between paged memory and the data plane."""
 
 import logging
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -13,9 +15,10 @@ from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.delivery import Delivery, SideStream, choose
 from host_control.destination import Destination, Memory
-from host_control.layer_window import LayerWindow
 from host_control.layouts import NOWHERE
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
+from host_control.pages import PageDelivery, SharedPages
+from host_control.slack.layers import LayerTimes
 from host_control.store import StoreQueue
 from host_control.vllm.groups import Groups
 from host_control.vllm.identity.content import content_hashes
@@ -29,6 +32,7 @@ from host_control.vllm.metadata import (
     WorkerReport,
 )
 from host_control.vllm.metrics import Counts, FailureLog
+from host_control.vllm.paging import PagePlacer, share_pages
 from host_control.vllm.parts import Part, Rank, find_parts
 from host_control.vllm.support import UncacheableError
 from shadowserve.chunk import ChunkLayout
@@ -90,11 +94,16 @@ class WorkerSide:
         self._layers: dict[str, int] = {}  # numbers of those that can be loaded one by one; none where none can
         self._layerwise: set[str] = set()  # of this step's synchronous loads
         self._awaited: set[int] = set()  # layers, by this step
-        self._window, self._window_s = LayerWindow(), 0.0
+        self._layer_times, self._layer_seconds = LayerTimes(), 0.0
+        self._window_s = 0.0
+        self._delivered_bytes = 0  # of loads that have ended since the last report
+        self._pages: SharedPages | None = None
+        self._page_delivery: PageDelivery | None = None
         self._bad_blocks: set[int] = set()
         self._failed_loads: set[str] = set()
         self._ended: dict[str, int] = {}
         self._seconds: dict[str, float] = {}  # of loads, for whoever predicts how long the next one takes
+        self._saves: dict[str, int] = {}  # request -> how much had been staged when it was saved
         self._watch = WeightsWatch(None)
         self.counts = Counts()
         self.problem = problem
@@ -106,7 +115,17 @@ class WorkerSide:
         if self.problem or self._groups is None:
             return
         try:
-            parts = find_parts(self._vllm_config, self._kv_cache_config, self._groups, caches, self._config, self._rank)
+            pages = share_pages(self._config, self._kv_cache_config, self._groups, caches, self._logger)
+            self._pages = pages
+            parts = find_parts(
+                self._vllm_config,
+                self._kv_cache_config,
+                self._groups,
+                caches,
+                self._config,
+                self._rank,
+                paged=pages is not None,
+            )
             self._device = parts[0].layout.device
             self._delivery = choose(self._config, self._device)
             hashes = content_hashes(self._config, self._logger)
@@ -141,6 +160,7 @@ class WorkerSide:
                 batch_chunks=self._config.store_batch_chunks,
                 timeout=self._config.store_timeout,
                 recent_keys=self._config.recent_keys,
+                plain=self._pages is not None,
             )
             # An engine starts once; without this its first prompts would not be stored.
             if not self._store.wait_tried(self._config.connect_timeout):
@@ -174,14 +194,23 @@ class WorkerSide:
             scatter_layers=lambda job, chunks, layers: self._scatter(job, 0, 0, chunks, layers),
             layers=[part.wanted for part in self._parts[cut]],
             order=ORDERS[self._config.order],
+            placer=self._make_placer() if cut == 0 else None,
             fetch_timeout=self._config.fetch_timeout,
         )
+
+    def _make_placer(self) -> PagePlacer | None:
+        if self._pages is None:
+            return None
+        assert self._client is not None
+        timeout = self._config.connect_timeout
+        self._page_delivery = PageDelivery(self._client, self._pages, self._shapes[0][0], timeout)
+        return PagePlacer(self._page_delivery, self._parts[0][0], lambda: self._watch)
 
     def _destination(self, cut: int, configured: int, make: Callable[[int], Memory]) -> Destination:
         assert self._client is not None
         shapes, chunks = self._shapes[cut], self._buffer_chunks(cut, configured)
         size = chunks * sum(shape.raw_bytes for shape in shapes)
-        progress = bool(self._layers) and cut == 0
+        progress = bool(self._layers) and cut == 0 and self._delivery.shared
         return Destination(self._client, shapes, size, self._config.connect_timeout, make=make, progress=progress)
 
     def _buffer_chunks(self, cut: int, configured: int) -> int:
@@ -190,13 +219,9 @@ class WorkerSide:
         return min(max(configured // chunk_bytes, 2), _BUFFER_CHUNKS_MAX)
 
     def _single_layers(self) -> dict[str, int]:
-        """Return the numbers of layers that can be loaded one by one: of one group of full attention, all alike.
-
-        They are scattered from memory that this process shares with the data plane.
-        """
+        """Return the numbers of layers that can be loaded one by one: of one group of full attention, all alike."""
         assert self._groups is not None
-        here = self._delivery.kind in ("shared_memory", "pinned")
-        if not (self._config.layer_order and self._fetch and self._groups.one and len(self._parts[0]) == 1 and here):
+        if not (self._config.layer_order and self._fetch and self._groups.one and len(self._parts[0]) == 1):
             return {}
         names = self._kv_cache_config.kv_cache_groups[self._groups.groups[0].index].layer_names
         return {name: number for number, name in enumerate(names)}
@@ -222,7 +247,8 @@ class WorkerSide:
             for part, shape in zip(parts, self._shapes[cut], strict=True)
         )
         chunks = self._buffer_chunks(0, self._config.fetch_buffer_bytes) if self._layers else 0
-        return WorkerHandshake(self._model, namespaces, self.problem, chunks, len(self._layers))
+        machine = machine_name(self._device)
+        return WorkerHandshake(self._model, namespaces, self.problem, chunks, len(self._layers), machine)
 
     # ------------------------------------------------------------------ each step
 
@@ -233,7 +259,7 @@ class WorkerSide:
             self._stream.follow()
         self._layerwise = {load.request_id for load in metadata.loads if load.layerwise}
         self._awaited = set()
-        self._window_s = self._window.step(metadata.tokens) if self._layerwise else 0.0
+        self._window_s = metadata.window_s
         self._synchronous |= self._layerwise
         if not self._config.asynchronous_fetch:
             self._synchronous.update(load.request_id for load in metadata.loads)
@@ -244,6 +270,7 @@ class WorkerSide:
             self._managers[cut] = self._make_manager(cut)
         for cut, manager in self._managers.items():
             loads = [load for load in metadata.loads if load.cut == cut]
+            manager.rate, manager.held = metadata.rate, metadata.held
             try:
                 self._results += manager.exchange(map(self._job, loads), metadata.cancels, metadata.arrived)
                 if waited := self._synchronous - self._layerwise:
@@ -260,6 +287,7 @@ class WorkerSide:
         return FetchJob(
             request_id=load.request_id,
             keys=keys,
+            places=tuple(load.groups[part.group.index].chunks for part in self._parts[load.cut] if load.groups),
             target=load,
             arrived=load.arrived,
             layerwise=load.layerwise,
@@ -277,7 +305,7 @@ class WorkerSide:
             self._managers[0].wait_layer(self._layerwise, layer)
             self._awaited.add(layer)
             if self._device.type == "cpu":
-                self._window.waited(began_s, time.monotonic())
+                self._layer_times.waited(began_s, time.monotonic())
 
     def _end_layerwise(self) -> None:
         """Take the results of this step's loads that went layer by layer.
@@ -288,7 +316,7 @@ class WorkerSide:
         if not layerwise or not self._managers:
             return
         self._managers[0].wait(layerwise)
-        self._window.end()
+        self._layer_seconds = self._layer_times.take()
         self._results += self._managers[0].exchange()
         if len(self._awaited) < len(self._layers):
             for number, result in enumerate(self._results):
@@ -307,10 +335,20 @@ class WorkerSide:
         def lasts() -> str:
             return "" if self._watch.check(epoch, sample()) else "weights_changed"
 
-        for operation in operations:
-            for place, part in enumerate(self._parts[0]):
-                if part.group.index == operation.group and not self._another_stores(part):
-                    self._offer(operation, place, lasts)
+        with self._store.together():
+            for operation in operations:
+                for place, part in enumerate(self._parts[0]):
+                    if part.group.index == operation.group and not self._another_stores(part):
+                        self._offer(operation, place, lasts)
+
+    def save(self, metadata: ShadowServeMetadata) -> None:
+        """Copy what preempted requests hold to where it waits to be stored, before their blocks can change."""
+        if not metadata.saves:
+            return
+        self._watch.follow(metadata.epoch)
+        for request_id, operations in metadata.saves.items():
+            self.gather(operations)
+            self._saves[request_id] = self._store.staged if self._store is not None else 0
 
     def _another_stores(self, part: Part) -> bool:
         """Return whether another rank stores what all of them hold: they have one data plane, so one is enough."""
@@ -335,6 +373,7 @@ class WorkerSide:
             previous=record_keys(namespace, [operation.previous])[0] if operation.previous is not None else None,
             anchored=operation.anchored,
             announced=operation.announced,
+            lasts_s=operation.lasts_s,
             absent_since=float("-inf") if absent is None else time.monotonic() - absent,
         )
 
@@ -346,6 +385,8 @@ class WorkerSide:
         (:meth:`take_bad_blocks`); with several it takes all of them.
         """
         self._end_layerwise()
+        if self._pages is not None:
+            self._pages.renew()  # before anybody hears of a load into them that ended without an answer
         results, self._results = self._results, []
         for result in results:
             self._account(result)
@@ -366,6 +407,7 @@ class WorkerSide:
             self._seconds[load.request_id] = result.seconds - result.waited
         # Parts of one group have the same chunks; what several groups have of a prompt is of use as a whole.
         chunks = min(result.chunks) if self._groups.one else max(result.chunks) if complete else 0
+        self._delivered_bytes += result.delivered_bytes
         self.counts.add("load_seconds", result.seconds)
         self.counts.add("fetched_bytes", result.fetched_bytes)
         self.counts.add("delivered_bytes", result.delivered_bytes)
@@ -411,8 +453,14 @@ class WorkerSide:
         """Return what the scheduler has to know of the loads that ended since the last call, and of the weights."""
         ended, self._ended = self._ended, {}
         seconds, self._seconds = self._seconds, {}
-        outlived = self._watch.outlived
-        return WorkerReport(ended, outlived, seconds) if ended or outlived or seconds else None
+        delivered, self._delivered_bytes = self._delivered_bytes, 0
+        layer_seconds, self._layer_seconds = self._layer_seconds, 0.0
+        settled = self._store.settled if self._store is not None else 1 << 62
+        saved = {name: 1 for name, staged in self._saves.items() if staged <= settled}
+        for name in saved:
+            del self._saves[name]
+        report = WorkerReport(ended, self._watch.outlived, seconds, delivered, layer_seconds, saved)
+        return report if report != WorkerReport() else None
 
     def take_store_counts(self) -> None:
         """Move what the store queue counted into :attr:`counts`."""
@@ -434,6 +482,11 @@ class WorkerSide:
             self.take_store_counts()
         for manager in self._managers.values():
             self._results += manager.close(max(0.1, ends - time.monotonic()))
+        if self._page_delivery is not None and self._pages is not None:
+            self._page_delivery.close()
+            self._pages.renew()
+            self._pages.close()
+            self._page_delivery = None
         if self._client is not None:
             self._client.close()
         self._store = self._client = None
@@ -455,6 +508,21 @@ class WorkerSide:
                 return  # weights are looked at once for all layers
             sample = self._watch.sample()
         self._watch.check(load.epoch, sample)
+
+
+def machine_name(device: Any) -> str:
+    """Return what a device is: engines on alike ones take as long."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    names = [line.partition(":")[2].strip() for line in _processors() if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _processors() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def _finished(device: Any, then: Callable[[], str]) -> Callable[[], str]:

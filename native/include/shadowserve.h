@@ -303,6 +303,7 @@ struct ss_round {
     uint32_t layers_first; /* with 'progress': so many were before the round */
     uint32_t layers_end;   /* likewise: as many as there may be after it, at most 4096 more: all pieces that those from
                               'layers_first' on lack are in the round */
+    uint64_t rate;         /* of a fetch: most bytes a second into the destinations; 0: no bound */
     struct ss_layers *layers; /* of a fetch over one socket, with the chunked pipeline: how all pieces are asked for, of
                                  a server that may know it; NULL: each by GETRANGE */
 };
@@ -493,6 +494,9 @@ SS_API enum ss_result ss_pipeline_copy_body(const struct ss_pipeline *pipeline, 
  * it says. What a round's 'progress' has said is in place can be read after that, in any process that has the memory.
  */
 SS_API uint32_t ss_progress_wait(const uint32_t *progress, uint32_t seen, uint64_t timeout_ns);
+
+/* ss_progress_tell() has such a word say so many layers, and wakes who waits: for layers that came without a round. */
+SS_API void ss_progress_tell(uint32_t *progress, uint32_t layers);
 
 /*
  * ss_pipeline_encode() quantizes and compresses a round's pieces, each of which becomes a record's body, from their

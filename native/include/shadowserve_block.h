@@ -86,10 +86,38 @@ struct ss_block_options {
     uint32_t operations_max;             /* submitted and not yet taken back: default 1024 */
     uint32_t request_bytes_max;          /* larger operations are split: a multiple of 4096, default 1 MiB */
     uint32_t write_bytes_in_flight;      /* of SS_BLOCK_PRIORITY_WRITE, also the length of a turn: default 4 MiB */
-    uint32_t write_wait_ms;              /* these get a turn after so long, although others go first: default 20 */
+    uint32_t write_wait_ms;              /* these get a turn after so long, although others go first: default 20;
+                                            1000 where 'strict' has the device change over for it */
     uint32_t background_bytes_in_flight; /* likewise of SS_BLOCK_PRIORITY_BACKGROUND: default 1 MiB */
     uint32_t background_wait_ms;         /* default 500 */
+    uint32_t strict;                     /* 1: nothing is in flight beside what has another priority */
     int32_t core;                        /* of the thread, or threads; -1: any */
+};
+
+/*
+ * A read into pages: layers of extents on the device, a layer after the other, so that the first is there first. A
+ * layer of an extent is one *part*: as many bytes as some pages have, which go to blocks of paged memory. So all of a
+ * prefix is one operation, however many layers and blocks an engine keeps it in. Each part is checked by its CRC-32.
+ *
+ * All of it is the caller's, and stays as it is until the operation has completed. Whether blocks lie in the memory is
+ * for the caller to know. Several operations may share 'left', 'word' and 'stop': those of one prefix on several
+ * devices.
+ */
+struct ss_block_pages {
+    uint64_t size;           /* bytes of a page, a multiple of 4096 */
+    uint64_t stride;         /* bytes from one block's page to the next one's, a multiple of 512 */
+    const uint64_t *layers;  /* where each layer's page of block 0 begins in the memory */
+    const uint64_t *extents; /* where each begins on the device */
+    const uint32_t *blocks;  /* whose pages they go to: those of the first extent, then those of the second... */
+    const uint32_t
+        *checksums;       /* of parts: those of the first layer, one for each extent, then those of the second... */
+    uint32_t *verdicts;   /* of parts, likewise: enum ss_result; after an error, SS_OK of those that are in place */
+    uint32_t *left;       /* of layers: sound parts of all operations that a layer still lacks */
+    uint32_t *word;       /* ss_progress_tell() is told how many leading layers lack none; or NULL */
+    const uint32_t *stop; /* once it is not 0, no further part is begun: ECANCELED; another thread may set it */
+    uint32_t layer_count; /* at least 1, as are the others */
+    uint32_t extent_count;
+    uint32_t extent_blocks; /* pages of a part, all of one device's request or a few: at most 2 MiB */
 };
 
 /*
@@ -101,11 +129,15 @@ struct ss_block_options {
  *
  * A read of an object, or of its first units, may be checked by the thread that read it before it is completed: so
  * devices check beside each other, and whoever takes completions only looks at verdicts.
+ *
+ * A read into pages reads 'length' bytes, those of extent_blocks pages, of each layer of each extent, where layers
+ * follow each other from 'offset' on. Its verdict is SS_OK, or that of a part that is not sound.
  */
 struct ss_block_operation {
     enum ss_block_kind kind;
     enum ss_block_priority priority;
-    uint64_t offset; /* bytes; a multiple of 4096, as is 'length'; both 0 for a flush */
+    uint64_t
+        offset; /* bytes; a multiple of 4096, as is 'length'; both 0 for a flush. Of a read into pages, see there */
     uint64_t length;
     void *memory; /* at a multiple of 512; the caller's alone to keep, and to leave alone, until completion */
     uint64_t tag; /* returned with the completion */
@@ -113,6 +145,7 @@ struct ss_block_operation {
         expected;            /* where it is checked: what must be in 'memory' then, as ss_object_check() says */
     uint32_t expected_units; /* from the first on; 0: the header alone */
     uint32_t is_checked;     /* 1: a read that is checked, of as many bytes as these units and the header */
+    const struct ss_block_pages *pages; /* NULL: it is no read into pages */
 };
 
 struct ss_block_completion {
@@ -133,7 +166,7 @@ struct ss_block_statistics {
     uint64_t oldest_ns;     /* when the request that is in flight for the longest went out; 0: none is */
     uint32_t waiting[3];    /* operations now, by priority: not begun */
     uint32_t in_flight;     /* requests now */
-    uint32_t registered;    /* memory regions that the kernel took; 0 where that gains nothing */
+    uint32_t registered;    /* memory regions that the kernel has taken; 0 where that gains nothing */
     int32_t last_error;     /* errno of the last failure; 0: none yet */
     uint32_t gone;          /* an operation failed as on a device that was removed (ENODEV, ENXIO) */
 };
@@ -162,10 +195,17 @@ SS_API const char *ss_block_access_name(const struct ss_block *block);
 /*
  * ss_block_register() makes memory known to the kernel, so that it need not look up its pages for each request: at most
  * 256 GiB in all. Optional: operations on other memory are done all the same. The memory must stay until
- * ss_block_close(). All of it or none. SS_NO_MEMORY where the limit of locked memory (RLIMIT_MEMLOCK) is too low for
- * it, SS_NO_SPACE when it is too much, SS_NOT_SUPPORTED where the access has no use for it. From any thread.
+ * ss_block_close(), or ss_block_unregister(). All of it or none. SS_NO_MEMORY where the limit of locked memory
+ * (RLIMIT_MEMLOCK) is too low for it, SS_NO_SPACE when it is too much, SS_NOT_SUPPORTED where the access has no use for
+ * it. From any thread.
  */
 SS_API enum ss_result ss_block_register(struct ss_block *block, void *memory, uint64_t size);
+
+/*
+ * ss_block_unregister() has the kernel forget memory that ss_block_register() made known, which nothing under way uses.
+ * Then it may go. What is not known is ignored. From any thread.
+ */
+SS_API void ss_block_unregister(struct ss_block *block, void *memory, uint64_t size);
 
 /*
  * ss_block_submit() queues 'count' operations, all or none, and never blocks. SS_NO_SPACE: more than operations_max;

@@ -257,6 +257,179 @@ static void test_reads_are_checked(const char *path, enum ss_block_access access
     munmap(memory, HALF);
 }
 
+enum {
+    LAYERS = 3,
+    EXTENTS = 6,
+    EXTENT_BLOCKS = 5,
+    BLOCK_BYTES = 3 * PAGE,
+    STRIDE = LAYERS * BLOCK_BYTES + PAGE,
+    BLOCKS = 128,
+    LARGE_BLOCKS = 120, /* of one part: more than devices take in one request */
+    PARTS = LAYERS * EXTENTS
+};
+
+/* Paged memory, what reads into it are told, and what they tell. */
+struct paged {
+    uint8_t *memory;
+    uint64_t layers[LAYERS], extents[EXTENTS];
+    uint32_t blocks[BLOCKS], checksums[PARTS], verdicts[PARTS], left[LAYERS], word, stop;
+    struct ss_block_pages pages;
+    struct ss_block_operation operation;
+};
+
+/* Blocks are taken in random order, no page twice; a block has the pages of all layers beside each other. */
+static void paged_make(struct paged *paged, const uint8_t *content, uint32_t extent_count, uint32_t extent_blocks) {
+    uint64_t length = (uint64_t)extent_blocks * BLOCK_BYTES, offset = PAGE;
+
+    for (uint32_t index = 0; index < BLOCKS; index++) {
+        paged->blocks[index] = index;
+    }
+    for (uint32_t index = BLOCKS; index > 1; index--) {
+        uint32_t other = (uint32_t)random_below(index), kept = paged->blocks[index - 1];
+        paged->blocks[index - 1] = paged->blocks[other];
+        paged->blocks[other] = kept;
+    }
+    for (uint32_t layer = 0; layer < LAYERS; layer++) {
+        paged->layers[layer] = (uint64_t)(LAYERS - 1 - layer) * BLOCK_BYTES;
+        paged->left[layer] = extent_count;
+        for (uint32_t index = 0; index < extent_count; index++) {
+            paged->extents[index] = (extent_count - 1 - index) * LAYERS * length;
+            uint32_t part = layer * extent_count + index;
+            paged->checksums[part] = ss_crc32(0, content + paged->extents[index] + offset + layer * length, length);
+        }
+    }
+    paged->word = paged->stop = 0;
+    paged->pages = (struct ss_block_pages){.size = BLOCK_BYTES,
+                                           .stride = STRIDE,
+                                           .layers = paged->layers,
+                                           .extents = paged->extents,
+                                           .blocks = paged->blocks,
+                                           .checksums = paged->checksums,
+                                           .verdicts = paged->verdicts,
+                                           .left = paged->left,
+                                           .word = &paged->word,
+                                           .stop = &paged->stop,
+                                           .layer_count = LAYERS,
+                                           .extent_count = extent_count,
+                                           .extent_blocks = extent_blocks};
+    paged->operation = (struct ss_block_operation){.kind = SS_BLOCK_READ,
+                                                   .offset = offset,
+                                                   .length = length,
+                                                   .memory = paged->memory,
+                                                   .tag = 7,
+                                                   .pages = &paged->pages};
+    memset(paged->memory, 0xA5, (size_t)BLOCKS * STRIDE);
+}
+
+static void paged_read(struct ss_block *block, struct paged *paged, int32_t error, enum ss_result verdict) {
+    struct ss_block_completion completion;
+    struct pollfd poll_set = {.fd = ss_block_descriptor(block), .events = POLLIN};
+
+    CHECK(ss_block_submit(block, &paged->operation, 1) == SS_OK, "submit");
+    CHECK(poll(&poll_set, 1, PATIENCE_MS) == 1 && ss_block_completions(block, &completion, 1) == 1, "nothing ended");
+    CHECK(completion.error == error && completion.tag == 7, "%s", strerror(completion.error));
+    CHECK(completion.verdict == verdict, "verdict %d", (int)completion.verdict);
+}
+
+/* One operation brings all layers of all extents into their pages, and touches nothing beside them. */
+static void test_read_into_pages(struct ss_block *block, const uint8_t *content, struct paged *paged,
+                                 uint32_t extent_count, uint32_t extent_blocks, uint32_t rotten) {
+    uint32_t parts = LAYERS * extent_count;
+
+    paged_make(paged, content, extent_count, extent_blocks);
+    if (rotten < parts) {
+        paged->checksums[rotten] ^= 1;
+    }
+    paged_read(block, paged, 0, rotten < parts ? SS_CHECKSUM : SS_OK);
+    CHECK(paged->word == (rotten < parts ? rotten / extent_count : LAYERS), "%d layers", (int)paged->word);
+    for (uint32_t index = 0; index < BLOCKS; index++) {
+        uint32_t extent = index / extent_blocks;
+        for (uint32_t layer = 0; layer < LAYERS; layer++) {
+            const uint8_t *page = paged->memory + (size_t)paged->blocks[index] * STRIDE + paged->layers[layer];
+            uint32_t part = layer * extent_count + extent;
+            if (extent < extent_count) {
+                const uint8_t *right = content + paged->extents[extent] + paged->operation.offset +
+                                       layer * paged->operation.length +
+                                       (uint64_t)(index % extent_blocks) * BLOCK_BYTES;
+                CHECK(memcmp(page, right, BLOCK_BYTES) == 0, "block %d of layer %d", (int)index, (int)layer);
+                CHECK(paged->verdicts[part] == (part == rotten ? SS_CHECKSUM : SS_OK), "part %d", (int)part);
+            }
+            for (size_t at = 0; extent >= extent_count && at < BLOCK_BYTES; at++) {
+                CHECK(page[at] == 0xA5, "byte %d of block %d was written", (int)at, (int)index);
+            }
+        }
+        for (size_t at = (size_t)LAYERS * BLOCK_BYTES; at < STRIDE; at++) {
+            CHECK(paged->memory[(size_t)index * STRIDE + at] == 0xA5, "byte %d behind block %d", (int)at, (int)index);
+        }
+    }
+}
+
+static void refuse(struct ss_block *block, const struct paged *paged, const char *why) {
+    CHECK(ss_block_submit(block, &paged->operation, 1) == SS_BAD_ARGUMENT, "%s", why);
+}
+
+static void test_pages_that_are_refused(struct ss_block *block, const uint8_t *content, struct paged *paged) {
+    paged_make(paged, content, EXTENTS, EXTENT_BLOCKS);
+    paged->operation.length -= PAGE;
+    refuse(block, paged, "no whole pages");
+    paged_make(paged, content, EXTENTS, EXTENT_BLOCKS);
+    paged->operation.kind = SS_BLOCK_WRITE;
+    refuse(block, paged, "a write");
+    paged_make(paged, content, EXTENTS, EXTENT_BLOCKS);
+    paged->operation.memory = paged->memory + 1;
+    refuse(block, paged, "memory that a device does not reach");
+    paged_make(paged, content, EXTENTS, EXTENT_BLOCKS);
+    paged->layers[1]++;
+    refuse(block, paged, "a layer that a device does not reach");
+    paged_make(paged, content, EXTENTS, EXTENT_BLOCKS);
+    paged->pages.verdicts = NULL;
+    refuse(block, paged, "nowhere to say what was found");
+    paged_make(paged, content, EXTENTS, EXTENT_BLOCKS);
+    paged->extents[3] = SIZE - LAYERS * paged->operation.length;
+    refuse(block, paged, "beyond the device");
+    paged->extents[3] = UINT64_MAX - PAGE + 1;
+    refuse(block, paged, "far beyond it");
+    paged_make(paged, content, EXTENTS, EXTENT_BLOCKS);
+    paged->pages.layer_count = UINT32_MAX;
+    refuse(block, paged, "more layers than the device has room for");
+    paged_make(paged, content, EXTENTS, EXTENT_BLOCKS);
+    paged->pages.extent_count = 0;
+    refuse(block, paged, "nothing");
+}
+
+static void test_pages(const char *path, enum ss_block_access access) {
+    struct ss_block *block = device_open(path, access, SIZE);
+    struct paged *paged = calloc(1, sizeof *paged);
+    uint8_t *content = memory_make(HALF);
+    struct ss_block_statistics statistics;
+
+    paged->memory = memory_make((size_t)BLOCKS * STRIDE);
+    random_fill(content, HALF);
+    perform(block, SS_BLOCK_WRITE, 0, HALF, content, 0);
+    for (int is_known = 0; is_known < 3; is_known++) { /* to the kernel: not, half of it, all of it */
+        if (is_known > 0) {
+            enum ss_result known = ss_block_register(block, paged->memory, (size_t)is_known * BLOCKS * STRIDE / 2);
+            CHECK(known == SS_OK || known == SS_NOT_SUPPORTED || known == SS_NO_MEMORY, "%d", (int)known);
+        }
+        test_read_into_pages(block, content, paged, EXTENTS, EXTENT_BLOCKS, PARTS);
+        test_read_into_pages(block, content, paged, EXTENTS, EXTENT_BLOCKS, EXTENTS + 2);
+        test_read_into_pages(block, content, paged, 1, LARGE_BLOCKS, PARTS);
+        test_read_into_pages(block, content, paged, 1, 1, 0);
+        ss_block_unregister(block, paged->memory, (size_t)BLOCKS * STRIDE);
+        ss_block_statistics(block, &statistics);
+        CHECK(statistics.registered == 0, "%d regions are still known", (int)statistics.registered);
+    }
+    paged_make(paged, content, EXTENTS, EXTENT_BLOCKS);
+    paged->stop = 1;
+    paged_read(block, paged, ECANCELED, SS_NOT_SUPPORTED);
+    CHECK(paged->word == 0 && paged->memory[0] == 0xA5, "nothing was begun");
+    test_pages_that_are_refused(block, content, paged);
+    ss_block_close(block);
+    munmap(content, HALF);
+    munmap(paged->memory, (size_t)BLOCKS * STRIDE);
+    free(paged);
+}
+
 enum { CHECKED = 1, OBJECT_LENGTH = 3 * PAGE - SS_OBJECT_HEADER_BYTES };
 
 /* Submits 'count' operations, and returns the errno of the last one that failed. What was read is sound. */
@@ -456,6 +629,7 @@ static int test_on_device(const char *access_name, const char *path, int is_remo
     }
     test_on(path, access, 0);
     test_reads_are_checked(path, access);
+    test_pages(path, access);
     test_several_threads(path, access);
     test_closing_ends_everything(path, access);
     return 0;
@@ -483,6 +657,7 @@ int main(int argc, char **argv) {
             }
             test_on(paths[which], accesses[index], SIZE);
             test_reads_are_checked(paths[which], accesses[index]);
+            test_pages(paths[which], accesses[index]);
             test_several_threads(paths[which], accesses[index]);
             test_a_file_that_was_cut_off_is_an_error(paths[which], accesses[index]);
             test_closing_ends_everything(paths[which], accesses[index]);

@@ -199,6 +199,40 @@ static void test_writes_without_end_leave_bandwidth_for_reads(void) {
     ss_schedule_free(&schedule);
 }
 
+/* Neither beside what is under way nor beside what comes: a turn waits for reads to end, and reads for the turn. */
+static void test_in_strict_order_nothing_is_beside_another_priority(void) {
+    start(8);
+    schedule.is_strict = 1;
+    submit_write(MIB);
+    struct ss_request *write = given(1);
+    submit_read(4096);
+    nothing_given();
+    done(write, 0);
+    struct ss_request *read = given(2);
+    submit_write(MIB); /* 3 and 4 */
+    submit_write(MIB);
+    submit_scrub(4096); /* 5 */
+    nothing_given();
+    now_ns += 20 * (uint64_t)MS; /* the writes' turn is due */
+    submit_read(4096);           /* 6 */
+    nothing_given();
+    done(read, 0);
+    struct ss_request *first = given(3), *second = given(4);
+    nothing_given();
+    done(first, 0);
+    nothing_given();
+    done(second, 0);
+    read = given(6);
+    nothing_given();
+    done(read, 0);
+    struct ss_request *scrub = given(5);
+    submit_write(4096); /* 7 */
+    nothing_given();
+    done(scrub, 0);
+    (void)given(7);
+    ss_schedule_free(&schedule);
+}
+
 static void test_large_operations_go_in_requests_and_end_once(void) {
     start(8);
     submit_read(2 * MIB + 4096);
@@ -332,6 +366,7 @@ int main(void) {
     test_small_writes_leave_requests_for_reads();
     test_all_of_them_have_turns();
     test_writes_without_end_leave_bandwidth_for_reads();
+    test_in_strict_order_nothing_is_beside_another_priority();
     test_large_operations_go_in_requests_and_end_once();
     test_after_a_failure_nothing_more_of_an_operation_begins();
     test_what_is_submitted_is_bounded();

@@ -340,6 +340,51 @@ static void test_what_a_server_sends_is_left_in_memory(int mode) {
     fixture_free(fixture);
 }
 
+/* What is handed on takes the time that its bytes have at the rate, whichever source it is from, and is the same. */
+static void test_a_rate_holds_every_source_back(int mode) {
+    struct shape shape = default_shape();
+    struct fixture *fixture = fixture_make(&shape);
+    struct server *server = server_start();
+    fixture_serve(fixture, server);
+    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline *pipeline = pipeline_make(&options);
+    for (unsigned mask = 0; mask < 0x20; mask += 0x1f) {
+        int32_t sockets[] = {server_connect(server), server_connect(server)};
+        struct ss_round *round = fixture_round(fixture);
+        struct bodies bodies = bodies_give(fixture, round, mask);
+        round->rate = 25 * fixture->size; /* so 40 ms, but for the last slice */
+        uint64_t begin_ns = after_ms(0);
+        CHECK_EQUAL(pipeline_fetch(pipeline, round, sockets, 2), SS_OK);
+        CHECK(after_ms(0) - begin_ns >= 20000000);
+        check_all(fixture, round);
+        bodies_free(&bodies);
+        round_free(round);
+        close(sockets[0]);
+        close(sockets[1]);
+    }
+    ss_pipeline_destroy(pipeline);
+    server_stop(server);
+    fixture_free(fixture);
+}
+
+/* At a byte a second its first slice alone would take hours. */
+static void test_a_round_that_is_held_back_ends_with_its_deadline(int mode) {
+    struct shape shape = default_shape();
+    struct fixture *fixture = fixture_make(&shape);
+    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline *pipeline = pipeline_make(&options);
+    struct ss_round *round = fixture_round(fixture);
+    struct bodies bodies = bodies_give(fixture, round, 0x1f);
+    round->rate = 1;
+    round->deadline_ns = after_ms(20);
+    CHECK_EQUAL(pipeline_fetch(pipeline, round, NULL, 0), SS_DEADLINE);
+    CHECK(round->pieces[CHUNKS - 1].result != SS_OK);
+    bodies_free(&bodies);
+    round_free(round);
+    ss_pipeline_destroy(pipeline);
+    fixture_free(fixture);
+}
+
 int main(void) {
     for (int mode = 0; mode < MODE_COUNT; mode++) {
         if (mode_is_tried(mode)) {
@@ -351,6 +396,8 @@ int main(void) {
             test_what_is_awaited_comes_in_any_order(mode);
             test_what_never_comes_ends_with_the_deadline(mode);
             test_what_a_server_sends_is_left_in_memory(mode);
+            test_a_rate_holds_every_source_back(mode);
+            test_a_round_that_is_held_back_ends_with_its_deadline(mode);
         }
     }
     return 0;

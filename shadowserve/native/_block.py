@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from shadowserve.block import BlockStatistics, ObjectFields, Operation
+from shadowserve.block import BlockStatistics, ObjectFields, Operation, Pages
 from shadowserve.errors import BusyError, DeviceError, NativeError
 from shadowserve.latency import LatencyHistogram
 from shadowserve.native._library import Closing, Result, check, ffi, lib
@@ -79,6 +79,7 @@ class BlockDevice(Closing):
         access: how.
         queue_depth: requests that the device has at a time; 0: 32.
         operations_max: that may be submitted and not taken back; 0: 1024.
+        strict: never read beside writes, nor anything beside what has another priority.
         core: of its threads; -1: any.
         busy_wait_s: to wait for another process to let the device go: the kernel may hold the devices of one that was
             killed for some time yet, until what they had to do is done.
@@ -101,6 +102,7 @@ class BlockDevice(Closing):
         access: BlockAccess = BlockAccess.AUTO,
         queue_depth: int = 0,
         operations_max: int = 0,
+        strict: bool = False,
         core: int = -1,
         busy_wait_s: float = 3.0,
     ) -> None:
@@ -111,6 +113,7 @@ class BlockDevice(Closing):
         options.path = text
         options.size, options.access, options.core = size, access, core
         options.queue_depth, options.operations_max = queue_depth, operations_max
+        options.strict = strict
         self._block: Any = ffi.NULL
         self._block = _opened(options, self.name, access, busy_wait_s)
         self.capacity_bytes = int(lib.ss_block_size(self._block))
@@ -121,6 +124,7 @@ class BlockDevice(Closing):
         self._operations: dict[int, Operation] = {}
         self._registered: list[Any] = []
         self._left: list[Operation] = []
+        self._tables: dict[int, list[Any]] = {}  # of reads into pages, by tag
         # No call is in the C core when the block is freed, and one at a time takes completions.
         self._lock = threading.Lock()
         self._closing = threading.Lock()
@@ -144,6 +148,17 @@ class BlockDevice(Closing):
         check(code, f"registering {len(buffer)} bytes of memory with device {self.name}")
         return True
 
+    def unregister(self, memory: memoryview) -> None:
+        """Have the kernel forget memory of :meth:`register` that nothing under way uses: then it may go."""
+        with self._lock, ffi.from_buffer("uint8_t[]", memory) as buffer:
+            if self._block != ffi.NULL:
+                lib.ss_block_unregister(self._block, buffer, len(buffer))
+            kept = [each for each in self._registered if each != buffer]
+            for each in self._registered:
+                if each == buffer:
+                    ffi.release(each)
+            self._registered = kept
+
     def submit(self, operations: Sequence[Operation]) -> None:
         """Queue operations, all or none; never blocks.
 
@@ -155,6 +170,7 @@ class BlockDevice(Closing):
         """
         described = ffi.new("struct ss_block_operation[]", len(operations))
         tags = list(itertools.islice(self._tags, len(operations)))
+        tables: list[Any] = []
         for entry, operation, tag in zip(described, operations, tags, strict=True):
             entry.kind, entry.priority = operation.kind, operation.priority
             entry.offset, entry.length = operation.offset, operation.length
@@ -163,13 +179,18 @@ class BlockDevice(Closing):
             if operation.expected is not None:
                 _describe(entry.expected, operation.expected)
                 entry.expected_units, entry.is_checked = operation.expected_units, 1
+            if operation.pages is not None:
+                tables.append(_table(operation.pages))
+                entry.pages = tables[-1]
         with self._lock:
             block = self._open()
             self._operations.update(zip(tags, operations, strict=True))
+            self._tables.update((tag, tables) for tag in tags if tables)
             code = lib.ss_block_submit(block, described, len(operations))
             if code != Result.OK:
                 for tag in tags:
                     del self._operations[tag]
+                    self._tables.pop(tag, None)
         if code != Result.OK:
             _refused(code, self.name, operations)
 
@@ -189,11 +210,13 @@ class BlockDevice(Closing):
             for index in range(count):
                 completion = self._completions[index]
                 operation = self._operations.pop(completion.tag)
+                if operation.pages is not None:
+                    del self._tables[completion.tag]
                 operation.begin_ns, operation.end_ns = completion.begin_ns, completion.end_ns
                 self.latencies[_KINDS[operation.kind]].add(completion.end_ns - completion.begin_ns)
                 if completion.error:
                     operation.error = self._error(completion.error, operation)
-                elif operation.expected is not None:
+                elif operation.expected is not None or operation.pages is not None:
                     operation.verdict = _RESULTS[completion.verdict]
                 ended.append(operation)
         return ended
@@ -264,6 +287,20 @@ class BlockDevice(Closing):
     def _error(self, code: int, operation: Operation) -> OSError:
         what = f"{operation.kind.name.lower()} of {operation.length} bytes at {operation.offset}"
         return OSError(code, f"{os.strerror(code)} ({what})", self.name)
+
+
+def _table(pages: Pages) -> Any:
+    """Return how the C core is told of pages; it stays until the read has ended."""
+    table = ffi.new("struct ss_block_pages *")
+    table.size, table.stride = pages.size, pages.stride
+    for name in ("layers", "extents"):
+        setattr(table, name, ffi.cast("uint64_t *", getattr(pages, name).ctypes.data))
+    for name in ("blocks", "checksums", "verdicts", "left", "stop"):
+        setattr(table, name, ffi.cast("uint32_t *", getattr(pages, name).ctypes.data))
+    table.word = ffi.cast("uint32_t *", pages.word)
+    table.layer_count = len(pages.layers)
+    table.extent_count, table.extent_blocks = pages.blocks.shape
+    return table
 
 
 _kept_for_ever: list[Any] = []

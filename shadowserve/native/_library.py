@@ -38,7 +38,7 @@ __all__ = [
     "result_text",
 ]
 
-ABI_VERSION: Final = 10
+ABI_VERSION: Final = 11
 
 
 class Closing(abc.ABC):

@@ -217,6 +217,7 @@ class Round:
         groups: that a piece's ``group`` counts from 0.
         deadline_ns: on the clock of ``time.monotonic_ns()``.
         progress: where to say how far the layers are; each piece is then of one.
+        rate: most bytes a second that are delivered; 0: no bound.
 
     Raises:
         NativeError: with ``Result.BAD_ARGUMENT`` where an array is not contiguous or of another dtype, or the word is
@@ -231,6 +232,7 @@ class Round:
         groups: Sequence[Group],
         deadline_ns: int,
         progress: Progress | None = None,
+        rate: int = 0,
     ) -> None:
         for name, array, wanted in (("pieces", pieces, PIECE_DTYPE), ("slices", slices, SLICE_DTYPE)):
             if array.dtype != wanted or array.ndim != 1 or not array.flags.c_contiguous or not array.flags.writeable:
@@ -249,6 +251,7 @@ class Round:
         self._round.piece_count = len(pieces)
         self._round.slice_count = len(slices)
         self._round.deadline_ns = deadline_ns
+        self._round.rate = rate
         pieces["memory"] = 0  # of nobody else: what is read there is kept
         pieces["origin"][pieces["origin"] != Origin.SERVER] = Origin.AWAITED
         self._groups = ffi.new("struct ss_group[]", len(groups))

@@ -7,7 +7,7 @@ from shadowserve.errors import NativeError
 from shadowserve.native._library import Result, check, ffi, lib
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
+    from _typeshed import ReadableBuffer, WriteableBuffer
 
 __all__ = ["Tls", "TlsSession", "TlsWant", "tls_library"]
 
@@ -130,8 +130,13 @@ class TlsSession:
 
     def receive(self, size: int) -> tuple[Result, TlsWant, bytes]:
         """Receive up to ``size`` bytes of what there is."""
-        events, received = ffi.new("uint32_t *"), ffi.new("size_t *")
         data = bytearray(size)
-        with ffi.from_buffer("uint8_t[]", data, require_writable=True) as memory:
-            result = lib.ss_tls_receive(self._session, memory, size, received, events)
-        return Result(result), _WANTS[events[0]], bytes(data[: received[0]])
+        result, want, received = self.receive_into(data)
+        return result, want, bytes(data[:received])
+
+    def receive_into(self, memory: "WriteableBuffer") -> tuple[Result, TlsWant, int]:
+        """Fill memory from its beginning with what there is; also how many bytes that were."""
+        events, received = ffi.new("uint32_t *"), ffi.new("size_t *")
+        with ffi.from_buffer("uint8_t[]", memory, require_writable=True) as room:
+            result = lib.ss_tls_receive(self._session, room, len(room), received, events)
+        return Result(result), _WANTS[events[0]], int(received[0])

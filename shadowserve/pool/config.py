@@ -58,6 +58,9 @@ class PoolConfig(BaseModel):
     """Bytes a second that memory counts with in the pool's shares; none measures it at the start."""
     arena_nodes: list[int] | Literal["auto"] = "auto"
     """NUMA nodes that the pool takes its memory from; auto for all that have memory."""
+    strict_order: bool = False
+    """Never read from a device while it writes. Writes then wait for reads to pause, up to a second, in which their
+    clients wait as well; reads have nearly all of the device as long as there are any."""
     write_bytes_under_way_max: ByteSize = Field(ByteSize(256 << 20), ge=1 << 20)
     """Bytes that wait to be written to devices, beyond which writers wait."""
     scrub_bytes_per_s: ByteSize = Field(ByteSize(16 << 20), ge=0)

@@ -6,7 +6,7 @@ from typing import Final
 from shadowserve.native import NO_PARENT, IndexFlag
 from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer, object_blocks
 from shadowserve.pool.core import Core
-from shadowserve.pool.disk import Disk, Place
+from shadowserve.pool.disk import Disk, Extent, Place
 from shadowserve.pool.entries import MEMORY_ONLY, Entry, PoolItem
 from shadowserve.pool.homes import Home
 from shadowserve.pool.keys import ParsedKey, parse_key
@@ -99,6 +99,35 @@ class DevicePool(Pool):
         self._reader.pump()
         if self._ready or self._busy:
             self._core.waker.wake()
+
+    # ---- Reading into memory of others
+
+    def register(self, memory: memoryview) -> None:
+        """Make memory known to all devices, as far as they take it; without the lock."""
+        for disk in self._core.disks:
+            disk.volume.device.register(memory)
+
+    def unregister(self, memory: memoryview) -> None:
+        """Have devices forget memory that no read goes to; without the lock."""
+        for disk in self._core.disks:
+            disk.volume.device.unregister(memory)
+
+    def lend_extent(self, item: Item) -> Extent | None:
+        """Return where an item lies on a device, and leave it there until return_extent(), whatever becomes of it.
+
+        Whoever reads there checks what comes. None of what is on no device that works, or not durable there yet.
+        """
+        if not isinstance(item, PoolItem) or self._writer.ticket(item.entry.slot) is not None:
+            return None
+        disk = self._core.disk_of(item.entry)
+        if disk is None or disk.gone is not None:
+            return None
+        disk.use(item.entry.extent)
+        return Extent(disk, item.entry.extent)
+
+    def return_extent(self, extent: Extent) -> None:
+        """Undo one lend_extent(); no read of it is under way."""
+        extent.disk.unuse(extent.first_block)
 
     # ---- Writing
 

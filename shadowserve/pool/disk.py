@@ -5,8 +5,9 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
+from shadowserve.block import Operation
 from shadowserve.errors import is_passing
 from shadowserve.native import IndexEntry
 from shadowserve.pool.arena import BLOCK_BYTES
@@ -17,7 +18,7 @@ from shadowserve.pool.volume.format import RecordFlag, RecordKind, pack_record
 from shadowserve.pool.volume.volume import Volume
 from shadowserve.pool.wear import Wear
 
-__all__ = ["Disk", "Place", "Quarantined"]
+__all__ = ["Disk", "Extent", "Place", "Quarantined"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +54,18 @@ class Quarantined:
     reason: str
     since_ms: int
     wait_ms: int = _QUARANTINE_MS
+
+
+class Extent(NamedTuple):
+    """Where an object lies, and stays as long as this is lent."""
+
+    disk: "Disk"
+    first_block: int
+
+    @property
+    def offset(self) -> int:
+        """Where its header begins on the device, in bytes."""
+        return self.first_block * BLOCK_BYTES
 
 
 class Disk:
@@ -351,6 +364,24 @@ class Disk:
             self.volume.snapshot()
             return False
         return True
+
+    # ---- Reads of others
+
+    def submit_read(self, operation: Operation) -> None:
+        """Begin a read of a lent extent, or of several, into memory that is not the pool's; step() calls ``done``."""
+        self.reading += 1
+        self.volume.submit([operation])
+
+    def note_read(self, operation: Operation) -> None:
+        """Count such a read, which has ended."""
+        self.reading -= 1
+        if operation.error is not None:
+            if operation.error.errno not in (errno.ECANCELED, errno.EFAULT):  # EFAULT: memory of others, gone meanwhile
+                self.note_error(operation.error, 0, writing=False)
+            return
+        self.reads += 1
+        self.read_bytes += operation.moved_bytes
+        self.meter.note(operation.moved_bytes, operation.begin_ns, operation.end_ns, self.reading + 1)
 
     # ---- Extents in use
 

@@ -101,6 +101,7 @@ def open_devices(config: PoolConfig) -> tuple[Found, list[tuple[str, str]]]:
                 entry.path,
                 size=_file_size(entry),
                 access=_ACCESS[entry.access],
+                strict=config.strict_order,
                 core=-1 if entry.core is None else entry.core,
             )
         except (DeviceError, NativeError) as error:

@@ -330,9 +330,9 @@ class Pool(ABC):
         Never refused: a store that can only do so many at a time lets the others wait.
         """
 
-    def expected_s(self, size: int) -> float:
-        """Return how many seconds cold items of so many bytes are expected to take, asked for together now."""
-        return 0.0 if self._below is None else self._below.expected_s(size)
+    def expected_s(self, size: int) -> float | None:
+        """Return how many seconds cold items of so many bytes are expected to take, asked for now; None: none is."""
+        return None if self._below is None else self._below.expected_s(size)
 
     def hold(self, item: Item) -> None:
         """Keep the bytes of an item with a value valid, and counted, until as many calls of release()."""

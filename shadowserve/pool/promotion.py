@@ -64,6 +64,16 @@ class Promotion:
         self.requests = requests
         self.ahead_s = ahead_s
 
+    def reach(self, hops: Sequence[Hop]) -> tuple[float, float]:
+        """Return how many requests are looked at, and how many seconds ahead, over the hop that looks furthest."""
+        counts, times = self._reaches(hops)
+        return max(counts), max(times)
+
+    def _reaches(self, hops: Sequence[Hop]) -> tuple[list[float], list[float]]:
+        slower = [max(1.0, hops[0].bytes_per_s / hop.bytes_per_s) for hop in hops]
+        counts = [math.inf if self.requests is None else math.ceil(self.requests * each) for each in slower]
+        return counts, [self.ahead_s * each for each in slower]
+
     def plan(self, waiting: Iterable[Waiting], hops: Sequence[Hop], promised: Sequence[float]) -> list[Move]:
         """Return what to begin now.
 
@@ -73,9 +83,7 @@ class Promotion:
             promised: bytes that each hop has yet to carry.
         """
         moves: list[Move] = []
-        slower = [max(1.0, hops[0].bytes_per_s / hop.bytes_per_s) for hop in hops]
-        counts = [math.inf if self.requests is None else math.ceil(self.requests * each) for each in slower]
-        times = [self.ahead_s * each for each in slower]
+        counts, times = self._reaches(hops)
         reach, reach_s = max(counts), max(times)
         owed_s = [hop.seconds(size) for hop, size in zip(hops, promised, strict=True)]
         for place, (request, begins_in_s, below) in enumerate(waiting):

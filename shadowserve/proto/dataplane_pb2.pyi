@@ -165,17 +165,65 @@ class AnnounceResponse(_message.Message):
     detail: str
     def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
+class Arrival(_message.Message):
+    __slots__ = ("request", "chains")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    CHAINS_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    chains: _containers.RepeatedCompositeFieldContainer[KeyChain]
+    def __init__(self, request: _Optional[int] = ..., chains: _Optional[_Iterable[_Union[KeyChain, _Mapping]]] = ...) -> None: ...
+
+class ExpectRequest(_message.Message):
+    __slots__ = ("queue", "number", "whole", "arrivals", "gone", "order", "begins_in_ms", "lasts_ms")
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    ARRIVALS_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_IN_MS_FIELD_NUMBER: _ClassVar[int]
+    LASTS_MS_FIELD_NUMBER: _ClassVar[int]
+    queue: bytes
+    number: int
+    whole: bool
+    arrivals: _containers.RepeatedCompositeFieldContainer[Arrival]
+    gone: _containers.RepeatedScalarFieldContainer[int]
+    order: _containers.RepeatedScalarFieldContainer[int]
+    begins_in_ms: _containers.RepeatedScalarFieldContainer[int]
+    lasts_ms: int
+    def __init__(self, queue: _Optional[bytes] = ..., number: _Optional[int] = ..., whole: _Optional[bool] = ..., arrivals: _Optional[_Iterable[_Union[Arrival, _Mapping]]] = ..., gone: _Optional[_Iterable[int]] = ..., order: _Optional[_Iterable[int]] = ..., begins_in_ms: _Optional[_Iterable[int]] = ..., lasts_ms: _Optional[int] = ...) -> None: ...
+
+class ExpectResponse(_message.Message):
+    __slots__ = ("again", "unused")
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_FIELD_NUMBER: _ClassVar[int]
+    again: bool
+    unused: bool
+    def __init__(self, again: _Optional[bool] = ..., unused: _Optional[bool] = ...) -> None: ...
+
 class RegisterDestinationRequest(_message.Message):
-    __slots__ = ("layout", "shared_memory", "exported_memory", "cuda_ipc")
+    __slots__ = ("layout", "shared_memory", "exported_memory", "cuda_ipc", "pages")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     EXPORTED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     CUDA_IPC_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
     layout: ChunkLayout
     shared_memory: SharedMemory
     exported_memory: ExportedMemory
     cuda_ipc: CudaIpcMemory
-    def __init__(self, layout: _Optional[_Union[ChunkLayout, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., exported_memory: _Optional[_Union[ExportedMemory, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcMemory, _Mapping]] = ...) -> None: ...
+    pages: PagedMemory
+    def __init__(self, layout: _Optional[_Union[ChunkLayout, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., exported_memory: _Optional[_Union[ExportedMemory, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcMemory, _Mapping]] = ..., pages: _Optional[_Union[PagedMemory, _Mapping]] = ...) -> None: ...
+
+class PagedMemory(_message.Message):
+    __slots__ = ("first", "stride", "blocks")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    first: _containers.RepeatedScalarFieldContainer[int]
+    stride: int
+    blocks: int
+    def __init__(self, first: _Optional[_Iterable[int]] = ..., stride: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ("name", "size")
@@ -238,20 +286,38 @@ class FetchPart(_message.Message):
     def __init__(self, destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., wanted: _Optional[bytes] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("job_id", "timeout_ms", "parts", "order", "progress", "window_us")
+    __slots__ = ("job_id", "timeout_ms", "parts", "order", "progress", "window_us", "rate")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_US_FIELD_NUMBER: _ClassVar[int]
+    RATE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     timeout_ms: int
     parts: _containers.RepeatedCompositeFieldContainer[FetchPart]
     order: Order
     progress: int
     window_us: int
-    def __init__(self, job_id: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[FetchPart, _Mapping]]] = ..., order: _Optional[_Union[Order, str]] = ..., progress: _Optional[int] = ..., window_us: _Optional[int] = ...) -> None: ...
+    rate: int
+    def __init__(self, job_id: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[FetchPart, _Mapping]]] = ..., order: _Optional[_Union[Order, str]] = ..., progress: _Optional[int] = ..., window_us: _Optional[int] = ..., rate: _Optional[int] = ...) -> None: ...
+
+class FetchPagesRequest(_message.Message):
+    __slots__ = ("job_id", "destination_id", "keys", "blocks", "timeout_ms", "progress")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    destination_id: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    timeout_ms: int
+    progress: int
+    def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ..., progress: _Optional[int] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("outcome", "detail", "fetched_bytes", "delivered_bytes", "delivered")
@@ -267,21 +333,33 @@ class FetchResponse(_message.Message):
     delivered: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., fetched_bytes: _Optional[int] = ..., delivered_bytes: _Optional[int] = ..., delivered: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
+class FetchLayersResponse(_message.Message):
+    __slots__ = ("layers", "answer")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    answer: FetchResponse
+    def __init__(self, layers: _Optional[int] = ..., answer: _Optional[_Union[FetchResponse, _Mapping]] = ...) -> None: ...
+
 class StoreRequest(_message.Message):
-    __slots__ = ("job_id", "destination_id", "offset", "keys", "timeout_ms", "parents")
+    __slots__ = ("job_id", "destination_id", "offset", "keys", "timeout_ms", "parents", "lasts_ms", "plain")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
+    LASTS_MS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     destination_id: int
     offset: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     timeout_ms: int
     parents: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ..., parents: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    lasts_ms: int
+    plain: bool
+    def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ..., parents: _Optional[_Iterable[bytes]] = ..., lasts_ms: _Optional[int] = ..., plain: _Optional[bool] = ...) -> None: ...
 
 class StoreResponse(_message.Message):
     __slots__ = ("outcome", "detail", "raw_bytes", "stored_bytes", "stored")
@@ -344,7 +422,7 @@ class TraceSpan(_message.Message):
     def __init__(self, step: _Optional[str] = ..., thread: _Optional[int] = ..., core: _Optional[int] = ..., begin_ns: _Optional[int] = ..., end_ns: _Optional[int] = ..., round: _Optional[int] = ..., piece: _Optional[int] = ..., slice: _Optional[int] = ..., input_bytes: _Optional[int] = ..., output_bytes: _Optional[int] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("kind", "tokens", "loaded_tokens", "predicted", "predicted_seconds", "seconds")
+    __slots__ = ("kind", "tokens", "loaded_tokens", "predicted", "predicted_seconds", "seconds", "stored_bytes", "cold_seconds", "queued_seconds")
     class PredictedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -358,13 +436,19 @@ class Decision(_message.Message):
     PREDICTED_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COLD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     kind: str
     tokens: int
     loaded_tokens: int
     predicted: _containers.ScalarMap[str, float]
     predicted_seconds: float
     seconds: float
-    def __init__(self, kind: _Optional[str] = ..., tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., predicted: _Optional[_Mapping[str, float]] = ..., predicted_seconds: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+    stored_bytes: int
+    cold_seconds: float
+    queued_seconds: float
+    def __init__(self, kind: _Optional[str] = ..., tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., predicted: _Optional[_Mapping[str, float]] = ..., predicted_seconds: _Optional[float] = ..., seconds: _Optional[float] = ..., stored_bytes: _Optional[int] = ..., cold_seconds: _Optional[float] = ..., queued_seconds: _Optional[float] = ...) -> None: ...
 
 class DecidedResponse(_message.Message):
     __slots__ = ()

@@ -49,6 +49,11 @@ class DataPlaneStub:
                 request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.AnnounceRequest.SerializeToString,
                 response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.AnnounceResponse.FromString,
                 _registered_method=True)
+        self.Expect = channel.unary_unary(
+                '/shadowserve.v1.DataPlane/Expect',
+                request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.ExpectRequest.SerializeToString,
+                response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.ExpectResponse.FromString,
+                _registered_method=True)
         self.RegisterDestination = channel.unary_unary(
                 '/shadowserve.v1.DataPlane/RegisterDestination',
                 request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.RegisterDestinationRequest.SerializeToString,
@@ -63,6 +68,16 @@ class DataPlaneStub:
                 '/shadowserve.v1.DataPlane/Fetch',
                 request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchRequest.SerializeToString,
                 response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchResponse.FromString,
+                _registered_method=True)
+        self.FetchPages = channel.unary_unary(
+                '/shadowserve.v1.DataPlane/FetchPages',
+                request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchPagesRequest.SerializeToString,
+                response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchResponse.FromString,
+                _registered_method=True)
+        self.FetchLayers = channel.unary_stream(
+                '/shadowserve.v1.DataPlane/FetchLayers',
+                request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchRequest.SerializeToString,
+                response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchLayersResponse.FromString,
                 _registered_method=True)
         self.Store = channel.unary_unary(
                 '/shadowserve.v1.DataPlane/Store',
@@ -116,6 +131,14 @@ class DataPlaneServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Expect(self, request, context):
+        """Says which requests wait in an engine's queue, and in which order they will run, so that what they fetch is near by
+        then: what has changed since the message before. A hint: nobody waits for what comes of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RegisterDestination(self, request, context):
         """Makes a memory segment of the caller known to the data plane, with the layout of the KV that moves through it.
         """
@@ -133,6 +156,23 @@ class DataPlaneServicer:
     def Fetch(self, request, context):
         """One round: fetch, decompress, dequantize and deliver the leading pieces, in their order, that fit. Returns once the
         round is quiet: after the answer, no thread writes into the regions, whatever the outcome.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchPages(self, request, context):
+        """The same for whole chunks that lie on devices of the data plane's tiers as an engine's pages are, straight into
+        pages of paged memory, layer by layer: what is not there so is ABSENT, however else it may be had. Quiet after the
+        answer, likewise, in all of the memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchLayers(self, request, context):
+        """The same of one part in the order of layers, for memory in which no word of progress can be, as it is not shared:
+        says how many leading layers are in place when there are more, and at last what Fetch would have answered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -193,6 +233,11 @@ def add_DataPlaneServicer_to_server(servicer, server):
                     request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.AnnounceRequest.FromString,
                     response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.AnnounceResponse.SerializeToString,
             ),
+            'Expect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Expect,
+                    request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.ExpectRequest.FromString,
+                    response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.ExpectResponse.SerializeToString,
+            ),
             'RegisterDestination': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterDestination,
                     request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.RegisterDestinationRequest.FromString,
@@ -207,6 +252,16 @@ def add_DataPlaneServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchRequest.FromString,
                     response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchResponse.SerializeToString,
+            ),
+            'FetchPages': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchPages,
+                    request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchPagesRequest.FromString,
+                    response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchResponse.SerializeToString,
+            ),
+            'FetchLayers': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchLayers,
+                    request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchRequest.FromString,
+                    response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchLayersResponse.SerializeToString,
             ),
             'Store': grpc.unary_unary_rpc_method_handler(
                     servicer.Store,
@@ -326,6 +381,33 @@ class DataPlane:
             _registered_method=True)
 
     @staticmethod
+    def Expect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shadowserve.v1.DataPlane/Expect',
+            shadowserve_dot_proto_dot_dataplane__pb2.ExpectRequest.SerializeToString,
+            shadowserve_dot_proto_dot_dataplane__pb2.ExpectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def RegisterDestination(request,
             target,
             options=(),
@@ -396,6 +478,60 @@ class DataPlane:
             '/shadowserve.v1.DataPlane/Fetch',
             shadowserve_dot_proto_dot_dataplane__pb2.FetchRequest.SerializeToString,
             shadowserve_dot_proto_dot_dataplane__pb2.FetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchPages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shadowserve.v1.DataPlane/FetchPages',
+            shadowserve_dot_proto_dot_dataplane__pb2.FetchPagesRequest.SerializeToString,
+            shadowserve_dot_proto_dot_dataplane__pb2.FetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchLayers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/shadowserve.v1.DataPlane/FetchLayers',
+            shadowserve_dot_proto_dot_dataplane__pb2.FetchRequest.SerializeToString,
+            shadowserve_dot_proto_dot_dataplane__pb2.FetchLayersResponse.FromString,
             options,
             channel_credentials,
             insecure,

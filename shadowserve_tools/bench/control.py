@@ -14,7 +14,9 @@ from typing import Any, Final
 import click
 import numpy as np
 
+from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
+from host_control.waiting import Chains, WaitingQueue
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import ShadowServeError
@@ -26,6 +28,11 @@ from shadowserve_tools.report import Chart, Output, Report, output_options
 __all__ = ["control"]
 
 BLOCK_TOKENS: Final = 16
+_WAITING: Final = 256
+_WAITING_BLOCKS: Final = 256
+_TIERS: Final = '{"memory_budget_bytes": "64MiB"}'
+_STEP_S: Final = 0.002
+"""Between two iterations of the queue: a decode step leaves more."""
 STEPS: Final = 1024
 """Four times a chunk's tokens: each request completes four chunks by decoding, so their share of the cost is in it."""
 
@@ -42,6 +49,10 @@ def control(requests: int, prompt_chunks: int, output: Output) -> None:
     that holds the whole prompt; it runs on a thread of its own, so its time is latency, not the engine's. A model of
     three groups has full attention, a window of 1,024 tokens and states, in blocks of one length, as vLLM makes them
     beside states: a chunk is a block, and of each group there are as many.
+
+    The queue is one of 256 requests of 256 blocks each, all of them stored. In each iteration one begins, one comes and
+    one ends, and in every second one is preempted: what the engine's thread says of that, and, on a thread of its own,
+    what it takes to tell a data plane with tiers.
     """
     report = Report("control", ["what", "median_ms", "worst_ms", "runs"])
     whole = llama_8b(prompt_chunks, layers=1)
@@ -58,10 +69,16 @@ def control(requests: int, prompt_chunks: int, output: Output) -> None:
             stack.callback(side.close)
             steps[what] = _steps(side, requests, len(workloads))
             lookups[what], commands[what] = _lookups(side, whole, storage.address)
+        tiered = stack.enter_context(start_data_plane(logs, storage.address, "--tiers", _TIERS))
+        queue_ms, told_ms = _queue_steps(stack, tiered.address)
     for name, found in ((f"iteration{{}}, {requests} running requests", steps), ("lookup{}", lookups)):
         for what, samples in found.items():
             row = {"median_ms": float(np.median(samples)), "worst_ms": max(samples), "runs": len(samples)}
             report.row(what=name.format(what), **row)
+    for what, samples in (("iteration's share of the queue", queue_ms), ("message of what has changed", told_ms)):
+        row = {"median_ms": float(np.median(samples)), "worst_ms": max(samples), "runs": len(samples)}
+        report.row(what=f"{what}, {_WAITING} of {_WAITING_BLOCKS} blocks wait", **row)
+    report.ratio("queue_step_ms", queue_ms, "at most 0.1; on the engine's thread")
     for what, most_ms in (("", 0.2), (" of three groups", 0.4)):
         named = what.replace(" ", "_")
         report.ratio(f"iteration{named}_over_{most_ms}_ms", [each / most_ms for each in steps[what]], "at most 1")
@@ -147,6 +164,47 @@ def _groups(config: HostConfig, count: int) -> Any:
     return groups
 
 
+def _queue_steps(stack: ExitStack, address: str) -> tuple[list[float], list[float]]:
+    """Milliseconds of many iterations in which a long queue changes; and of what tells a data plane of each."""
+    plane = DataPlaneClient(address)
+    stack.callback(plane.close)
+    if not plane.wait_ready(10):
+        raise ShadowServeError(f"the data plane at {address} does not answer")
+    chunks = _WAITING_BLOCKS * BLOCK_TOKENS // DEFAULT_CHUNK_TOKENS
+    keys = [[bytes([chunk, *index.to_bytes(4, "little")]).ljust(32, b"k") for chunk in range(chunks)]
+            for index in range(_WAITING)]  # fmt: skip
+
+    def look(name: str) -> Chains:
+        return {plane: [(bytes(32), keys[int(name) % _WAITING])]}
+
+    queue = WaitingQueue(look, [plane])
+    stack.callback(queue.close)
+    told: list[float] = []
+    tell = queue._tell
+
+    def timed() -> None:
+        begin = time.thread_time()
+        tell()
+        told.append((time.thread_time() - begin) * 1e3)
+
+    queue._tell = timed  # type: ignore[method-assign]
+    for index in range(_WAITING):
+        queue.arrived(str(index))
+    samples = []
+    for step in range(STEPS):
+        begin = time.perf_counter()
+        queue.begun(str(step))
+        if step:
+            queue.ended(str(step - 1))
+        queue.arrived(str(step + _WAITING))
+        if step % 2:
+            queue.sent_back(str(step))
+            queue.begun(str(step))
+        samples.append((time.perf_counter() - begin) * 1e3)
+        time.sleep(_STEP_S)
+    return samples, told
+
+
 def _request(name: str, tokens: list[int]) -> Any:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
@@ -195,7 +253,7 @@ def _steps(side: Any, count: int, groups: int) -> list[float]:
 def _lookups(side: Any, workload: Workload, storage: str) -> tuple[list[float], list[float]]:
     """Milliseconds from a prompt's arrival to its answer, hashing included, and commands that storage executed.
 
-    The data plane sends them together, one for 1,024 keys.
+    The data plane sends them together, one for 512 keys.
     """
     samples, commands = [], []
     with client(storage) as server:

@@ -1,5 +1,7 @@
 """``shadowserve bench decide``: fetch or compute, by prediction, against always the one and always the other."""
 
+import itertools
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -73,7 +75,10 @@ class _Results:
     type=click.FloatRange(0.001, 100), help="Rate of the link, Gbit/s, in this order; may be given several times.",
 )  # fmt: skip
 @click.option("--layer-order", is_flag=True, help="Let prompts come layer by layer, too, where that is sooner.")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
+@click.option(
+    "--repeats", default=5, show_default=True, type=click.IntRange(1, 50),
+    help="Pairs that count of the longest prompt; of one that has a fourth of its tokens twice as many, and so on.",
+)  # fmt: skip
 @output_options
 def decide(
     depth: int,
@@ -161,12 +166,15 @@ def _measure(
         results.learning_s.append((tokens, rate, bed.ask(_prompt(tokens))["ttft_s"]))
     cells = [_Cell(tokens, rate) for tokens in prompts]
     results.cells += cells
-    for number in range(repeats):
+    number = itertools.count()
+    for _ in range(repeats):
         tell(f"asking over {rate:g} Gbit/s")
         for cell in cells:
-            for name in _WAYS if number % 2 == 0 else reversed(_WAYS):
-                bed.engine.ask("hits", way=_WAYS[name])
-                _ask(bed, cell, name, results.answers[cell.tokens])
+            # What disturbs the machine disturbs short prompts by more.
+            for _ in range(round(math.sqrt(max(prompts) / cell.tokens))):
+                for name in _WAYS if next(number) % 2 == 0 else reversed(_WAYS):
+                    bed.engine.ask("hits", way=_WAYS[name])
+                    _ask(bed, cell, name, results.answers[cell.tokens])
 
 
 def _ask(bed: Bed, cell: _Cell, name: str, answer: list[int]) -> None:

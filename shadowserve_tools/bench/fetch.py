@@ -313,13 +313,18 @@ def naive(server: "redis.Redis", workload: Workload, storage: Child) -> Contende
 
 
 class Target:
-    """Memory that a data plane fetches a workload into, through the client and the segment that an engine uses."""
+    """Memory that a data plane fetches a workload into, through the client and the segment that an engine uses.
+
+    Attributes:
+        rate: bytes a second that calls which begin from now on are held to; 0: none.
+    """
 
     def __init__(self, client: DataPlaneClient, destination: Destination, workload: Workload) -> None:
         self._client = client
         self._destination = destination
         self._workload = workload
         self._memory = destination.acquire(CALL_TIMEOUT_S).memory
+        self.rate = 0
 
     @classmethod
     @contextmanager
@@ -354,7 +359,7 @@ class Target:
         """Fetch what fits behind ``offset`` of the chunks from ``first`` up to ``last``; return how many that were."""
         keys, room = self._workload.keys[first:last], len(self._memory) - offset
         part = FetchPart.whole(self._workload.layout, self._destination.destination_ids[0], keys, offset, room)
-        answer = self._client.start_fetch(secrets.token_hex(8), [part], CALL_TIMEOUT_S).result()
+        answer = self._client.start_fetch(secrets.token_hex(8), [part], CALL_TIMEOUT_S, rate=self.rate).result()
         (chunks,) = answer.chunks
         if not chunks or answer.reason not in ("complete", "round_full"):
             raise ShadowServeError(f"fetching stopped at chunk {first + chunks}: {answer.reason}: {answer.detail}")

@@ -1,6 +1,7 @@
 """``shadowserve bench layers``: computing as the first layer arrives, against waiting for all of a prefix."""
 
 import contextlib
+import functools
 import itertools
 import json
 import secrets
@@ -95,6 +96,7 @@ class Bed:
         tokens_max: int,
         connections: int,
         over_s3: bool = False,
+        held_requests: int = 0,
         **host: Any,
     ) -> None:
         partition = Partition.halves()
@@ -121,13 +123,12 @@ class Bed:
         self._chunks_stored = 0
         self.systems = [name for name, system in _SYSTEMS.items() if over_s3 or not system.cold]
         address = f"unix:{folder}/dpu.sock"
-        with network.client_side():
-            stack.enter_context(
-                start_data_plane(
-                    folder, storage.address, "--listen", address, "--cores", cores, "--connections", str(connections),
-                    environment={"SHADOWSERVE_DPU_STORAGE_PASSWORD": password},
-                )
-            )  # fmt: skip
+        self._start_plane = functools.partial(
+            start_data_plane, folder, storage.address, "--listen", address, "--cores", cores,
+            "--connections", str(connections), environment={"SHADOWSERVE_DPU_STORAGE_PASSWORD": password},
+        )  # fmt: skip
+        self._plane = stack.enter_context(ExitStack())
+        self.restart_plane()
         told = {
             "data_plane": address,
             "fetch_buffer_bytes": buffer_bytes,
@@ -137,10 +138,17 @@ class Bed:
         told |= dict.fromkeys(("lookup_timeout", "fetch_timeout", "store_timeout"), _TIMEOUT_S / 2) | host
         # One step for all that a prompt computes, as engines do that only compute prompts.
         engine = started_engine(
-            "engine", folder, partition.engine, model, load, 1, plugin(told), step_tokens=load.prompt_tokens
-        )
+            "engine", folder, partition.engine, model, load, 1, plugin(told), step_tokens=load.prompt_tokens,
+            held_requests=held_requests,
+        )  # fmt: skip
         self.engine: Engine = stack.enter_context(engine)
         self.plane = stack.enter_context(contextlib.closing(DataPlaneClient(address)))
+
+    def restart_plane(self, *flags: str) -> None:
+        """Start the data plane with more flags, in the place of the one that runs, if one does."""
+        self._plane.close()
+        with self._network.client_side():
+            self._plane.enter_context(self._start_plane(*flags))
 
     def ask(self, tokens: Sequence[int]) -> dict[str, Any]:
         """Return what a prompt met."""

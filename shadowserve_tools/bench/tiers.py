@@ -23,7 +23,7 @@ from shadowserve_tools.bench.peers.installed import Bed, Start, lmcache_server, 
 from shadowserve_tools.processes import Child, start_data_plane, start_storage
 from shadowserve_tools.report import Chart, Cost, Output, Report, measure, output_options, repeat
 
-__all__ = ["tiers"]
+__all__ = ["await_line", "tiers"]
 
 MEMORY, SSD, REMOTE, MIXED = "memory", "SSD", "storage node", "memory + SSD + storage node"
 PEER_MEMORY, PEER_DISK = "LMCache, memory", "LMCache, files"
@@ -127,7 +127,7 @@ class _Plane:
         self._processes[:] = [psutil.Process(child.process.pid) for child in (plane, self._storage)]
         self._target = self._stack.enter_context(Target.opened(plane.address, self._workload))
         if self._has_devices:
-            _await_line(plane, "memory_registered")  # which takes cores for a moment after a start
+            await_line(plane, "memory_registered")  # which takes cores for a moment after a start
         self._target.touch(len(self._workload.keys) - 1)
         if self._prime:
             self._target.fetch(self._prime)
@@ -176,7 +176,7 @@ def _ours(stack: ExitStack, logs: Path, disk: Path, workload: Workload) -> list[
     return [plane.contender(name) for name, plane in planes.items()]
 
 
-def _await_line(child: Child, text: str) -> None:
+def await_line(child: Child, text: str) -> None:
     """Wait until a program has logged something."""
     ends = time.monotonic() + LINE_TIMEOUT_S
     while text not in child.log.read_text():

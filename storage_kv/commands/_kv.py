@@ -40,8 +40,11 @@ def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 def cold(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """KV.COLD key [key ...]: for each record in the bucket alone, after how many milliseconds it is expected here.
 
-    At least 1, and as if it and those before it were asked for now; 0 of what is here or nowhere. Waits for nothing.
+    At least 1, and as if it and those before it were asked for now; 0 of what is here or nowhere; nil where there is no
+    bucket. Waits for nothing.
     """
+    if node.store.expected_s(0) is None:
+        return encode_null(session.protocol)
     size = 0
 
     def expected(key: Address) -> bytes:
@@ -50,7 +53,7 @@ def cold(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         if item is None or not item.is_cold:
             return b":0\r\n"
         size += item.length
-        return b":%d\r\n" % max(1, round(1e3 * node.store.expected_s(size)))
+        return b":%d\r\n" % max(1, round(1e3 * (node.store.expected_s(size) or 0)))
 
     return More.of([encode_array_header(len(arguments) - 1)], map(session.qualify, arguments[1:]), expected)
 

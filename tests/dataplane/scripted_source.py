@@ -72,6 +72,23 @@ class ScriptedSource(Source):
         found = (self.records.get(key) for key in keys)
         return [None if data is None else Stored(len(data), data[: head_length(data) or 64]) for data in found]
 
+    async def receive(self, job: Job, key: bytes, first: int, memory: memoryview) -> Result:
+        self._check()
+        self.asked.append(b"GETRANGE")
+        await job.within(self._freed(), "waiting for the script")
+        if key in self.damaged:
+            self.damaged.remove(key)
+            memory[:] = bytes(len(memory))
+            return Result.OK
+        part = self.records.get(key, b"")[first : first + len(memory)]
+        if len(part) < len(memory):
+            return Result.NOT_FOUND
+        memory[:] = part
+        return Result.OK
+
+    async def _freed(self) -> None:
+        await self.free.wait()
+
     async def deliver(self, job: Job, order: Order) -> Delivered:
         self._check()
         values = self.records | ({} if order.authoritative else self.copies)
@@ -106,6 +123,8 @@ class ScriptedSource(Source):
                 )  # fmt: skip
         if result is Result.OK:
             self.records.setdefault(key, values[storage_key(key)])
+            if record.lasts_ms:
+                asyncio.get_running_loop().call_later(record.lasts_ms / 1000, self.records.pop, key, None)
         return result, text
 
     async def delete(self, key: bytes) -> None:

@@ -6,11 +6,12 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from dataplane_support import BACKEND, Client, Server, keys_of, kv, layout, make_record, running
+from dataplane_support import BACKEND, Client, Server, config, keys_of, kv, layout, make_record, running
 from machine import until
 
 from dpu_dataplane.config import codec_name
 from dpu_dataplane.jobs import Job
+from dpu_dataplane.rounds import encoded_bound
 from dpu_dataplane.sources.source import Encoded
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout
@@ -182,12 +183,15 @@ async def test_what_is_no_good_is_replaced(redis: Server, bad: bytes) -> None:
 
 
 async def test_chunks_are_encoded_while_those_before_them_are_put_and_each_is_its_own(storage: Server) -> None:
-    """The store buffer has two halves. Whoever encodes into the one that is being sent stores another chunk's bytes."""
+    """As far ahead as the store buffer goes. Whoever encodes over what is being sent stores another chunk's bytes."""
     shape = layout(vector_length=2048)
     keys = keys_of(shape, 10)
-    async with running(storage, store_buffer_bytes="6MiB", store_cores=[0]) as (daemon, client):
+    async with running(storage, store_buffer_bytes="3MiB", store_cores=[0]) as (daemon, client):
         await client.register(shape, 10)
         fill(client, shape, 10)
+        codec = native.Codec[codec_name("auto", BACKEND).upper()]
+        places = (3 << 20) // encoded_bound(shape, codec, int(config(storage).slice_bytes))
+        assert 2 < places < len(keys)
         put, encoded = daemon._source.put, Counter[str]()
         encode = daemon._pipeline.encode
 
@@ -197,8 +201,8 @@ async def test_chunks_are_encoded_while_those_before_them_are_put_and_each_is_it
 
         async def slowly(job: Job, key: bytes, record: Encoded) -> tuple[native.Result, str]:
             number = keys.index(key)
-            await until(lambda: encoded["chunks"] >= min(number + 2, len(keys)))
-            assert encoded["chunks"] <= number + 2, "into the half that is being sent"
+            await until(lambda: encoded["chunks"] >= min(number + places, len(keys)))
+            assert encoded["chunks"] <= number + places, "over what is being sent"
             return await put(job, key, record)
 
         with patch.object(daemon._pipeline, "encode", count), patch.object(daemon._source, "put", slowly):

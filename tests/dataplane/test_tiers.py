@@ -24,7 +24,8 @@ from dataplane_support import (
     make_record,
     running,
 )
-from machine import PATIENCE_S, until
+from machine import NEVER_MS, PATIENCE_S, until
+from prometheus_client import generate_latest
 
 from dpu_dataplane.server import Daemon
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of
@@ -76,12 +77,14 @@ async def storage_away(client: Client, keys: Sequence[bytes]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def store(client: Client, indexes: Sequence[int] = range(6), shape: Any = SHAPE, keys: Any = KEYS) -> list[bool]:
+async def store(
+    client: Client, indexes: Sequence[int] = range(6), shape: Any = SHAPE, keys: Any = KEYS, lasts_ms: int = 0
+) -> list[bool]:
     """Store chunks; return which are stored."""
     size = shape.raw_bytes
     for place, index in enumerate(indexes):
         client.segment.memory[place * size : (place + 1) * size] = np.frombuffer(kv(shape, index), np.uint8)
-    return (await client.store([keys[index] for index in indexes])).stored
+    return (await client.store([keys[index] for index in indexes], lasts_ms=lasts_ms)).stored
 
 
 async def fetch_all(client: Client, keys: Sequence[bytes]) -> None:
@@ -169,6 +172,18 @@ async def test_what_is_stored_goes_to_the_tier_and_to_storage(mortal_storage: Se
         others = keys_of(SHAPE, 6, seed=8)
         assert await store(client, [0, 1], keys=others) == [True] * 2, "the tiers serve alone"
         assert (await client.fetch(others[:2])).chunks == 2
+
+
+async def test_what_is_stored_for_a_while_goes_to_the_tier_alone_if_it_has_room(storage: Server) -> None:
+    for memory, near in (("32MiB", True), ("1MiB", False)):
+        shape = SHAPE if near else layout(vector_length=8192)  # 2 MiB
+        keys = keys_of(shape, 1)
+        async with running(storage, tiers=tiers_of(memory=memory)) as (_, client):
+            await client.register(shape, 1)
+            assert await store(client, [0], shape, keys, lasts_ms=NEVER_MS) == [True]
+            assert storage.has(keys[0]) != near
+            assert (await client.fetch(keys)).outcome == pb.OUTCOME_COMPLETE
+            assert client.chunk(0) == kv(shape, 0)
 
 
 async def test_a_tier_smaller_than_a_prompt_serves_it_right(storage: Server, tmp_path: Path) -> None:
@@ -280,24 +295,55 @@ async def test_two_models_on_one_tier_never_meet() -> None:
             await client.close()
 
 
-async def test_a_device_that_stands_still_costs_no_more_than_the_deadline(storage: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("alone", [False, True], ids=["above", "alone"])
+async def test_a_device_that_stands_still_costs_its_patience_or_the_deadline(
+    storage: Server, tmp_path: Path, alone: bool
+) -> None:
     put_all(storage)
-    async with running(storage, tiers=tiers_of(tmp_path), command_timeout=0.5) as (daemon, client):
+    tiers_on = tiers_of(tmp_path)
+    async with running(storage, tiers=tiers_on, command_timeout=0.5) as (daemon, client):
         await client.register(SHAPE, 6)
         assert_right(client, await client.fetch(KEYS))
+    async with running("" if alone else storage, tiers=tiers_on, command_timeout=0.5) as (daemon, client):
+        await client.register(SHAPE, 6)
+        assert (await client.lookup(KEYS)).present == [[True] * 6], "heads are remembered from here on"
         await cool(daemon)
         tiers = tiers_in(daemon)
         poll, free = tiers.pool.poll, asyncio.Event()
         tiers.pool.poll = lambda: free.is_set() and poll()  # type: ignore[method-assign]
-        answer = await client.fetch(KEYS, timeout_ms=500)
+        answer = await client.fetch(KEYS, timeout_ms=300)
         assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_DEADLINE)
         client.segment.memory[:] = 0xA5
-        tiers._heads.clear()
-        assert (await client.lookup(KEYS)).present == [[True] * 6], "storage is asked for heads that do not come"
+        if alone:
+            answer = await client.fetch(KEYS)
+            assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_ABSENT)
+        else:
+            assert_right(client, await client.fetch(KEYS))
+            tiers._heads.clear()
+            assert (await client.lookup(KEYS)).present == [[True] * 6], "storage is asked for heads that do not come"
         free.set()
         await until(lambda: not tiers.pool.busy)
         assert (client.segment.memory == 0xA5).all(), "nothing lands where an answer has been given"
+        if not alone:
+            assert_right(client, await client.fetch(KEYS))
+
+
+async def test_what_devices_cannot_take_is_dropped_and_counted(storage: Server, tmp_path: Path) -> None:
+    put_all(storage)
+    bound = {"write_bytes_under_way_max": "1MiB"}
+    async with running(storage, tiers=tiers_of(tmp_path) | bound) as (daemon, client):
+        await client.register(SHAPE, 6)
+        tiers = tiers_in(daemon)
+        poll, free = tiers.pool.poll, asyncio.Event()
+        tiers.pool.poll = lambda: free.is_set() and poll()  # type: ignore[method-assign]
         assert_right(client, await client.fetch(KEYS))
+        records = daemon.metrics.tier_records
+        assert records["kept"] + records["dropped"] == 6
+        assert 0 < records["kept"] <= (1 << 20) // min(map(len, RECORDS))
+        free.set()
+        await until(lambda: not tiers.pool.busy)
+        assert_right(client, await client.fetch(KEYS))
+        assert records["memory"] > 0, "what was kept is served"
 
 
 async def test_nothing_is_evicted_under_a_round_that_reads_it(mortal_storage: Server, tmp_path: Path) -> None:
@@ -396,3 +442,14 @@ async def test_a_daemon_that_is_killed_while_it_keeps_has_whole_records_or_none(
             await client.close()
             process.close()
     assert kept > 0, "nothing was kept, so that nothing was tested"
+
+
+@pytest.mark.parametrize("devices", [True, False])
+async def test_metrics_of_a_data_plane_with_tiers_answered_500(tmp_path: Path, devices: bool) -> None:
+    async with running("", tiers=tiers_of(tmp_path if devices else None)) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await store(client)
+        text = generate_latest(daemon.metrics.registry).decode()
+        found = {name: float(value) for name, value in re.findall(r"^shadowserve_(tier_\w+) (\S+)$", text, re.M)}
+        assert found["tier_objects"] == 6 and found["tier_devices_gone"] == 0
+        assert 0 < found["tier_used_bytes"] <= found["tier_capacity_bytes"]

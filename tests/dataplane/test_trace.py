@@ -115,6 +115,8 @@ async def test_where_everything_is_computed_a_recording_holds_decisions_alone(cl
         ({"predicted": {"fetch": float("nan")}}, "nan"),
         ({"seconds": -1.0}, "-1.0"),
         ({"seconds": float("inf")}, "inf"),
+        ({"cold_seconds": float("nan")}, "nan"),
+        ({"queued_seconds": -2.0}, "-2.0"),
     ],
     ids=str,
 )

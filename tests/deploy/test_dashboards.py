@@ -67,9 +67,10 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, set
     logs = tmp_path_factory.mktemp("logs")
     ports = [free_port(), free_port()]
     small = ["--decompression-buffer-bytes", "8 MiB", "--store-buffer-bytes", "8 MiB"]
+    tiers = ["--tiers", '{"memory_budget_bytes": "8MiB"}']
     with (
         start_storage(logs, "--metrics-port", str(ports[0])) as storage,
-        start_data_plane(logs, storage.address, *PATIENT, *small, "--metrics-port", str(ports[1])),
+        start_data_plane(logs, storage.address, *PATIENT, *small, *tiers, "--metrics-port", str(ports[1])),
     ):
         found = {"storage": scraped(ports[0]), "dataplane": scraped(ports[1])}
     found["vllm"] = {f"vllm:shadowserve_{name}_total" for name in counters_of_the_plugin()}

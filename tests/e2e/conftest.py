@@ -56,7 +56,8 @@ def model(family: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="session")
 def make_engine(model: Path) -> Callable[..., Engine]:
     def make(data_plane: str | None, **options: Any) -> Engine:
-        return Engine(options.pop("model", model), data_plane, **options)
+        extra = {"computing_cache": "none"} | options.pop("extra", {})
+        return Engine(options.pop("model", model), data_plane, extra=extra, **options)
 
     return make
 

@@ -45,3 +45,44 @@ def test_a_host_is_served_from_its_own_tiers_after_a_restart_of_its_data_plane(
         if engine is not None:
             engine.close()
         daemon.stop()
+
+
+SEEDS = range(11, 15)
+GENERATED = 110
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_more_requests_than_memory_go_through_the_tiers(
+    make_engine: Callable[..., Any], prompt: Any, reference: Any, killed: bool
+) -> None:
+    """Killed: with the first preemption, and started again, empty: what it was given is computed."""
+    tiers = json.dumps({"memory_budget_bytes": "64MiB"})
+    daemon = Process("dpu", "--listen", f"127.0.0.1:{free_port()}", "--tiers", tiers, *PATIENT)
+    engine = None
+    try:
+        engine = make_engine(
+            daemon.address, enable_prefix_caching=False, num_gpu_blocks_override=45, max_model_len=1200
+        )
+        prompts = [prompt(300, seed) for seed in SEEDS]
+        follow, held = engine.connector._scheduler._preemption.follow, []
+
+        def followed(output: Any) -> Any:
+            lost = follow(output)
+            if lost and killed and not held:
+                daemon.kill()
+                daemon.restart()
+            held.extend(lost)
+            return lost
+
+        engine.connector._scheduler._preemption.follow = followed
+        assert engine.outputs(prompts, GENERATED) == reference(prompts, GENERATED)
+        assert held, "the test wants preemptions"
+        assert engine.free_blocks() == 44
+        counted = engine.counters()
+        assert counted["saved_tokens"] == sum(each.tokens // 32 * 32 for each in held)
+        if not killed:
+            assert counted["loaded_tokens"] == counted["restored_tokens"] == counted["saved_tokens"]
+    finally:
+        if engine is not None:
+            engine.close()
+        daemon.stop()

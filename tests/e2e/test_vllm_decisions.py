@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from machine import wait_for
 
+from host_control.slack.table import ComputeTable
+
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 SEEDS = range(1, 6)
@@ -27,10 +29,15 @@ def engine(running: Any, plane: Any) -> Any:
     running.reset(plane, records=True)
     plane.script.record_bytes = 100_000
     plane.decisions.clear()
-    deciding = running.connector._scheduler._deciding
-    policy = deciding._policy
-    deciding._policy = type(policy)(
-        chunk_tokens=256, step_tokens=policy._step_tokens, load_tokens_min=64, fetch_timeout=100 * SLOW_S
+    scheduler = running.connector._scheduler
+    policy = scheduler._deciding._policy
+    scheduler._timing.table = ComputeTable()
+    scheduler._deciding._policy = type(policy)(
+        scheduler._timing.table,
+        chunk_tokens=256,
+        step_tokens=policy._step_tokens,
+        load_tokens_min=64,
+        fetch_timeout=100 * SLOW_S,
     )
     return running
 
@@ -93,3 +100,25 @@ def test_a_load_that_takes_its_whole_time_is_learnt_from(engine: Any, plane: Any
         plane.calls.clear()
         assert [cached(engine, *each) for each in zip(prompts[3:], expected[3:], strict=True)] == [0] * 2
     assert "Fetch" not in plane.calls
+
+
+def test_workers_fetch_at_the_rate_that_the_scheduler_sets(
+    engine: Any, plane: Any, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(600, 1)
+    (expected,) = reference([tokens])
+    assert cached(engine, tokens, expected) == 0
+    engine.flush()
+    timing = engine.connector._scheduler._timing
+    step = timing.step
+
+    def bounded(*arguments: Any, **named: Any) -> None:
+        step(*arguments, **named)
+        timing.rate = 99 << 20
+
+    for rate in (0, 99 << 20):
+        engine.forget()
+        plane.rates.clear()
+        assert cached(engine, tokens, expected) == 512
+        assert set(plane.rates) == {rate}
+        monkeypatch.setattr(timing, "step", bounded)

@@ -14,22 +14,31 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
 def test_an_engine_stores_from_and_loads_into_exported_memory(
-    tmp_path: Path, make_engine: Callable[..., Any], prompt: Any, reference: Any
+    tmp_path: Path, make_engine: Callable[..., Any], prompt: Any, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = prompt(700)
     with (
         start_storage(tmp_path) as storage,
         start_data_plane(tmp_path, storage.address, *PATIENT, "--backend", "doca") as data_plane,
     ):
-        engine = make_engine(data_plane.address, extra={"delivery": "exported"})
+        engine = make_engine(data_plane.address, extra={"delivery": "exported", "layer_order": True})
         try:
             assert engine.outputs([tokens]) == reference([tokens])
             engine.flush()
+            streams, client = [], engine.worker._client
+            start = client.start_fetch_layers
+            monkeypatch.setattr(client, "start_fetch_layers", lambda *given: streams.append(given) or start(*given))
             for _ in range(2):
                 engine.forget()
+                for cache in engine.worker._parts[0][0].layout._mover._views:
+                    cache.fill_(3.0)  # or blocks may still hold what was computed there
                 (output,) = engine.generate([tokens])
                 assert [list(output.outputs[0].token_ids)] == reference([tokens])
                 assert output.num_cached_tokens == 512
+            assert len(streams) == 2, "layer by layer: what is there is told by a stream, as no memory is shared"
+            engine.forget()
+            assert engine.outputs([prompt(31), tokens]) == reference([prompt(31), tokens])
+            assert len(streams) == 2, "beside a request that runs, chunk by chunk"
             for part in (engine.worker._managers[0], engine.worker._store):  # to fetch into, and to store from
                 assert isinstance(part._destination.current, ExportedHostMemory)
         finally:

@@ -1,8 +1,11 @@
 """Models with several KV cache groups: windows, windows with sinks, states; hits are right, and memory stays vLLM's."""
 
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from machine import PATIENCE_S, wait_for
 
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -45,6 +48,43 @@ def test_every_group_comes_back_from_the_store(
             assert [list(output.outputs[0].token_ids)] == expected[1:]
             assert output.num_cached_tokens == 0
             assert engine.counters()[f"load_failures/{reason}"] == 1
+        take_over(engine, data_plane, prompts[1], expected[1], states=name == "qwen3_next")
     finally:
         engine.close()
     assert data_plane.destinations == 0
+
+
+def take_over(engine: Any, plane: Any, prompt: list[int], expected: list[int], states: bool) -> None:
+    """Have the engine wait for a prompt's last chunk, of full attention; once it comes, and once it does not.
+
+    Of windows each chunk is kept, so that the hit is a chunk shorter without it; of states that is vLLM's to say.
+    """
+    chunk = engine.connector._groups.chunk_tokens
+    whole = len(prompt) // chunk * chunk
+    for comes, hits in ((True, {whole}), (False, {0, whole - chunk} if states else {whole - chunk})):
+        engine.flush()
+        engine.forget()
+        asked = Counter[bytes]()
+        for fetch in plane.fetches:
+            asked[fetch.destination_id] += len(fetch.keys)
+        plane.script = type(plane.script)()
+        full, _ = asked.most_common(1)[0]
+        last = [fetch for fetch in plane.fetches if fetch.destination_id == full][-1].keys[-1]
+        kept = plane.records.pop(last)
+        plane.announced[last] = int(1000 * PATIENCE_S)
+        before = plane.calls.count("Fetch")
+
+        def end(last: bytes = last, kept: Any = kept, comes: bool = comes, before: int = before) -> None:
+            wait_for(lambda: plane.calls.count("Fetch") > before)
+            if comes:
+                plane.records[last] = kept
+            del plane.announced[last]
+
+        with ThreadPoolExecutor(1) as other:
+            ended = other.submit(end)
+            params = {"do_remote_prefill": True, "do_remote_decode": False}
+            (output,) = engine.generate([prompt], extra_args={"kv_transfer_params": params})
+            ended.result()
+        assert list(output.outputs[0].token_ids) == expected
+        assert output.num_cached_tokens in hits
+        assert engine.counters().get("load_failures/announced_gone", 0) == int(not comes)

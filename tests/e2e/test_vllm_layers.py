@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from machine import PATIENCE_S
+from machine import PATIENCE_S, wait_for
+
+from host_control.decision import Decision
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -20,14 +22,24 @@ LENGTHS = (31, 256, 257, 500, 513, 1000)
 @pytest.fixture(scope="module")
 def running(plane: Any, make_engine: Callable[..., Any], reference: Any) -> Iterator[Any]:
     """An engine that loads layer by layer; ``reference`` has shown that another prefix gives other outputs."""
-    engine = make_engine(plane.address, extra={"layer_order": True})
+    engine = make_engine(plane.address, extra={"layer_order": True, "fetch_or_compute": True})
     yield engine
     engine.close()
 
 
+@pytest.fixture(scope="module")
+def decides(running: Any) -> Any:
+    """What has it decide."""
+    return running.connector._scheduler._deciding
+
+
 @pytest.fixture
-def engine(running: Any, plane: Any, prompt: Any) -> Any:
-    """The same, with every prompt's chunks stored and forgotten by the engine, and garbage where they were."""
+def engine(running: Any, decides: Any, plane: Any, prompt: Any) -> Any:
+    """The same, with every prompt's chunks stored and forgotten by the engine, and garbage where they were.
+
+    Whatever it thinks, it loads what is stored.
+    """
+    running.connector._scheduler._deciding = None
     running.reset(plane, records=True)
     running.outputs([prompt(1000)])
     running.flush()
@@ -59,7 +71,69 @@ def test_outputs_are_the_same(engine: Any, plane: Any, reference: Any, prompt: A
     assert not any(name.startswith("load_failures") for name in counted)
     assert "Store" not in plane.calls, "known chunks are not stored again"
     assert plane.layerwise_calls == sum(length >= 256 for length in LENGTHS)
-    assert all(plane.windows_us[-plane.layerwise_calls + 1 :]), "what a layer takes is known after the first"
+    assert all(plane.windows_us[-plane.layerwise_calls + 3 :]), "what a layer takes is known after three"
+
+
+@pytest.fixture
+def deciding(engine: Any, decides: Any, plane: Any) -> Any:
+    """The same, taking what is sooner: it knows that a token takes a millisecond, and a load a fifth of a second."""
+    side, policy = engine.connector._scheduler, decides._policy
+    policy = decides._policy = type(policy)(
+        chunk_tokens=256, step_tokens=policy._step_tokens, load_tokens_min=64, fetch_timeout=PATIENCE_S
+    )
+    for tokens in (300, 600, 900):
+        policy.computed(tokens, tokens * tokens / 2, tokens / 1000)
+        policy.fetched(Decision(way="fetch", end_tokens=0, kind="fetch", load_bytes=3e5), 0.2)
+    side._deciding = decides
+    plane.script.record_bytes = 100_000
+    plane.decisions.clear()
+    yield engine
+    plane.script.record_bytes = 0
+
+
+def test_layers_are_taken_where_that_is_predicted_to_be_soonest_and_the_answer_is_right(
+    deciding: Any, plane: Any, reference: Any, prompt: Any
+) -> None:
+    (output,) = deciding.generate([prompt(1000)])
+    assert [list(output.outputs[0].token_ids)] == reference([prompt(1000)])
+    assert output.num_cached_tokens == 768 and plane.layerwise_calls == 1
+    wait_for(lambda: plane.decisions)
+    (told,) = plane.decisions
+    assert (told.kind, told.loaded_tokens, told.stored_bytes) == ("layers", 768, 300_000)
+    soonest = told.predicted["layers"]
+    assert soonest == pytest.approx(0.232 + 0.2 / layers(deciding), rel=0.1), "the load is hidden but for a layer"
+    assert soonest == told.predicted_seconds < min(told.predicted["fetch"], told.predicted["compute"])
+    counted = deciding.counted_since()
+    assert counted["decisions/layers"] == 1 and counted["loaded_tokens"] == 768
+    policy = deciding.connector._scheduler._deciding._policy
+    assert policy._loads == {}, "the link is free again"
+    assert policy._fetching._last[-1][1] < 0.2, "that this load was quicker is learnt"
+    assert len(policy._computing._last) == 3, "a step that waits for layers tells nothing of computing"
+
+
+def test_where_layers_would_come_too_late_the_prompt_is_computed_and_the_answer_is_the_same(
+    deciding: Any, plane: Any, reference: Any, prompt: Any
+) -> None:
+    policy = deciding.connector._scheduler._deciding._policy
+    for _ in range(3):
+        policy.fetched(Decision(way="fetch", end_tokens=0, kind="fetch", load_bytes=3e5), 20.0)
+    assert deciding.outputs([prompt(1000)]) == reference([prompt(1000)])
+    assert plane.layerwise_calls == 0 and "Fetch" not in plane.calls
+    wait_for(lambda: plane.decisions)
+    (told,) = plane.decisions
+    assert told.kind == "compute" and told.predicted["layers"] > 19
+
+
+def test_layers_that_were_decided_for_and_fail_cost_no_token(
+    deciding: Any, plane: Any, reference: Any, prompt: Any
+) -> None:
+    plane.script.fail_layer, plane.script.fail_fetch_at = 1, 0
+    assert deciding.outputs([prompt(1000)]) == reference([prompt(1000)])
+    assert plane.layerwise_calls == 1
+    counted = deciding.counted_since()
+    assert counted["decisions/layers"] == 1 and counted["load_failures/corrupt"] == 1
+    side = deciding.connector._scheduler._deciding
+    assert side._loads == {} == side._policy._loads and side._policy._fetching._last[-1][1] == 0.2
 
 
 def test_a_layer_computes_while_the_next_ones_are_away(

@@ -1,9 +1,13 @@
-"""Engines of other numbers of ranks and stages find each other's records, and take of them what is theirs."""
+"""Engines of other numbers of ranks and stages find each other's records, and take of them what is theirs.
+
+All are asked for the order of layers, in which own records come to engines with one step under way at a time.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 from machine import wait_for
 
@@ -23,6 +27,14 @@ def make_room(worker: Any) -> None:
     )
 
 
+def spoil(_: Any) -> None:
+    """Fill paged memory: or blocks may still hold what a prompt left there when it was stored."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    for cache in get_kv_transfer_group()._worker._parts[0][0].layout._mover._views:
+        cache.fill_(3.0)
+
+
 class Topologies:
     """Engines one after the other over one store; each is told what to store and what it must find."""
 
@@ -33,7 +45,9 @@ class Topologies:
 
     @contextmanager
     def engine(self, **topology: int) -> Iterator[None]:
-        self._engine = self._make_engine(self._plane.address, **topology)
+        self._engine = self._make_engine(
+            self._plane.address, extra={"layer_order": True}, max_num_batched_tokens=128, **topology
+        )
         try:
             if topology == TWO_STAGES:
                 self._engine.llm.collective_rpc(make_room)
@@ -47,17 +61,48 @@ class Topologies:
         assert self._engine.outputs(prompts) == self._reference(prompts)
         wait_for(lambda: len(self._plane.records) == before + records)
 
-    def find(self, named: Any) -> None:
-        """Compute prompts that are stored."""
-        stored = set(self._plane.records)
+    def find(self, named: Any, layerwise: int = 0) -> None:
+        """Compute prompts that are stored; so many calls come in the order of layers."""
+        stored, before = set(self._plane.records), self._plane.layerwise_calls
         for arguments in named:
             prompt = self._prompt(*arguments)
             self._engine.forget()
+            self._engine.llm.collective_rpc(spoil)
             (output,) = self._engine.generate([prompt])
             assert [list(output.outputs[0].token_ids)] == self._reference([prompt]), named
             assert output.num_cached_tokens == HITS[len(prompt)], named
         self._engine.flush()
         assert set(self._plane.records) == stored, "what was loaded is not stored again"
+        assert self._plane.layerwise_calls == before + layerwise
+
+    def lose(self, named: Any, layers: int) -> None:
+        """Compute prompts of which a layer of the first chunk is damaged on the way, each layer in turn."""
+        for arguments in named:
+            prompt = self._prompt(*arguments)
+            for layer in range(layers):
+                self._engine.forget()
+                self._engine.llm.collective_rpc(spoil)
+                script = self._plane.script
+                script.fail_fetch_at, script.fail_layer = 0, layer
+                before, missing = self._engine.counters(), "load_failures/corrupt"
+                assert self._engine.outputs([prompt]) == self._reference([prompt]), (named, layer)
+                assert self._engine.counters()[missing] > before.get(missing, 0)
+                script.fail_fetch_at = script.fail_layer = None
+
+    def lose_one(self, named: Any) -> None:
+        """Compute prompts of which one rank's first chunk is gone by the time at which it is loaded."""
+        for arguments in named:
+            prompt = self._prompt(*arguments)
+            self._engine.forget()
+            self._engine.llm.collective_rpc(spoil)
+            key = self._plane.fetches[-1].keys[0]
+            lost = self._plane.records.pop(key)
+            self._plane.script.lookup_hits = lambda hits: [2, 2, *hits[2:]]
+            assert self._engine.outputs([prompt]) == self._reference([prompt]), named
+            self._plane.script.lookup_hits = None
+            self._engine.flush()
+            stored = np.frombuffer(self._plane.records[key], np.float32)
+            assert np.allclose(stored, np.frombuffer(lost, np.float32), rtol=1e-3, atol=1e-3)
 
 
 def test_ranks_and_stages_of_another_number_load_what_was_stored(
@@ -69,11 +114,15 @@ def test_ranks_and_stages_of_another_number_load_what_was_stored(
     with over.engine(**TWO_RANKS):
         over.find(OF_ONE)
         over.store(OF_RANKS, 4)
+        over.find(OF_RANKS, layerwise=2)
+        over.lose(OF_RANKS, layers=2)
+        over.lose_one(OF_RANKS)
     with over.engine(**TWO_STAGES):
         over.find(OF_ONE)
         over.find(OF_RANKS)
         over.store(OF_STAGES, 4)
-        over.find(OF_STAGES)
+        over.find(OF_STAGES)  # chunk by chunk: steps of both stages are under way
+        over.lose(OF_STAGES, layers=1)
     with over.engine():
         over.find(OF_RANKS)
         over.find(OF_STAGES)

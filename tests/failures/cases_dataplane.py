@@ -28,7 +28,7 @@ class Work:
         self.losable = ""
         self.storing = True
         self.stored = {id(prompt): 0 for prompt in prompts}
-        self._context, self._prompts = context, prompts
+        self._context, self.prompts = context, prompts
         self._hosts = [context.host(address) for _ in range(hosts)]
         self._stopped = threading.Event()
 
@@ -42,7 +42,7 @@ class Work:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         def work(number: int) -> None:
-            own = self._prompts[number :: len(self._hosts)]
+            own = self.prompts[number :: len(self._hosts)]
             chance = random.Random(f"{self._context.seed}/{number}")
             while not self._stopped.is_set():
                 self.step(self._hosts[number], chance.choice(own), chance.random())
@@ -61,7 +61,7 @@ class Work:
                     self._context.tally.note(Outcome.HANG, "a host's thread does not end")
 
     def verify(self, host: Host) -> None:
-        for prompt in self._prompts:
+        for prompt in self.prompts:
             host.fetch(prompt, stored=self.stored[id(prompt)], losable=self.losable)
 
 

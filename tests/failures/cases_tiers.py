@@ -1,15 +1,26 @@
-"""A data plane's tiers, above a storage server that has everything: a device fails or rots, the daemon is killed."""
+"""A data plane's tiers, above a storage server that has everything: a device fails or rots, the daemon is killed.
 
+Likewise while they are filled ahead of requests that wait.
+"""
+
+import contextlib
 import errno
+import itertools
 import json
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import images
+from callers import SHAPE
 from cases import Context, case
 from cases_dataplane import Work, await_storage, prompts_of
 from faults import Faults
 from machine import wait_for
 from nodes import DataPlane
+
+from host_control.client import DataPlaneClient
+from host_control.waiting import WaitingQueue
 
 _PROMPTS = 10
 
@@ -116,4 +127,103 @@ def tier_rotten(context: Context) -> None:
     work.verify(context.host(plane.address))
     with work.running():
         context.pause(0.4, 0.8)
+    work.verify(context.host(plane.address))
+
+
+@contextlib.contextmanager
+def _waiting(context: Context, work: Work, address: str) -> Iterator[None]:
+    """Have an engine's queue told to a data plane, of prompts that are fetched meanwhile, or never are."""
+    client = DataPlaneClient(address, backoff=0.02, backoff_max=0.2)
+    prompts = [prompt for prompt in work.prompts if work.stored[id(prompt)]]
+    keys = {f"{prompt.keys[0].hex()} {turn}": prompt.keys for turn in range(40) for prompt in prompts}
+    queue = WaitingQueue(lambda name: {client: [(SHAPE.namespace, keys[name])]}, [client])
+    stopped = threading.Event()
+
+    def tell() -> None:
+        waits: list[str] = []
+        for name in itertools.cycle(context.chance.sample(list(keys), len(keys))):
+            if stopped.wait(0.02):
+                return
+            if client.peer is None:
+                client.wait_ready(0.2)
+            queue.arrived(name)
+            waits.append(name)
+            if len(waits) > 6:
+                begun = waits.pop(0)
+                queue.begun(begun)
+                queue.ended(begun)
+
+    telling = threading.Thread(target=tell, daemon=True)
+    telling.start()
+    try:
+        with work.running():
+            yield
+    finally:
+        stopped.set()
+        telling.join(60)
+        queue.close()
+        client.close()
+
+
+@case(
+    "device I/O error",
+    "one read in three fails while a data plane brings records from its device into memory ahead of their fetches",
+    engines=("memory",),
+    repetitions=2,
+    short=("memory",),
+)
+def promoting_device_fails(context: Context) -> None:
+    (context.folder / "tier").mkdir()
+    faults = Faults(context.folder, context.folder / "tier")
+    try:
+        plane, work = _filled(context, environment=faults.environment)
+        faults.set(read_error=errno.EIO, one_in=3)
+        with _waiting(context, work, plane.address):
+            context.pause(0.4, 0.8)
+            wait_for(lambda: faults.met)
+        faults.clear()
+        work.verify(context.host(plane.address))
+    finally:
+        faults.close()
+
+
+@case(
+    "daemon loss",
+    "SIGKILL while a data plane brings records into memory ahead of their fetches; restarted on the same file",
+    engines=("memory",),
+    repetitions=2,
+)
+def promoting_daemon_killed(context: Context) -> None:
+    plane, work = _filled(context)
+    with _waiting(context, work, plane.address):
+        for _ in range(3):
+            context.pause(0.2, 0.6)
+            plane.kill()
+            plane.start()
+        context.pause(0.3, 0.6)
+    await_storage(context, plane.address)
+    work.verify(context.host(plane.address))
+
+
+@case(
+    "server SIGKILL",
+    "while a data plane with little memory brings records from it ahead of their fetches; restarted",
+    engines=("pool",),
+    repetitions=2,
+)
+def promoting_storage_killed(context: Context) -> None:
+    storage = context.storage()
+    plane = context.data_plane(storage.port, tiers=json.dumps({"memory_budget_bytes": "1MiB"}))
+    prompts = prompts_of(context, _PROMPTS)
+    work, host = Work(context, plane.address, prompts), context.host(plane.address)
+    for prompt in prompts:
+        work.stored[id(prompt)] = host.store(prompt)
+    with _waiting(context, work, plane.address):
+        for _ in range(2):
+            context.pause(0.3, 0.6)
+            storage.kill()
+            context.pause(0.1, 0.3)
+            storage.start()
+        context.pause(0.4, 0.8)
+    await_storage(context, plane.address)
     work.verify(context.host(plane.address))

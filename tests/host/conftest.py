@@ -114,7 +114,8 @@ def make_side(plane: ScriptedDataPlane) -> Iterator[Callable[..., Any]]:
         **config: Any,
     ) -> Any:
         groups = groups or groups_of()
-        patient = dict.fromkeys(("lookup_timeout", "connect_timeout"), PATIENCE_S)
+        patient: dict[str, Any] = dict.fromkeys(("lookup_timeout", "connect_timeout"), PATIENCE_S)
+        patient["computing_cache"] = "none"
         settings = HostConfig(data_plane=plane.address, chunk_tokens=CHUNK, **(patient | config))
         logger = logging.getLogger("test")
         side = SchedulerSide(

@@ -112,7 +112,9 @@ class Request(SimpleNamespace):
             resumable=False,
             skip_reading_prefix_cache=False,
             num_preemptions=0,
+            priority=0,
             num_computed_tokens=0,
+            max_tokens=16,
         )
         super().__init__(**{**given, **attributes})
 
@@ -130,24 +132,37 @@ def step(
     cached: dict[str, tuple[int, int]] | None = None,
     tables: dict[str, Sequence[list[int]]] | None = None,
     states: dict[str, list[tuple[int, int, int]]] | None = None,
+    preempted: Sequence[str] = (),
 ) -> Any:
     """Return a scheduler output: request -> (computed, scheduled) tokens.
 
     Tables of blocks, one for each group, are by default one of 1000, 1001, ...; states are (group, block, tokens).
+    Whole tables are told with a request's first step.
     """
     new, cached = new or {}, cached or {}
     scheduled_tokens = {name: scheduled for name, (_, scheduled) in {**new, **cached}.items()}
+
+    def table(name: str) -> Any:
+        return tuple((tables or {}).get(name, (list(range(1000, 1100)),)))
+
     return SimpleNamespace(
         num_scheduled_tokens=scheduled_tokens,
         total_num_scheduled_tokens=sum(scheduled_tokens.values()),
         scheduled_new_reqs=[
-            SimpleNamespace(req_id=name, num_computed_tokens=computed) for name, (computed, _) in new.items()
+            SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=table(name))
+            for name, (computed, _) in new.items()
         ],
         scheduled_cached_reqs=SimpleNamespace(
-            req_ids=list(cached), num_computed_tokens=[computed for computed, _ in cached.values()]
+            req_ids=list(cached),
+            num_computed_tokens=[computed for computed, _ in cached.values()],
+            new_block_ids=[None] * len(cached),
+            resumed_req_ids=set(),
         ),
+        preempted_req_ids=set(preempted),
+        new_block_ids_to_zero=None,
+        kv_cache_block_copies=None,
         kv_connector_block_state=SimpleNamespace(
-            get_block_ids=lambda name: tuple((tables or {}).get(name, (list(range(1000, 1100)),))),
+            get_block_ids=table,
             boundary_state_offloads=states or {},
         ),
     )

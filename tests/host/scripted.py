@@ -4,7 +4,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +61,8 @@ class Script:
     """Lies about hits."""
     record_bytes: int = 0
     """Of each record, as lookups say; 0: they do not."""
+    cold_ms: int = 0
+    """In which storage has what is stored, of each chain, as lookups say that do not wait for it."""
     record_chains: int = 0
     """Lies about how many chains there are."""
     fetch_answer: Callable[[pb.FetchResponse, pb.FetchRequest], pb.FetchResponse] | None = None
@@ -72,8 +74,12 @@ class Script:
     """In the order of layers: writes garbage into this layer of the chunk ``fail_fetch_at``, and ends there."""
     before_layer: Callable[[int], Any] | None = None
     """In the order of layers: is called before each."""
+    answers_streams: bool = True
+    """Whether a stream of layers ends with an answer."""
     layer_delay: float = 0.0
     """Seconds before each layer, in the order of layers."""
+    expect_answer: Callable[[pb.ExpectRequest], pb.ExpectResponse] = lambda request: pb.ExpectResponse()
+    """To what waits in an engine's queue."""
     store_outcome: int | None = None
     not_storable: set[bytes] = field(default_factory=set)
     """Keys."""
@@ -97,12 +103,15 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.script = Script()
         self.calls: list[str] = []
         self.asked_keys: list[list[bytes]] = []  # by the last Lookup, of each chain
+        self.asked_cold = False  # by the same
         self.hellos: list[pb.HelloRequest] = []
         self.fetches: list[pb.FetchPart] = []
+        self.rates: list[int] = []  # of the calls
         self.layerwise_calls = 0
         self.windows_us: list[int] = []  # of these calls
         self.stores: list[pb.StoreRequest] = []
         self.decisions: list[pb.Decision] = []
+        self.expected: list[pb.ExpectRequest] = []
         self.cancelled: set[str] = set()
         self.announced: dict[bytes, int] | None = {}  # key -> for how long, in milliseconds; None: takes none
         self.entered = threading.Condition()
@@ -171,6 +180,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
     def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         self._enter("Lookup", context)
         self.asked_keys = [list(chain.keys) for chain in request.chains]
+        self.asked_cold = request.cold
         present = [np.array([key in self.records for key in chain.keys], np.bool_) for chain in request.chains]
         sets = [pack(flags) for flags in present]
         if self.script.lookup_hits is not None:
@@ -186,6 +196,9 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         if self.script.record_bytes:
             answer.stored_bytes.extend(int(flags.sum()) * self.script.record_bytes for flags in present)
             answer.stored_bytes.extend([0] * (self.script.record_chains - len(present)))
+        if request.cold:
+            answer.cold_ms.extend(self.script.cold_ms if flags.any() else 0 for flags in present)
+            answer.cold_ms.extend([0] * (self.script.record_chains - len(present)))
         return answer
 
     def Announce(self, request: pb.AnnounceRequest, context: Any) -> pb.AnnounceResponse:
@@ -196,6 +209,14 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             else:
                 self.announced.pop(key, None)  # type: ignore[union-attr]
         return pb.AnnounceResponse(outcome=pb.OUTCOME_COMPLETE)
+
+    def Expect(self, request: pb.ExpectRequest, context: Any) -> pb.ExpectResponse:
+        self._enter("Expect", context)
+        answer = self.script.expect_answer(request)
+        with self.entered:
+            self.expected.append(request)
+            self.entered.notify_all()
+        return answer
 
     def RegisterDestination(
         self, request: pb.RegisterDestinationRequest, context: Any
@@ -224,6 +245,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
     def Fetch(self, request: pb.FetchRequest, context: Any) -> pb.FetchResponse:
         memories = [self._destinations.get(part.destination_id) for part in request.parts]
         self.fetches.extend(request.parts)
+        self.rates.append(request.rate)
         self._enter("Fetch", context)
         known = [memory for memory in memories if memory is not None]
         if len(known) < len(memories):
@@ -234,11 +256,26 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         ends = time.monotonic() + min(self.script.fetch_delay, request.timeout_ms / 1000)
         while time.monotonic() < ends and request.job_id not in self.cancelled:
             time.sleep(0.002)
-        layerwise = request.order == pb.ORDER_LAYERS
-        answer = self._deliver_layers(request, known[0]) if layerwise else self._deliver(request, known)
+        if request.order == pb.ORDER_LAYERS:
+            *_, answer = self._deliver_layers(request, known[0])
+        else:
+            answer = self._deliver(request, known)
         if self.script.fetch_answer is not None:
             answer = self.script.fetch_answer(answer, request)
         return answer
+
+    def FetchLayers(self, request: pb.FetchRequest, context: Any) -> Iterator[pb.FetchLayersResponse]:
+        memory = self._destinations.get(request.parts[0].destination_id)
+        self.fetches.extend(request.parts)
+        self._enter("FetchLayers", context)
+        if memory is None:
+            yield pb.FetchLayersResponse(answer=pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION))
+            return
+        for said in self._deliver_layers(request, memory):
+            if isinstance(said, int):
+                yield pb.FetchLayersResponse(layers=said)
+            elif self.script.answers_streams:
+                yield pb.FetchLayersResponse(answer=said)
 
     def _deliver(self, request: pb.FetchRequest, memories: list[_Memory]) -> pb.FetchResponse:
         if request.job_id in self.cancelled:
@@ -271,7 +308,8 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         answer.fetched_bytes = answer.delivered_bytes // 2
         return answer
 
-    def _deliver_layers(self, request: pb.FetchRequest, memory: _Memory) -> pb.FetchResponse:
+    def _deliver_layers(self, request: pb.FetchRequest, memory: _Memory) -> Iterator[Any]:
+        """Yield how many leading layers are in place, and at last the answer."""
         (part,) = request.parts
         self.layerwise_calls += 1
         self.windows_us.append(request.window_us)
@@ -291,6 +329,10 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
                 answer.outcome = pb.OUTCOME_ROUND_FULL
                 break
             for chunk in np.flatnonzero(wanted[layer]).tolist():
+                if part.keys[chunk] not in self.records:
+                    answer.outcome = pb.OUTCOME_ABSENT
+                    wanted[:, chunk:] = False
+                    break
                 begin = part.offset + chunk * memory.chunk_bytes + layer * size
                 if chunk == self.script.fail_fetch_at and layer == self.script.fail_layer:
                     memory.mapping[begin : begin + size] = b"\x7f" * size
@@ -299,10 +341,12 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
                     break
                 memory.mapping[begin : begin + size] = self.records[part.keys[chunk]][layer * size :][:size]
                 there[layer, chunk] = True
-            if request.HasField("progress") and answer.outcome == pb.OUTCOME_COMPLETE:
-                memory.mapping[request.progress : request.progress + 4] = (layer + 1).to_bytes(4, "little")
+            if answer.outcome == pb.OUTCOME_COMPLETE:
+                if request.HasField("progress"):
+                    memory.mapping[request.progress : request.progress + 4] = (layer + 1).to_bytes(4, "little")
+                yield layer + 1
         answer.delivered.append(pack(there))
-        return answer
+        yield answer
 
     def Store(self, request: pb.StoreRequest, context: Any) -> pb.StoreResponse:
         memory = self._destinations.get(request.destination_id)

@@ -5,7 +5,8 @@ import pytest
 from machine import PATIENCE_S
 from scripted import ScriptedDataPlane, pieces
 
-from host_control.client import Breaker, DataPlaneClient, FetchAnswer, FetchPart
+from host_control.breaker import Breaker
+from host_control.client import DataPlaneClient, FetchAnswer, FetchPart
 from host_control.destination import Destination
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
@@ -76,11 +77,17 @@ def test_a_lookup_says_how_large_the_records_are_where_the_data_plane_does(
     assert client.find(chains, PATIENCE_S)().stored_bytes == [0, 0]
     plane.script.record_bytes = 100
     assert client.find(chains, PATIENCE_S)().stored_bytes == [300, 100]
+    assert client.find(chains, PATIENCE_S)().cold_seconds == [0, 0]
+    plane.script.cold_ms = 1500
+    assert client.find(chains, PATIENCE_S, cold=True)().cold_seconds == [1.5, 1.5]
     with pytest.raises(DataPlaneError, match="bytes of 2 chains where 1") as error:
         plane.script.lookup_hits = lambda _: [1]
         plane.script.record_chains = 2
         client.find(chains[:1], PATIENCE_S)()
     assert error.value.outcome == "invalid_answer"
+    plane.script.record_bytes = 0
+    with pytest.raises(DataPlaneError, match="times of 2 chains where 1"):
+        client.find(chains[:1], PATIENCE_S, cold=True)()
 
 
 def test_stalled_lookup_ends_by_its_deadline(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from host_control.decision import Decision, Estimate, FetchOrCompute, Hit, attention_pairs
+from host_control.decision import Decision, FetchOrCompute, Hit
+from host_control.slack.estimate import Estimate
+from host_control.slack.table import ComputeTable, attention_pairs
 
 CHUNK = 256
 CHUNK_BYTES = 4e6
@@ -34,8 +36,9 @@ class Engine:
     told: list[Decision] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.table = ComputeTable()
         self.policy = FetchOrCompute(
-            chunk_tokens=CHUNK, step_tokens=8192, load_tokens_min=64, fetch_timeout=self.timeout
+            self.table, chunk_tokens=CHUNK, step_tokens=8192, load_tokens_min=64, fetch_timeout=self.timeout
         )
         self._random = random.Random(1)
 
@@ -49,11 +52,16 @@ class Engine:
     def fetch_seconds(self, load_bytes: float) -> float:
         return min(LOAD_S + load_bytes / self.rate, self.timeout)
 
+    def computed(self, computed: int, tokens: int, seconds: float) -> None:
+        new = tokens - computed
+        self.table.observe("prompts", new, attention_pairs(computed, new), seconds)
+        self.policy.computed()
+
     def compute(self, computed: int, tokens: int) -> float:
         seconds = compute_seconds(computed, tokens) * self._jitter()
         self.now += seconds
         if tokens - computed >= 32:
-            self.policy.computed(tokens - computed, attention_pairs(computed, tokens - computed), seconds)
+            self.computed(computed, tokens, seconds)
         return seconds
 
     def serve(self, tokens: int) -> float:
@@ -91,8 +99,9 @@ def experienced(**options: Any) -> Engine:
 def test_what_is_not_known_is_fetched() -> None:
     engine = Engine(rate=1 * MBIT)
     for tokens in (512, 4096):
+        stored = tokens // CHUNK * CHUNK_BYTES
         assert engine.policy.decide(engine.hit(tokens), 0.0) == Decision(
-            way="fetch", end_tokens=tokens - 1, kind="unknown", load_bytes=tokens // CHUNK * CHUNK_BYTES
+            way="fetch", end_tokens=tokens - 1, kind="unknown", load_bytes=stored, stored_bytes=stored
         )
     layered = engine.policy.decide(engine.hit(512, layers=24), 0.0)
     assert (layered.way, layered.kind) == ("layers", "unknown")
@@ -162,7 +171,7 @@ def test_one_slow_load_changes_nothing() -> None:
 def test_computing_that_was_slow_is_seen_to_be_fast_again() -> None:
     engine = experienced(rate=100 * MBIT)
     for _ in range(10):  # somebody else had the cores
-        engine.policy.computed(2048, attention_pairs(0, 2048), 20 * compute_seconds(0, 2048))
+        engine.computed(0, 2048, 20 * compute_seconds(0, 2048))
     engine.serve(2048)
     assert engine.kinds() == ["fetch"]
     for _ in range(300):
@@ -173,7 +182,7 @@ def test_computing_that_was_slow_is_seen_to_be_fast_again() -> None:
 def test_a_load_that_would_not_end_in_time_is_not_begun() -> None:
     engine = experienced(rate=50 * MBIT)
     for computing in range(20):  # computing is even slower
-        engine.policy.computed(2048 + computing, attention_pairs(0, 2048), 100.0)
+        engine.computed(0, 2048 + computing, 100.0)
     decision = engine.policy.decide(engine.hit(8192), engine.now)
     assert decision.kind == "prefix" and decision.way == "fetch"
     assert engine.fetch_seconds(decision.load_bytes) < engine.timeout
@@ -214,9 +223,10 @@ def test_what_is_queued_in_front_counts() -> None:
 
 
 def test_no_load_is_shorter_than_is_worth_one() -> None:
-    policy = FetchOrCompute(chunk_tokens=16, step_tokens=2048, load_tokens_min=64, fetch_timeout=10)
+    table = ComputeTable()
+    policy = FetchOrCompute(table, chunk_tokens=16, step_tokens=2048, load_tokens_min=64, fetch_timeout=10)
     for tokens in (500, 600, 700):
-        policy.computed(tokens, attention_pairs(0, tokens), compute_seconds(0, tokens))
+        table.observe("prompts", tokens, attention_pairs(0, tokens), compute_seconds(0, tokens))
     hit = Hit(tokens=600, local_tokens=100, end_tokens=592, chunk_bytes=1e6)
     seen = set()
     for _ in range(2000):
@@ -227,6 +237,48 @@ def test_no_load_is_shorter_than_is_worth_one() -> None:
             seen.add(decision.end_tokens)
             policy.fetched(decision, 0.1 + decision.load_bytes / 50e6)
     assert len(seen) > 1 and all(end >= 164 and (end == 592 or end % 16 == 0) for end in seen)
+
+
+def test_what_storage_has_to_fetch_itself_is_waited_for_as_long_as_it_says() -> None:
+    """Before any load has shown how long that takes: its word is all there is."""
+    engine = experienced(rate=1000 * MBIT)
+    near = engine.policy.decide(engine.hit(2048), engine.now)
+    assert near.way == "fetch" and near.cold_seconds == 0.0
+    cold = engine.policy.decide(engine.hit(2048, cold_seconds=0.1), engine.now)
+    assert cold.way == "fetch" and cold.cold_seconds == 0.1
+    assert cold.seconds == pytest.approx(near.seconds + 0.1)
+    late = engine.policy.decide(engine.hit(2048, cold_seconds=5.0), engine.now)
+    assert late.way == "compute"
+    assert late.predicted["fetch"] == pytest.approx(near.seconds + 5.0)
+    assert late.stored_bytes == 2048 // CHUNK * CHUNK_BYTES and late.cold_seconds == 5.0
+
+
+def test_a_shorter_prefix_has_its_share_of_what_is_cold() -> None:
+    engine = experienced(rate=1000 * MBIT)
+    for computing in range(20):  # computing is slower than anything
+        engine.policy.computed(2048 + computing, attention_pairs(0, 2048), 100.0)
+    decision = engine.policy.decide(engine.hit(8192, cold_seconds=16.0), engine.now)
+    assert decision.kind == "prefix" and 1024 < decision.end_tokens < 8192, "of 10 seconds it may have"
+    assert decision.load_cold_seconds == pytest.approx(16.0 * decision.end_tokens / 8192)
+    assert decision.load_seconds < 8
+
+
+@pytest.mark.parametrize("takes", [0.25, 4.0])
+def test_what_storage_says_of_itself_is_corrected_by_what_comes(takes: float) -> None:
+    """Of the link, which such loads pass as well, nothing else is thought than before."""
+    engine = experienced(rate=1000 * MBIT)
+    draw = random.Random(4)
+    for _ in range(12):
+        hit = engine.hit(draw.choice((1024, 2048, 4096)), cold_seconds=draw.choice((0.0, 0.0, 0.5, 2.0)))
+        load = Decision(
+            way="fetch", end_tokens=hit.end_tokens, kind="fetch", load_bytes=-(-hit.end_tokens // CHUNK) * CHUNK_BYTES,
+            stored_bytes=-(-hit.end_tokens // CHUNK) * CHUNK_BYTES, cold_seconds=hit.cold_seconds,
+        )  # fmt: skip
+        engine.policy.fetched(load, engine.fetch_seconds(load.load_bytes) + takes * hit.cold_seconds)
+    near = engine.policy.decide(engine.hit(2048), engine.now).predicted["fetch"]
+    assert near == pytest.approx(engine.fetch_seconds(8 * CHUNK_BYTES) + compute_seconds(2047, 2048), rel=0.1)
+    cold = engine.policy.decide(engine.hit(2048, cold_seconds=1.0), engine.now).predicted["fetch"]
+    assert cold - near == pytest.approx(takes, rel=0.1)
 
 
 # ---------------------------------------------------------------------------------------------------- estimates

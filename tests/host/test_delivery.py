@@ -160,8 +160,13 @@ class Engine:
         links = chain_links(model.digest(), list(range(BLOCKS * BLOCK)), chunk_tokens=CHUNK_TOKENS)
         self.keys = record_keys(shape.namespace, links)
         self.client = DataPlaneClient(address, connect_timeout=PATIENCE_S)
-        self.fetched = Destination(self.client, [shape], 2 * chunks * shape.raw_bytes, PATIENCE_S, delivery.fetch)
-        self.manager = KVCacheManager(self.client, self.fetched, self._scatter, fetch_timeout=PATIENCE_S)
+        self.fetched = Destination(
+            self.client, [shape], 2 * chunks * shape.raw_bytes, PATIENCE_S, delivery.fetch, progress=delivery.shared
+        )
+        self.layers: list[tuple[int, int]] = []  # that were scattered at a time, of loads layer by layer
+        self.manager = KVCacheManager(
+            self.client, self.fetched, self._scatter, scatter_layers=self._scatter_layers, fetch_timeout=PATIENCE_S
+        )  # fmt: skip
         stored = Destination(self.client, [shape], 8 * shape.raw_bytes, PATIENCE_S, delivery.store)
         self.queue = StoreQueue(self.client, stored, timeout=PATIENCE_S)
 
@@ -172,6 +177,10 @@ class Engine:
             # What is a kernel behind them on a GPU is a CPU's code here, which waits for copies by itself.
             self.delivery.gpu.stream.synchronize()
         self.layout.scatter(chunks, blocks, CHUNK_BLOCKS)
+
+    def _scatter_layers(self, job: FetchJob, chunks: Any, layers: tuple[int, int]) -> None:
+        self.layers.append(layers)
+        self.layout.scatter(chunks, job.target, CHUNK_BLOCKS, layers)
 
     def store(self) -> None:
         """Fill the paged memory with numbers, and have all of it stored."""
@@ -186,9 +195,11 @@ class Engine:
         assert self.queue.flush(2 * PATIENCE_S)
         assert self.queue.take_counts()["stored"] == len(self.keys)
 
-    def fetch(self, blocks: list[int]) -> FetchResult:
+    def fetch(self, blocks: list[int], *, layerwise: bool = False) -> FetchResult:
         """Fetch everything into these blocks."""
-        job = FetchJob(request_id=f"request {time.monotonic_ns()}", keys=(tuple(self.keys),), target=blocks)
+        job = FetchJob(
+            request_id=f"request {time.monotonic_ns()}", keys=(tuple(self.keys),), target=blocks, layerwise=layerwise
+        )
         results = self.manager.exchange([job])
         self.manager.wait([job.request_id])
         (result,) = results + self.manager.exchange()
@@ -267,6 +278,50 @@ def test_kv_that_one_engine_stored_is_delivered_to_another(
         assert torch.equal(read[blocks], wrote)
     in_gpu = isinstance(reader.fetched.acquire(1).memory, torch.Tensor)
     assert in_gpu == (way not in ("pinned", "exported, engine on a CPU"))
+
+
+@pytest.mark.parametrize("way", [name for name in WAYS if "stored" not in name])
+def test_kv_is_delivered_layer_by_layer_wherever_it_arrives(
+    way: str, start: Any, make: Callable[..., Engine], fake_driver: Path
+) -> None:
+    """How far it is stands in a word where the data plane shares the memory, and comes in a stream where not."""
+    flags, delivery = WAYS[way]
+    address, gpu = start(*flags).address, fake_gpu(fake_driver)
+    writer, reader = make(address, delivery(gpu)), make(address, delivery(gpu), BLOCKS // CHUNK_BLOCKS // 2)
+    writer.store()
+    blocks = list(reversed(range(BLOCKS)))
+    result = reader.fetch(blocks, layerwise=True)
+    assert (result.reason, result.chunks) == ("complete", (len(reader.keys),)), result.detail
+    for wrote, read in zip(writer.caches, reader.caches, strict=True):
+        assert torch.equal(read[blocks], wrote)
+    assert [first for first, _ in reader.layers] == [0, *(end for _, end in reader.layers[:-1])]
+    assert reader.layers[-1][1] == LAYERS
+    assert (reader.fetched.progress_offset is not None) == (way == "pinned")
+
+
+@pytest.mark.parametrize("dmabuf", ["0", "1"])
+def test_layers_that_a_dpu_wrote_into_a_gpu_are_flushed_before_each_is_read(
+    start: Any, make: Callable[..., Engine], fake_driver: Path, monkeypatch: pytest.MonkeyPatch, dmabuf: str
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_ORDERING", "0")
+    monkeypatch.setenv("FAKE_CUDA_DMABUF", dmabuf)
+    address, delivery = start(*DPU).address, on_gpu("exported", fake_gpu(fake_driver), "")
+    writer, reader = make(address, delivery), make(address, delivery, BLOCKS // CHUNK_BLOCKS // 2)
+    writer.store()
+    flushes = ctypes.CDLL(str(fake_driver)).fake_cuda_flushes
+    seen: list[int] = []
+    scatter = reader._scatter_layers
+
+    def scattered(*arguments: Any) -> None:
+        seen.append(flushes())
+        scatter(*arguments)
+
+    reader.manager._scatter_layers = scattered
+    before = flushes()
+    assert reader.fetch(list(range(BLOCKS)), layerwise=True).complete
+    assert seen and seen == list(range(before + 1, before + 1 + len(seen)))
+    for wrote, read in zip(writer.caches, reader.caches, strict=True):
+        assert torch.equal(read, wrote)
 
 
 @pytest.mark.parametrize("dmabuf", ["0", "1"])

@@ -57,6 +57,39 @@ def test_each_chunk_is_stored_with_the_one_before_it(queue: StoreQueue, plane: S
     assert pairs == list(zip(keys(5), [b"", *keys(4)], strict=True))
 
 
+def test_what_is_not_for_long_is_stored_apart_and_with_its_time(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
+    queue.offer(keys(2), gather)
+    queue.offer(keys(1, 2), gather, previous=keys(2)[-1], lasts_s=1.5)
+    assert queue.flush(PATIENCE_S)
+    assert [(list(request.keys), request.lasts_ms) for request in plane.stores][-1] == (keys(1, 2), 1500)
+    assert all(not request.lasts_ms for request in plane.stores[:-1])
+
+
+@pytest.mark.parametrize("outcome", [None, pb.OUTCOME_STORAGE_REFUSED])
+def test_it_tells_how_much_of_what_was_staged_is_settled(
+    queue: StoreQueue, plane: ScriptedDataPlane, outcome: int | None
+) -> None:
+    plane.script.store_outcome = outcome
+    plane.script.stall.add("Store")
+    assert queue.offer(keys(5), gather) == 5
+    plane.wait_for_call("Store")
+    assert (queue.staged, queue.settled) == (5, 0)
+    plane.script.unstall.set()
+    assert queue.flush(PATIENCE_S)
+    assert (queue.staged, queue.settled) == (5, 5)
+
+
+def test_what_is_offered_together_is_one_call_up_to_a_whole_batch(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
+    with queue.together():
+        for key in keys(3):
+            assert queue.offer([key], gather, chained=False) == 1
+        plane.wait_for_call("Store")
+        for key in keys(2, start=3):
+            assert queue.offer([key], gather, chained=False) == 1
+    assert queue.flush(PATIENCE_S)
+    assert [list(request.keys) for request in plane.stores] == [keys(3), keys(2, start=3)]
+
+
 def test_known_chunks_are_not_gathered_again(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
     queue.remember(keys(2))
     assert queue.offer(keys(3), gather) == 1

@@ -152,6 +152,8 @@ class Engine:
         """Have short deadlines that are meant to be hit, for a peer that does not answer."""
         parts = [(self.connector._scheduler._lookup, "_timeout"), (self.worker._managers[0], "_fetch_timeout")]
         parts += [(self.worker._store, "_timeout")]
+        if self.connector._scheduler._preemption is not None:
+            parts.append((self.connector._scheduler._preemption, "_timeout"))
         with pytest.MonkeyPatch.context() as patch:
             for part, name in parts:
                 assert getattr(part, name) == PATIENCE_S

@@ -3,10 +3,12 @@
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from faulty_s3 import BUCKET, FaultyS3
 from machine import wait_for
+from pool_support import file_pool
 from store_driver import Driver
 
 from shadowserve import native, record
@@ -99,6 +101,12 @@ def s3_config(endpoint: str, **keys: Any) -> S3Config:
 def memory_node(endpoint: str, *, memory_budget_bytes: int = 64 * MIB, **keys: Any) -> Node:
     below = ColdTier(s3_config(endpoint, **keys))
     return Node(MemoryPool(PoolConfig(memory_budget_bytes=memory_budget_bytes), below=below))
+
+
+def device_node(endpoint: str, path: Path, **keys: Any) -> Node:
+    """Return a node with 4 MiB of memory over a file of 12 MiB."""
+    below = ColdTier(s3_config(endpoint, **keys))
+    return Node(file_pool([path], 12 * MIB, memory_budget_bytes=4 * MIB, below=below))
 
 
 @contextlib.contextmanager

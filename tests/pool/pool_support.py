@@ -57,10 +57,14 @@ def file_pool(
     """Return a pool over files."""
     devices = [{"path": str(path), "size": size, "bandwidth": 1 << 30, "objects_max": OBJECTS_MAX} for path in paths]
     clock_ms = keys.pop("clock_ms", wall_clock_ms)
-    measure = keys.pop("measure", False)
+    measure, below = keys.pop("measure", False), keys.pop("below", None)
     keys.setdefault("memory_bandwidth", 1)
     return DevicePool(
-        configuration(devices=devices, **keys), budget_bytes=budget_bytes, clock_ms=clock_ms, measure=measure
+        configuration(devices=devices, **keys),
+        budget_bytes=budget_bytes,
+        below=below,
+        clock_ms=clock_ms,
+        measure=measure,
     )
 
 

@@ -222,6 +222,10 @@ def test_a_stop_writes_what_waits_and_a_stuck_bucket_does_not_keep_a_node_from_s
         gate.set()
 
 
+def test_a_node_without_a_bucket_says_that_nothing_is_ever_cold(client: Client) -> None:
+    assert client.call("KV.COLD", *CHAIN.keys) is None
+
+
 def test_metrics_tell_of_the_bucket(faulty: FaultyS3, node: StartsNodes) -> None:
     child, client = node(faulty.endpoint, CREDENTIALS, "--metrics-port", "0")
     store_chain(client)

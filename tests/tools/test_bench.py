@@ -45,6 +45,7 @@ SMALL = {
     "control": ["--requests", "4", "--prompt-chunks", "2"],
     "memory": [],
     "tiers": ["--chunks", "3", "--repeats", "1", *NO_PEERS],
+    "pages": ["--layers", "2", "--repeats", "1"],
     "isolation": ["--samples", "100"],
     "serving": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
@@ -57,6 +58,11 @@ SMALL = {
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
         *("--documents", "1", "--lengths", "4", "--requests", "2", "--repeats", "1", "--rounds", "3"),
         *("--phase-steps", "2"),
+    ],
+    "slack": [
+        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
+        *("--documents", "1", "--read-chunks", "8", "--chunk-kib", "256", "--turns", "1", "--learning", "1"),
+        *("--rounds", "2", "--phase-steps", "2"),
     ],
     "ablation": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
@@ -73,6 +79,14 @@ SMALL = {
     "decide": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt", "300"),
         *("--prompt", "600", "--link", "4", "--repeats", "1"),
+    ],
+    "queue": [
+        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt", "600"),
+        *("--output-tokens", "2", "--repeats", "1"),
+    ],
+    "oversubscription": [
+        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-tokens", "30"),
+        *("--output-tokens", "100", "--fit", "4", "--demand", "1", "--demand", "2", "--repeats", "1"),
     ],
     "gpu": [
         *("--cpu", "--layers", "1", "--chunks", "1", "--batch", "2", "--hidden", "64", "--steps", "3"),
@@ -117,6 +131,10 @@ RATIOS = {
         "lossless_stored_over_raw",
     },
     "tiers": {"ssd_over_limit", "mixed_over_sum"},
+    "pages": {
+        *("control_growth", "control_cpu_growth", "pages_over_compressed", "pages_cpu_over_compressed"),
+        *("vectored_over_page_by_page", "vectored_over_page_by_page_time", "vectored_over_one_by_one_time"),
+    },
     "pipeline": {"over_ideal_one", "over_ideal_many", "over_ideal_separate", "linear_growth"},
     "stages": {"dequantize_over_memcpy", "fused_over_memcpy", "fused_over_separate", "net_over_plain_socket"},
     "codecs": {
@@ -174,6 +192,7 @@ RATIOS = {
         "lookup_of_three_groups_over_20_ms",
         "lookup_round_trips",
         "lookup_of_three_groups_commands",
+        "queue_step_ms",
     },
     "memory": {"resident_over_allowed"},
     "isolation": {"guess_beyond_chance", "own_guess_beyond_chance"},
@@ -201,6 +220,11 @@ RATIOS = {
         "tpot_gain_over_in_engine",
         "ttft_gain_over_in_engine",
     },
+    "slack": {
+        *("mixed_over_reads_alone", "mixed_over_reads_alone_any_order"),
+        *(f"decode_step_slowdown{off}{width}" for off in ("", "_off") for width in ("", "_half_width")),
+        *("rate_left_GB_per_s", "rate_left_GB_per_s_half_width", "rate_off_GB_per_s", "cost_for_each_GB_per_s"),
+    },
     "serving": {
         "ttft_over_recompute",
         "ttft_over_recompute_arriving",
@@ -221,6 +245,13 @@ RATIOS = {
         *("worst_over_better_of_both", "always_fetch_worst_over_better", "no_cache_worst_over_better"),
         *("all_over_better", "healed_with_prompt"),
     },
+    "queue": {
+        *("promoted_over_resident", "promoted_over_fetched"),
+        *("ssd_promoted_over_resident", "ssd_promoted_over_fetched"),
+    },
+    "oversubscription": {
+        *("throughput_2x_over_1x", "throughput_2x_over_recompute", "throughput_1x_over_off", "equal_answers"),
+    },
     "gpu": {
         "scatter_over_device_copy",
         "decode_step_slowdown_by_scatter",
@@ -238,7 +269,7 @@ PEERS = {
 
 
 LACKING = {
-    *(() if may_link() else ("link", "layers", "nodes", "decide")),
+    *(() if may_link() else ("link", "layers", "nodes", "decide", "queue")),
     *(() if shutil.which("redis-server") and shutil.which("redis-benchmark") else ("commands",)),
 }
 

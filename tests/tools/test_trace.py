@@ -100,7 +100,7 @@ def test_works_that_overlap_take_lanes_of_their_own() -> None:
 def test_a_decision_has_a_track_and_says_what_was_predicted_and_what_came() -> None:
     decision = pb.Decision(
         kind="compute", tokens=600, loaded_tokens=0, predicted={"fetch": 0.25, "compute": 0.1}, predicted_seconds=0.1,
-        seconds=0.125,
+        seconds=0.125, stored_bytes=4_000_000, cold_seconds=0.05, queued_seconds=0.01,
     )  # fmt: skip
     decided = span("decision", 10, 20, core=-1, slice=-1)
     decided.decision.CopyFrom(decision)
@@ -110,7 +110,7 @@ def test_a_decision_has_a_track_and_says_what_was_predicted_and_what_came() -> N
     assert shown["name"] == "compute"
     assert shown["args"] == {
         "tokens": 600, "loaded_tokens": 0, "predicted_compute_ms": 100.0, "predicted_fetch_ms": 250.0,
-        "predicted_ms": 100.0, "came_ms": 125.0,
+        "predicted_ms": 100.0, "came_ms": 125.0, "stored_bytes": 4_000_000, "cold_ms": 50.0, "queued_ms": 10.0,
     }  # fmt: skip
     names = {event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"}
     assert names == {"decisions", "Fetch call"}
@@ -126,8 +126,10 @@ def test_the_decisions_of_a_data_plane_that_serves_are_printed(tmp_path: Path, d
     thread.join()
     assert done.exit_code == 0, done.output
     said = "decision: compute, 0 of 600 tokens loaded: 125.0 ms to the first token; 100.0 ms predicted"
-    assert said in done.output.replace("\n", " ")
-    assert "compute 100.0 ms, fetch 250.0 ms" in done.output.replace("\n", " ")
+    assert said in " ".join(done.output.split())
+    assert "compute 100.0 ms, fetch 250.0 ms" in " ".join(done.output.split())
+    store = "stored: 4.0 MB, cold, 50.0 ms until storage has it, behind 10.0 ms of other loads"
+    assert store in " ".join(done.output.split())
 
 
 @pytest.fixture
@@ -140,8 +142,9 @@ def data_plane(tmp_path: Path) -> Iterator[tuple[str, Any]]:
 
             def decide() -> None:
                 done = Decision(
-                    way="compute", end_tokens=0, kind="compute", predicted={"fetch": 0.25, "compute": 0.1}, seconds=0.1
-                )
+                    way="compute", end_tokens=0, kind="compute", predicted={"fetch": 0.25, "compute": 0.1}, seconds=0.1,
+                    stored_bytes=4e6, cold_seconds=0.05, queued_seconds=0.01,
+                )  # fmt: skip
                 while not stop.wait(0.05):
                     client.decided(done, 600, 0.125)
 

@@ -420,14 +420,25 @@ class ServerCluster:
         Raises:
             StorageUnavailableError, StorageRefusedError: as for :meth:`find`.
         """
+        await self._change(b"DEL", storage_key(key))
+
+    async def expire(self, key: bytes, lasts_ms: int) -> None:
+        """Have a record end by itself after so long.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: as for :meth:`find`.
+        """
+        await self._change(b"PEXPIRE", storage_key(key), b"%d" % lasts_ms)
+
+    async def _change(self, verb: bytes, name: bytes, *more: bytes) -> None:
+        """Have the node that takes a key's writes change it."""
         await self._known()
-        name = storage_key(key)
         for last in (False, True):
-            [answer] = await self._ask([[b"DEL", name]], [self._node_of(slot_of(name), turn=None)])
+            [answer] = await self._ask([[verb, name, *more]], [self._node_of(slot_of(name), turn=None)])
             if last and isinstance(answer, StorageError):
                 raise answer
             if last:
-                refuse_error("DEL", answer)
+                refuse_error(verb.decode(), answer)
             if not isinstance(answer, StorageError | resp.ErrorReply):
                 return
             await self.recover(None)

@@ -60,7 +60,7 @@ class OneServer:
         self._metrics = metrics
         self._control: RespClient | None = None
         self._has_meta = True  # of the connection in hand
-        self._unknown: set[bytes] = set()  # commands of ours that it does not know, likewise
+        self._unknown: set[bytes] = set()  # commands of ours that it does not know, or has nothing for, likewise
         self._outage = Outage(logger, meanwhile)
         self._task: asyncio.Task[None] | None = None
 
@@ -119,9 +119,12 @@ class OneServer:
         return await self._numbers(b"KV.COLD", keys)
 
     async def _numbers(self, name: bytes, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
-        """Return the number that a command answers of each key; None of a server that does not know it."""
+        """Return the number that a command answers of each key; None of a server that does not know it, or of any."""
         answers = await self._ask_some([name], keys)
         if answers is None:
+            return None
+        if None in answers:  # of nothing: so it is until the next connection
+            self._unknown.add(name)
             return None
         found = [each for answer in answers for each in (answer if isinstance(answer, list) else [None])]
         if len(found) != len(keys) or not all(type(each) is int and 0 <= each < 1 << 62 for each in found):
@@ -149,9 +152,20 @@ class OneServer:
         Raises:
             StorageUnavailableError, StorageRefusedError: as for :meth:`find`.
         """
+        await self._change(b"DEL", storage_key(key))
+
+    async def expire(self, key: bytes, lasts_ms: int) -> None:
+        """Have a record end by itself after so long.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: as for :meth:`find`.
+        """
+        await self._change(b"PEXPIRE", storage_key(key), b"%d" % lasts_ms)
+
+    async def _change(self, *command: bytes) -> None:
         control = await self._connected()
-        [answer] = await control.ask([[b"DEL", storage_key(key)]])
-        refuse_error("DEL", answer)
+        [answer] = await control.ask([list(command)])
+        refuse_error(command[0].decode(), answer)
 
     def nodes(self) -> Sequence[Node]:
         """Return the one there is."""

@@ -76,6 +76,10 @@ class Servers(Protocol):
         """Delete a record."""
         ...
 
+    async def expire(self, key: bytes, lasts_ms: int) -> None:
+        """Have a record end by itself after so long."""
+        ...
+
     def nodes(self) -> Sequence[Node]:
         """Return all nodes that :meth:`route` may name."""
         ...

@@ -169,6 +169,14 @@ class SeveralServers:
         """
         await self._ask([key], lambda server, mine: server.delete(mine[0]))
 
+    async def expire(self, key: bytes, lasts_ms: int) -> None:
+        """Have a record end by itself after so long, where it is now.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: as for :meth:`find`.
+        """
+        await self._ask([key], lambda server, mine: server.expire(mine[0], lasts_ms))
+
     async def _ask(
         self, keys: Sequence[bytes], question: Callable[[OneServer, Sequence[bytes]], Awaitable[_Answer]]
     ) -> list[tuple[list[int], _Answer]]:

@@ -12,6 +12,7 @@ from dpu_dataplane.sources.resp.layers import Threshold
 from dpu_dataplane.sources.resp.links import DataLinks
 from dpu_dataplane.sources.resp.puts import Puts
 from dpu_dataplane.sources.resp.ranges import Ranges
+from dpu_dataplane.sources.resp.receiving import Receiving
 from dpu_dataplane.sources.resp.servers import Servers
 from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source
 from shadowserve import native
@@ -49,6 +50,7 @@ class RespSource(Source):
         self._links = DataLinks(servers.dialer, connections, metrics), DataLinks(servers.dialer, 1, metrics)
         self._ranges = Ranges(pipeline, fetching, servers, self._links[0], metrics, threshold)
         self._puts = Puts(pipeline, storing, servers, self._links[1], metrics)
+        self._receiving = Receiving(servers, servers.dialer, metrics)
 
     @property
     def connected(self) -> bool:
@@ -63,6 +65,7 @@ class RespSource(Source):
         """Close all connections."""
         for links in self._links:
             links.close()
+        self._receiving.close()
         await self._servers.close()
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
@@ -85,9 +88,16 @@ class RespSource(Source):
         """Fetch from whoever has each chunk."""
         return await self._ranges.run(job, order)
 
+    async def receive(self, job: Job, key: bytes, first: int, memory: memoryview) -> Result:
+        """GETRANGE, apart from all rounds."""
+        return await self._receiving.run(job, key, first, memory)
+
     async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
-        """SET a record where it belongs."""
-        return await self._puts.run(job, key, record)
+        """SET a record where it belongs; PEXPIRE one that is not for long."""
+        result, text = await self._puts.run(job, key, record)
+        if result is Result.OK and record.lasts_ms:
+            await job.within(self._servers.expire(key, record.lasts_ms), "saying how long a record lasts")
+        return result, text
 
     async def delete(self, key: bytes) -> None:
         """DEL a record."""

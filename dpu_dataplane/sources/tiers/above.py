@@ -10,11 +10,16 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
+
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source, Stored, Unanswered
+from dpu_dataplane.sources.source import Delivered, Encoded, Expected, Found, Order, Source, Stored, Unanswered
 from dpu_dataplane.sources.tiers.alone import deliver_near
 from dpu_dataplane.sources.tiers.keeping import Keeping
+from dpu_dataplane.sources.tiers.pages import DevicePages
+from dpu_dataplane.sources.tiers.promoting import Promoting
 from dpu_dataplane.sources.tiers.supplies import Supplies
 from dpu_dataplane.sources.tiers.tiers import Tiers
 from shadowserve import native
@@ -33,6 +38,7 @@ class TiersAbove(Source):
     Args:
         tiers: with the pool.
         below: the other one.
+        promoting: from devices and from below into the pool's memory.
         pipeline: that bytes go to.
         fetching: thread for its calls that fetch.
         metrics: to count in.
@@ -43,14 +49,17 @@ class TiersAbove(Source):
         self,
         tiers: Tiers,
         below: Source,
+        promoting: Promoting,
         pipeline: native.Pipeline,
         fetching: Executor,
         metrics: Metrics,
         drain_s: float,
     ) -> None:
         self.name = below.name
+        self.placing = DevicePages(tiers, metrics)
         self._tiers = tiers
         self._below = below
+        self._promoting = promoting
         self._pipeline = pipeline
         self._fetching = fetching
         self._metrics = metrics
@@ -65,9 +74,11 @@ class TiersAbove(Source):
         """Open the pool, and begin to reach the source below."""
         await self._tiers.start()
         await self._below.start()
+        self._promoting.start()
 
     async def close(self) -> None:
         """Close both."""
+        await self._promoting.close()
         await self._below.close()
         await self._tiers.close(self._drain_s)
 
@@ -116,18 +127,41 @@ class TiersAbove(Source):
         """Ask the source below."""
         return await self._below.announced(keys)
 
+    async def cold(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
+        """Ask below for what the pool lacks; of a source below that is away nothing is cold."""
+        absent = [index for index, key in enumerate(keys) if not self._tiers.has(key)]
+        try:
+            expected = await self._below.cold([keys[index] for index in absent]) if absent else None
+        except StorageError:
+            return None  # find() says what the pool has
+        if expected is None:
+            return None
+        cold = np.zeros(len(keys), np.int64)
+        cold[absent] = expected
+        return cold
+
+    def expect(self, requests: Sequence[Expected]) -> None:
+        """Have what they fetch brought into memory, from devices and from below."""
+        self._promoting.expect(requests)
+
+    async def receive(self, job: Job, key: bytes, first: int, memory: memoryview) -> Result:
+        """Have the source below hand it out."""
+        return await self._below.receive(job, key, first, memory)
+
     async def deliver(self, job: Job, order: Order) -> Delivered:
         """Deliver from both in the same rounds; what the pool turns out not to have, from below."""
-        while True:
-            with Supplies(self._tiers, order, self._metrics) as supplies:
-                done = await self._deliver(job, supplies)
-                supplies.count(done)
-                lost = supplies.lost(done.results)
-            for index in lost:
-                done.results[index] = Result.SKIPPED
-                done.failures.pop(index, None)
-            if not lost or done.failures or done.stop is not None or (done.results == Result.OK).any():
-                return done.of(len(order.pieces))
+        async with self._promoting.giving_way(job, order.keys):
+            while True:
+                with Supplies(self._tiers, order, self._metrics) as supplies:
+                    self._promoting.note_use(supplies.resident)
+                    done = await self._deliver(job, supplies)
+                    supplies.count(done)
+                    lost = supplies.lost(done.results)
+                for index in lost:
+                    done.results[index] = Result.SKIPPED
+                    done.failures.pop(index, None)
+                if not lost or done.failures or done.stop is not None or (done.results == Result.OK).any():
+                    return done.of(len(order.pieces))
 
     async def _deliver(self, job: Job, supplies: Supplies) -> Delivered:
         if supplies.near.all():
@@ -145,8 +179,12 @@ class TiersAbove(Source):
         return done
 
     async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
-        """Put a record into the pool, if it has room for it just now, and below."""
+        """Put a record into the pool, if it has room just now, and below, unless it is not for long, or plain."""
         near = await self._tiers.put(job, key, record, wait=False)
+        if near and record.lasts_ms:
+            return Result.OK, ""
+        if record.plain:
+            return (Result.OK, "") if near else (Result.REFUSED, f"{self._tiers.name} have no room for it just now")
         try:
             return await self._below.put(job, key, record)
         except StorageUnavailableError as error:

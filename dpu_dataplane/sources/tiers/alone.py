@@ -8,7 +8,9 @@ import numpy as np
 
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.sources.source import Delivered, Encoded, Failure, Found, Order, Source
+from dpu_dataplane.sources.source import Delivered, Encoded, Expected, Failure, Found, Order, Source
+from dpu_dataplane.sources.tiers.pages import DevicePages
+from dpu_dataplane.sources.tiers.promoting import Promoting
 from dpu_dataplane.sources.tiers.supplies import Supplies
 from dpu_dataplane.sources.tiers.tiers import Tiers
 from shadowserve import native
@@ -58,6 +60,7 @@ class TiersAlone(Source):
 
     Args:
         tiers: with the pool.
+        promoting: from its devices into its memory.
         pipeline: that bytes go to.
         fetching: thread for its calls that fetch.
         metrics: to count in.
@@ -65,10 +68,18 @@ class TiersAlone(Source):
     """
 
     def __init__(
-        self, tiers: Tiers, pipeline: native.Pipeline, fetching: Executor, metrics: Metrics, drain_s: float
+        self,
+        tiers: Tiers,
+        promoting: Promoting,
+        pipeline: native.Pipeline,
+        fetching: Executor,
+        metrics: Metrics,
+        drain_s: float,
     ) -> None:
         self.name = tiers.name
+        self.placing = DevicePages(tiers, metrics)
         self._tiers = tiers
+        self._promoting = promoting
         self._pipeline = pipeline
         self._fetching = fetching
         self._metrics = metrics
@@ -83,11 +94,13 @@ class TiersAlone(Source):
     async def start(self) -> None:
         """Open the pool."""
         await self._tiers.start()
+        self._promoting.start()
         self._open = True
 
     async def close(self) -> None:
         """Close the pool."""
         self._open = False
+        await self._promoting.close()
         await self._tiers.close(self._drain_s)
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
@@ -96,11 +109,17 @@ class TiersAlone(Source):
         await self._tiers.await_heads(reads)
         return found
 
+    def expect(self, requests: Sequence[Expected]) -> None:
+        """Have devices bring what they fetch."""
+        self._promoting.expect(requests)
+
     async def deliver(self, job: Job, order: Order) -> Delivered:
         """Run one round, without a socket."""
-        with Supplies(self._tiers, order, self._metrics) as supplies:
-            done = await deliver_near(job, supplies, self._pipeline, self._fetching, self._metrics)
-            supplies.count(done)
+        async with self._promoting.giving_way(job, order.keys):
+            with Supplies(self._tiers, order, self._metrics) as supplies:
+                self._promoting.note_use(supplies.resident)
+                done = await deliver_near(job, supplies, self._pipeline, self._fetching, self._metrics)
+                supplies.count(done)
         return done.of(len(order.pieces))
 
     async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:

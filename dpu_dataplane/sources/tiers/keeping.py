@@ -46,10 +46,11 @@ class Keeping:
         pieces: dict[bytes, list[int]] = {}
         for index in np.flatnonzero(~supplies.near).tolist():
             pieces.setdefault(order.keys[index], []).append(index)
-        for key, indexes in pieces.items():
+        for place, (key, indexes) in enumerate(pieces.items()):
             stored = found.get(key)
             if stored is not None and not self._take(key, indexes, stored, order.pieces, supplies.places):
-                break  # there is no memory for those behind, either
+                metrics.tier_records["dropped"] += len(pieces) - place  # there is no memory for those behind, either
+                break
 
     def _take(
         self,
@@ -68,7 +69,6 @@ class Keeping:
         except MemoryError:
             memory = None
         if memory is None:
-            self._metrics.tier_records["dropped"] += 1
             return False
         head = bytes(stored.head[:size])
         memory[:size] = head

@@ -5,6 +5,7 @@ same time, and goes into the round as it comes, while everything else goes on. T
 anybody sees it. All of it stays where it is until the order is over.
 """
 
+import asyncio
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -70,6 +71,7 @@ class Supplies:
         self._round: native.Round | None = None
         self._positions: dict[int, int] = {}
         self._over = False
+        self._patience: asyncio.TimerHandle | None = None
         self.order = order
         self.near = np.zeros(len(order.pieces), np.bool_)
         self.places: dict[int, memoryview] = {}
@@ -80,6 +82,7 @@ class Supplies:
         except BaseException:
             self._end()
             raise
+        self._watch(self._missing())
         return self
 
     def __exit__(
@@ -111,7 +114,7 @@ class Supplies:
             with lock:
                 for record in waiting[part.start : part.stop]:
                     self._read(record)
-        self._metrics.tier_records["memory"] += sum(record.is_held and bool(record.indexes) for record in self._records)
+        self._metrics.tier_records["memory"] += len(self.resident)
         self._metrics.tier_records["device"] += len(waiting)
 
     def _cut(self) -> None:
@@ -153,13 +156,33 @@ class Supplies:
     def _take(self, record: _Record, lease: Lease | None) -> None:
         """Pass on what a device has brought; from any thread."""
         with self._lock:
-            record.come = True
-            if not self._over:
+            if not (self._over or record.come):
+                record.come = True
                 record.lease = lease
                 record.view = None if lease is None else lease.view
                 self._supply(record)
                 return
         self._tiers.later(self._tiers.release, [lease])
+
+    def _missing(self) -> int:
+        return sum(not record.come for record in self._records if record.indexes)
+
+    def _watch(self, missing: int) -> None:
+        if missing:
+            loop = asyncio.get_running_loop()
+            self._patience = loop.call_later(self._tiers.patience, self._give_up, missing)
+
+    def _give_up(self, missed: int) -> None:
+        """Take for lost what devices that bring nothing any more have not brought: another source may still have it."""
+        with self._lock:
+            missing = self._missing()
+            if missing == missed:
+                for record in self._records:
+                    if record.indexes and not record.come:
+                        record.come = True
+                        self._supply(record)
+                return
+        self._watch(missing)
 
     def _supply(self, record: _Record) -> None:
         """Tell the round where a record's pieces are, with our lock held."""
@@ -197,6 +220,11 @@ class Supplies:
                     self._supply(record)
         return made
 
+    @property
+    def resident(self) -> list[bytes]:
+        """Keys of the order's records that were in memory."""
+        return [record.key for record in self._records if record.is_held and record.indexes]
+
     def count(self, done: Delivered) -> None:
         """Add to what was read what came from the pool."""
         in_place = self.near & (done.results == Result.OK)
@@ -215,6 +243,8 @@ class Supplies:
 
     def _end(self) -> None:
         """Give everything back; what is still on its way, as it comes."""
+        if self._patience is not None:
+            self._patience.cancel()
         with self._lock:
             self._over, self._round = True, None
             leases = [record.lease for record in self._records]

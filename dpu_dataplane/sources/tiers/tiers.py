@@ -18,6 +18,7 @@ from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.source import Encoded, Found, Stored, Unanswered
 from shadowserve import native
+from shadowserve.clock import wall_clock_ms
 from shadowserve.keys import storage_key
 from shadowserve.pool.config import PoolConfig
 from shadowserve.pool.device_pool import DevicePool
@@ -58,12 +59,14 @@ class Tiers:
         pipeline: that has encoded what is stored.
         storing: thread that copies it.
         heads_bytes: of heads to remember: those of what lies on devices alone would have to be read for each lookup.
-        patience: seconds that a device may take to bring heads.
+        patience: see below.
 
     Attributes:
         name: for people.
+        has_devices: whether the pool has more than memory.
         pool: once started.
         lock: of the pool.
+        patience: seconds that a device may take to bring heads, or the next record of a round.
         round_bytes_max: of records that a round holds which waits for devices.
     """
 
@@ -83,12 +86,13 @@ class Tiers:
         self._metrics = metrics
         self._pipeline = pipeline
         self._storing = storing
-        self._patience = patience
+        self.patience = patience
         self._heads: OrderedDict[bytes, Stored] = OrderedDict()
         self._heads_left = heads_bytes
         self._thread: PoolThread | None = None
         self._loop: asyncio.AbstractEventLoop
         self.lock = threading.Lock()
+        self.has_devices = bool(config.devices)
         self.round_bytes_max = int(config.memory_budget_bytes) // _ROUND_SHARE
         devices = ", ".join(str(device.path) for device in config.devices)
         self.name = f"tiers of {int(config.memory_budget_bytes) >> 20} MiB{devices and ' and '}{devices}"
@@ -108,7 +112,7 @@ class Tiers:
         gauges: dict[str, tuple[str, str]] = {
             "tier_objects": ("Records in the tiers", "keys"),
             "tier_used_bytes": ("Bytes of the tiers that are used", "used_bytes"),
-            "tier_capacity_bytes": ("Bytes that the tiers have room for", "capacity_bytes"),
+            "tier_capacity_bytes": ("Bytes that the tiers have room for", "budget_bytes"),
         }
         self._metrics.gauges |= {
             name: (text, partial(self._statistic, attribute)) for name, (text, attribute) in gauges.items()
@@ -150,7 +154,7 @@ class Tiers:
     async def await_heads(self, reads: "Collection[asyncio.Future[None]]") -> None:
         """Wait until devices have brought heads, or have taken too long."""
         if reads:
-            _, late = await asyncio.wait(reads, timeout=self._patience)
+            _, late = await asyncio.wait(reads, timeout=self.patience)
             for read in late:
                 read.cancel()
 
@@ -167,7 +171,7 @@ class Tiers:
         elif item.value is not None:
             found[index] = self._remember(key, item.length, bytes(memoryview(item.value)[: item.head_bytes]))
         else:
-            found[index] = Unanswered(f"{self.name}: a device has not answered within {self._patience:g} s")
+            found[index] = Unanswered(f"{self.name}: a device has not answered within {self.patience:g} s")
             read: asyncio.Future[None] = self._loop.create_future()
             reads.append(read)
             length = item.length
@@ -229,17 +233,20 @@ class Tiers:
         with self.lock:
             self.pool.discard(memory)
 
-    def enter(self, key: bytes, memory: memoryview, head: bytes) -> BusyError | None:
-        """Take in a record that lies in memory of :meth:`room`, if it is admitted.
+    def enter(self, key: bytes, memory: memoryview, head: bytes, lasts_ms: int = 0) -> BusyError | None:
+        """Take in a record that lies in memory of :meth:`room`, if it is admitted; for so long, or 0: for good.
 
         Returns:
             None, or that there is too much to do just now.
         """
         self._forget(key)
         parent = parse_head(head).parent
+        ends_ms = wall_clock_ms() + lasts_ms if lasts_ms else None
         try:
             with self.lock:
-                ticket = self.pool.put(address_of(key), memory, head_bytes=len(head), parent=parent)
+                ticket = self.pool.put(
+                    address_of(key), memory, head_bytes=len(head), expires_at_ms=ends_ms, parent=parent
+                )  # fmt: skip
         except BusyError as error:
             return error
         except OutOfBudgetError as error:
@@ -273,7 +280,7 @@ class Tiers:
                 return False
             try:
                 await self._copy(record, memory)
-                await self._await_entry(job, key, memory, record.head, wait)
+                await self._await_entry(job, key, memory, record, wait)
             finally:
                 self.discard(memory)
         return self.has(key)
@@ -294,8 +301,8 @@ class Tiers:
                 return memory
             await job.within(event.wait(), "waiting for room in the tiers")
 
-    async def _await_entry(self, job: Job, key: bytes, memory: memoryview, head: bytes, wait: bool) -> None:
-        while (busy := self.enter(key, memory, head)) is not None:
+    async def _await_entry(self, job: Job, key: bytes, memory: memoryview, record: Encoded, wait: bool) -> None:
+        while (busy := self.enter(key, memory, record.head, record.lasts_ms)) is not None:
             if not wait:
                 self._metrics.tier_records["dropped"] += 1
                 return

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Final
 
+from host_control.cache import cache_file
 from host_control.config import HostConfig
 from host_control.vllm.support import UncacheableError
 
@@ -304,14 +305,7 @@ def _checked(data: bytes) -> dict[str, tuple[_Signature, str]]:
 
 def content_hashes(config: HostConfig, logger: logging.Logger) -> ContentHashes:
     """Return the digests of files as a host is configured to remember them."""
-    if config.identity_cache == "none":
-        return ContentHashes(None, logger)
-    if config.identity_cache:
-        return ContentHashes(Path(config.identity_cache), logger)
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        folder = Path(base) if base.startswith("/") else Path("~/.cache").expanduser()
-    except RuntimeError:  # a container's user may have no home
+    path = cache_file(config.identity_cache, "content.json")
+    if path is None and config.identity_cache != "none":
         logger.warning("ShadowServe: there is no folder to remember hashed files in; set identity_cache")
-        return ContentHashes(None, logger)
-    return ContentHashes(folder / "shadowserve" / "content.json", logger)
+    return ContentHashes(path, logger)

@@ -6,8 +6,8 @@
  *
  * Who submits and who takes completions only queues and takes, under one lock that is never held during a system call
  * that may wait. Drivers: uring.c and nvme.c have one thread with a ring, threads.c one thread for
- * each request in flight. Each asks ss_schedule_next() for requests, reports them with ss_block_finish_request(), and
- * checks with ss_block_check_next() what is to be checked, once the device has something to do again.
+ * each request in flight. Each asks ss_block_next_request() for requests, reports them with ss_block_finish_request(),
+ * and checks with ss_block_check_next() what is to be checked, once the device has something to do again.
  */
 #include "block/block.h"
 
@@ -45,13 +45,13 @@ static enum ss_result options_complete(struct ss_block_options *options) {
     options->operations_max = or_default(options->operations_max, 1024);
     options->request_bytes_max = or_default(options->request_bytes_max, 1 << 20);
     options->write_bytes_in_flight = or_default(options->write_bytes_in_flight, 4 << 20);
-    options->write_wait_ms = or_default(options->write_wait_ms, 20);
+    options->write_wait_ms = or_default(options->write_wait_ms, options->strict ? 1000 : 20);
     options->background_bytes_in_flight = or_default(options->background_bytes_in_flight, 1 << 20);
     options->background_wait_ms = or_default(options->background_wait_ms, 500);
     int is_valid = options->queue_depth <= 1024 && options->operations_max <= 1 << 20 &&
                    options->request_bytes_max % SS_BLOCK_ALIGNMENT == 0 && options->request_bytes_max <= 1 << 30 &&
                    options->size % SS_BLOCK_ALIGNMENT == 0 && (unsigned)options->access <= SS_BLOCK_NVME &&
-                   options->core >= -1 && options->core < CPU_SETSIZE;
+                   options->strict <= 1 && options->core >= -1 && options->core < CPU_SETSIZE;
     return is_valid ? SS_OK : SS_BAD_ARGUMENT;
 }
 
@@ -296,9 +296,41 @@ static int check_is_valid(const struct ss_block_operation *operation) {
            operation->length >= SS_OBJECT_HEADER_BYTES + (value < length ? value : length);
 }
 
+/* Whether a read into pages stays on the device, and goes to pages that a device can reach. */
+static int pages_are_valid(const struct ss_block *block, const struct ss_block_operation *operation) {
+    const struct ss_block_pages *pages = operation->pages;
+    uint64_t size = block->device.size, offset = operation->offset, length = operation->length;
+
+    if (operation->kind != SS_BLOCK_READ || operation->is_checked || operation->memory == NULL ||
+        pages->layers == NULL || pages->extents == NULL || pages->blocks == NULL || pages->checksums == NULL ||
+        pages->verdicts == NULL || pages->left == NULL || pages->stop == NULL || pages->layer_count == 0 ||
+        pages->extent_count == 0 || pages->size == 0 || pages->size % SS_BLOCK_ALIGNMENT != 0 ||
+        pages->stride % SS_BLOCK_MEMORY_ALIGNMENT != 0 || length == 0 || length > SS_PART_BYTES_MAX ||
+        length / pages->size != pages->extent_blocks || length % pages->size != 0 ||
+        length > size / pages->layer_count || offset > size - length * pages->layer_count ||
+        offset % SS_BLOCK_ALIGNMENT != 0 || (uintptr_t)operation->memory % SS_BLOCK_MEMORY_ALIGNMENT != 0) {
+        return 0;
+    }
+    for (uint32_t index = 0; index < pages->layer_count; index++) {
+        if (pages->layers[index] % SS_BLOCK_MEMORY_ALIGNMENT != 0) {
+            return 0;
+        }
+    }
+    for (uint32_t index = 0; index < pages->extent_count; index++) {
+        if (pages->extents[index] % SS_BLOCK_ALIGNMENT != 0 ||
+            pages->extents[index] > size - length * pages->layer_count - offset) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
 static int is_valid(const struct ss_block *block, const struct ss_block_operation *operation) {
     if ((unsigned)operation->kind > SS_BLOCK_DISCARD || (unsigned)operation->priority >= SS_PRIORITIES) {
         return 0;
+    }
+    if (operation->pages != NULL) {
+        return pages_are_valid(block, operation);
     }
     if (operation->is_checked && !check_is_valid(operation)) {
         return 0;
@@ -337,6 +369,14 @@ static void announce(struct ss_block *block, uint32_t completed_before) {
     }
 }
 
+struct ss_request *ss_block_next_request(struct ss_block *block) {
+    uint32_t completed = block->schedule.completed.count;
+    struct ss_request *request = ss_schedule_next(&block->schedule, ss_block_now());
+
+    announce(block, completed);
+    return request;
+}
+
 int ss_block_finish_request(struct ss_block *block, struct ss_request *request, int64_t outcome) {
     uint32_t completed = block->schedule.completed.count;
     int is_transfer = request->kind == SS_BLOCK_READ || request->kind == SS_BLOCK_WRITE;
@@ -367,20 +407,60 @@ int ss_block_finish_request(struct ss_block *block, struct ss_request *request, 
     return 0;
 }
 
-int ss_block_check_next(struct ss_block *block) {
-    struct ss_entry *entry = ss_schedule_unchecked(&block->schedule);
+/* Says how many leading layers lack nothing; several devices' threads may, about one word. */
+static void tell_layers(const struct ss_block_pages *pages) {
+    uint32_t layers;
 
-    if (entry == NULL) {
+    do {
+        layers = 0;
+        while (layers < pages->layer_count && __atomic_load_n(&pages->left[layers], __ATOMIC_ACQUIRE) == 0) {
+            layers++;
+        }
+        ss_progress_tell(pages->word, layers);
+    } while (layers < pages->layer_count && __atomic_load_n(&pages->left[layers], __ATOMIC_ACQUIRE) == 0);
+}
+
+/* Checks a part of a read into pages that has come. Without the lock. */
+static enum ss_result check_part(const struct ss_request *request) {
+    const struct ss_block_operation *operation = &request->entry->operation;
+    const struct ss_block_pages *pages = operation->pages;
+    size_t part = ss_request_part(request), layer = part / pages->extent_count;
+    const uint32_t *blocks = pages->blocks + part % pages->extent_count * pages->extent_blocks;
+    const uint8_t *memory = (const uint8_t *)operation->memory + pages->layers[layer];
+    uint32_t sum = 0;
+
+    for (uint32_t index = 0; index < pages->extent_blocks; index++) {
+        sum = ss_crc32(sum, memory + blocks[index] * pages->stride, pages->size);
+    }
+    enum ss_result found = sum == pages->checksums[part] ? SS_OK : SS_CHECKSUM;
+    pages->verdicts[part] = found;
+    if (found == SS_OK && __atomic_sub_fetch(&pages->left[layer], 1, __ATOMIC_ACQ_REL) == 0 && pages->word != NULL) {
+        tell_layers(pages);
+    }
+    return found;
+}
+
+static enum ss_result check_object(const struct ss_block_operation *operation) {
+    const uint8_t *object = operation->memory;
+    return ss_object_check(object, &operation->expected, 0, operation->expected_units, object + SS_OBJECT_HEADER_BYTES);
+}
+
+int ss_block_check_next(struct ss_block *block) {
+    struct ss_request *request = ss_schedule_unchecked_part(&block->schedule);
+    struct ss_entry *entry = request == NULL ? ss_schedule_unchecked(&block->schedule) : NULL;
+
+    if (request == NULL && entry == NULL) {
         return 0;
     }
     pthread_mutex_unlock(&block->lock);
-    const struct ss_block_operation *operation = &entry->operation;
-    const uint8_t *object = operation->memory;
-    enum ss_result verdict =
-        ss_object_check(object, &operation->expected, 0, operation->expected_units, object + SS_OBJECT_HEADER_BYTES);
+    enum ss_result verdict = request != NULL ? check_part(request) : check_object(&entry->operation);
     pthread_mutex_lock(&block->lock);
     uint32_t completed = block->schedule.completed.count;
-    ss_schedule_checked(&block->schedule, entry, verdict);
+    if (request != NULL) {
+        ss_schedule_part_checked(&block->schedule, request, verdict, ss_block_now());
+    } else {
+        ss_schedule_checked(&block->schedule, entry, verdict);
+    }
     announce(block, completed);
     return 1;
 }
@@ -405,6 +485,12 @@ enum ss_result ss_block_register(struct ss_block *block, void *memory, uint64_t 
         return SS_NOT_SUPPORTED;
     }
     return block->driver->add_memory(block, memory, size);
+}
+
+void ss_block_unregister(struct ss_block *block, void *memory, uint64_t size) {
+    if (block->driver->drop_memory != NULL) {
+        block->driver->drop_memory(block, memory, size);
+    }
 }
 
 /* ---- Questions, and the end ------------------------------------------------------------------------------------ */

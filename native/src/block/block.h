@@ -13,7 +13,8 @@
 
 struct ss_block;
 
-/* How requests get to the device. All but add_memory() are called with the block's lock held, or with no thread yet. */
+/* How requests get to the device. All but add_memory() and drop_memory() are called with the block's lock held, or with
+ * no thread yet. */
 struct ss_block_driver {
     const char *name;
     /* Makes what it needs and starts threads that run ss_block_run(). SS_NOT_SUPPORTED: the kernel refuses it. */
@@ -25,6 +26,8 @@ struct ss_block_driver {
     void (*wake)(struct ss_block *block);
     /* May be NULL. Called from any thread. */
     enum ss_result (*add_memory)(struct ss_block *block, uint8_t *memory, uint64_t size);
+    /* Where there is add_memory(): forgets what it was given. */
+    void (*drop_memory)(struct ss_block *block, const uint8_t *memory, uint64_t size);
     /* Frees what start() made, also when that failed half way; no thread runs any more. */
     void (*finish)(struct ss_block *block);
 };
@@ -73,8 +76,13 @@ enum ss_result ss_block_open_with(const struct ss_block_options *options, const 
  * again, or its rest is. With the lock held. */
 int ss_block_finish_request(struct ss_block *block, struct ss_request *request, int64_t outcome);
 
-/* ss_block_check_next() checks one read that is done, and completes it; returns whether there was one. With the lock
- * held, which it lets go of in between. A driver's threads call it at least once for each request that they finish. */
+/* ss_block_next_request() is ss_schedule_next(), for drivers: it may complete operations that are not wanted any more.
+ */
+struct ss_request *ss_block_next_request(struct ss_block *block);
+
+/* ss_block_check_next() checks one read that is done, or a part of it, and completes what is checked in full; returns
+ * whether there was one. With the lock held, which it lets go of in between. A driver's threads call it until there is
+ * none before they wait. */
 int ss_block_check_next(struct ss_block *block);
 
 /* ss_block_start_thread() runs driver->run() in a new thread. */

@@ -145,6 +145,12 @@ static void nvme_prepare(struct ss_block *block, struct ss_request *request, str
         command->opcode = OPCODE_FLUSH;
     } else if (request->kind == SS_BLOCK_DISCARD) {
         set_discard(command, block, request);
+    } else if (request->vectors != NULL) {
+        set_transfer(command, &block->device, request);
+        sqe->cmd_op =
+            NVME_URING_CMD_IO_VEC; /* pages of 4096 bytes, which is all that a list of the device's asks for */
+        command->addr = (uintptr_t)request->vectors;
+        command->data_len = ss_request_vectors(request);
     } else {
         set_transfer(command, &block->device, request);
         int region = ring->refuses_fixed ? -1 : ss_ring_region(ring, request->memory, request->length);
@@ -214,4 +220,5 @@ const struct ss_block_driver ss_block_nvme = {.name = "nvme passthrough",
                                               .run = ss_ring_run,
                                               .wake = ss_ring_wake,
                                               .add_memory = ss_ring_add_memory,
+                                              .drop_memory = ss_ring_drop_memory,
                                               .finish = nvme_finish};

@@ -11,6 +11,9 @@
  * be in flight. So both have some bandwidth however many reads there are, and reads have the rest however many writes
  *   there are.
  *
+ * In strict order, what has another priority never is in flight at the same time: a device that has both is slower at
+ * both. A turn begins when it has done what it had, and reads go on when it has done the turn's writes.
+ *
  * Large operations are given out in requests, and one of them is in parts at a time for each priority, at the head of
  * its queue. After a request failed, no other of its operation begins.
  */
@@ -55,7 +58,8 @@ enum ss_result ss_schedule_init(struct ss_schedule *schedule, const struct ss_bl
         (struct ss_schedule){.requests_max = options->queue_depth, .request_bytes_max = options->request_bytes_max};
     schedule->entries = calloc(options->operations_max, sizeof *schedule->entries);
     schedule->requests = calloc(options->queue_depth, sizeof *schedule->requests);
-    if (schedule->entries == NULL || schedule->requests == NULL) {
+    schedule->vectors = calloc((size_t)options->queue_depth * SS_VECTORS_MAX, sizeof *schedule->vectors);
+    if (schedule->entries == NULL || schedule->requests == NULL || schedule->vectors == NULL) {
         ss_schedule_free(schedule);
         return SS_NO_MEMORY;
     }
@@ -69,6 +73,7 @@ enum ss_result ss_schedule_init(struct ss_schedule *schedule, const struct ss_bl
     }
     schedule->free_count = options->operations_max;
     schedule->yielding_max = (options->queue_depth + 1) / 2;
+    schedule->is_strict = options->strict != 0;
     schedule->wait_ns[SS_BLOCK_PRIORITY_WRITE] = (uint64_t)options->write_wait_ms * NS_PER_MS;
     schedule->wait_ns[SS_BLOCK_PRIORITY_BACKGROUND] = (uint64_t)options->background_wait_ms * NS_PER_MS;
     schedule->bytes_max[SS_BLOCK_PRIORITY_WRITE] = options->write_bytes_in_flight;
@@ -79,11 +84,23 @@ enum ss_result ss_schedule_init(struct ss_schedule *schedule, const struct ss_bl
 void ss_schedule_free(struct ss_schedule *schedule) {
     free(schedule->entries);
     free(schedule->requests);
+    free(schedule->vectors);
     schedule->entries = NULL;
     schedule->requests = NULL;
+    schedule->vectors = NULL;
 }
 
 /* ---- From submission to completion ------------------------------------------------------------------------------ */
+
+/* A part's verdict counts its requests until they are done. */
+static void count_requests(const struct ss_schedule *schedule, const struct ss_block_operation *operation) {
+    const struct ss_block_pages *pages = operation->pages;
+    uint64_t max = schedule->request_bytes_max;
+
+    for (size_t part = 0; pages != NULL && part < (size_t)pages->layer_count * pages->extent_count; part++) {
+        pages->verdicts[part] = (uint32_t)((operation->length + max - 1) / max);
+    }
+}
 
 enum ss_result ss_schedule_submit(struct ss_schedule *schedule, const struct ss_block_operation *operations,
                                   size_t count, uint64_t now_ns) {
@@ -97,6 +114,7 @@ enum ss_result ss_schedule_submit(struct ss_schedule *schedule, const struct ss_
         struct ss_entry *entry = schedule->free_entries;
         schedule->free_entries = entry->next;
         schedule->free_count--;
+        count_requests(schedule, &operations[index]);
         *entry = (struct ss_entry){
             .operation = operations[index], .submitted_ns = now_ns, .verdict = SS_NOT_SUPPORTED, .is_queued = 1};
         queue_push(&schedule->waiting[operations[index].priority], entry);
@@ -118,7 +136,7 @@ static void complete(struct ss_schedule *schedule, struct ss_entry *entry, uint6
     }
     if (entry->error == 0) {
         statistics->operations[operation->kind]++;
-        statistics->bytes[operation->kind] += operation->length;
+        statistics->bytes[operation->kind] += ss_operation_bytes(operation);
     } else if (entry->error != ECANCELED) {
         statistics->errors[operation->kind]++;
         statistics->last_error = entry->error;
@@ -137,8 +155,42 @@ struct ss_entry *ss_schedule_unchecked(struct ss_schedule *schedule) {
     return entry;
 }
 
+struct ss_request *ss_schedule_unchecked_part(struct ss_schedule *schedule) {
+    struct ss_request *request = schedule->unchecked_parts;
+
+    if (request != NULL) {
+        schedule->unchecked_parts = request->next;
+    }
+    return request;
+}
+
+static void request_free(struct ss_schedule *schedule, struct ss_request *request) {
+    request->entry = NULL;
+    request->next = schedule->free_requests;
+    schedule->free_requests = request;
+}
+
+/* Completes an operation of which nothing is left to do. */
+static void settle(struct ss_schedule *schedule, struct ss_entry *entry, uint64_t now_ns) {
+    if (!entry->is_queued && entry->in_flight == 0 && entry->unchecked == 0) {
+        complete(schedule, entry, now_ns);
+    }
+}
+
+void ss_schedule_part_checked(struct ss_schedule *schedule, struct ss_request *request, enum ss_result verdict,
+                              uint64_t now_ns) {
+    struct ss_entry *entry = request->entry;
+
+    entry->unchecked--;
+    if (entry->verdict == SS_NOT_SUPPORTED || verdict != SS_OK) {
+        entry->verdict = verdict;
+    }
+    request_free(schedule, request);
+    settle(schedule, entry, now_ns);
+}
+
 int ss_schedule_has_unchecked(const struct ss_schedule *schedule) {
-    uint32_t count = 0;
+    uint32_t count = schedule->unchecked_parts != NULL;
 
     for (uint32_t priority = 0; priority < SS_PRIORITIES; priority++) {
         count += schedule->unchecked[priority].count;
@@ -160,9 +212,6 @@ void ss_schedule_done(struct ss_schedule *schedule, struct ss_request *request, 
     if (--schedule->statistics.in_flight == 0) {
         schedule->statistics.busy_ns += now_ns - schedule->busy_since_ns;
     }
-    request->entry = NULL;
-    request->next = schedule->free_requests;
-    schedule->free_requests = request;
     entry->in_flight--;
     if (error != 0 && entry->error == 0) {
         entry->error = error;
@@ -171,9 +220,15 @@ void ss_schedule_done(struct ss_schedule *schedule, struct ss_request *request, 
             entry->is_queued = 0;
         }
     }
-    if (!entry->is_queued && entry->in_flight == 0) {
-        complete(schedule, entry, now_ns);
+    if (error == 0 && entry->operation.pages != NULL &&
+        --entry->operation.pages->verdicts[ss_request_part(request)] == 0) {
+        entry->unchecked++;
+        request->next = schedule->unchecked_parts;
+        schedule->unchecked_parts = request;
+    } else {
+        request_free(schedule, request);
     }
+    settle(schedule, entry, now_ns);
 }
 
 void ss_schedule_stop(struct ss_schedule *schedule, uint64_t now_ns) {
@@ -184,9 +239,7 @@ void ss_schedule_stop(struct ss_schedule *schedule, uint64_t now_ns) {
         while ((entry = queue_pop(&schedule->waiting[priority])) != NULL) {
             entry->is_queued = 0;
             entry->error = ECANCELED;
-            if (entry->in_flight == 0) {
-                complete(schedule, entry, now_ns);
-            }
+            settle(schedule, entry, now_ns);
         }
     }
 }
@@ -210,10 +263,73 @@ size_t ss_schedule_take(struct ss_schedule *schedule, struct ss_block_completion
 
 /* ---- The choice ------------------------------------------------------------------------------------------------ */
 
+uint64_t ss_operation_bytes(const struct ss_block_operation *operation) {
+    const struct ss_block_pages *pages = operation->pages;
+    return pages != NULL ? operation->length * pages->extent_count * pages->layer_count : operation->length;
+}
+
+size_t ss_request_part(const struct ss_request *request) {
+    return request->first / request->entry->operation.length;
+}
+
+/* Of a read into pages, requests end where parts do. */
 static uint64_t next_bytes(const struct ss_schedule *schedule, const struct ss_entry *entry) {
-    uint64_t left = entry->operation.length - entry->started;
-    uint64_t max = entry->operation.kind == SS_BLOCK_DISCARD ? DISCARD_BYTES_MAX : schedule->request_bytes_max;
+    const struct ss_block_operation *operation = &entry->operation;
+    uint64_t max = operation->kind == SS_BLOCK_DISCARD ? DISCARD_BYTES_MAX : schedule->request_bytes_max;
+    uint64_t left =
+        operation->length - (operation->pages != NULL ? entry->started % operation->length : entry->started);
     return left < max ? left : max;
+}
+
+/* Where an operation goes on on the device. */
+static uint64_t next_offset(const struct ss_entry *entry) {
+    const struct ss_block_operation *operation = &entry->operation;
+    const struct ss_block_pages *pages = operation->pages;
+
+    if (pages == NULL) {
+        return operation->offset + entry->started;
+    }
+    uint64_t part = entry->started / operation->length;
+    return pages->extents[part % pages->extent_count] + operation->offset +
+           part / pages->extent_count * operation->length + entry->started % operation->length;
+}
+
+uint32_t ss_request_vectors(const struct ss_request *request) {
+    const struct ss_block_operation *operation = &request->entry->operation;
+    const struct ss_block_pages *pages = operation->pages;
+    size_t part = ss_request_part(request), extent = part % pages->extent_count;
+    uint8_t *layer = (uint8_t *)operation->memory + pages->layers[part / pages->extent_count];
+    uint64_t at = request->first % operation->length, end = at + request->length;
+    uint32_t count = 0;
+
+    for (at += request->done; at < end;) {
+        uint64_t within = at % pages->size, left = pages->size - within;
+        uint32_t block = pages->blocks[extent * pages->extent_blocks + at / pages->size];
+        uint8_t *memory = layer + block * pages->stride + within;
+        uint64_t bytes = end - at < left ? end - at : left;
+        struct iovec *last = count > 0 ? &request->vectors[count - 1] : NULL;
+        if (last != NULL && (uint8_t *)last->iov_base + last->iov_len == memory) {
+            last->iov_len += bytes; /* neighbours in memory, too */
+        } else {
+            request->vectors[count++] = (struct iovec){.iov_base = memory, .iov_len = (size_t)bytes};
+        }
+        at += bytes;
+    }
+    return count;
+}
+
+/* Ends operations at the heads of queues that are not wanted any more. */
+static void drop_unwanted(struct ss_schedule *schedule, uint64_t now_ns) {
+    for (uint32_t priority = 0; priority < SS_PRIORITIES; priority++) {
+        struct ss_entry *head;
+        while ((head = schedule->waiting[priority].head) != NULL && head->operation.pages != NULL &&
+               __atomic_load_n(head->operation.pages->stop, __ATOMIC_RELAXED) != 0) {
+            queue_pop(&schedule->waiting[priority]);
+            head->is_queued = 0;
+            head->error = head->error != 0 ? head->error : ECANCELED;
+            settle(schedule, head, now_ns);
+        }
+    }
 }
 
 /* Bytes that are to be moved: those of a discard are not. */
@@ -252,18 +368,24 @@ static int has_turn(struct ss_schedule *schedule, uint32_t priority, uint64_t no
     return has_room(schedule, priority);
 }
 
+/* Whether a request of 'priority' may be in flight beside what is. */
+static int may_join(const struct ss_schedule *schedule, uint32_t priority) {
+    return !schedule->is_strict || schedule->statistics.in_flight == schedule->in_flight[priority];
+}
+
 static int choose(struct ss_schedule *schedule, uint64_t now_ns) {
     const struct ss_entry_queue *waiting = schedule->waiting;
     const uint32_t *in_flight = schedule->in_flight;
 
     for (uint32_t priority = SS_BLOCK_PRIORITY_WRITE; priority < SS_PRIORITIES; priority++) {
         if (has_turn(schedule, priority, now_ns)) {
-            return (int)priority;
+            return may_join(schedule, priority) ? (int)priority : -1;
         }
     }
     for (uint32_t priority = 0; priority < SS_PRIORITIES; priority++) {
         if (waiting[priority].count > 0) {
-            return priority == 0 || has_room(schedule, priority) ? (int)priority : -1;
+            int may_begin = may_join(schedule, priority) && (priority == 0 || has_room(schedule, priority));
+            return may_begin ? (int)priority : -1;
         }
         if (in_flight[priority] > 0) {
             return -1;
@@ -276,6 +398,7 @@ struct ss_request *ss_schedule_next(struct ss_schedule *schedule, uint64_t now_n
     struct ss_request *request = schedule->free_requests;
     int priority;
 
+    drop_unwanted(schedule, now_ns);
     if (request == NULL || schedule->is_stopped || (priority = choose(schedule, now_ns)) < 0) {
         return NULL;
     }
@@ -284,12 +407,16 @@ struct ss_request *ss_schedule_next(struct ss_schedule *schedule, uint64_t now_n
     schedule->free_requests = request->next;
     *request = (struct ss_request){.entry = entry,
                                    .kind = entry->operation.kind,
-                                   .offset = entry->operation.offset + entry->started,
+                                   .offset = next_offset(entry),
                                    .length = bytes,
                                    .cost = cost(entry, bytes),
                                    .memory = entry->operation.memory,
+                                   .first = entry->started,
                                    .begin_ns = now_ns};
-    if (request->memory != NULL) {
+    if (entry->operation.pages != NULL) {
+        request->vectors = schedule->vectors + (size_t)(request - schedule->requests) * SS_VECTORS_MAX;
+        request->memory = NULL;
+    } else if (request->memory != NULL) {
         request->memory += entry->started;
     }
     if (entry->begin_ns == 0) {
@@ -297,7 +424,7 @@ struct ss_request *ss_schedule_next(struct ss_schedule *schedule, uint64_t now_n
     }
     entry->started += bytes;
     entry->in_flight++;
-    if (entry->started == entry->operation.length) {
+    if (entry->started == ss_operation_bytes(&entry->operation)) {
         queue_pop(&schedule->waiting[priority]);
         entry->is_queued = 0;
     }

@@ -10,7 +10,13 @@
 
 #include "shadowserve_block.h"
 
+#include <sys/uio.h>
+
 #define SS_PRIORITIES 3u
+
+/* A part of a read into pages has so many bytes at most, and goes to so many pieces of memory, which IOV_MAX bounds. */
+#define SS_PART_BYTES_MAX (2u << 20)
+#define SS_VECTORS_MAX (SS_PART_BYTES_MAX / 4096)
 
 /* An operation, from submission until its completion was taken. */
 struct ss_entry {
@@ -19,6 +25,7 @@ struct ss_entry {
     uint64_t begin_ns;
     uint64_t end_ns;
     uint64_t started;   /* bytes that were given out in requests */
+    uint32_t unchecked; /* of a read into pages: parts that have come and are not checked */
     uint32_t in_flight; /* requests */
     int32_t error;
     enum ss_result verdict;
@@ -35,6 +42,8 @@ struct ss_request {
     uint64_t cost; /* bytes that it counts for */
     uint64_t done; /* bytes, after a short read or write */
     uint8_t *memory;
+    struct iovec *vectors; /* of a read into pages: where its bytes go, once ss_request_vectors() has said so */
+    uint64_t first;        /* bytes of the operation before it */
     uint64_t begin_ns;
     uint32_t tries;
     int is_fixed; /* a driver's: it is done as one on registered memory */
@@ -52,9 +61,11 @@ struct ss_schedule {
     uint32_t free_count;
     struct ss_entry_queue waiting[SS_PRIORITIES];
     struct ss_entry_queue unchecked[SS_PRIORITIES]; /* done, but for the check */
+    struct ss_request *unchecked_parts;             /* last requests of parts that have come */
     struct ss_entry_queue completed;
     struct ss_request *requests;
     struct ss_request *free_requests;
+    struct iovec *vectors; /* SS_VECTORS_MAX for each request */
     uint32_t requests_max;
     uint32_t yielding_max; /* requests of lower priorities in flight at a time */
     uint64_t request_bytes_max;
@@ -65,6 +76,7 @@ struct ss_schedule {
     uint64_t turn_bytes[SS_PRIORITIES];      /* left of its turn */
     uint64_t last_ns[SS_PRIORITIES];         /* when one was last started */
     uint64_t busy_since_ns;
+    int is_strict;
     int is_stopped;
     struct ss_block_statistics statistics;
 };
@@ -83,11 +95,27 @@ struct ss_request *ss_schedule_next(struct ss_schedule *schedule, uint64_t now_n
 /* A request ended; the operation is completed with the last one of its requests. */
 void ss_schedule_done(struct ss_schedule *schedule, struct ss_request *request, int32_t error, uint64_t now_ns);
 
+/* Bytes that an operation moves. */
+uint64_t ss_operation_bytes(const struct ss_block_operation *operation);
+
+/* Fills in where the rest of a request goes that is part of a read into pages; returns how many vectors there are. */
+uint32_t ss_request_vectors(const struct ss_request *request);
+
 /* Gives out a read that is done and has to be checked, the most urgent first; NULL: there is none. */
 struct ss_entry *ss_schedule_unchecked(struct ss_schedule *schedule);
 
 /* Whether there is one. */
 int ss_schedule_has_unchecked(const struct ss_schedule *schedule);
+
+/* Gives out the last request of a part that has come and has to be checked; NULL: there is none. */
+struct ss_request *ss_schedule_unchecked_part(struct ss_schedule *schedule);
+
+/* It was checked; its operation is completed with the last part. */
+void ss_schedule_part_checked(struct ss_schedule *schedule, struct ss_request *request, enum ss_result verdict,
+                              uint64_t now_ns);
+
+/* Number of the part that a request belongs to. */
+size_t ss_request_part(const struct ss_request *request);
 
 /* It was checked, and so is completed. */
 void ss_schedule_checked(struct ss_schedule *schedule, struct ss_entry *entry, enum ss_result verdict);

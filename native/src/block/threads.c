@@ -9,6 +9,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #define THREADS_MAX 32u
@@ -30,6 +31,10 @@ static int64_t perform(const struct ss_block *block, const struct ss_request *re
 
     switch (request->kind) {
     case SS_BLOCK_READ:
+        if (request->vectors != NULL) {
+            outcome = preadv(block->device.fd, request->vectors, (int)ss_request_vectors(request), offset);
+            break;
+        }
         outcome = pread(block->device.fd, request->memory + request->done, left, offset);
         break;
     case SS_BLOCK_WRITE:
@@ -51,7 +56,7 @@ static void threads_run(struct ss_block *block) {
     struct ss_request *request;
 
     for (;;) {
-        while ((request = ss_schedule_next(&block->schedule, ss_block_now())) == NULL) {
+        while ((request = ss_block_next_request(block)) == NULL) {
             if (block->stopping) {
                 return;
             }
@@ -64,7 +69,9 @@ static void threads_run(struct ss_block *block) {
             outcome = perform(block, request);
             pthread_mutex_lock(&block->lock);
         } while (ss_block_finish_request(block, request, outcome));
-        (void)ss_block_check_next(block); /* this one's operation, if that is done, or another thread's */
+        while (ss_block_check_next(block)) {
+            /* this one's operation, if that is done, or another thread's */
+        }
     }
 }
 

@@ -19,6 +19,7 @@
 
 #define REGION_BYTES_MAX (1u << 30)
 #define PAUSE_US 1000
+#define OPCODE_READV_FIXED 60 /* IORING_OP_READV_FIXED, of Linux 6.15 */
 
 int ss_ring_region(const struct ss_ring *ring, const uint8_t *memory, uint64_t size) {
     for (uint32_t index = 0; index < ring->region_count; index++) {
@@ -35,6 +36,14 @@ int ss_ring_region(const struct ss_ring *ring, const uint8_t *memory, uint64_t s
 /* The kernel is too old, built without it, or told to refuse it to us, as container runtimes do. */
 static int is_unavailable(int error) {
     return error == ENOSYS || error == EPERM || error == EACCES || error == EINVAL || error == ENOMEM;
+}
+
+static int has_opcode(struct io_uring *ring, int opcode) {
+    struct io_uring_probe *probe = io_uring_get_probe_ring(ring);
+    int has = probe != NULL && io_uring_opcode_supported(probe, opcode);
+
+    io_uring_free_probe(probe);
+    return has;
 }
 
 enum ss_result ss_ring_start(struct ss_block *block, struct ss_ring *ring, uint32_t flags) {
@@ -56,6 +65,7 @@ enum ss_result ss_ring_start(struct ss_block *block, struct ss_ring *ring, uint3
         ring->has_file = io_uring_register_files(&ring->ring, &block->device.fd, 1) == 0;
     }
     ring->has_buffers = io_uring_register_buffers_sparse(&ring->ring, SS_REGIONS_MAX) == 0;
+    ring->has_fixed_vectors = has_opcode(&ring->ring, OPCODE_READV_FIXED);
     return ss_block_start_thread(block, 0);
 }
 
@@ -91,38 +101,70 @@ void ss_ring_wake(struct ss_block *block) {
 
 /* ---- Memory ---------------------------------------------------------------------------------------------------- */
 
-static enum ss_result add_region(struct ss_block *block, uint8_t *memory, uint64_t size) {
-    struct ss_ring *ring = block->driver_state;
-    struct iovec vector = {.iov_base = memory, .iov_len = (size_t)size};
+static int set_region(struct ss_ring *ring, uint32_t index, const uint8_t *memory, uint64_t size) {
+    struct iovec vector = {.iov_base = (void *)(uintptr_t)memory, .iov_len = (size_t)size};
     __u64 tag = 0;
 
-    if (ring->region_count == SS_REGIONS_MAX) {
+    int result = io_uring_register_buffers_update_tag(&ring->ring, index, &vector, &tag, 1);
+    return result < 0 ? -result : 0;
+}
+
+static enum ss_result add_region(struct ss_block *block, uint8_t *memory, uint64_t size) {
+    struct ss_ring *ring = block->driver_state;
+    uint32_t index = 0;
+
+    while (index < ring->region_count && ring->regions[index].size > 0) {
+        index++;
+    }
+    if (index == SS_REGIONS_MAX) {
         return SS_NO_SPACE;
     }
-    int error = -io_uring_register_buffers_update_tag(&ring->ring, ring->region_count, &vector, &tag, 1);
+    int error = set_region(ring, index, memory, size);
     if (error > 0) {
         errno = error;
         return error == ENOMEM ? SS_NO_MEMORY : SS_OS_ERROR;
     }
     pthread_mutex_lock(&block->lock);
-    ring->regions[ring->region_count++] = (struct ss_region){.memory = memory, .size = size};
+    ring->regions[index] = (struct ss_region){.memory = memory, .size = size};
+    ring->region_count += index == ring->region_count;
     pthread_mutex_unlock(&block->lock);
     return SS_OK;
 }
 
-/* Forgets all regions from 'count' on. Requests that use them already keep what they need. */
-static void drop_regions(struct ss_block *block, uint32_t count) {
+/* Forgets all regions within some memory. Requests that use them already keep what they need. */
+static void drop_regions(struct ss_block *block, const uint8_t *memory, uint64_t size) {
     struct ss_ring *ring = block->driver_state;
-    struct iovec nothing = {.iov_base = NULL};
-    __u64 tag = 0;
 
-    pthread_mutex_lock(&block->lock);
-    uint32_t before = ring->region_count;
-    ring->region_count = count;
-    pthread_mutex_unlock(&block->lock);
-    for (uint32_t index = count; index < before; index++) {
-        (void)io_uring_register_buffers_update_tag(&ring->ring, index, &nothing, &tag, 1);
+    for (uint32_t index = 0; index < ring->region_count; index++) {
+        struct ss_region *region = &ring->regions[index];
+        if (region->size > 0 && region->memory >= memory && region->memory < memory + size) {
+            pthread_mutex_lock(&block->lock);
+            *region = (struct ss_region){.memory = NULL};
+            pthread_mutex_unlock(&block->lock);
+            (void)set_region(ring, index, NULL, 0);
+        }
     }
+}
+
+static void count_regions(struct ss_block *block) {
+    const struct ss_ring *ring = block->driver_state;
+    uint32_t count = 0;
+
+    for (uint32_t index = 0; index < ring->region_count; index++) {
+        count += ring->regions[index].size > 0;
+    }
+    pthread_mutex_lock(&block->lock);
+    block->schedule.statistics.registered = ring->refuses_fixed ? 0 : count;
+    pthread_mutex_unlock(&block->lock);
+}
+
+void ss_ring_drop_memory(struct ss_block *block, const uint8_t *memory, uint64_t size) {
+    struct ss_ring *ring = block->driver_state;
+
+    pthread_mutex_lock(&ring->region_lock);
+    drop_regions(block, memory, size);
+    count_regions(block);
+    pthread_mutex_unlock(&ring->region_lock);
 }
 
 enum ss_result ss_ring_add_memory(struct ss_block *block, uint8_t *memory, uint64_t size) {
@@ -133,26 +175,39 @@ enum ss_result ss_ring_add_memory(struct ss_block *block, uint8_t *memory, uint6
         return SS_NOT_SUPPORTED;
     }
     pthread_mutex_lock(&ring->region_lock);
-    uint32_t before = ring->region_count;
-    while (size > 0 && result == SS_OK) {
-        uint64_t part = size < REGION_BYTES_MAX ? size : REGION_BYTES_MAX;
-        result = add_region(block, memory, part);
-        memory += part;
-        size -= part;
+    for (uint64_t done = 0, part; done < size && result == SS_OK; done += part) {
+        part = size - done < REGION_BYTES_MAX ? size - done : REGION_BYTES_MAX;
+        result = add_region(block, memory + done, part);
     }
     int error = errno;
     if (result != SS_OK) {
-        drop_regions(block, before);
+        drop_regions(block, memory, size);
     }
-    pthread_mutex_lock(&block->lock);
-    block->schedule.statistics.registered = ring->refuses_fixed ? 0 : ring->region_count;
-    pthread_mutex_unlock(&block->lock);
+    count_regions(block);
     pthread_mutex_unlock(&ring->region_lock);
     errno = error;
     return result;
 }
 
 /* ---- Requests -------------------------------------------------------------------------------------------------- */
+
+/* Reads into pages: from registered memory, if one region has them all. */
+static void prepare_vectors(const struct ss_ring *ring, const struct ss_request *request, int fd, uint64_t offset,
+                            struct io_uring_sqe *sqe) {
+    uint32_t count = ss_request_vectors(request);
+    int region = ring->has_fixed_vectors ? 0 : -1;
+
+    for (uint32_t index = 0; index < count && region >= 0; index++) {
+        const struct iovec *vector = &request->vectors[index];
+        int found = ss_ring_region(ring, vector->iov_base, vector->iov_len);
+        region = index == 0 || found == region ? found : -1;
+    }
+    io_uring_prep_readv(sqe, fd, request->vectors, count, offset);
+    if (region >= 0) {
+        sqe->opcode = OPCODE_READV_FIXED;
+        sqe->buf_index = (uint16_t)region;
+    }
+}
 
 static void uring_prepare(struct ss_block *block, struct ss_request *request, struct io_uring_sqe *sqe) {
     const struct ss_ring *ring = block->driver_state;
@@ -164,7 +219,9 @@ static void uring_prepare(struct ss_block *block, struct ss_request *request, st
 
     switch (request->kind) {
     case SS_BLOCK_READ:
-        if (region >= 0) {
+        if (request->vectors != NULL) {
+            prepare_vectors(ring, request, fd, offset, sqe);
+        } else if (region >= 0) {
             io_uring_prep_read_fixed(sqe, fd, memory, (unsigned)left, offset, region);
         } else {
             io_uring_prep_read(sqe, fd, memory, (unsigned)left, offset);
@@ -237,7 +294,7 @@ void ss_ring_run(struct ss_block *block) {
 
     arm_wake(ring);
     for (;;) {
-        while ((request = ss_schedule_next(&block->schedule, ss_block_now())) != NULL) {
+        while ((request = ss_block_next_request(block)) != NULL) {
             start_request(block, request);
         }
         if (ss_schedule_has_unchecked(&block->schedule)) {
@@ -280,4 +337,5 @@ const struct ss_block_driver ss_block_uring = {.name = "io_uring",
                                                .run = ss_ring_run,
                                                .wake = ss_ring_wake,
                                                .add_memory = ss_ring_add_memory,
+                                               .drop_memory = ss_ring_drop_memory,
                                                .finish = ss_ring_finish};

@@ -20,12 +20,13 @@ struct ss_ring {
     int is_made;
     int has_buffers;             /* the table of registered memory is there */
     int has_file;                /* file 0 is the device */
+    int has_fixed_vectors;       /* a request may go to several pieces of registered memory */
     int refuses_fixed;           /* registered memory is of no use for requests, as the kernel turned out to say */
     int is_waiting;              /* its thread may be in the kernel: wake it */
     int wake_fd;                 /* eventfd that the ring reads */
     uint64_t wake_value;         /* where it reads to */
     pthread_mutex_t region_lock; /* one registration at a time; region_count changes with the block's lock held */
-    uint32_t region_count;
+    uint32_t region_count;       /* those of no size are free again */
     struct ss_region regions[SS_REGIONS_MAX];
     /* Fills in what is to be done, but not where it is reported. */
     void (*prepare)(struct ss_block *block, struct ss_request *request, struct io_uring_sqe *sqe);
@@ -38,6 +39,7 @@ enum ss_result ss_ring_start(struct ss_block *block, struct ss_ring *ring, uint3
 void ss_ring_run(struct ss_block *block);
 void ss_ring_wake(struct ss_block *block);
 enum ss_result ss_ring_add_memory(struct ss_block *block, uint8_t *memory, uint64_t size);
+void ss_ring_drop_memory(struct ss_block *block, const uint8_t *memory, uint64_t size);
 void ss_ring_finish(struct ss_block *block);
 
 /* Returns the index of the registered region that holds all of it; -1: none does. */

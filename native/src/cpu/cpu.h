@@ -11,6 +11,6 @@
 #define SS_ARCH_AARCH64 1
 #endif
 
-#define SS_ABI_VERSION 10
+#define SS_ABI_VERSION 11
 
 #endif /* SS_CPU_H */

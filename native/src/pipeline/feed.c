@@ -4,12 +4,16 @@
  */
 #define _GNU_SOURCE 1
 #include <poll.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "pipeline/internal.h"
 
 /* Slices handed to the next stage at a time. */
 enum { PUSH_MAX = 64 };
+
+/* Between two looks whether a round that is held back has ended. */
+#define PACE_LOOK_NS 5000000ULL
 
 static const struct ss_source *const sources[SS_SOURCE_COUNT] = {&ss_source_resp, &ss_source_memory};
 
@@ -79,13 +83,41 @@ uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t piece) {
     return pipeline_of(feed)->piece_states[piece].stored;
 }
 
+/*
+ * Waits until a slice of a round with a rate may be handed on: each takes the time that its delivered bytes have at
+ * that rate, from the moment at which the one before it had its own. What was not used of a moment is gone, so that
+ * nothing ever goes faster. What waits holds no lock, and a round that ends early is waited for no longer than between
+ * two looks.
+ */
+static void wait_for_pace(struct ss_pipeline *pipeline, uint32_t piece, const struct ss_slice *slice) {
+    struct ss_fetch *fetch = &pipeline->fetch;
+    uint64_t bytes = (uint64_t)slice->decoded_length * pipeline->piece_states[piece].group->symbol_bytes;
+    uint64_t lasts_ns = bytes * 1000000000ULL / fetch->round->rate;
+    uint64_t now_ns = ss_now_ns();
+    uint64_t free_ns = atomic_load(&fetch->pace_ns);
+    uint64_t due_ns;
+    do {
+        due_ns = free_ns > now_ns ? free_ns : now_ns;
+    } while (!atomic_compare_exchange_weak(&fetch->pace_ns, &free_ns, due_ns + lasts_ns));
+    while (now_ns < due_ns && !ss_fetch_drops(pipeline, piece)) {
+        uint64_t left_ns = due_ns - now_ns < PACE_LOOK_NS ? due_ns - now_ns : PACE_LOOK_NS;
+        const struct timespec pause = {.tv_nsec = (long)left_ns};
+        (void)nanosleep(&pause, NULL);
+        now_ns = ss_now_ns();
+    }
+}
+
 void ss_feed_slices(const struct ss_feed *feed, uint32_t piece, uint32_t slice_first, uint32_t count,
                     uint64_t decoded_before) {
     struct ss_pipeline *pipeline = pipeline_of(feed);
     struct ss_item items[PUSH_MAX];
+    const uint32_t most = feed->round->rate > 0 ? 1 : PUSH_MAX;
     while (count > 0) {
         uint32_t filled = 0;
-        for (; filled < count && filled < PUSH_MAX; filled++) {
+        if (feed->round->rate > 0) {
+            wait_for_pace(pipeline, piece, &feed->round->slices[slice_first]);
+        }
+        for (; filled < count && filled < most; filled++) {
             uint32_t slice = slice_first + filled;
             items[filled] = (struct ss_item){.decoded_before = decoded_before, .piece = piece, .slice = slice};
             decoded_before += feed->round->slices[slice].decoded_length;

@@ -118,6 +118,7 @@ struct ss_fetch {
     _Atomic uint64_t work;
     _Atomic uint64_t received_bytes;
     _Atomic uint64_t delivered_bytes;
+    _Atomic uint64_t pace_ns; /* of a round with a rate: when the next slice may be handed on */
     struct ss_group_state groups[SS_ROUND_GROUPS_MAX];
     struct ss_progress progress;
 };

@@ -21,6 +21,11 @@ int ss_progress_is_valid(const struct ss_round *round) {
             round->layers_end - round->layers_first <= SS_ROUND_LAYERS_MAX);
 }
 
+void ss_progress_tell(uint32_t *progress, uint32_t layers) {
+    atomic_store_explicit((_Atomic uint32_t *)progress, layers, memory_order_release);
+    (void)syscall(SYS_futex, progress, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
 /* Moves on over layers that lack nothing, and tells of it. */
 static void advance(struct ss_pipeline *pipeline) {
     struct ss_progress *progress = &pipeline->fetch.progress;
@@ -32,9 +37,7 @@ static void advance(struct ss_pipeline *pipeline) {
         progress->leading++;
     }
     if (progress->leading > before) {
-        atomic_store_explicit((_Atomic uint32_t *)round->progress, round->layers_first + progress->leading,
-                              memory_order_release);
-        (void)syscall(SYS_futex, round->progress, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+        ss_progress_tell(round->progress, round->layers_first + progress->leading);
     }
     pthread_mutex_unlock(&pipeline->progress_lock);
 }

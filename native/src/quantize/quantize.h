@@ -41,6 +41,31 @@ struct ss_quantize_kernels {
     void (*planes_merge_streamed[SS_DTYPE_COUNT])(const uint8_t *planes, size_t stride, size_t count, void *target);
 };
 
+/* The members that every variant has, by the names that its file gives to the functions. */
+#define SS_QUANTIZE_KERNELS                                                                                            \
+    .magnitude_max = {[SS_DTYPE_FLOAT16] = magnitude_max16,                                                            \
+                      [SS_DTYPE_BFLOAT16] = magnitude_max16,                                                           \
+                      [SS_DTYPE_FLOAT32] = magnitude_max32,                                                            \
+                      [SS_DTYPE_FLOAT8_E4M3] = magnitude_max8},                                                        \
+    .bin = {[SS_DTYPE_FLOAT16] = bin_float16,                                                                          \
+            [SS_DTYPE_BFLOAT16] = bin_bfloat16,                                                                        \
+            [SS_DTYPE_FLOAT32] = bin_float32,                                                                          \
+            [SS_DTYPE_FLOAT8_E4M3] = bin_float8},                                                                      \
+    .unbin = {[SS_DTYPE_FLOAT16] = unbin_float16,                                                                      \
+              [SS_DTYPE_BFLOAT16] = unbin_bfloat16,                                                                    \
+              [SS_DTYPE_FLOAT32] = unbin_float32,                                                                      \
+              [SS_DTYPE_FLOAT8_E4M3] = unbin_float8},                                                                  \
+    .planes_split = {[SS_DTYPE_UINT8] = planes_split8,                                                                 \
+                     [SS_DTYPE_FLOAT16] = planes_split16,                                                              \
+                     [SS_DTYPE_BFLOAT16] = planes_split16,                                                             \
+                     [SS_DTYPE_FLOAT32] = planes_split32,                                                              \
+                     [SS_DTYPE_FLOAT8_E4M3] = planes_split8},                                                          \
+    .planes_merge = {[SS_DTYPE_UINT8] = planes_merge8,                                                                 \
+                     [SS_DTYPE_FLOAT16] = planes_merge16,                                                              \
+                     [SS_DTYPE_BFLOAT16] = planes_merge16,                                                             \
+                     [SS_DTYPE_FLOAT32] = planes_merge32,                                                              \
+                     [SS_DTYPE_FLOAT8_E4M3] = planes_merge8}
+
 extern const struct ss_quantize_kernels ss_quantize_kernels_scalar;
 extern const struct ss_quantize_kernels ss_quantize_kernels_avx2;
 extern const struct ss_quantize_kernels ss_quantize_kernels_avx512;

@@ -43,6 +43,9 @@ class BlockDevice(Protocol):
     def register(self, memory: memoryview) -> bool:
         """Make memory known to the kernel, which makes operations on it cheaper; whether it took it."""
 
+    def unregister(self, memory: memoryview) -> None:
+        """Have the kernel forget memory that nothing under way uses."""
+
     def submit(self, operations: Sequence[Operation]) -> None:
         """Queue operations, all or none; never blocks.
 

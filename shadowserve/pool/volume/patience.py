@@ -69,7 +69,10 @@ class Patience:
     def _waits(self, operation: Operation) -> bool:
         tried = self._tried.pop(id(operation), None)
         flushing = operation.kind is OperationKind.FLUSH
-        if operation.error is None or not is_passing(operation.error, flushing=flushing):
+        # A read into pages has told already what of it is in place: once more, it would say so of what is not.
+        if operation.error is None or operation.pages is not None:
+            return False
+        if not is_passing(operation.error, flushing=flushing):
             return False
         self.met += 1
         now_ns = self._clock_ns()

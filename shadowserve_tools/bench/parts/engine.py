@@ -105,6 +105,7 @@ class _Engine:
         self._number = 0
         self._layerwise_chunks: int | None = None
         self._deciding: Any = None
+        self._timing: Any = None
         options: dict[str, Any] = {}
         if settings["transfer"]:
             options["kv_transfer_config"] = settings["transfer"] | {
@@ -116,13 +117,12 @@ class _Engine:
         self._llm = LLM(
             model=settings["model"],
             load_format=settings["load_format"],
-            dtype="bfloat16",
+            dtype=settings["dtype"],
             skip_tokenizer_init=True,
             max_model_len=settings["max_tokens"],
             max_num_seqs=settings["max_requests"],
             enforce_eager=True,
-            # Every request has to be fetched or computed: what an earlier one left in the engine must not serve it.
-            enable_prefix_caching=False,
+            enable_prefix_caching=settings["prefix_caching"],
             seed=0,
             disable_log_stats=False,
             gpu_memory_utilization=0.1,
@@ -253,14 +253,22 @@ class _Engine:
     def hits(self, way: str) -> str:
         """Have the plugin "compute" what is stored from now on, "fetch" it, or "decide", learning from that alone."""
         side = self._core.engine_core.engine_core.scheduler.connector._scheduler
-        self._deciding = self._deciding or side._deciding
-        side._fetch, side._deciding = way != "compute", self._deciding if way == "decide" else None
+        from host_control.vllm.timing import Timing
+
+        self._deciding, self._timing = self._deciding or side._deciding, self._timing or side._timing
+        side._fetch, side._deciding, side._timing = way != "compute", self._deciding, self._timing
+        if way != "decide":
+            side._deciding, side._timing = None, Timing(side._config, counts=side.counts)
         return way
 
     def reading(self, only: bool) -> bool:
         """Have the plugin store nothing from now on, or again what is computed."""
         self._core.engine_core.engine_core.scheduler.connector._scheduler._store = not only
         return only
+
+    def pressure(self) -> dict[str, int]:
+        """Return how many requests were preempted since the last call of :meth:`serve`, and tokens computed."""
+        return {"preemptions": self._watch.preemptions, "tokens": self._watch.tokens}
 
     def settle(self) -> None:
         """Wait until what the plugin has gathered is stored."""
@@ -314,7 +322,12 @@ def _measured(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class Watch:
-    """When requests' KV was retrieved, and when the engine computed; seen where vLLM talks to its connector."""
+    """When requests' KV was retrieved, and when the engine computed; seen where vLLM talks to its connector.
+
+    Attributes:
+        tokens: that steps have computed since :meth:`clear`.
+        preemptions: of requests, since then.
+    """
 
     def __init__(self, scheduler: Any) -> None:
         self._found: dict[str, float] = {}
@@ -322,6 +335,7 @@ class Watch:
         self._in_place: dict[str, float] = {}
         self._computing: list[tuple[float, float]] = []
         self._computes = False
+        self.tokens = self.preemptions = 0
         self._schedule = scheduler.schedule
         scheduler.schedule = self._scheduled
         if scheduler.connector is not None:
@@ -335,10 +349,13 @@ class Watch:
     def clear(self) -> None:
         """Forget what is over."""
         self._found, self._allocated, self._in_place, self._computing = {}, {}, {}, []
+        self.tokens = self.preemptions = 0
 
     def _scheduled(self, *arguments: Any, **more: Any) -> Any:
         output = self._schedule(*arguments, **more)
         self._computes = output.total_num_scheduled_tokens > 0
+        self.tokens += output.total_num_scheduled_tokens
+        self.preemptions += len(output.preempted_req_ids or ())
         return output
 
     def stepped(self, begin: float) -> None:
@@ -395,7 +412,7 @@ def main() -> None:
         name: getattr(engine, name)
         for name in (
             *("serve", "store", "decode_start", "decode_steps", "decode_stop", "settle", "switch", "threads"),
-            *("hits", "layerwise", "reading"),
+            *("hits", "layerwise", "pressure", "reading"),
         )
     }
     answers.write(json.dumps({"result": "ready"}) + "\n")

@@ -30,13 +30,19 @@ STOP_TIMEOUT_S: Final = 60.0
 class FetchLoop:
     """Fetches a workload over and over, while the context lasts, from a thread that only waits for the data plane.
 
+    Args:
+        target: that it fetches into.
+        fetch_bytes: of what it fetches.
+        count: leading chunks of the workload that it fetches; by default all.
+
     Attributes:
         bytes: delivered by fetches that ended while it was running.
         seconds: that these took.
     """
 
-    def __init__(self, target: Target, fetch_bytes: int) -> None:
+    def __init__(self, target: Target, fetch_bytes: int, count: int | None = None) -> None:
         self._target = target
+        self._count = count
         self._fetch_bytes = fetch_bytes
         self.bytes = 0
         self.seconds = 0.0
@@ -55,7 +61,7 @@ class FetchLoop:
             try:
                 while True:
                     begin = time.perf_counter()
-                    self._target.fetch()
+                    self._target.fetch(self._count)
                     self.seconds += time.perf_counter() - begin
                     self.bytes += self._fetch_bytes
                     if stop.is_set():
@@ -63,7 +69,7 @@ class FetchLoop:
             except Exception as error:  # of another thread: raised below
                 errors.append(error)
 
-        self._target.fetch()
+        self._target.fetch(self._count)
         thread = threading.Thread(target=loop)
         thread.start()
         try:

@@ -4,13 +4,15 @@ All of a prefix's chunks are asked for at once and in order, as who restores a p
 its bytes are in memory and checked, where a socket would send them from.
 """
 
+import itertools
 import os
 import select
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +34,13 @@ from shadowserve_tools.bench.parts.disks import Disk, drop_cached
 from shadowserve_tools.report import measure
 from storage_kv.config import StorageConfig
 
-__all__ = ["Files", "OurPool", "Prefix", "Retrieval", "Store"]
+__all__ = ["Files", "Offered", "OurPool", "Prefix", "Retrieval", "Store"]
 
 _POLL_MS: Final = 100
 _STALLED_S: Final = 120.0
 _TENANT: Final = 0
+_DROPPED_PAUSE_S: Final = 0.005
+"""After what there was no room for: who offers more at once takes only time from the others."""
 _READERS: Final = 16
 """Threads that read files."""
 
@@ -105,6 +109,22 @@ class Retrieval:
     control_s: float = 0.0
 
 
+@dataclass
+class Offered:
+    """What became of chunks that were to be written.
+
+    Attributes:
+        taken, dropped: chunks.
+        written: bytes that were written of those that were taken, by the end.
+        seconds: that it took.
+    """
+
+    taken: int = 0
+    dropped: int = 0
+    written: int = 0
+    seconds: float = 0.0
+
+
 class Store(ABC):
     """Where a prefix is."""
 
@@ -141,6 +161,7 @@ class OurPool(Store):
         memory_bandwidth: that memory counts with.
         memory_bytes: of the arenas.
         size: of a device that is a file.
+        strict: devices never read and write at the same time.
     """
 
     def __init__(
@@ -150,6 +171,8 @@ class OurPool(Store):
         memory_bandwidth: int,
         memory_bytes: int,
         size: int,
+        *,
+        strict: bool = False,
     ) -> None:
         devices = [
             DeviceConfig.model_validate(
@@ -164,6 +187,7 @@ class OurPool(Store):
                 "memory_homes": True,
                 "memory_bandwidth": memory_bandwidth,
                 "scrub_bytes_per_s": 0,
+                "strict_order": strict,
             }
         )
         self._lock = threading.Lock()
@@ -204,6 +228,45 @@ class OurPool(Store):
         self._wait(lambda: not left[0])
         if failures:
             raise ShadowServeError(f"a chunk could not be stored: {failures[0]}")
+
+    @contextmanager
+    def written(self, prefix: Prefix) -> Iterator["Offered"]:
+        """Write the chunks of a prefix over and over, from another thread, while the context lasts.
+
+        What there is no room for is dropped, as tiers do. Whoever takes something back meanwhile drives the pool.
+        """
+        offered, stop = Offered(), threading.Event()
+
+        def run() -> None:
+            for number in itertools.cycle(range(len(prefix.names))):
+                if stop.is_set():
+                    return
+                with self._lock:
+                    memory = self._pool.allocate(prefix.chunk_bytes, lambda: None)
+                if memory is not None:
+                    prefix.fill(number, memory)
+                    with self._lock:
+                        try:
+                            self._pool.remove(prefix.key(number))
+                            self._pool.put(prefix.key(number), memory)
+                            offered.taken += 1
+                            continue
+                        except BusyError:
+                            self._pool.discard(memory)
+                offered.dropped += 1
+                stop.wait(_DROPPED_PAUSE_S)
+
+        thread = threading.Thread(target=run)
+        before = self.statistics()
+        began = time.perf_counter()
+        thread.start()
+        try:
+            yield offered
+        finally:
+            stop.set()
+            thread.join(_STALLED_S)
+            offered.seconds = time.perf_counter() - began
+            offered.written = _written(self.statistics()) - _written(before)
 
     def _memory(self, size: int) -> memoryview:
         while True:
@@ -335,6 +398,10 @@ class Files(Store):
 
     def close(self) -> None:
         self._readers.shutdown()
+
+
+def _written(statistics: Statistics) -> int:
+    return sum(device.written_bytes for device in statistics.devices)
 
 
 def _check_all(missing: Sequence[int]) -> None:

@@ -50,6 +50,8 @@ DECODING_THREADS: Final = ("ss-decomp", "ss-dequant", "ss-dma")
 VOCABULARY: Final = 2048
 TAIL_TOKENS: Final = 16
 """Behind a prompt's chunks: what a user asks about a document, always computed."""
+_ROUNDING_TOKENS: Final = 128
+"""For a last block that is not full, and vLLM's block that stands for none."""
 START_TIMEOUT_S: Final = 300.0
 ANSWER_TIMEOUT_S: Final = 300.0
 STOP_TIMEOUT_S: Final = 20.0
@@ -267,7 +269,9 @@ def started_engine(
     transfer: dict[str, Any] | None = None,
     *,
     step_tokens: int = 0,
+    held_requests: int = 0,
     packages: Sequence[Path] = (),
+    **more: Any,
 ) -> Iterator[Engine]:
     """Run an engine on ``cores`` while the context lasts.
 
@@ -280,7 +284,9 @@ def started_engine(
         requests_max: that it runs at one time.
         transfer: configuration of its KV connector; without one the engine is plain vLLM.
         step_tokens: that it computes in one step at most; 0: as vLLM has it.
+        held_requests: that its KV cache has room for; 0: for one more than it runs.
         packages: folders in which it looks for modules that it does not find otherwise.
+        more: ``kv_cache_bytes``, ``dtype`` or ``prefix_caching``, where not as follows from the load.
     """
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
@@ -299,10 +305,14 @@ def started_engine(
         "vocabulary": VOCABULARY,
         "max_tokens": tokens,
         "max_requests": requests_max,
-        "kv_cache_bytes": model.kv_bytes * tokens * (requests_max + 1),
+        "kv_cache_bytes": model.kv_bytes * (tokens * (held_requests or requests_max + 1) + _ROUNDING_TOKENS),
+        "dtype": "bfloat16",
+        # Every request has to be fetched or computed: what an earlier one left in the engine must not serve it.
+        "prefix_caching": False,
         "step_tokens": step_tokens,
         "packages": list(map(str, packages)),
         "transfer": transfer,
+        **more,
     }
     log = folder / f"{name}.log"
     with log.open("w") as errors, on_cores(cores):
@@ -324,11 +334,14 @@ def started_engine(
 
 
 def plugin(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of ShadowServe's connector, with these keys of the host's."""
+    """Return the configuration of ShadowServe's connector, with these keys of the host's.
+
+    Fetching is not held back beside decoding: what that costs, and leaves, is what ``bench slack`` is about.
+    """
     return {
         "kv_connector": "ShadowServeConnector",
         "kv_connector_module_path": "host_control.vllm.connector",
-        "kv_connector_extra_config": config,
+        "kv_connector_extra_config": {"interference_budget": 0, "computing_cache": "none", **config},
     }
 
 

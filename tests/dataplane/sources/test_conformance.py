@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from cluster_support import Cluster, cluster_config
 from dataplane_support import Server, config, expected, keys_of, kv, layout, make_record
-from machine import NEVER_S, PATIENCE_S, until, wait_for
+from machine import NEVER_MS, NEVER_S, PATIENCE_S, until, wait_for
 from scripted_source import ScriptedSource
 
 from dpu_dataplane.config import DataPlaneConfig
@@ -26,12 +26,14 @@ from dpu_dataplane.sources.selection import nodes_max, source_of
 from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source, Stored
 from dpu_dataplane.sources.tiers.above import TiersAbove
 from dpu_dataplane.sources.tiers.alone import TiersAlone
+from dpu_dataplane.sources.tiers.promoting import Promoting
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of
 from shadowserve import native
-from shadowserve.errors import StorageUnavailableError
+from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.pieces import leading
 from shadowserve.pool.config import PoolConfig
+from shadowserve.pool.promotion import Promotion
 from shadowserve.record import encode_head, head_length
 
 SHAPE = layout(layers=8)
@@ -41,9 +43,13 @@ CODECS = frozenset(native.codec_implementations())
 
 
 class Behind(ABC):
-    """What is behind a source, as a test may treat it; ``verifies``: it takes sound records only."""
+    """What is behind a source, as a test may treat it.
+
+    ``verifies``: it takes sound records only; ``is_pool``: it is a pool of this process.
+    """
 
     verifies = False
+    is_pool = False
 
     @abstractmethod
     def put(self, key: bytes, value: bytes) -> None: ...
@@ -189,6 +195,8 @@ class BehindScript(Behind):
 class BehindTiers(Behind):
     """A pool of memory and a file, alone."""
 
+    is_pool = True
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._free = threading.Event()
@@ -289,7 +297,7 @@ class Bench:
         done = await self.source.deliver(job, order)
         return done, [bytes(chunk) for chunk in target.reshape(len(keys), -1)]
 
-    async def store(self, key: bytes, seed: int) -> Result:
+    async def store(self, key: bytes, seed: int, lasts_ms: int = 0) -> Result:
         """Encode a chunk and put it."""
         codec = native.Codec.KVRANS
         plan = plan_store([key], [0], SHAPE, codec, MIB)
@@ -303,7 +311,7 @@ class Bench:
         try:
             assert await asyncio.to_thread(self.pipeline.encode, round_) is Result.OK
             head = encode_head(key, codec, SHAPE, plan.manifest_of(0))
-            return (await self.source.put(job, key, Encoded(round_, 0, head)))[0]
+            return (await self.source.put(job, key, Encoded(round_, 0, head, lasts_ms)))[0]
         finally:
             round_.release()
 
@@ -374,7 +382,8 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
             behind = BehindScript(scripted)
             if request.param == "tiers above":
                 near = Tiers(PoolConfig(), Metrics(), pipeline, storing, heads_bytes=MIB, patience=PATIENCE_S)
-                source = TiersAbove(near, scripted, pipeline, fetching, Metrics(), 1.0)
+                promoting = Promoting(near, scripted, Promotion(), Metrics(), PATIENCE_S)
+                source = TiersAbove(near, scripted, promoting, pipeline, fetching, Metrics(), 1.0)
         else:
             source = source_of(configuration, Metrics(), pipeline, fetching, storing)
         await source.start()
@@ -489,6 +498,18 @@ async def test_what_is_put_is_found_and_delivered(bench: Bench) -> None:
     assert (end_of(done), chunks) == ((1, Result.OK), [kv(SHAPE, 7)])
 
 
+async def test_what_is_put_for_a_while_ends_by_itself(bench: Bench) -> None:
+    stays, lasts, ends = keys_of(SHAPE, 3, seed=10)
+    for key, lasts_ms in ((stays, 0), (lasts, NEVER_MS), (ends, 300)):
+        assert await bench.store(key, 7, lasts_ms) is Result.OK
+
+    async with asyncio.timeout(PATIENCE_S):
+        while await bench.source.find([ends]) != [None]:
+            await asyncio.sleep(0.02)
+    done, chunks = await bench.deliver([stays, lasts])
+    assert (end_of(done), chunks) == ((2, Result.OK), [kv(SHAPE, 7)] * 2)
+
+
 async def test_what_is_deleted_is_not_found(bench: Bench) -> None:
     keys = keys_of(SHAPE, 2, seed=8)
     bench.put(keys)
@@ -542,3 +563,66 @@ async def test_a_source_that_is_away_says_so_and_is_found_again(bench: Bench) ->
     await until(lambda: bench.source.connected)
     bench.put(keys)
     assert end_of((await bench.deliver(keys))[0])[1] is Result.OK
+
+
+async def receive(bench: Bench, key: bytes, first: int, memory: bytearray, job: Job | None = None) -> Result:
+    """Receive a part of a record; skip the test where the source has none to hand out."""
+    if bench.behind.is_pool:
+        with pytest.raises(StorageRefusedError):
+            await bench.source.receive(Job("a test", "a job", PATIENCE_S), key, first, memoryview(memory))
+        pytest.skip("nobody is above a pool")
+    return await bench.source.receive(job or Job("a test", "a job", PATIENCE_S), key, first, memoryview(memory))
+
+
+async def test_records_are_received_as_they_are_stored(bench: Bench) -> None:
+    keys = keys_of(SHAPE, 4, seed=11)
+    records = bench.put(keys[:3])
+    for size in (1, 2, 700, 1023, 1024, 1025, len(records[0])):
+        memory = bytearray(size)
+        assert await receive(bench, keys[0], 0, memory) is Result.OK
+        assert memory == records[0][:size]
+    memories = [bytearray(len(record) - 100) for record in records]
+    received = await asyncio.gather(
+        *(receive(bench, key, 100, memory) for key, memory in zip(keys, memories, strict=False))
+    )
+    assert received == [Result.OK] * 3 and memories == [record[100:] for record in records]
+    assert await receive(bench, keys[3], 0, bytearray(10)) is Result.NOT_FOUND
+    assert await receive(bench, keys[0], 0, bytearray(len(records[0]) + 1)) is Result.NOT_FOUND
+    assert await receive(bench, keys[0], 0, bytearray(10)) is Result.OK
+
+
+@pytest.mark.parametrize("why", ["cancelled", "late"])
+async def test_what_is_received_no_more_leaves_nothing_that_writes(bench: Bench, why: str) -> None:
+    [key] = keys_of(SHAPE, 1, seed=12)
+    [record] = bench.put([key])
+    memory = bytearray(len(record))
+    assert await receive(bench, key, 0, memory) is Result.OK and memory == record
+    memory[:] = bytes([0xA5]) * len(memory)
+    bench.behind.hold()
+    try:
+        job = Job("a test", "a job", 0.5 if why == "late" else NEVER_S)
+        receiving = asyncio.create_task(receive(bench, key, 0, memory, job))
+        if why == "cancelled":
+            await until(bench.behind.asked)
+            job.cancel()
+        with pytest.raises(Stop):
+            await asyncio.wait_for(receiving, PATIENCE_S)
+    finally:
+        bench.behind.release()
+    assert await receive(bench, key, 0, bytearray(len(record))) is Result.OK, "it goes on"
+    assert memory == bytes([0xA5]) * len(memory)
+
+
+async def test_a_source_that_is_away_hands_out_nothing(bench: Bench) -> None:
+    [key] = keys_of(SHAPE, 1, seed=13)
+    [record] = bench.put([key])
+    assert await receive(bench, key, 0, bytearray(9)) is Result.OK
+    bench.behind.kill()
+    try:
+        with pytest.raises(StorageUnavailableError):
+            await asyncio.wait_for(receive(bench, key, 0, bytearray(len(record))), PATIENCE_S)
+    finally:
+        bench.behind.revive()
+    await until(lambda: bench.source.connected)
+    bench.put([key])
+    assert await receive(bench, key, 0, bytearray(9)) is Result.OK

@@ -1,8 +1,10 @@
 """What the log has of an outage of storage, and how soon it is tried again, whatever it fails for."""
 
+import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +23,9 @@ from dpu_dataplane.sources import outage
 from dpu_dataplane.sources.outage import BACKOFF_FIRST, BACKOFF_MAX, CAUSES_TOLD_MAX, STABLE_TIME, Outage
 from dpu_dataplane.sources.resp.cluster import ServerCluster
 from dpu_dataplane.sources.resp.server import OneServer
+from shadowserve.addresses import split_address
 from shadowserve.errors import StorageUnavailableError
+from shadowserve.resp_client import RespClient
 
 
 @contextlib.contextmanager
@@ -118,6 +122,40 @@ def test_pauses_grow_to_a_bound_and_begin_anew_after_a_connection_that_held() ->
     assert known.lose()
     assert all(is_pause(known.pause(), number) for number in range(20))
     assert len({known.pause() for _ in range(20)}) > 1, "data planes that lost the same server must not come as one"
+
+
+async def test_a_connection_that_is_given_up_as_it_is_made_does_not_wait_for_the_other_side(
+    certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood until the server had said goodbye, as TLS wants it: for half a minute, of one that says nothing."""
+    context, ended = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), threading.Event()
+    context.load_cert_chain(certificates / "server.crt", certificates / "server.key")
+
+    def say_nothing(sock: socket.socket) -> None:
+        with context.wrap_socket(sock, server_side=True):
+            ended.wait(PATIENCE_S)
+
+    client = RespClient("the server", PATIENCE_S)
+    made = client.connection_made
+
+    def give_up(transport: asyncio.BaseTransport) -> None:
+        made(transport)
+        opening.cancel()
+
+    monkeypatch.setattr(client, "connection_made", give_up)
+    with serving(say_nothing) as address:
+        trusted = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
+        opening = asyncio.create_task(client.open(*split_address(address), [], trusted, "127.0.0.1"))
+        try:
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert client.closed.done()
+        finally:
+            ended.set()
+            client.abort("the test is over")
+            await client.closed
 
 
 @pytest.fixture(scope="module")

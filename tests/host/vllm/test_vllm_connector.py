@@ -41,13 +41,16 @@ def make(plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     config = SimpleNamespace(
         kv_transfer_config=transfer,
         parallel_config=parallel,
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, policy="fcfs"),
         lora_config=None,
         speculative_config=None,
+        max_concurrent_batches=1,
     )
     made = []
 
-    def make(role: str, problem: str) -> Any:
+    def make(role: str, problem: str, steps: int = 1, **extra: Any) -> Any:
+        config.max_concurrent_batches = steps
+        transfer.kv_connector_extra_config = {"data_plane": plane.address, **extra}
         monkeypatch.setattr(connector, "uncacheable", lambda *_: problem or None)
         one = connector.ShadowServeConnector(config, KVConnectorRole[role], SimpleNamespace(kv_cache_groups=groups))
         made.append(one)
@@ -56,6 +59,21 @@ def make(plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     yield make
     for one in made:
         one.shutdown()
+
+
+@pytest.mark.parametrize("asked", [{"layer_order": True}, {"asynchronous_fetch": False}], ids=str)
+def test_tokens_of_a_load_that_fell_short_while_the_next_step_ran(
+    make: Callable[..., Any], caplog: pytest.LogCaptureFixture, asked: dict[str, bool]
+) -> None:
+    """vLLM takes back one step: where several are under way, none computes on what is still being loaded."""
+    for role in ("SCHEDULER", "WORKER"):
+        alone, several = make(role, "", 1, **asked), make(role, "", 2, **asked)
+        for one, within in ((alone, True), (several, False)):
+            config = (one._scheduler or one._worker)._config
+            assert (config.layer_order or not config.asynchronous_fetch) == within
+    named = "layer_order" if "layer_order" in asked else "asynchronous_fetch: false"
+    (said,) = [line for line in caplog.messages if "fetched beside what runs" in line]
+    assert f"without {named}," in said and "--no-async-scheduling" in said
 
 
 class Request(SimpleNamespace):

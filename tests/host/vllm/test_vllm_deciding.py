@@ -22,6 +22,7 @@ from scripted import ScriptedDataPlane
 
 from host_control.config import HostConfig
 from host_control.decision import Decision
+from host_control.slack.table import ComputeTable
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -43,12 +44,12 @@ class Policy:
     """Notes what it is told."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[int, float, float]] = []
+        self.steps = 0
         self.loads: list[tuple[Decision, float]] = []
         self.ended_loads: list[str] = []
 
-    def computed(self, *step: Any) -> None:
-        self.steps.append(step)
+    def computed(self) -> None:
+        self.steps += 1
 
     def fetched(self, decision: Decision, seconds: float) -> None:
         self.loads.append((decision, seconds))
@@ -69,7 +70,7 @@ def parts() -> Any:
     told: list[tuple[Decision, int, float]] = []
     made = SimpleNamespace(clock=Clock(), policy=Policy(), counts=Counts(), told=told)
     made.deciding = Deciding(
-        HostConfig(), chunk_tokens=CHUNK, step_tokens=4096, counts=made.counts, clock=made.clock,
+        HostConfig(), ComputeTable(), chunk_tokens=CHUNK, step_tokens=4096, counts=made.counts, clock=made.clock,
         tell=lambda *arguments: told.append(arguments),
     )  # fmt: skip
     made.deciding._policy = made.policy
@@ -78,34 +79,6 @@ def parts() -> Any:
 
 def fetching(end: int = 1000) -> Decision:
     return Decision(way="fetch", end_tokens=end, kind="fetch", seconds=0.5, load_bytes=1e6, load_seconds=0.4)
-
-
-def test_a_step_begins_when_the_one_before_it_is_over(parts: Any) -> None:
-    """As vLLM schedules one while another runs."""
-    deciding, clock = parts.deciding, parts.clock
-    deciding.step(step(new={"a": (0, 100)}), loads=False)
-    clock.now += 1
-    deciding.step(step(new={"b": (200, 60)}, cached={"c": (500, 40)}), loads=False)
-    clock.now += 1
-    deciding.stepped()
-    clock.now += 3
-    deciding.stepped()
-    assert parts.policy.steps == [(100, 5000.0, 2.0), (100, 60 * 230 + 40 * 520, 3.0)]
-
-
-def test_steps_that_only_decode_or_wait_for_a_load_or_compute_nothing_tell_nothing(parts: Any) -> None:
-    deciding, clock = parts.deciding, parts.clock
-    for output, loads in (
-        (step(cached={str(number): (500, 1) for number in range(64)}), False),
-        (step(cached={"a": (0, 20), "b": (0, 10)}), False),
-        (step(new={"a": (0, 2000)}), True),
-        (step(), False),
-    ):
-        deciding.step(output, loads=loads)
-        clock.now += 1
-        deciding.stepped()
-    assert parts.policy.steps == []
-    deciding.stepped()  # one more than there were
 
 
 def test_a_load_takes_as_long_as_its_slowest_rank_and_ends_with_the_last(parts: Any) -> None:
@@ -130,11 +103,13 @@ def test_what_came_is_told_with_the_first_token(parts: Any) -> None:
     deciding.forget("gone")
     clock.now += 0.4
     for computed, new in ((1000, 60), (1060, 40)):
-        deciding.step(step(new={"a": (computed, new), "gone": (1000, 100)}), loads=False)
+        deciding.step(step(new={"a": (computed, new), "gone": (1000, 100)}))
         clock.now += 0.1
         if computed > 1000:
             deciding.forget("a")  # its first token is its last one: vLLM says so before the step's end
-        deciding.stepped()
+        deciding.stepped(learnt=computed > 1000)
+    assert parts.policy.steps == 1
+    deciding.stepped(learnt=False)  # one more than there were
     assert parts.told == [(fetching(), 1100, pytest.approx(0.6))]
     counted = parts.counts.take().data
     assert counted["decisions/fetch"] == 2
@@ -155,7 +130,7 @@ def slow(side: Any, plane: ScriptedDataPlane) -> Any:
     plane.script.record_bytes = RECORD_BYTES
     policy = side._deciding._policy
     for tokens in (500, 1000, 2000):
-        policy.computed(tokens, tokens * tokens / 2, TOKEN_S * tokens)
+        side._timing.table.observe("prompts", tokens, tokens * tokens / 2, TOKEN_S * tokens)
         chunks = Decision(way="fetch", end_tokens=0, kind="fetch", load_bytes=tokens * RECORD_BYTES / CHUNK)
         policy.fetched(chunks, chunks.load_bytes * BYTE_S)
     return side
@@ -178,6 +153,105 @@ def test_computing_that_is_sooner_is_done_and_nothing_is_stored_again(side: Any,
     assert told.predicted["compute"] == told.predicted_seconds < told.predicted["fetch"] / 10 < 2
 
 
+def known_size(side: Any) -> None:
+    """Have the half of the scheduler hear how large chunks are, as from an earlier hit."""
+    side._deciding._chunk_bytes = 2 * RECORD_BYTES
+
+
+def test_no_lookup_is_waited_for_that_could_change_nothing(side: Any, plane: ScriptedDataPlane) -> None:
+    known_size(side)
+    plane.script.stall.add("Lookup")
+    request = arrive(side, plane, TOKENS, stored=40)
+    assert side.matched_tokens(request, 0) == 0
+    side.allocated(request, (), 0)
+    metadata = side.step(step(new={"r": (0, len(TOKENS))}))
+    assert metadata.loads == [] == metadata.stores, "nobody knows yet what is stored"
+    side.stepped()
+    plane.script.unstall.set()
+    wait_for(lambda: side._lookup.poll("r") is not None)
+    assert side.step(step(cached={"r": (len(TOKENS), 1)})).stores == [], "all of it is stored"
+    side.finished(request)
+    counted = side.counts.take().data
+    assert counted["decisions/compute"] == 1
+    assert (counted["lookup_requests"], counted["hit_tokens"]) == (1, 40 * CHUNK), "it is counted all the same"
+
+
+def test_what_is_computed_before_its_lookup_has_ended_is_stored_in_the_next_step(
+    side: Any, plane: ScriptedDataPlane
+) -> None:
+    known_size(side)
+    plane.script.stall.add("Lookup")
+    request = arrive(side, plane, TOKENS, stored=3)
+    assert side.matched_tokens(request, 0) == 0
+    side.allocated(request, (), 0)
+    assert side.step(step(new={"r": (0, len(TOKENS))})).stores == []
+    plane.script.unstall.set()
+    wait_for(lambda: side._lookup.poll("r") is not None)
+    tables = {"r": (list(range(1000, 1200)),)}
+    (store,) = side.step(step(cached={"r": (len(TOKENS), 1)}, tables=tables)).stores
+    assert len(store.links) == 37
+
+
+@pytest.mark.parametrize(
+    "why", ["its size is not known", "it has no second step", "it is handed over", "it may be sooner", "it explores"]
+)
+def test_a_lookup_that_may_change_something_is_waited_for(
+    make_side: Any, side: Any, plane: ScriptedDataPlane, why: str
+) -> None:
+    more: dict[str, Any] = {}
+    if why != "its size is not known":
+        known_size(side)
+    if why == "it has no second step":
+        more["max_tokens"] = 1
+    if why == "it is handed over":
+        more["kv_transfer_params"] = {"do_remote_decode": True}
+    if why == "it may be sooner":
+        side._deciding._chunk_bytes /= 1e6
+    if why == "it explores":
+        side._deciding._policy._allowed["fetch"] = 100.0
+    plane.script.stall.add("Lookup")
+    request = arrive(side, plane, TOKENS, stored=40, **more)
+    assert side.matched_tokens(request, 0) is None
+    assert side.matched_tokens(request, 0) is None
+    plane.script.unstall.set()
+    matched(side, request)
+
+
+def test_an_engine_that_stores_nothing_waits_for_no_lookup_of_a_single_token(
+    make_side: Any, plane: ScriptedDataPlane
+) -> None:
+    side = slow(make_side(fetch_or_compute=True, store=False), plane)
+    known_size(side)
+    plane.script.stall.add("Lookup")
+    assert side.matched_tokens(arrive(side, plane, TOKENS, stored=40, max_tokens=1), 0) == 0
+    plane.script.unstall.set()
+
+
+def test_what_is_cold_is_not_fetched_by_its_lookup_and_is_told(make_side: Any, plane: ScriptedDataPlane) -> None:
+    """Where the link is fast, and computing would take a fourth of a second."""
+    side = make_side(fetch_or_compute=True)
+    plane.script.record_bytes = RECORD_BYTES
+    policy = side._deciding._policy
+    for tokens in (500, 1000, 2000):
+        policy.computed(tokens, tokens * tokens / 2, TOKEN_S * tokens)
+        policy.fetched(
+            Decision(way="fetch", end_tokens=0, kind="fetch", load_bytes=tokens * RECORD_BYTES / CHUNK), 0.01
+        )
+    assert matched(side, arrive(side, plane, TOKENS, stored=40)) == 40 * CHUNK
+    plane.script.cold_ms = 3000
+    request = arrive(side, plane, TOKENS, stored=40, name="cold")
+    assert matched(side, request) == 0
+    assert plane.asked_cold
+    side.allocated(request, (), 0)
+    side.step(step(new={"cold": (0, len(TOKENS))}))
+    side.stepped()
+    wait_for(lambda: plane.decisions)
+    (told,) = plane.decisions
+    assert told.kind == "compute" and told.cold_seconds == 3.0
+    assert told.predicted["fetch"] == pytest.approx(3.01, rel=0.1) and told.stored_bytes == 40 * RECORD_BYTES
+    assert side.counts.take().data["cold_seconds/compute"] == 3.0
+
+
 def test_what_is_fast_is_fetched_and_its_time_is_learnt(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side(ranks=2, fetch_or_compute=True)
     plane.script.record_bytes = 1000
@@ -192,7 +266,7 @@ def test_what_is_fast_is_fetched_and_its_time_is_learnt(make_side: Any, plane: S
     policy = side._deciding._policy
     assert policy._load_seconds(2 * 40 * 1000) == pytest.approx(0.01, rel=0.1), "of two ranks' records"
     for tokens in (1000, 2000, 2500):
-        policy.computed(tokens, tokens * tokens / 2, TOKEN_S * tokens)
+        side._timing.table.observe("prompts", tokens, tokens * tokens / 2, TOKEN_S * tokens)
     request = arrive(side, plane, TOKENS, stored=40, name="r")
     assert matched(side, request) == 40 * CHUNK
     side.allocated(request, [list(range(100, 300))], 40 * CHUNK)

@@ -15,6 +15,7 @@ from scheduler_support import (
     full,
     groups_of,
     keys,
+    kv_cache_manager,
     links,
     matched,
     report,
@@ -258,21 +259,72 @@ def test_a_request_that_is_aborted_while_its_load_waits_is_cancelled(make_side: 
     [
         {"asynchronous_fetch": False},
         {"recomputes": False},
-        {"groups": lambda: groups_of(full(), window(CHUNK))},
     ],
-    ids=["the engine would stand still", "the request would fail", "several groups"],
+    ids=["the engine would stand still", "the request would fail"],
 )
 def test_where_no_load_may_fall_short_the_lookup_waits_for_all(
     make_side: Any, plane: ScriptedDataPlane, options: dict[str, Any]
 ) -> None:
-    if "groups" in options:
-        options = {"groups": options["groups"]()}
     side = make_side(handover_timeout=PATIENCE_S, **options)
     come(plane, chunks=1)
     request = arrive(side, TAKES)
     plane.wait_for_call("Lookup", 4)
     assert side.matched_tokens(request, 0) is None
     assert side.finished(request) is None
+
+
+FULL, WINDOW = 0, 1
+
+
+def several(make_side: Any) -> Any:
+    """Return the half of an engine with full attention, and a window of which three blocks of four matter."""
+    specs = full(), window(2 * BLOCK + 8)
+    groups = groups_of(*specs)
+    groups.bind(kv_cache_manager(*specs))
+    return make_side(groups=groups, load_tokens_min=1, handover_timeout=PATIENCE_S)
+
+
+def begin(side: Any, request: Request, tokens: int) -> Any:
+    """Have a hit of two groups loaded."""
+    end = -(-tokens // BLOCK)
+    window_blocks = [0] * (end - 3) + list(range(2000 + end - 3, 2000 + end))
+    side.allocated(request, (BLOCKS[:end], window_blocks), tokens)
+    (load,) = side.step(step()).loads
+    return load
+
+
+def test_a_load_of_several_groups_begins_with_what_is_there(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = several(make_side)
+    come(plane, chunks=1)
+    request = arrive(side, TAKES)
+    assert matched(side, request) == WHOLE, "of windows nothing is announced: it is there with the rest of its chunk"
+    assert side.waits(request)
+    load = begin(side, request, WHOLE)
+    assert load.arrived == Arrived(1, "")
+    assert load.groups[FULL].chunks == [0, 1, 2] and load.groups[WINDOW].chunks == [2]
+    assert load.groups[WINDOW].links == links(TOKENS)[2:]
+    hold(plane, tail=False)
+    assert wait_for(lambda: side.step(step()).arrived) == {"r": Arrived(3, "complete")}
+    side.worker_output({"r"}, report({}))
+    assert not side.step(step({"r": (WHOLE, 5)})).stores, "all of it is stored already"
+
+
+def test_what_never_came_does_not_cost_several_groups_what_is_there(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = several(make_side)
+    come(plane, chunks=1)
+    request = arrive(side, TAKES)
+    begin(side, request, matched(side, request))
+    plane.records |= dict.fromkeys([*keys(0, TOKENS)[:2], keys(0, TOKENS, WINDOW)[1]], b"")
+    assert plane.announced is not None
+    plane.announced.clear()
+    assert wait_for(lambda: side.step(step()).arrived) == {"r": Arrived(2, "announced_gone")}
+    side.worker_output({"r"}, report({"r": 0}))
+    assert matched(side, request) == 2 * CHUNK, "vLLM has taken nothing of it, and asks again"
+    assert begin(side, request, 2 * CHUNK).arrived is None, "of what is there nothing is waited for"
+    side.worker_output({"r"}, report({"r": 0}))
+    assert matched(side, request) == 0, "not offered a third time"
+    stores = side.step(step({"r": (0, WHOLE)}, tables={"r": (BLOCKS, list(range(2000, 2100)))})).stores
+    assert sum(len(store.links) for store in stores if store.group == FULL) == 3, "what cannot be loaded is stored anew"
 
 
 def test_what_is_announced_and_never_stored_is_computed_and_counted(make_side: Any, plane: ScriptedDataPlane) -> None:

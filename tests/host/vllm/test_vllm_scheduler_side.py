@@ -302,3 +302,30 @@ def test_step_with_256_running_requests_costs_under_a_fifth_of_a_millisecond(
     assert metadata.stores == []
     print(f"scheduler iteration with 256 running requests: {best * 1e6:.0f} us")
     assert best < 0.0002
+
+
+def test_the_engines_queue_is_told_with_what_each_request_will_load(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side(ranks=2)
+    prompts = {name: [*range(number, number + 3 * CHUNK + 5)] for number, name in enumerate("abc")}
+    requests = {name: arrive(side, plane, tokens, stored=2, name=name) for name, tokens in prompts.items()}
+    told: dict[int, list[list[bytes]]] = {}
+    order: list[int] = []
+
+    def waiting() -> list[list[list[bytes]]]:
+        for message in plane.expected:
+            told.update({each.request: [list(chain.keys) for chain in each.chains] for each in message.arrivals})
+            order[:] = list(message.order) or order
+        return [told[name] for name in order]
+
+    def wanted(*names: str) -> list[list[list[bytes]]]:
+        return [[keys(rank, prompts[name])[:2] for rank in (0, 1)] for name in names]
+
+    wait_for(lambda: waiting() == wanted("a", "b", "c"))
+    for name in "ab":
+        matched(side, requests[name])
+        side.allocated(requests[name], [list(range(100))], 2 * CHUNK)
+    wait_for(lambda: waiting() == wanted("c"))
+    side.step(step(preempted=["b"]))
+    wait_for(lambda: waiting() == wanted("b", "c"))
+    side.finished(requests["c"])
+    wait_for(lambda: waiting() == wanted("b"))

@@ -182,13 +182,56 @@ async def test_a_lookup_says_what_is_cold_and_does_not_wait_for_it(nodes: list[S
         assert not (await look()).cold_ms
 
 
-async def test_a_store_that_has_nothing_below_has_nothing_cold(redis: Server) -> None:
+@pytest.mark.parametrize("tiers", [{}, {"memory_budget_bytes": "32MiB"}], ids=["storage alone", "a tier above it"])
+async def test_what_is_cold_counts_as_large_as_the_rest_and_a_tier_has_its_own(
+    nodes: list[Server], tiers: dict[str, str]
+) -> None:
+    chain, _ = chains_of(nodes)
+    records = [make_record(SHAPE, key, seed) for seed, key in enumerate(chain)]
+    for key, value in zip(chain, records, strict=True):
+        nodes[1].put(key, value)
+    await until(lambda: known(nodes[0]) >= CHUNKS)
+    async with running("127.0.0.1:1", storage_nodes=addresses(nodes), **({"tiers": tiers} if tiers else {})) as (
+        _,
+        client,
+    ):
+        await client.register(SHAPE, CHUNKS)
+
+        async def look() -> pb.LookupResponse:
+            asked = pb.KeyChain(keys=chain, namespace=SHAPE.namespace)
+            answer: pb.LookupResponse = await client.stub.Lookup(
+                pb.LookupRequest(chains=[asked], timeout_ms=PATIENCE_MS, cold=True)
+            )
+            return answer
+
+        unseen = await look()
+        assert found(unseen, CHUNKS).hits == [CHUNKS] and unseen.cold_ms[0] > 0
+        assert list(unseen.stored_bytes) == [0], "nobody has seen any"
+        assert len(await fetched(client, chain[:2])) == 2
+        partly = await look()
+        assert found(partly, CHUNKS).hits == [CHUNKS] and partly.cold_ms[0] > 0
+        assert list(partly.stored_bytes) == [sum(map(len, records[:2])) * CHUNKS // 2]
+        for node in nodes:
+            node.kill()
+        if tiers:
+            assert found(await look(), CHUNKS).hits == [2], "the tier serves alone"
+        else:
+            assert (await look()).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
+
+
+@pytest.mark.parametrize("kind", ["redis", "storage"])
+async def test_a_store_that_has_nothing_below_has_nothing_cold_and_is_asked_once(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    store: Server = request.getfixturevalue(kind)
     keys = keys_of(SHAPE, 2)
-    redis.put(keys[0], make_record(SHAPE, keys[0], 0))
-    async with running(redis) as (_, client):
+    store.put(keys[0], make_record(SHAPE, keys[0], 0))
+    async with running(store) as (daemon, client):
         chain = pb.KeyChain(keys=keys, namespace=SHAPE.namespace)
-        answer = await client.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=PATIENCE_MS, cold=True))
-        assert found(answer, 2).present == [[True, False]] and list(answer.cold_ms) == [0]
+        for _ in range(2):
+            answer = await client.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=PATIENCE_MS, cold=True))
+            assert found(answer, 2).present == [[True, False]] and list(answer.cold_ms) == [0]
+            assert daemon._source._servers._unknown == {b"KV.COLD"}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from dataplane_support import (
 from machine import NEVER_S, PATIENCE_S, until
 from tls_support import TlsServer, showing, trusting
 
+from dpu_dataplane.jobs import Job
 from dpu_dataplane.server import Daemon
 from shadowserve import native
 from shadowserve.errors import ConfigurationError
@@ -154,6 +155,16 @@ async def test_bytes_come_encrypted_and_arrive_as_they_were(
             answer = await client.fetch(KEYS)
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
             assert_delivered(client, len(KEYS))
+
+
+async def test_records_are_received_over_tls_as_they_are_stored(encrypted: TlsServer, certificates: Path) -> None:
+    async with running(encrypted, **trusting(certificates)) as (daemon, _):
+        for key, record in zip(KEYS, RECORDS, strict=True):
+            for first in (0, 1000):
+                memory = bytearray(len(record) - first)
+                job = Job("a test", "a job", PATIENCE_S)
+                assert await daemon._source.receive(job, key, first, memoryview(memory)) is native.Result.OK
+                assert memory == record[first:]
 
 
 @pytest.mark.parametrize("kind", ["storage_kv", "redis"])

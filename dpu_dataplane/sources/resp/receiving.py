@@ -1,0 +1,196 @@
+"""Records as they are stored, from a server into memory of the caller: nothing is decoded, and no round waits for it.
+
+Bytes go from the socket to where they are to lie, on a thread that does not hold the interpreter meanwhile. Each
+question has a connection to itself, apart from those of rounds, so that one that is given up in the middle of an answer
+costs no round its connection.
+"""
+
+import asyncio
+import contextlib
+import select
+import time
+from collections import defaultdict
+from typing import Final
+
+from dpu_dataplane.jobs import Job
+from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.sources.resp.links import Dialer, Link, Node
+from dpu_dataplane.sources.resp.servers import REDIRECTIONS_MAX, Servers
+from shadowserve import resp
+from shadowserve.errors import StorageUnavailableError
+from shadowserve.keys import storage_key
+from shadowserve.native import Result, TlsWant
+
+__all__ = ["Receiving"]
+
+_LINE_MAX: Final = 1024
+"""Bytes of an answer's first line: a length, or an error's text."""
+_EVENTS: Final = {TlsWant.READ: select.POLLIN, TlsWant.WRITE: select.POLLOUT}
+
+
+class Receiving:
+    """Receives parts of records, several at a time.
+
+    Args:
+        servers: that have them.
+        dialer: makes connections.
+        metrics: to count in.
+    """
+
+    def __init__(self, servers: Servers, dialer: Dialer, metrics: Metrics) -> None:
+        self._servers = servers
+        self._dialer = dialer
+        self._metrics = metrics
+        self._idle: defaultdict[Node, list[Link]] = defaultdict(list)
+
+    def close(self) -> None:
+        """Close the connections that nobody uses."""
+        for links in self._idle.values():
+            for link in links:
+                link.close()
+        self._idle.clear()
+
+    async def run(self, job: Job, key: bytes, first: int, memory: memoryview) -> Result:
+        """Receive one part, as :meth:`Source.receive` wants it."""
+        self._servers.check()
+        [node] = self._servers.route([key], master=False)
+        for _ in range(REDIRECTIONS_MAX + 1):
+            if node is None:
+                raise StorageUnavailableError(f"storage {self._servers.name}: no node has the slot of this key")
+            result, text = await self._ask(job, node, key, first, memory)
+            redirect = self._servers.redirect(node, text) if result is Result.REFUSED else None
+            if redirect is None or redirect.asking:
+                return result
+            self._metrics.storage_redirections += 1
+            node = redirect.node
+        return Result.REFUSED
+
+    async def _ask(self, job: Job, node: Node, key: bytes, first: int, memory: memoryview) -> tuple[Result, str]:
+        link = await job.within(self._open(node), "connecting to storage")
+        result, text = Result.CANCELLED, ""
+        try:
+            with job.interruptible(link.shut_down):
+                command = resp.encode_command(
+                    b"GETRANGE", storage_key(key), b"%d" % first, b"%d" % (first + len(memory) - 1)
+                )
+                result, text = await asyncio.to_thread(_exchange, link, command, memory, job.deadline_ns)
+        finally:
+            if result in (Result.OK, Result.REFUSED, Result.NOT_FOUND):
+                self._idle[node].append(link)
+            else:
+                link.close()
+        job.check()
+        if result is Result.DISCONNECTED:
+            with contextlib.suppress(StorageUnavailableError):
+                await job.within(self._servers.recover(node), "looking for a node of the cluster")
+            raise StorageUnavailableError(f"storage {node}: {text}")
+        return result, text
+
+    async def _open(self, node: Node) -> Link:
+        while self._idle[node]:
+            link = self._idle[node].pop()
+            if link.is_quiet():
+                return link
+            link.close()
+        link = await self._dialer.open(node)
+        self._metrics.data_connections += 1
+        return link
+
+
+def _exchange(link: Link, command: bytes, memory: memoryview, deadline_ns: int) -> tuple[Result, str]:
+    """Ask, and have the answer in memory; return why not, and what was said. On a thread of its own."""
+    stream = _Stream(link, deadline_ns)
+    try:
+        stream.send(command)
+        line, rest = stream.receive_line(len(memory) + 2)
+        if line[:1] == b"-":
+            return Result.REFUSED, line[1:].decode("utf-8", "replace")
+        if line == b"$-1":
+            return Result.NOT_FOUND, ""
+        size = int(line[1:]) if line[:1] == b"$" and line[1:].isdigit() else -1
+        if not 0 <= size <= len(memory):
+            return Result.PROTOCOL, "it does not answer GETRANGE with as many bytes as were asked for"
+        come = rest[:size]
+        memory[: len(come)] = come
+        stream.fill(memory[len(come) : size])
+        end = memoryview(bytearray(max(2 - len(rest[size:]), 0)))
+        stream.fill(end)
+        if rest[size:] + end != b"\r\n":
+            return Result.PROTOCOL, "its answer does not end where it says"
+        return (Result.OK if size == len(memory) else Result.NOT_FOUND), ""
+    except TimeoutError:
+        return Result.DEADLINE, "not answered in time"
+    except OSError as error:
+        return Result.DISCONNECTED, f"the connection broke: {error.strerror or error}"
+
+
+class _Stream:
+    """A link, as a thread sees it that waits.
+
+    Raises:
+        TimeoutError: the time is up.
+        OSError: the connection broke.
+    """
+
+    def __init__(self, link: Link, deadline_ns: int) -> None:
+        self._link = link
+        self._deadline_ns = deadline_ns
+
+    def _wait(self, events: int) -> None:
+        poll = select.poll()
+        poll.register(self._link.fileno(), events)
+        if not poll.poll(max(0.0, (self._deadline_ns - time.monotonic_ns()) / 1e6)):
+            raise TimeoutError
+
+    def send(self, data: bytes) -> None:
+        """Send all of it."""
+        while data:
+            if (session := self._link.session) is None:
+                try:
+                    data = data[self._link.sock.send(data) :]
+                except BlockingIOError:
+                    self._wait(select.POLLOUT)
+                continue
+            result, want, sent = session.send(data)
+            self._check(result)
+            data = data[sent:]
+            if want is not TlsWant.NOTHING:
+                self._wait(_EVENTS[want])
+
+    def receive_line(self, most: int) -> tuple[bytes, bytes]:
+        """Return a line without its end, and what came behind it: of both up to ``most`` bytes and a line's more."""
+        data, part = b"", memoryview(bytearray(min(most, _LINE_MAX)))
+        while b"\r\n" not in data:
+            if len(data) > _LINE_MAX:
+                raise ConnectionError("an answer without an end of line")
+            data += part[: self._receive(part)]
+        line, _, rest = data.partition(b"\r\n")
+        return line, rest
+
+    def fill(self, memory: memoryview) -> None:
+        """Receive as many bytes as fit."""
+        while memory:
+            memory = memory[self._receive(memory) :]
+
+    def _receive(self, memory: memoryview) -> int:
+        while True:
+            if (session := self._link.session) is None:
+                try:
+                    received = self._link.sock.recv_into(memory)
+                except BlockingIOError:
+                    self._wait(select.POLLIN)
+                    continue
+            else:
+                result, want, received = session.receive_into(memory)
+                self._check(result)
+                if not received:
+                    self._wait(_EVENTS[want])
+                    continue
+            if not received:
+                raise ConnectionError("it closed the connection")
+            return received
+
+    def _check(self, result: Result) -> None:
+        if result is not Result.OK:
+            assert self._link.session is not None
+            raise ConnectionError(self._link.session.reason)

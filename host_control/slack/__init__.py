@@ -1,0 +1,3 @@
+"""The engine's slack: how long it computes, and what may move meanwhile (Tutti, design 3)."""
+
+__all__: list[str] = []

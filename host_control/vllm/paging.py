@@ -1,0 +1,88 @@
+"""Whether an engine's pages can be stored as they are and brought back straight into its paged memory (host.pages)."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from host_control.config import HostConfig
+from host_control.layouts import NOWHERE
+from host_control.manager import FetchJob, Placed
+from host_control.pages import PageDelivery, SharedPages
+from host_control.vllm.groups import Groups
+from host_control.vllm.loaded_weights import WeightsWatch
+from host_control.vllm.parts import Part
+from shadowserve.errors import ConfigurationError
+
+__all__ = ["PagePlacer", "share_pages"]
+
+
+def share_pages(
+    config: HostConfig, kv_cache_config: Any, groups: Groups, caches: dict[str, Any], logger: logging.Logger
+) -> SharedPages | None:
+    """Make paged memory shared memory, for host.pages; ``None`` where that is not wanted, or cannot be: it is said."""
+    if not config.pages:
+        return None
+    try:
+        if not config.data_plane_is_local:
+            raise ConfigurationError(f"the data plane {config.data_plane} is not on this machine for certain")
+        if not groups.one:
+            raise ConfigurationError("it has several groups of KV caches")
+        (group,) = groups.groups
+        names = kv_cache_config.kv_cache_groups[group.index].layer_names
+        tensors = [caches[name] for name in names if name in caches]
+        if len(tensors) < len(names) or any(tensor.device.type != "cpu" or tensor.dim() != 4 for tensor in tensors):
+            raise ConfigurationError("it does not compute on a CPU, or its caches are of no known kind")
+        if any((tensor.shape, tensor.dtype) != (tensors[0].shape, tensors[0].dtype) for tensor in tensors):
+            raise ConfigurationError("its layers are not alike")
+        began = time.monotonic()
+        pages = SharedPages(tensors, group.record_blocks * (int(tensors[0].shape[0]) // kv_cache_config.num_blocks))
+        logger.info("ShadowServe: paged memory is shared since %.0f ms", 1000 * (time.monotonic() - began))
+    except ConfigurationError as error:
+        logger.warning("ShadowServe serves this engine without host.pages: %s", error)
+        return None
+    return pages
+
+
+class PagePlacer:
+    """Places a load's chunks: a :class:`~host_control.manager.Placer`.
+
+    Args:
+        delivery: into the pages.
+        part: of which they are.
+        watch: of the engine's weights.
+    """
+
+    def __init__(self, delivery: PageDelivery, part: Part, watch: Callable[[], WeightsWatch]) -> None:
+        self._delivery = delivery
+        self._part = part
+        self._watch = watch
+
+    def _blocks(self, job: FetchJob) -> list[int]:
+        return self._part.kernel_blocks(job.target.groups[self._part.group.index].blocks)
+
+    def first(self, job: FetchJob) -> int:
+        """Return the first chunk from which on all blocks are to be written: others may be shared by now."""
+        kept = [index for index, block in enumerate(self._blocks(job)) if block == NOWHERE]
+        return kept[-1] // self._part.record_blocks + 1 if kept else 0
+
+    def place(
+        self, job: FetchJob, deadline: float, cancelled: Callable[[], bool], told: Callable[[int], None]
+    ) -> Placed:
+        """See :class:`~host_control.manager.Placer`."""
+        first = self.first(job)
+        keys: Sequence[bytes] = job.keys[0][first:]
+        if not keys:
+            return Placed(0)
+        blocks = self._blocks(job)[first * self._part.record_blocks :]
+        answer = self._delivery.fetch(keys, blocks, deadline, cancelled, told)
+        if answer is None:
+            return Placed(0)
+        watch = self._watch()
+        with torch.inference_mode():
+            watch.check(job.target.epoch, watch.sample())
+        if not answer.quiet:
+            return Placed(0, 0, answer.reason, answer.detail)
+        return Placed(answer.chunks[0], answer.delivered_bytes)

@@ -1,0 +1,203 @@
+"""Preempted requests: what they hold is saved before their blocks are others', and loaded when they run again.
+
+While vLLM schedules a step it frees the blocks of requests that it preempts, and gives them to others, which write to
+them in that step. A preempted request is nothing then but its tokens: its table of blocks is gone before the connector
+hears of it, so that tables are followed here, step by step. At the beginning of that step, before anybody writes, the
+workers copy what the request holds and storage does not to where chunks wait to be stored: chunks that were not stored
+as they were completed, and behind the last the whole blocks, a *tail* (:mod:`host_control.handover`).
+
+Nobody but this request will ask for that tail, and only until it runs again. So it goes to the tiers of this host,
+where there are any, and ends by itself.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from host_control.lookup import LookupAnswer, PrefixLookup
+from host_control.vllm.groups import Group
+from host_control.vllm.metadata import StoreOperation
+from host_control.vllm.stores import Stores
+
+__all__ = ["Held", "Preemption", "Saved"]
+
+TAIL_LASTS_S: Final = 600.0
+"""A request that does not run again for so long has its last tokens computed."""
+
+
+@dataclass
+class Held:
+    """What a running request has in the engine's memory.
+
+    Attributes:
+        request_id: whose.
+        blocks: its table.
+        tokens: leading ones whose KV is there after its last step, drafts included.
+    """
+
+    request_id: str
+    blocks: list[int]
+    tokens: int
+
+
+@dataclass
+class Saved:
+    """What was saved of a request when it was preempted.
+
+    Attributes:
+        tokens: leading ones, whole blocks of them.
+        chunk_tokens: tokens in a chunk.
+        links: of its chunks, and then of its tail if it has one.
+        preemptions: of the request, this one included.
+        until: when (monotonic) nobody waits any more for it to be stored.
+        ranks: that have not yet said that it is stored, or dropped.
+    """
+
+    tokens: int
+    chunk_tokens: int
+    links: list[bytes]
+    preemptions: int
+    until: float
+    ranks: int
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it is still being stored."""
+        return self.ranks > 0 and time.monotonic() < self.until
+
+    @property
+    def tail_tokens(self) -> int:
+        """Tokens behind the last whole chunk."""
+        return self.tokens % self.chunk_tokens
+
+    @property
+    def promise(self) -> LookupAnswer:
+        """What a lookup will answer if nothing of it is dropped."""
+        return LookupAnswer(self.tokens - self.tail_tokens, "complete", tail=self.tail_tokens > 0)
+
+
+class Preemption:
+    """Follows what running requests hold, and has it saved. On the engine's thread alone.
+
+    Args:
+        group: the only one, of full attention.
+        chunk_tokens: tokens in a chunk.
+        lookup: of the requests.
+        stores: makes operations.
+        ranks: workers, each of which saves its part.
+        timeout: seconds that a request waits at most for what is saved of it to be stored.
+    """
+
+    def __init__(
+        self, group: Group, chunk_tokens: int, lookup: PrefixLookup, stores: Stores, *, ranks: int, timeout: float
+    ) -> None:
+        self._group = group
+        self._chunk_tokens = chunk_tokens
+        self._lookup = lookup
+        self._stores = stores
+        self._ranks = ranks
+        self._timeout = timeout
+        self._held: dict[str, Held] = {}
+        self._saved: dict[str, Saved] = {}
+
+    def follow(self, output: Any) -> list[Held]:
+        """Take note of a step; return what the requests hold that it preempts, as far as no worker has written there.
+
+        Costs some 0.1 us for each running request.
+        """
+        lost = [held for name in output.preempted_req_ids or () if (held := self._held.pop(name, None)) is not None]
+        if lost:
+            self._cut(lost, output)
+        group, scheduled = self._group.index, output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            end = new.num_computed_tokens + scheduled[new.req_id]
+            self._held[new.req_id] = Held(new.req_id, list(new.block_ids[group]), end)
+        cached = output.scheduled_cached_reqs
+        steps = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+        for name, computed, blocks in steps:
+            if blocks is not None and name in cached.resumed_req_ids:
+                self._held[name] = Held(name, list(blocks[group]), computed + scheduled[name])
+            elif (held := self._held.get(name)) is not None:
+                held.tokens = computed + scheduled[name]
+                if blocks is not None:
+                    held.blocks += blocks[group]
+        return lost
+
+    def _cut(self, lost: Sequence[Held], output: Any) -> None:
+        """Leave out blocks that a worker may have written before it is asked to save: vLLM zeroes and copies first."""
+        written = set(output.new_block_ids_to_zero or ())
+        written.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+        for held in lost if written else ():
+            whole = next((place for place, block in enumerate(held.blocks) if block in written), len(held.blocks))
+            held.tokens = min(held.tokens, whole * self._group.block_tokens)
+
+    def save(self, request: Any, held: Held, *, again: bool, tokens_max: int | None) -> list[StoreOperation]:
+        """Return what the workers have to store of a request that is preempted; nothing where that is not a block.
+
+        Args:
+            request: of vLLM.
+            held: by it.
+            again: what storage was seen to hold of it could not be loaded.
+            tokens_max: of so many leading tokens chunks are stored at most.
+        """
+        request_id = request.request_id
+        links, present = self._lookup.links(request_id), self._lookup.present(request_id)
+        # The last token has been sampled and not been computed, and behind it there are drafts that came to nothing.
+        tokens = min(held.tokens, request.num_tokens - 1)
+        if tokens_max is not None:
+            tokens = min(tokens, tokens_max)
+        tokens -= tokens % self._group.block_tokens
+        if links is None or tokens <= 0:
+            return []
+        end = tokens // self._chunk_tokens
+        self._stores.extend(links, request, end)
+        saved = Saved(
+            tokens,
+            self._chunk_tokens,
+            links[:end],
+            request.num_preemptions,
+            time.monotonic() + self._timeout,
+            self._ranks,
+        )
+        there = present[0] if present is not None else None
+        operations = list(
+            self._stores.chunks(request_id, self._group, held.blocks, links, (0, end), there, again=again)
+        )  # fmt: skip
+        if saved.tail_tokens:
+            link = self._stores.tail_link(links, request, tokens)
+            saved.links.append(link)
+            tail = self._stores.tail(
+                request_id, self._group, held.blocks, links, link, tokens, lasts_s=TAIL_LASTS_S
+            )  # fmt: skip
+            operations.append(tail)
+        self._saved[request_id] = saved
+        return operations
+
+    def of(self, request: Any) -> Saved | None:
+        """Return what was saved of a request when it was preempted last, if anything was."""
+        saved = self._saved.get(request.request_id)
+        return saved if saved is not None and saved.preemptions == request.num_preemptions else None
+
+    def settled(self, request_id: str, ranks: int) -> None:
+        """So many ranks more have stored or dropped what they save of a request."""
+        if (saved := self._saved.get(request_id)) is not None:
+            saved.ranks -= ranks
+
+    def distrust(self) -> None:
+        """Of what running requests hold some may be wrong: nothing of it counts until the next step has been planned.
+
+        A load that the engine computed on has fallen short. vLLM takes back what was computed of it.
+        """
+        for held in self._held.values():
+            held.tokens = 0
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended."""
+        self._held.pop(request_id, None)
+        self._saved.pop(request_id, None)
+
+    def clear(self) -> None:
+        """What requests hold, and what was saved of them, is no one's any more."""
+        self._held.clear()
+        self._saved.clear()

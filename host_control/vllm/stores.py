@@ -1,0 +1,133 @@
+"""What the workers are told to store of a request: records of whole chunks, and of the whole blocks behind the last."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from host_control.layouts import NOWHERE
+from host_control.lookup import PrefixLookup
+from host_control.vllm.groups import NULL_BLOCK, Group
+from host_control.vllm.metadata import StoreOperation
+from shadowserve.keys import chain_links, tail_link
+from shadowserve.pieces import Flags, leading
+
+__all__ = ["Stores"]
+
+
+class Stores:
+    """Makes store operations, on the engine's thread.
+
+    Args:
+        model: digest that links begin with.
+        chunk_tokens: tokens in a chunk.
+        lookup: of the requests.
+    """
+
+    def __init__(self, model: bytes, chunk_tokens: int, lookup: PrefixLookup) -> None:
+        self._model = model
+        self._chunk_tokens = chunk_tokens
+        self._lookup = lookup
+
+    def extend(self, links: list[bytes], request: Any, end: int) -> None:
+        """Add the links of chunks up to ``end`` that end in generated tokens."""
+        if len(links) >= end:
+            return
+        tokens = list(request.all_token_ids[: end * self._chunk_tokens])
+        extra = self._lookup.extra(request.request_id)
+        links[:] = chain_links(self._model, tokens, chunk_tokens=self._chunk_tokens, extra=extra, after=links)
+
+    def chunks(
+        self,
+        request_id: str,
+        group: Group,
+        table: Sequence[int],
+        links: Sequence[bytes],
+        chunks: tuple[int, int],
+        present: Flags | None,
+        *,
+        again: bool = False,
+        announced: bool = False,
+    ) -> Iterator[StoreOperation]:
+        """Have those of the chunks stored that the engine keeps whole and that storage was not seen to hold.
+
+        Args:
+            request_id: whose.
+            group: whose KV.
+            table: the request's blocks of that group.
+            links: of the request's chunks.
+            chunks: the first, and the one behind the last.
+            present: which chunks storage was seen to hold; ``None`` where nobody could say.
+            again: what was seen there could not be loaded.
+            announced: others may wait for them.
+        """
+        first, end = chunks
+        rows = group.rows(table, first, end)
+        ready = (rows != NULL_BLOCK).all(axis=1)
+        if present is not None and not again:
+            ready[: max(len(present) - first, 0)] &= ~present[first:end]
+        place = 0
+        while place < len(ready):
+            count = leading(ready[place:])
+            if count:
+                begin = first + place
+                yield StoreOperation(
+                    request_id=request_id,
+                    group=group.index,
+                    links=list(links[begin : begin + count]),
+                    previous=links[begin - 1] if begin else None,
+                    anchored=begin <= (0 if present is None else leading(present)),
+                    blocks=rows[place : place + count].reshape(-1).tolist(),
+                    announced=announced,
+                    absent_seconds=self.absent_seconds(request_id),
+                )
+            place += count + 1
+
+    def tail(
+        self,
+        request_id: str,
+        group: Group,
+        table: Sequence[int],
+        links: Sequence[bytes],
+        link: bytes,
+        end_tokens: int,
+        *,
+        announced: bool = False,
+        lasts_s: float = 0.0,
+    ) -> StoreOperation:
+        """Have the whole blocks stored behind the last whole chunk: a chunk's record, with nothing behind them.
+
+        Args:
+            request_id, group, table, links, announced: as of :meth:`chunks`.
+            link: of the tail.
+            end_tokens: up to the tail's end.
+            lasts_s: seconds after which nobody needs it any more; 0: it is stored as chunks are.
+        """
+        before = end_tokens // self._chunk_tokens
+        there = list(table[before * group.chunk_blocks : end_tokens // group.block_tokens])
+        present = self._lookup.present(request_id)
+        return StoreOperation(
+            request_id=request_id,
+            group=group.index,
+            links=[link],
+            previous=links[before - 1] if before else None,
+            anchored=present is not None and before <= leading(present[0]),
+            blocks=there + [NOWHERE] * (group.chunk_blocks - len(there)),
+            announced=announced,
+            absent_seconds=self.absent_seconds(request_id),
+            lasts_s=lasts_s,
+        )
+
+    def tail_link(self, links: Sequence[bytes], request: Any, end_tokens: int) -> bytes:
+        """Return the link of what a request has behind its last whole chunk, up to ``end_tokens``."""
+        before = end_tokens // self._chunk_tokens
+        size = end_tokens - before * self._chunk_tokens
+        tokens = list(request.all_token_ids[:end_tokens])
+        extra = self._lookup.extra(request.request_id)
+        return tail_link(
+            self._model, tokens, size, chunk_tokens=self._chunk_tokens, extra=extra, after=links[:before]
+        )  # fmt: skip
+
+    def absent_seconds(self, request_id: str) -> float | None:
+        """Return how long ago storage was asked for a request's chunks; ``None`` where it could not say."""
+        asked = self._lookup.asked(request_id)
+        return time.monotonic() - asked if asked else None

@@ -1,0 +1,36 @@
+"""What the scheduler's half knows of one request."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from host_control.decision import Decision
+from host_control.handover import Handover
+from shadowserve.keys import Extra
+
+__all__ = ["Tracked"]
+
+
+@dataclass
+class Tracked:
+    """A request, from arrival to end."""
+
+    request: Any
+    extra: Extra | Callable[[], Extra] = field(default_factory=Extra)  # see RequestInputs.extra()
+    preemptions: int = 0  # at the time of the last lookup
+    counted: bool = False
+    refused: bool = False  # a load failed: never offer another, or vLLM would ask without end
+    mixed: bool = False  # holds KV of earlier weights, or goes on behind some: stored under no name
+    stored_chunks: int = 0  # leading chunks that are stored or on their way
+    local_tokens: int = 0  # the engine's own prefix, when the last offer was made
+    offered: list[bytes] | None = None  # links of the chunks that it could load
+    handover: Handover = field(default_factory=Handover)
+    tail_end: int = 0  # tokens up to the end of the prompt's tail, which has a record of its own; 0 where it has none
+    tail_stored: bool = False  # or on its way
+    offered_epoch: str = ""
+    offered_cut: int = 0
+    layerwise: bool = False  # it was offered in the order of layers
+    decision: Decision | None = None  # what came of the last question, until it is carried out
+    foreseen: bool = False  # it was asked whether any answer to its lookup would have it loaded
+    first_chunk: int = 0  # of the load that is under way
+    load_chunks: int = 0  # of the same, of the first group

@@ -1,0 +1,223 @@
+"""``shadowserve bench oversubscription``: more requests at once than the engine has memory for, with tiers or none."""
+
+import itertools
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from rich.progress import Progress
+
+from shadowserve.cores import on_cores
+from shadowserve.errors import ShadowServeError
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+from shadowserve_tools.bench.parts.engine import BLOCK_TOKENS, write_weights
+from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, plugin, started_engine
+from shadowserve_tools.processes import start_data_plane
+from shadowserve_tools.report import Chart, Output, Report, output_options
+
+__all__ = ["oversubscription"]
+
+_OFF, _TIER = "recompute", "tier"
+_TIMEOUT_S: Final = 600.0
+_KV_SCALE: Final = 2
+"""Of float32 over bfloat16: what is computed behind other KV is rounded otherwise, and float32 leaves answers alone."""
+
+
+@dataclass
+class _Cell:
+    """A system under a demand: what it met in each turn.
+
+    Attributes:
+        demand: KV of all requests as they end, over what the engine holds.
+        requests: at once.
+        seconds: until the last answer was complete.
+        preemptions, computed: of requests; tokens.
+    """
+
+    system: str
+    demand: int
+    requests: int
+    seconds: list[float] = field(default_factory=list)
+    preemptions: list[int] = field(default_factory=list)
+    computed: list[int] = field(default_factory=list)
+
+    @property
+    def rates(self) -> list[float]:
+        """Requests a second, of each turn."""
+        return [self.requests / seconds for seconds in self.seconds]
+
+
+@dataclass(frozen=True)
+class _Requests:
+    """Requests that arrive at once: ``prompt`` tokens each, and ``output`` for each answer."""
+
+    prompt: int
+    output: int
+    fit: int
+
+    @property
+    def blocks(self) -> int:
+        """Of the engine: as many requests fit to their end, and the block that stands for none."""
+        return self.fit * -(-(self.prompt + self.output) // BLOCK_TOKENS) + 1
+
+    def orders(self, demand: int, turn: int) -> list[dict[str, Any]]:
+        """Return them as an engine takes them. Each demand of each turn has prompts of its own."""
+        first = 1 + 1000 * (10 * turn + demand)
+        seeds = range(first, first + demand * self.fit)
+        return [{"seed": seed, "tokens": self.prompt, "output": self.output, "at": 0.0} for seed in seeds]
+
+
+@click.command()
+@click.option("--layers", "depth", default=4, show_default=True, type=click.IntRange(2), help="Of the engine's model.")
+@click.option("--hidden", default=768, show_default=True, type=click.IntRange(32), help="Its hidden size.")
+@click.option("--heads", default=2, show_default=True, type=click.IntRange(1), help="Its heads, KV heads too.")
+@click.option("--head-size", default=64, show_default=True, type=click.IntRange(32), help="Of each head.")
+@click.option("--prompt-tokens", default=100, show_default=True, type=click.IntRange(1), help="Of each prompt.")
+@click.option("--output-tokens", default=300, show_default=True, type=click.IntRange(2), help="Of each answer.")
+@click.option("--fit", default=16, show_default=True, type=click.IntRange(1), help="So many requests fit at one time.")
+@click.option(
+    "--demand", "demands", default=(1, 3, 5), show_default=True, multiple=True, type=click.IntRange(1, 9),
+    help="So many times as many come at once; may be given several times.",
+)  # fmt: skip
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 50), help="Turns that count.")
+@output_options
+def oversubscription(
+    depth: int,
+    hidden: int,
+    heads: int,
+    head_size: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    fit: int,
+    demands: tuple[int, ...],
+    repeats: int,
+    output: Output,
+) -> None:
+    """Ask a real engine more at once than its memory holds: with tiers that save what is preempted, and without.
+
+    Two engines with as many blocks take turns on one half of the cores: plain vLLM, which computes again what it has
+    preempted, and one with the plugin, whose data plane keeps in memory, on the other half, what it stores. Both have
+    vLLM's own prefix cache, so that what nobody has written over in the meantime is not computed again.
+    """
+    model = Model(layers=depth, hidden=hidden, heads=heads, head_size=head_size)
+    requests = _Requests(prompt_tokens, output_tokens, fit)
+    cells = [_Cell(system, demand, demand * fit) for demand in demands for system in (_OFF, _TIER)]
+    equal: list[float] = []
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress(transient=True))
+        task = progress.add_task("starting", total=1 + repeats * len(cells))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        engines = _engines(stack, folder, model, requests, max(demands))
+        for engine in engines.values():  # connections, and memory that is used for the first time
+            _serve(engine, requests.orders(1, repeats))
+        progress.advance(task)
+        for turn in range(repeats):
+            answers: dict[tuple[str, int], list[list[int]]] = {}
+            for cell in cells if turn % 2 == 0 else reversed(cells):
+                progress.update(task, advance=1, description=f"{cell.system}, {cell.demand} times")
+                answers[cell.system, cell.demand] = _measure(engines[cell.system], cell, requests, turn)
+            for demand in demands:
+                pairs = list(zip(answers[_OFF, demand], answers[_TIER, demand], strict=True))
+                equal.append(sum(mine == its for mine, its in pairs) / len(pairs))
+    _report(cells, equal).finish(output)
+
+
+def _engines(stack: ExitStack, folder: Path, model: Model, requests: _Requests, demand_max: int) -> dict[str, Engine]:
+    partition = Partition.halves()
+    stack.enter_context(on_cores(partition.data_plane))  # the benchmark's own threads keep off the engines'
+    (folder / "model").mkdir()
+    tokens = requests.prompt + requests.output
+    load = Load(chunks=-(-tokens // DEFAULT_CHUNK_TOKENS), documents=1)
+    config = model.config(load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS)
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    write_weights(folder / "model", config)
+    # All that comes at one time, and as much again: what is left of the turn before.
+    budget = 2 * demand_max * requests.fit * load.prompt_tokens * model.kv_bytes * _KV_SCALE + (64 << 20)
+    address = f"unix:{folder}/dpu.sock"
+    flags = ("--listen", address, "--cores", json.dumps(partition.data_plane))
+    tiers = json.dumps({"memory_budget_bytes": budget})
+    stack.enter_context(start_data_plane(folder, "", *flags, "--tiers", tiers))
+    transfers = {_OFF: None, _TIER: plugin({"data_plane": address, "identity_cache": str(folder / "content.json")})}
+    return {
+        name: stack.enter_context(
+            started_engine(
+                name,
+                folder,
+                partition.engine,
+                model,
+                load,
+                demand_max * requests.fit,
+                transfer,
+                kv_cache_bytes=requests.blocks * BLOCK_TOKENS * model.kv_bytes * _KV_SCALE,
+                dtype="float32",
+                prefix_caching=True,
+            )
+        )
+        for name, transfer in transfers.items()
+    }
+
+
+def _serve(engine: Engine, orders: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = engine.ask("serve", timeout_s=_TIMEOUT_S, requests=orders)
+    return results
+
+
+def _measure(engine: Engine, cell: _Cell, requests: _Requests, turn: int) -> list[list[int]]:
+    """Ask everything at once; return the answers.
+
+    Raises:
+        ShadowServeError: they do not depend on prompts; or more, or less, fits than was meant to.
+    """
+    results = _serve(engine, requests.orders(cell.demand, turn))
+    pressure = engine.ask("pressure")
+    answers = [result["answer"] for result in results]
+    if any(mine == its for mine, its in itertools.pairwise(answers)):
+        raise ShadowServeError("two prompts have the same answer: equal answers would show nothing")
+    if (pressure["preemptions"] > 0) != (cell.demand > 1):
+        times = f"{pressure['preemptions']} preemptions at {cell.demand} times what fits"
+        raise ShadowServeError(f"{times}: give other --prompt-tokens, --output-tokens or --fit")
+    cell.seconds.append(max(result["end_s"] for result in results))
+    cell.preemptions.append(pressure["preemptions"])
+    cell.computed.append(pressure["tokens"])
+    if cell.system == _TIER:
+        engine.ask("settle")
+    return answers
+
+
+def _report(cells: Sequence[_Cell], equal: Sequence[float]) -> Report:
+    report = Report(
+        "oversubscription", ["demand", "system", "requests", "req_per_s", "preemptions", "computed_tokens"]
+    )  # fmt: skip
+    of = {(cell.system, cell.demand): cell for cell in cells}
+    for cell in cells:
+        report.row(
+            demand=cell.demand, system=cell.system, requests=cell.requests, req_per_s=statistics.median(cell.rates),
+            preemptions=statistics.median(cell.preemptions), computed_tokens=statistics.median(cell.computed),
+        )  # fmt: skip
+    goals = {(5, "1x"): "at least 0.9", (3, "recompute"): "at least 1.5"}
+    for demand in sorted({cell.demand for cell in cells} - {1}, reverse=True):
+        tier, one, off = of[_TIER, demand], of.get((_TIER, 1)), of[_OFF, demand]
+        if one is not None:
+            pairs = [mine / its for mine, its in zip(tier.rates, one.rates, strict=True)]
+            report.ratio(f"throughput_{demand}x_over_1x", pairs, goals.get((demand, "1x"), "none"))
+        pairs = [mine / its for mine, its in zip(tier.rates, off.rates, strict=True)]
+        report.ratio(f"throughput_{demand}x_over_recompute", pairs, goals.get((demand, "recompute"), "none"))
+    if (one := of.get((_TIER, 1))) is not None:
+        pairs = [mine / its for mine, its in zip(one.rates, of[_OFF, 1].rates, strict=True)]
+        report.ratio("throughput_1x_over_off", pairs, "at least 0.99")
+    report.ratio("equal_answers", equal, "exactly 1")
+    series: dict[str, Any] = {
+        name: [(f"{cell.demand}", statistics.median(cell.rates)) for cell in cells if cell.system == name]
+        for name in (_OFF, _TIER)
+    }
+    report.charts.append(
+        Chart("Requests a second", x="KV of all requests over the engine's", y="1/s", series=series, kind="bars",
+              highlight=[_TIER])
+    )  # fmt: skip
+    return report

@@ -1,0 +1,402 @@
+"""``shadowserve bench pages``: an engine's pages from an SSD as they are, what asking for them costs, compression."""
+
+import contextlib
+import json
+import mmap
+import secrets
+import statistics
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import numpy as np
+import numpy.typing as npt
+import psutil
+
+from host_control.client import DataPlaneClient, FetchPart
+from host_control.destination import Destination
+from host_control.layouts import PagedLayout
+from host_control.pages import PageDelivery, SharedPages
+from shadowserve import native
+from shadowserve.block import Operation, OperationKind, Pages, Priority
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
+from shadowserve.errors import ShadowServeError
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KVNamespace, chain_links, record_keys
+from shadowserve.pool.volume.device import wait_for_operations
+from shadowserve_tools.bench.parts.workload import MODEL, kv_patterns
+from shadowserve_tools.bench.tiers import await_line
+from shadowserve_tools.processes import Child, free_port, start_data_plane
+from shadowserve_tools.report import Chart, Cost, Output, Report, measure, output_options, repeat
+
+__all__ = ["pages"]
+
+BLOCK_TOKENS: Final = 16
+CHUNK_BLOCKS: Final = DEFAULT_CHUNK_TOKENS // BLOCK_TOKENS
+FEW, MANY = CHUNK_BLOCKS, 512
+"""Blocks of the two retrievals that are compared: one chunk, and 8,192 tokens."""
+TIMEOUT_S: Final = 60.0
+WRITTEN_S: Final = 60.0
+IDLE_S: Final = 2.0
+CPU_CLOCK: Final = 2
+"""Of another process: the kernel's number of its clock is made of that and the process' own (clock_getcpuclockid)."""
+PAGES, COMPRESSED = "pages", "compressed"
+VECTORED, PAGE_BY_PAGE, ONE_BY_ONE = "vectored, a layer", "page by page, a layer", "one page after the other"
+BANDWIDTHS: Final = (1, 2, 4, 8, 16, 32)
+"""GB/s of devices, for the table of what wins: from one SATA SSD to several of PCIe 5."""
+CORES: Final = (1, 2, 4, 8)
+
+
+@click.command()
+@click.option("--layers", default=32, show_default=True, type=click.IntRange(1, 128), help="Of the model.")
+@click.option(
+    "--heads", default=2, show_default=True, type=click.IntRange(2, 8), help="KV heads, of Llama's 8: a rank's."
+)
+@click.option("--repeats", default=7, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
+@click.option(
+    "--folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="On the device to measure; without it, where temporary files go.",
+)
+@output_options
+def pages(layers: int, heads: int, repeats: int, folder: Path | None, output: Output) -> None:
+    """Retrieve 16 and 512 blocks into paged memory, from an SSD that holds pages as they are; and compressed records.
+
+    Through the host's own client and a data plane with one device. ``control_growth`` counts requests to devices;
+    ``control_cpu_growth`` is the CPU time of all threads of the data plane but the device's own, which reads and
+    checks, less what they take of that time while nothing is asked. Beside them, the device alone: a layer's pages as
+    one vectored request, and as a request for each page.
+    """
+    report = Report("pages", ["what", "blocks", "wall_ms", "GB_per_s", "cpu_s_per_GB", "control_ms", "requests"])
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shadowserve-pages-", dir=folder)))
+        kv = _Kv(layers, heads)
+        paged = _Paged(stack, logs, disk / PAGES, kv)
+        compressed = _Compressed(stack, logs, disk / COMPRESSED, kv)
+        few: list[tuple[float, float]] = []
+        many: list[tuple[float, float]] = []
+        costs = repeat(
+            repeats,
+            lambda: paged.measured(FEW, few),
+            lambda: paged.measured(MANY, many),
+            compressed.measured,
+            description="pages",
+        )
+        few, many = few[-repeats:], many[-repeats:]
+        by = _by_pages(disk / "alone", kv, repeats)
+    raw = {count: count * kv.page_bytes * layers for count in (FEW, MANY)}
+    for what, count, own, asked in (
+        (PAGES, FEW, costs[0], few),
+        (PAGES, MANY, costs[1], many),
+        (COMPRESSED, MANY, costs[2], []),
+    ):
+        wall_s, cpu_s = statistics.median(each.wall_s for each in own), statistics.median(each.cpu_s for each in own)
+        more: dict[str, Any] = {}
+        if asked:
+            more = {"control_ms": 1e3 * statistics.median(s for s, _ in asked), "requests": asked[0][1]}
+        report.row(
+            what=what, blocks=count, wall_ms=1e3 * wall_s, GB_per_s=raw[count] / wall_s / 1e9,
+            cpu_s_per_GB=cpu_s / raw[count] * 1e9, **more,
+        )  # fmt: skip
+    for what, runs in by.items():
+        report.row(
+            what=what, blocks=MANY, wall_ms=1e3 * statistics.median(each.wall_s for each in runs),
+            GB_per_s=raw[MANY] / statistics.median(each.wall_s for each in runs) / 1e9,
+            control_ms=1e3 * statistics.median(each.cpu_s for each in runs),
+        )  # fmt: skip
+    report.ratio(
+        "control_growth", [after / before for (_, before), (_, after) in zip(few, many, strict=True)], "exactly 1"
+    )
+    growth = [after / before for (before, _), (after, _) in zip(few, many, strict=True)]
+    report.ratio("control_cpu_growth", growth, "at most 1.05; 512 blocks over 16")
+    pairs = list(zip(by[VECTORED], by[PAGE_BY_PAGE], by[ONE_BY_ONE], strict=True))
+    goal = "at least 3; CPU time of the thread that asks"
+    report.ratio("vectored_over_page_by_page", [other.cpu_s / own.cpu_s for own, other, _ in pairs], goal)
+    report.ratio("vectored_over_page_by_page_time", [other.wall_s / own.wall_s for own, other, _ in pairs], "none")
+    report.ratio("vectored_over_one_by_one_time", [other.wall_s / own.wall_s for own, _, other in pairs], "none")
+    report.ratio("pages_over_compressed", [b.wall_s / a.wall_s for a, b in zip(*costs[1:], strict=True)], "none")
+    report.ratio("pages_cpu_over_compressed", [a.cpu_s / b.cpu_s for a, b in zip(*costs[1:], strict=True)], "none")
+    _what_wins(report, costs[1], costs[2], raw[MANY], compressed.stored_share)
+    report.finish(output)
+
+
+def _what_wins(report: Report, plain: Sequence[Cost], coded: Sequence[Cost], raw: int, stored: float) -> None:
+    """Say from how many GB/s of devices on pages are sooner, for numbers of cores: what binds is device or cores."""
+    plain_s, coded_s = (statistics.median(each.cpu_s for each in own) / raw * 1e9 for own in (plain, coded))
+    report.more["model"] = {"stored_share": stored, "pages_cpu_s_per_GB": plain_s, "compressed_cpu_s_per_GB": coded_s}
+    series: dict[str, list[tuple[float, float]]] = {}
+    for cores in CORES:
+        gains = [max(stored / rate, coded_s / cores) / max(1 / rate, plain_s / cores) for rate in BANDWIDTHS]
+        series[f"{cores} cores"] = list(zip(map(float, BANDWIDTHS), gains, strict=True))
+    report.charts.append(
+        Chart(
+            "pages over compressed, by what binds",
+            x="GB/s of devices",
+            y="times as fast",
+            series=series,
+            limits={"as fast": 1},
+            x_log=True,
+        )
+    )
+
+
+class _Kv:
+    """A prompt's KV as an engine's pages, and as compressed chunks have it: the same values in two orders."""
+
+    def __init__(self, layers: int, heads: int) -> None:
+        self.layers, self.heads = layers, heads
+        self.page_bytes = BLOCK_TOKENS * heads * 128 * 2 * 2
+        chunks = MANY // CHUNK_BLOCKS
+        tokens = np.random.default_rng(7).integers(0, 128_000, chunks * DEFAULT_CHUNK_TOKENS)
+        links = chain_links(MODEL.digest(), tokens)
+        common: dict[str, Any] = {"layers": layers}
+        self.paged = KVNamespace(model=MODEL, group="full in pages", layers=(0, layers), heads=(0, heads)).name(
+            ChunkLayout(
+                dtype=DType.UINT8, kinds=1, vector_length=self.page_bytes, tokens=CHUNK_BLOCKS,
+                quantizer=Quantizer.PASSTHROUGH, **common,
+            )
+        )  # fmt: skip
+        self.compressed = KVNamespace(model=MODEL, layers=(0, layers), heads=(0, heads)).name(
+            ChunkLayout(
+                dtype=DType.BFLOAT16, kinds=2, vector_length=heads * 128, tokens=DEFAULT_CHUNK_TOKENS,
+                quantizer=Quantizer.LOSSLESS, **common,
+            )
+        )  # fmt: skip
+        self.keys = {each.namespace: record_keys(each.namespace, links) for each in (self.paged, self.compressed)}
+        self._patterns = kv_patterns(np.random.default_rng(11), self.compressed)
+
+    def chunk(self, index: int) -> npt.NDArray[np.uint8]:
+        """Return a chunk's bytes: layer, kind, token, element."""
+        return np.roll(self._patterns, index * 7, axis=2).reshape(-1).view(np.uint8)
+
+
+class _Plane:
+    """A data plane with one device, and chunks on it."""
+
+    def __init__(self, stack: ExitStack, logs: Path, disk: Path, shape: ChunkLayout, kv: _Kv, *, plain: bool) -> None:
+        disk.mkdir()
+        self._logs, self._shape, self._kv = logs, shape, kv
+        size = len(kv.keys[shape.namespace]) * shape.raw_bytes
+        device = {"path": str(disk / "tier"), "size": size + size // 4 + (64 << 20)}
+        tiers = {"memory_budget_bytes": 4 * size, "devices": [device], "scrub_bytes_per_s": 0}
+        self._port = free_port()
+        self._flags = ["--tiers", json.dumps(tiers), "--metrics-port", str(self._port)]
+        self._flags += ["--decompression-buffer-bytes", str(size + (64 << 20)), "--shutdown-time", "60"]
+        self._running = stack.enter_context(ExitStack())
+        self.client: DataPlaneClient
+        self.process: psutil.Process
+        self.restart()
+        self._store(plain=plain)
+
+    def restart(self) -> None:
+        """Start it again: what it has in memory is gone."""
+        self._running.close()
+        child: Child = self._running.enter_context(start_data_plane(self._logs, "", *self._flags))
+        await_line(child, "memory_registered")  # which takes cores for a moment after a start
+        self.process = psutil.Process(child.process.pid)
+        self.client = self._running.enter_context(closing(DataPlaneClient(child.address, connect_timeout=TIMEOUT_S)))
+
+    def _store(self, *, plain: bool) -> None:
+        keys = self._kv.keys[self._shape.namespace]
+        with closing(Destination(self.client, [self._shape], self._shape.raw_bytes, TIMEOUT_S)) as destination:
+            memory = destination.acquire(TIMEOUT_S).memory
+            for index, key in enumerate(keys):
+                np.frombuffer(memory, np.uint8)[:] = self._kv.chunk(index)
+                parent = keys[index - 1] if index else b""
+                where = destination.destination_ids[0]
+                stored = self.client.store(secrets.token_hex(8), where, 0, [key], [parent], TIMEOUT_S, plain=plain)
+                if stored.reason != "complete":
+                    raise ShadowServeError(f"storing chunk {index} ended with {stored.reason}: {stored.detail}")
+
+    def count(self, name: str) -> float:
+        """Return a counter, or a gauge, of the data plane."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[1]) for line in lines if line.startswith(f"shadowserve_{name} "))
+
+    def control_s(self) -> float:
+        """Return the CPU time of all threads so far, also of those that have ended, but that of devices' threads."""
+        devices = 0
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                if (task / "comm").read_text().startswith("ss-block"):
+                    devices += int((task / "schedstat").read_text().split()[0])
+        return time.clock_gettime(~self.process.pid << 3 | CPU_CLOCK) - devices / 1e9
+
+
+class _Paged:
+    """Pages on a device, and the paged memory that they are retrieved into."""
+
+    def __init__(self, stack: ExitStack, logs: Path, disk: Path, kv: _Kv) -> None:
+        import torch
+
+        self._kv = kv
+        self._plane = _Plane(stack, logs, disk, kv.paged, kv, plain=True)
+        blocks = 2 * MANY
+        self._memory = torch.zeros((kv.layers, blocks, kv.page_bytes), dtype=torch.uint8)
+        caches = [each.view(blocks, 1, 1, kv.page_bytes) for each in self._memory]
+        self._pages = SharedPages(caches, CHUNK_BLOCKS)
+        stack.callback(self._pages.close)
+        self._delivery = PageDelivery(self._plane.client, self._pages, kv.paged, TIMEOUT_S)
+        stack.callback(self._delivery.close)
+        self._order = np.random.default_rng(3).permutation(blocks)[:MANY]
+        self._await_written()
+        before_s = self._plane.control_s()
+        time.sleep(IDLE_S)
+        self._idle_share = (self._plane.control_s() - before_s) / IDLE_S  # its clocks go on while devices read
+
+    def _await_written(self) -> None:
+        """What was stored is on its way to the device: until then it is not there to be read."""
+        ends = time.monotonic() + WRITTEN_S
+        while self._retrieve(MANY) < MANY // CHUNK_BLOCKS:
+            if time.monotonic() > ends:
+                raise ShadowServeError(f"the device has not written all chunks within {WRITTEN_S:g} s")
+            time.sleep(0.1)
+
+    def _retrieve(self, count: int) -> int:
+        keys = self._kv.keys[self._kv.paged.namespace][: count // CHUNK_BLOCKS]
+        blocks = self._order[:count].tolist()
+        ends = time.monotonic() + TIMEOUT_S
+        answer = self._delivery.fetch(keys, blocks, ends, lambda: False, lambda layers: None)
+        return 0 if answer is None else answer.chunks[0]
+
+    def measured(self, count: int, asked: list[tuple[float, float]]) -> Cost:
+        """Retrieve some blocks, compare every byte, and note the control's CPU time, and requests to the device."""
+        self._memory.fill_(0xA5)
+        plane = self._plane
+        requests = plane.count("page_requests_total")
+        before_s = plane.control_s()
+        cost = measure(lambda: self._whole(count), [plane.process])
+        control_s = plane.control_s() - before_s - self._idle_share * cost.wall_s
+        asked.append((control_s, plane.count("page_requests_total") - requests))
+        for index in range(count // CHUNK_BLOCKS):
+            place = self._order[index * CHUNK_BLOCKS : (index + 1) * CHUNK_BLOCKS]
+            if self._memory[:, place].numpy().tobytes() != self._kv.chunk(index).tobytes():
+                raise ShadowServeError(f"chunk {index} in pages is not what was stored; please report this")
+        return cost
+
+    def _whole(self, count: int) -> None:
+        if (chunks := self._retrieve(count)) != count // CHUNK_BLOCKS:
+            raise ShadowServeError(f"{chunks} chunks of {count // CHUNK_BLOCKS} came from the device")
+
+
+class _Compressed:
+    """The same as records on a device: fetched, decoded, and scattered into pages."""
+
+    def __init__(self, stack: ExitStack, logs: Path, disk: Path, kv: _Kv) -> None:
+        import torch
+
+        self._kv = kv
+        self._plane = _Plane(stack, logs, disk, kv.compressed, kv, plain=False)
+        shape, blocks = kv.compressed, 2 * MANY
+        caches = torch.zeros((kv.layers, blocks, kv.heads, BLOCK_TOKENS, 2 * 128), dtype=torch.bfloat16)
+        self._layout = PagedLayout(list(caches), "cpu_pages")
+        self._blocks = np.random.default_rng(3).permutation(blocks)[:MANY].tolist()
+        self._size = len(kv.keys[shape.namespace]) * shape.raw_bytes
+        self.stored_share = self._plane.count("stored_bytes_total") / self._size
+
+    def measured(self) -> Cost:
+        """Retrieve all blocks from the device, with nothing in memory."""
+        self._plane.restart()
+        shape = self._kv.compressed
+        keys = self._kv.keys[shape.namespace]
+        with closing(Destination(self._plane.client, [shape], self._size, TIMEOUT_S)) as destination:
+            memory = destination.acquire(TIMEOUT_S).memory
+            where = destination.destination_ids[0]
+
+            def retrieve() -> None:
+                done = 0
+                while done < len(keys):
+                    part = FetchPart.whole(shape, where, keys[done:], done * shape.raw_bytes)
+                    answer = self._plane.client.start_fetch(secrets.token_hex(8), [part], TIMEOUT_S).result()
+                    if not (chunks := answer.chunks[0]):
+                        raise ShadowServeError(f"fetching stopped at chunk {done}: {answer.reason}: {answer.detail}")
+                    held = memory[done * shape.raw_bytes : (done + chunks) * shape.raw_bytes]
+                    at = self._blocks[done * CHUNK_BLOCKS : (done + chunks) * CHUNK_BLOCKS]
+                    self._layout.scatter(held, at, CHUNK_BLOCKS)
+                    done += chunks
+
+            cost = measure(retrieve, [self._plane.process])
+            for index in range(len(keys)):
+                if (
+                    bytes(memory[index * shape.raw_bytes : (index + 1) * shape.raw_bytes])
+                    != self._kv.chunk(index).tobytes()
+                ):
+                    raise ShadowServeError(f"chunk {index} in memory is not what was stored; please report this")
+        return cost
+
+
+def _by_pages(file: Path, kv: _Kv, repeats: int) -> dict[str, list[Cost]]:
+    """Read all layers of 512 blocks with a device alone: vectored, page by page, and one page after the other.
+
+    Costs are seconds on the clock, and CPU seconds of the thread that asks. Page by page nothing is compared with
+    checksums, which is the device's thread's work where a layer is one request.
+    """
+    row = MANY * kv.page_bytes
+    with closing(native.BlockDevice(file, size=kv.layers * row)) as device:
+        memory = mmap.mmap(-1, row)
+        device.register(memoryview(memory))
+        view = np.frombuffer(memory, np.uint8)
+        address = view.ctypes.data
+        for layer in range(kv.layers):
+            view[:] = np.resize(kv.chunk(layer), row)
+            _ended(device, [_operation(OperationKind.WRITE, layer * row, row, address)])
+        blocks = np.random.default_rng(5).permutation(MANY).astype(np.uint32)
+        extents = np.arange(0, row, CHUNK_BLOCKS * kv.page_bytes, dtype=np.uint64)
+
+        def vectored(layer: int) -> None:
+            parts = np.zeros((1, len(extents)), np.uint32)
+            table = Pages(
+                size=kv.page_bytes, stride=kv.page_bytes, layers=np.zeros(1, np.uint64), extents=extents,
+                blocks=blocks.reshape(-1, CHUNK_BLOCKS), checksums=parts, verdicts=parts.copy(), word=0,
+                left=np.full(1, len(extents), np.uint32), stop=np.zeros(1, np.uint32),
+            )  # fmt: skip
+            operation = _operation(OperationKind.READ, layer * row, CHUNK_BLOCKS * kv.page_bytes, address)
+            operation.pages = table
+            _ended(device, [operation])
+
+        def read(index: int, layer: int) -> Operation:
+            place = address + int(blocks[index]) * kv.page_bytes
+            return _operation(OperationKind.READ, layer * row + index * kv.page_bytes, kv.page_bytes, place)
+
+        def page_by_page(layer: int) -> None:
+            _ended(device, [read(index, layer) for index in range(MANY)])
+
+        def one_by_one(layer: int) -> None:
+            for index in range(MANY):
+                _ended(device, [read(index, layer)])
+
+        runs = {VECTORED: vectored, PAGE_BY_PAGE: page_by_page, ONE_BY_ONE: one_by_one}
+        costs = repeat(repeats, *(_timed(run, kv.layers) for run in runs.values()), description="a device alone")
+        del view
+    return dict(zip(runs, costs, strict=True))
+
+
+def _operation(kind: OperationKind, offset: int, length: int, address: int) -> Operation:
+    return Operation(kind, offset, length, address, Priority.FOREGROUND, lambda operation: None)
+
+
+def _timed(run: Callable[[int], None], layers: int) -> Callable[[], Cost]:
+    def all_layers() -> Cost:
+        begin_s, before_s = time.perf_counter(), time.thread_time()
+        for layer in range(layers):
+            run(layer)
+        return Cost(time.perf_counter() - begin_s, time.thread_time() - before_s)
+
+    return all_layers
+
+
+def _ended(device: native.BlockDevice, operations: list[Operation]) -> None:
+    """Submit, and wait until all have ended."""
+    device.submit(operations)
+    left = len(operations)
+    while left:
+        for operation in wait_for_operations(device, TIMEOUT_S):
+            if operation.error is not None:
+                raise ShadowServeError(f"reading failed: {operation.error}")
+            left -= 1

@@ -1,0 +1,231 @@
+"""``shadowserve bench queue``: KV that comes while its request waits, against KV that is there, and that is fetched."""
+
+import json
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import click
+from rich.progress import Progress
+
+from shadowserve.errors import ShadowServeError
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+from shadowserve_tools.bench.layers import Bed
+from shadowserve_tools.bench.parts.engine import prompt
+from shadowserve_tools.bench.parts.serving import VOCABULARY, Model
+from shadowserve_tools.bench.peers.network import linked
+from shadowserve_tools.report import Chart, Output, Report, output_options
+
+__all__ = ["queue"]
+
+
+class _System(NamedTuple):
+    """Whether it promotes; whether its KV lies on the SSD, or else in the store; or is in memory already."""
+
+    promotes: bool = False
+    on_ssd: bool = False
+    resident: bool = False
+
+
+_RESIDENT, _PROMOTED, _FETCHED = "resident", "promoted, link", "fetched, link"
+_SSD_PROMOTED, _SSD_FETCHED = "promoted, SSD", "fetched, SSD"
+_SYSTEMS: Final = {
+    _RESIDENT: _System(resident=True),
+    _PROMOTED: _System(promotes=True),
+    _FETCHED: _System(),
+    _SSD_PROMOTED: _System(promotes=True, on_ssd=True),
+    _SSD_FETCHED: _System(on_ssd=True),
+}
+_WAITING: Final = 2
+_SPARE: Final = 4 * _WAITING
+"""Times a prompt's KV that tiers have memory for: a quarter of it is for what is brought ahead."""
+_FIRST, _WARM = 900, 901
+"""Seeds of the prompt that is computed first, and of the one that shows that all is connected."""
+_WARM_TRIES: Final = 20
+_FIRST_TOKENS: Final = 512
+_FIRST_OUTPUT: Final = 128
+"""Of the first: it has blocks that the next one lacks, and takes in steps between which the others are let in."""
+_BEHIND_S: Final = 0.1
+"""By then it has been looked up."""
+
+
+@click.command()
+@click.option("--layers", "depth", default=12, show_default=True, type=click.IntRange(2), help="Of the engine's model.")
+@click.option("--hidden", default=256, show_default=True, type=click.IntRange(32), help="Its hidden size.")
+@click.option("--heads", default=4, show_default=True, type=click.IntRange(1), help="Its heads, KV heads too.")
+@click.option("--head-size", default=64, show_default=True, type=click.IntRange(32), help="Of each head.")
+@click.option(
+    "--prompt", "tokens", default=4096, show_default=True, type=click.IntRange(DEFAULT_CHUNK_TOKENS),
+    help="Tokens of each prompt.",
+)  # fmt: skip
+@click.option("--output-tokens", default=8, show_default=True, type=click.IntRange(1), help="Of each answer.")
+@click.option(
+    "--link", "gbit_per_s", default=1.0, show_default=True, type=click.FloatRange(0.001, 100),
+    help="Rate of the link to the store, Gbit/s.",
+)  # fmt: skip
+@click.option(
+    "--folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="On the SSD; without it, where temporary files go.",
+)
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
+@output_options
+def queue(
+    depth: int,
+    hidden: int,
+    heads: int,
+    head_size: int,
+    tokens: int,
+    output_tokens: int,
+    gbit_per_s: float,
+    folder: Path | None,
+    repeats: int,
+    output: Output,
+) -> None:
+    """Ask a real engine for an answer, and behind it two prompts that are stored; it has blocks for one of them.
+
+    Counted from a request's turn, when it has blocks, to its first token. The data plane begins anew before each run.
+    The network is that of `bench layers`, and so are the cores, and what it takes.
+    """
+    model = Model(layers=depth, hidden=hidden, heads=heads, head_size=head_size)
+    with ExitStack() as stack:
+        network = stack.enter_context(linked())
+        network.limit(gbit_per_s)
+        own = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shadowserve-queue-", dir=folder)))
+        progress = stack.enter_context(Progress(transient=True))
+        task = progress.add_task("starting", total=len(_SYSTEMS) * repeats + 1)
+        case = _Case(Bed(stack, own, network, model, tokens, 2, held_requests=1), disk, model, tokens, output_tokens)
+        case.prepare()
+        for number in range(repeats):
+            for name in _SYSTEMS if number % 2 == 0 else reversed(_SYSTEMS):
+                progress.update(task, advance=1, description=name)
+                case.run(name)
+    case.report(gbit_per_s).finish(output)
+
+
+class _Case:
+    """The prompts, and what they met."""
+
+    def __init__(self, bed: Bed, disk: Path, model: Model, tokens: int, output_tokens: int) -> None:
+        self._bed = bed
+        self._output = output_tokens
+        self._tokens = tokens
+        self._prompts = [prompt(seed, tokens, VOCABULARY) for seed in range(_WAITING)]
+        self._first = prompt(_FIRST, _FIRST_TOKENS, VOCABULARY)
+        self._warm = prompt(_WARM, DEFAULT_CHUNK_TOKENS + 1, VOCABULARY)
+        self._stored = min(tokens // DEFAULT_CHUNK_TOKENS * DEFAULT_CHUNK_TOKENS, tokens - 1)
+        self._answers: list[list[int]] = []
+        prompt_bytes = (tokens + DEFAULT_CHUNK_TOKENS) * model.kv_bytes
+        self._memory = {"memory_budget_bytes": _SPARE * prompt_bytes + (64 << 20), "scrub_bytes_per_s": 0}
+        self._device = {"path": str(disk / "tier"), "size": _SPARE * prompt_bytes + (64 << 20)}
+        self._turn_s: dict[str, list[list[float]]] = defaultdict(list)  # of each run, of each prompt
+        self._ttft_s: dict[str, list[float]] = defaultdict(list)
+
+    def prepare(self) -> None:
+        """Compute and store the prompts, and fill the device.
+
+        Raises:
+            ShadowServeError: what is stored does not decide the answer.
+        """
+        self._bed.engine.ask("reading", only=True)
+        for seed, tokens in enumerate(self._prompts):
+            answer = self._ask([tokens])[0]["answer"]
+            other = [*prompt(seed + _FIRST + _WARM, self._stored, VOCABULARY), *tokens[self._stored :]]
+            if self._ask([other])[0]["answer"] == answer:
+                raise ShadowServeError("the answer does not depend on the prompt: equal answers would show nothing")
+            self._answers.append(answer)
+        for tokens in (*self._prompts, self._warm):
+            self._bed.store(tokens)
+        self._begin(_SYSTEMS[_SSD_FETCHED])
+        self._fetch_all()
+
+    def _ask(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+        """Return what prompts met, of which the others came just behind the first."""
+        orders = [
+            {
+                "prompt": list(tokens),
+                "tokens": len(tokens),
+                "output": _FIRST_OUTPUT if tokens is self._first else self._output,
+                "at": _BEHIND_S * (place > 0),
+            }
+            for place, tokens in enumerate(prompts)
+        ]
+        results: list[dict[str, Any]] = self._bed.engine.ask("serve", requests=orders)
+        return results
+
+    def _fetch_all(self) -> None:
+        for tokens, answer in zip(self._prompts, self._answers, strict=True):
+            self._check(self._ask([tokens])[0], answer)
+
+    def _check(self, result: dict[str, Any], answer: list[int]) -> None:
+        if result["cached"] != self._stored:
+            raise ShadowServeError(f"{result['cached']} tokens were not computed, instead of {self._stored}")
+        if result["answer"] != answer:
+            raise ShadowServeError(f"{result['answer']} with a cache, {answer} without")
+
+    def _begin(self, system: _System) -> None:
+        """Start the data plane anew, and wait until the engine has found it."""
+        tiers: dict[str, Any] = self._memory | {"ahead_requests": None if system.promotes else 0}
+        if system.on_ssd:
+            tiers["devices"] = [self._device]
+        self._bed.restart_plane("--tiers", json.dumps(tiers), "--shutdown-time", "60")
+        for _ in range(_WARM_TRIES):
+            if self._ask([self._warm])[0]["cached"] == DEFAULT_CHUNK_TOKENS:
+                return
+        raise ShadowServeError("the engine does not fetch from a data plane that was started anew")
+
+    def run(self, name: str) -> None:
+        """Have the prompts wait behind one that is computed."""
+        system = _SYSTEMS[name]
+        self._begin(system)
+        if system.resident:
+            self._fetch_all()
+        first, *waiting = self._ask([self._first, *self._prompts])
+        if first["cached"]:
+            raise ShadowServeError("the first prompt was to be computed")
+        for result, answer in zip(waiting, self._answers, strict=True):
+            self._check(result, answer)
+        self._turn_s[name].append([result["retrieval_s"] + result["last_s"] for result in waiting])
+        self._ttft_s[name].append(statistics.fmean(result["ttft_s"] for result in waiting))
+
+    def report(self, gbit_per_s: float) -> Report:
+        """Return the figures."""
+        report = Report("queue", ["system", "link_Gbit_per_s", "next_ms", "after_it_ms", "ttft_ms"])
+        for name, system in _SYSTEMS.items():
+            following = [statistics.median(times) * 1e3 for times in zip(*self._turn_s[name], strict=True)]
+            report.row(
+                system=name,
+                link_Gbit_per_s="" if system.on_ssd or system.resident else gbit_per_s,
+                next_ms=following[0],
+                after_it_ms=following[1],
+                ttft_ms=statistics.median(self._ttft_s[name]) * 1e3,
+            )
+        for ratio, name, other, goal in (
+            ("promoted_over_resident", _PROMOTED, _RESIDENT, "at most 1.1"),
+            ("promoted_over_fetched", _PROMOTED, _FETCHED, "none; what promotion gains, over the link"),
+            ("ssd_promoted_over_resident", _SSD_PROMOTED, _RESIDENT, "at most 1.1"),
+            ("ssd_promoted_over_fetched", _SSD_PROMOTED, _SSD_FETCHED, "none; what promotion gains, from the SSD"),
+        ):
+            pairs = zip(self._turn_s[name], self._turn_s[other], strict=True)
+            report.ratio(ratio, [sum(mine) / sum(its) for mine, its in pairs], goal)
+        report.charts.append(
+            Chart(
+                "From a request's turn to its first token",
+                x="",
+                y="s",
+                series={
+                    "s": [
+                        (name, statistics.median(sum(run) / _WAITING for run in runs))
+                        for name, runs in self._turn_s.items()
+                    ]
+                },
+                kind="bars",
+                highlight=[_PROMOTED, _SSD_PROMOTED],
+            )
+        )
+        return report

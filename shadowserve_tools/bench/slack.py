@@ -1,0 +1,264 @@
+"""``shadowserve bench slack``: what moves beside something else: reads beside writes, and fetching beside decoding."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from rich.progress import Progress
+
+from host_control.slack.interference import Interference
+from host_control.slack.table import ComputeTable, attention_pairs
+from shadowserve.chunk import Quantizer
+from shadowserve_tools.bench.fetch import Target
+from shadowserve_tools.bench.interference import (
+    DECODED_TOKENS,
+    HALF_WIDTH_MAX,
+    SLOWDOWN_MAX,
+    half_width,
+)
+from shadowserve_tools.bench.parts.disks import Disks, working_folder
+from shadowserve_tools.bench.parts.loads import FetchLoop
+from shadowserve_tools.bench.parts.retrieval import Offered, OurPool, Prefix
+from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Stack, model_options
+from shadowserve_tools.bench.parts.workload import llama_8b, put
+from shadowserve_tools.report import Chart, Output, Report, output_options
+
+__all__ = ["slack"]
+
+STRICT: Final = "strict order"
+MIXED: Final = "any order"
+READ_SEED, WRITTEN_SEED = 1, 2
+ARENA_BYTES: Final = 256 << 20
+SPARE_BYTES: Final = 192 << 20
+"""Of a device beside the chunks: log, snapshots, and room that evicting ahead keeps free."""
+WRITTEN_SHARE: Final = 4
+"""A quarter as many chunks are written over and over as are read."""
+MEGA: Final = 1_000_000
+
+NOTHING: Final = "decoding beside nothing"
+WITHIN: Final = "decoding beside fetching, within the budget"
+FREE: Final = "decoding beside fetching, no bound"
+OFTEN: Final = 8
+"""Phases beside each, in a round."""
+FETCH_CHUNKS: Final = 16
+"""Of a MiB each, a layer of 256 tokens."""
+FETCH_S: Final = 0.05
+"""A fetch within the budget is of so many chunks as take about so long, since a phase begins and ends with one."""
+BUDGET: Final = 0.02
+MIXED_MIN: Final = 0.95
+
+
+@dataclass
+class _Disk:
+    """Bytes a second that were read, alone and beside writes, and what was written, by the order of both."""
+
+    alone: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    beside: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    offered: dict[str, list[Offered]] = field(default_factory=lambda: defaultdict(list))
+
+
+@dataclass
+class _Steps:
+    """What was measured of decode steps.
+
+    Attributes:
+        seconds: of each, by what was beside it.
+        over: each phase's median over that of the phases before and after it, which nothing was beside.
+        rates: bytes a second that were fetched beside each phase.
+    """
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    over: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    rates: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+
+@click.command()
+@model_options
+@click.option("--read-chunks", default=96, show_default=True, type=click.IntRange(8), help="That are read, in a turn.")
+@click.option("--chunk-kib", default=7424, show_default=True, type=click.IntRange(64, 1 << 20), help="KiB of a chunk.")
+@click.option("--cap", default=200, show_default=True, type=click.IntRange(1), help="MB/s that the device reads.")
+@click.option("--turns", default=3, show_default=True, type=click.IntRange(1), help="Of reading, each beside each.")
+@click.option("--batch", default=2, show_default=True, type=click.IntRange(1), help="Requests that decode steadily.")
+@click.option("--learning", default=10, show_default=True, type=click.IntRange(1), help="Rounds that do not count.")
+@click.option("--rounds", default=40, show_default=True, type=click.IntRange(2), help="Of steady decoding that do.")
+@click.option("--phase-steps", default=4, show_default=True, type=click.IntRange(1, 64), help="Between two changes.")
+@click.option(
+    "--folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Where the device's file goes; by default memory, if it has room.",
+)
+@output_options
+def slack(
+    output: Output, model: Model, load: Load, requests_max: int, read_chunks: int, chunk_kib: int, cap: int, turns: int,
+    batch: int, learning: int, rounds: int, phase_steps: int, folder: Path | None,
+) -> None:  # fmt: skip
+    """Read from a pool's device while it is written to, and decode while the data plane fetches.
+
+    A prefix is taken back cold, alone and while other chunks are written without end, with and without strict order. As
+    root on Linux with cgroup v1 the device is a loop device whose reads are capped; else it is a file. Then a steady
+    batch of real vLLM decodes, and beside it KV is fetched within the budget, at the rate that the plugin's own policy
+    sets, and without a bound.
+    """
+    prefix = Prefix(read_chunks, chunk_kib << 10, seed=READ_SEED)
+    disk, steps, policy = _Disk(), _Steps(), Interference(BUDGET)
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress(transient=True))
+        task = progress.add_task("reading", total=turns + learning + rounds)
+        capped = _measure_disk(disk, prefix, cap * MEGA, turns, folder, lambda: progress.update(task, advance=1))
+        progress.update(task, description="starting the engine")
+        running = stack.enter_context(Stack(Partition.halves(), model, load, requests_max))
+        workload = llama_8b(FETCH_CHUNKS, layers=1, quantizer=Quantizer.BINNED)
+        put(workload, running.storage.address)
+        target = stack.enter_context(Target.opened(running.data_plane.address, workload))
+        chunk_bytes = workload.layout.raw_bytes
+        decoding = _Decoding(running.engine, target, chunk_bytes, policy, batch, phase_steps)
+        for _ in range(learning):
+            decoding.round([WITHIN] * 2 * OFTEN, _Steps())
+            progress.update(task, advance=1, description=f"learning: {policy.rate / 1e9:.2f} GB/s")
+        for number in range(rounds):
+            decoding.round(([WITHIN, FREE] * OFTEN)[:: -1 if number % 2 else 1], steps)
+            progress.update(task, advance=1, description="decoding")
+    _report(disk, steps, policy, capped).finish(output)
+
+
+# ---- A device --------------------------------------------------------------------------------------------------------
+
+
+def _measure_disk(
+    disk: _Disk, prefix: Prefix, cap: int, turns: int, folder: Path | None, tell: Callable[[], None]
+) -> bool:
+    """Fill in what was read and written; return whether the device was capped."""
+    written = Prefix(max(len(prefix.names) // WRITTEN_SHARE, 1), prefix.chunk_bytes, seed=WRITTEN_SEED)
+    size = (prefix.size + written.size) * 9 // 8 + SPARE_BYTES
+    with ExitStack() as stack:
+        disks = stack.enter_context(Disks(stack.enter_context(working_folder(2 * size, folder))))
+        if disks.why_not:
+            click.echo(f"the device is a file, as fast as it is: {disks.why_not}", err=True)
+        pools = {}
+        for name, strict in ((STRICT, True), (MIXED, False)):
+            device = disks.make("strict" if strict else "mixed", size, cap)
+            pool = OurPool([device], [1 << 50], 1, ARENA_BYTES, size, strict=strict)
+            pools[name] = stack.enter_context(closing(pool))
+            pool.put(prefix)
+            pool.cool()
+            pool.retrieve(prefix, check=True)
+        with disks.capped():
+            for turn in range(turns):
+                for name in (STRICT, MIXED)[:: -1 if turn % 2 else 1]:
+                    _read(disk, pools[name], prefix, written, name)
+                tell()
+        return not disks.why_not
+
+
+def _read(disk: _Disk, pool: OurPool, prefix: Prefix, written: Prefix, name: str) -> None:
+    """Take the prefix back alone and beside writes, to be compared with each other."""
+    pool.cool()
+    alone = pool.retrieve(prefix)
+    pool.cool()
+    with pool.written(written) as offered:
+        beside = pool.retrieve(prefix)
+    disk.alone[name].append(alone.device_bytes / alone.wall_s)
+    disk.beside[name].append(beside.device_bytes / beside.wall_s)
+    disk.offered[name].append(offered)
+
+
+# ---- Decoding --------------------------------------------------------------------------------------------------------
+
+
+class _Decoding:
+    """A steady batch, and fetches beside it at the rate that the policy sets."""
+
+    def __init__(
+        self, engine: Engine, target: Target, chunk_bytes: int, policy: Interference, batch: int, phase_steps: int
+    ) -> None:
+        self._engine, self._target, self._chunk_bytes = engine, target, chunk_bytes
+        self._policy, self._batch, self._phase_steps = policy, batch, phase_steps
+        self._table = ComputeTable()
+        self._decoded = 0
+
+    def round(self, beside: list[str], steps: _Steps) -> None:
+        """Decode a phase beside each, and one beside nothing before and after it."""
+        phases = 2 * len(beside) + 1
+        steps_max = self._phase_steps * phases + 16
+        self._engine.ask("decode_start", batch=self._batch, tokens=DECODED_TOKENS, steps_max=steps_max)
+        self._decoded = 0
+        before = self._note(NOTHING, steps, self._durations(), 0.0, learns=True)
+        for name in beside:
+            self._target.rate = self._policy.rate if name == WITHIN else 0
+            wanted = int(self._target.rate * FETCH_S / self._chunk_bytes) if self._target.rate else FETCH_CHUNKS
+            count = min(max(wanted, 1), FETCH_CHUNKS)
+            loop = FetchLoop(self._target, count * self._chunk_bytes, count)
+            with loop.running():
+                durations = self._durations()
+            within = self._note(name, steps, durations, loop.rate, learns=name == WITHIN)
+            steps.rates[name].append(loop.rate)
+            after = self._note(NOTHING, steps, self._durations(), 0.0, learns=True)
+            steps.over[name].append(within / ((before + after) / 2))
+            before = after
+        self._engine.ask("decode_stop")
+
+    def _durations(self) -> list[float]:
+        return [wall for wall, _ in self._engine.ask("decode_steps", steps=self._phase_steps)]
+
+    def _note(self, name: str, steps: _Steps, durations: list[float], rate: float, *, learns: bool) -> float:
+        """Have the policy learn from steps as the plugin does, and return their median."""
+        for seconds in durations:
+            pairs = self._batch * attention_pairs(DECODED_TOKENS + self._decoded, 1)
+            self._decoded += 1
+            predicted = self._table.predict("decoding", self._batch, pairs)
+            if predicted and learns:
+                self._policy.decoded(predicted, seconds, rate)
+            if not rate:
+                self._table.observe("decoding", self._batch, pairs, seconds)
+        steps.seconds[name] += durations
+        return statistics.median(durations)
+
+
+# ---- What came of it -------------------------------------------------------------------------------------------------
+
+
+def _report(disk: _Disk, steps: _Steps, policy: Interference, capped: bool) -> Report:
+    report = Report("slack", ["what", "read_GB_per_s", "written_GB_per_s", "dropped", "step_ms", "fetch_GB_per_s"])
+    for name, offered in disk.offered.items():
+        report.row(what=f"reads alone, {name}", read_GB_per_s=statistics.median(disk.alone[name]) / 1e9)
+        report.row(
+            what=f"reads beside writes, {name}",
+            read_GB_per_s=statistics.median(disk.beside[name]) / 1e9,
+            written_GB_per_s=statistics.median(each.written / each.seconds for each in offered) / 1e9,
+            dropped=statistics.median(each.dropped / (each.taken + each.dropped) for each in offered),
+        )
+    for name, seconds in steps.seconds.items():
+        row: dict[str, Any] = {"what": name, "step_ms": statistics.median(seconds) * 1e3}
+        if rates := steps.rates.get(name, []):
+            row["fetch_GB_per_s"] = statistics.median(rates) / 1e9
+        report.row(**row)
+    for name, ratio, goal in (
+        (STRICT, "mixed_over_reads_alone", f"at least {MIXED_MIN:g}"),
+        (MIXED, "mixed_over_reads_alone_any_order", "none; without strict order"),
+    ):
+        pairs = zip(disk.beside[name], disk.alone[name], strict=True)
+        report.ratio(ratio, [beside / alone for beside, alone in pairs], goal)
+    for name, suffix in ((WITHIN, ""), (FREE, "_off")):
+        width = half_width(steps.over[name])
+        goal = f"at most {SLOWDOWN_MAX:g}" if width <= HALF_WIDTH_MAX else f"no result: ± {width:.2g} is too wide"
+        report.ratio(
+            f"decode_step_slowdown{suffix}", [over - 1 for over in steps.over[name]], "none" if suffix else goal
+        )
+        width_goal = "none" if suffix else f"at most {HALF_WIDTH_MAX:g}; 95 % confidence"
+        report.ratio(f"decode_step_slowdown{suffix}_half_width", [width], width_goal)
+    left, free = (steps.rates[name] for name in (WITHIN, FREE))
+    report.ratio("rate_left_GB_per_s", [rate / 1e9 for rate in left], "none")
+    report.ratio("rate_left_GB_per_s_half_width", [half_width(left) / 1e9], "none")
+    report.ratio("rate_off_GB_per_s", [rate / 1e9 for rate in free], "none")
+    report.ratio("cost_for_each_GB_per_s", [policy.cost], "none; as the policy has learnt it")
+    report.more["capped"] = capped
+    bars = [(name, statistics.median(over)) for name, over in steps.over.items()]
+    report.charts.append(
+        Chart("A decode step over one beside nothing", x="", y="ratio", series={"step": bars}, kind="bars")
+    )
+    return report

@@ -1,0 +1,204 @@
+"""How far the layers of a fetch are, said by its own call: for memory that is not shared, and for any."""
+
+import asyncio
+import mmap
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from dataplane_support import WAYS, Client, Server, keys_of, kv, layout, make_record, running, way_name
+from machine import NEVER_MS, PATIENCE_S
+from scripted_source import ScriptedSource
+
+from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.metrics import Metrics
+from host_control.delivery import address_of
+from shadowserve import native, record
+from shadowserve.pieces import leading_layers, unpack
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout(layers=6)
+CHUNKS = 5
+SIZE = CHUNKS * SHAPE.raw_bytes
+
+
+def request(client: Client, keys: list[bytes], **changes: Any) -> pb.FetchRequest:
+    return client.fetch_request([], **{"parts": [client.part(keys)], "order": pb.ORDER_LAYERS} | changes)
+
+
+async def streamed(call: Any) -> tuple[list[int], pb.FetchResponse]:
+    """Return what a call says of its layers, and its answer, which is the last that it says."""
+    said = [message async for message in call]
+    assert [message.WhichOneof("said") for message in said] == ["layers"] * (len(said) - 1) + ["answer"]
+    layers = [message.layers for message in said[:-1]]
+    assert layers == sorted(set(layers))
+    return layers, said[-1].answer
+
+
+def stored(storage: Server) -> list[bytes]:
+    keys = keys_of(SHAPE, CHUNKS)
+    for index, key in enumerate(keys):
+        storage.put(key, make_record(SHAPE, key, index))
+    return keys
+
+
+@pytest.mark.parametrize("way", WAYS, ids=way_name)
+async def test_a_stream_ends_with_what_a_fetch_answers(storage: Server, way: dict[str, Any]) -> None:
+    async with running(storage, **way) as (_, client):
+        keys = stored(storage)
+        await client.register(SHAPE, CHUNKS)
+        for _ in range(2):  # one after the other over the same word
+            client.segment.memory[:] = 0
+            layers, answer = await streamed(client.stub.FetchLayers(request(client, keys)))
+            assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
+            assert unpack(answer.delivered[0], SHAPE.layers, CHUNKS).all()
+            assert all(0 < count <= SHAPE.layers for count in layers)
+            assert [client.chunk(index) for index in range(CHUNKS)] == [kv(SHAPE, index) for index in range(CHUNKS)]
+
+
+@pytest.fixture
+def exported() -> Iterator[tuple[Any, pb.ExportedMemory]]:
+    """Memory of this process that a DPU's other side may use."""
+    mapping = mmap.mmap(-1, SIZE)
+    export = native.Export(address_of(memoryview(mapping)), SIZE)
+    yield mapping, pb.ExportedMemory(address=export.address, size=SIZE, descriptor=export.descriptor)
+    export.close()
+
+
+async def test_layers_in_exported_memory_are_told_as_they_are_there(storage: Server, exported: Any) -> None:
+    mapping, memory = exported
+    async with running(storage, backend="doca") as (_, client):
+        keys = stored(storage)
+        await client.register(SHAPE, CHUNKS)
+        asked = client.registration(shared_memory=None)
+        fields = {field.name: value for field, value in asked.ListFields()}
+        answer = await client.stub.RegisterDestination(pb.RegisterDestinationRequest(**fields, exported_memory=memory))
+        part = client.part(keys, destination_id=answer.destination_id, length=SIZE)
+        _, done = await streamed(client.stub.FetchLayers(request(client, keys, parts=[part])))
+        assert done.outcome == pb.OUTCOME_COMPLETE, done.detail
+        assert mapping[:] == b"".join(kv(SHAPE, index) for index in range(CHUNKS))
+
+
+class Gate:
+    """Lets so many commands pass."""
+
+    def __init__(self) -> None:
+        self._passes = asyncio.Semaphore(0)
+
+    async def wait(self) -> None:
+        await self._passes.acquire()
+
+    def open(self, count: int) -> None:
+        for _ in range(count):
+            self._passes.release()
+
+
+@pytest.fixture
+async def gated(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[ScriptedSource, Gate, Client, list[bytes]]]:
+    """A data plane over a source that gives a range for each pass; heads are known."""
+    made: list[ScriptedSource] = []
+
+    def source_of(configuration: DataPlaneConfig, metrics: Metrics, *arguments: Any) -> ScriptedSource:
+        made.append(ScriptedSource(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr("dpu_dataplane.server.source_of", source_of)
+    keys = keys_of(SHAPE, CHUNKS)
+    async with running("127.0.0.1:1") as (_, client):
+        (source,) = made
+        source.records = {key: make_record(SHAPE, key, index) for index, key in enumerate(keys)}
+        await client.register(SHAPE, CHUNKS)
+        assert (await client.lookup(keys)).hits == [CHUNKS]
+        gate = Gate()
+        source.free = gate  # type: ignore[assignment]
+        yield source, gate, client, keys
+        gate.open(1000)
+
+
+async def test_a_layer_is_told_while_those_behind_it_are_away(gated: Any) -> None:
+    _, gate, client, keys = gated
+    call = client.stub.FetchLayers(request(client, keys))
+    for layer in range(1, SHAPE.layers + 1):
+        gate.open(CHUNKS)
+        async with asyncio.timeout(PATIENCE_S):
+            said = await call.read()
+        assert said.layers == layer, "and no more: the next layer's bytes are not there"
+    assert (await call.read()).answer.outcome == pb.OUTCOME_COMPLETE
+
+
+async def test_a_caller_that_goes_away_leaves_the_memory_and_the_turn(gated: Any) -> None:
+    source, gate, client, keys = gated
+    call = client.stub.FetchLayers(request(client, keys, timeout_ms=NEVER_MS))
+    gate.open(CHUNKS)
+    async with asyncio.timeout(PATIENCE_S):
+        assert (await call.read()).layers == 1
+    call.cancel()
+    gate.open(1000)
+
+    async def fetched() -> bool:
+        try:
+            return bool((await client.fetch(keys, length=SIZE)).outcome == pb.OUTCOME_COMPLETE)
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.FAILED_PRECONDITION, "the region is the other call's, till it ends"
+            return False
+
+    async with asyncio.timeout(PATIENCE_S):
+        while not await fetched():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_cancelled_stream_answers(gated: Any) -> None:
+    source, gate, client, keys = gated
+    call = client.stub.FetchLayers(request(client, keys, job_id="job", timeout_ms=NEVER_MS))
+    gate.open(CHUNKS)
+    async with asyncio.timeout(PATIENCE_S):
+        assert (await call.read()).layers == 1
+        assert (await client.stub.Cancel(pb.CancelRequest(job_id="job"))).found
+        answer = (await call.read()).answer
+    assert answer.outcome == pb.OUTCOME_CANCELLED
+    assert unpack(answer.delivered[0], SHAPE.layers, CHUNKS)[0].all()
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+async def test_a_damaged_layer_is_never_told(redis: Server, layer: int) -> None:
+    async with running(redis, delete_corrupt=False) as (_, client):
+        keys = stored(redis)
+        await client.register(SHAPE, CHUNKS)
+        damaged = bytearray(make_record(SHAPE, keys[2], 2))
+        slices = record.parse_head(bytes(damaged)).slices
+        damaged[int(slices["offset"][slices["layer"] == layer][0]) + 3] ^= 4
+        redis.put(keys[2], bytes(damaged))
+        layers, answer = await streamed(client.stub.FetchLayers(request(client, keys)))
+        assert answer.outcome == pb.OUTCOME_CORRUPT
+        there = unpack(answer.delivered[0], SHAPE.layers, CHUNKS)
+        assert max(layers, default=0) <= leading_layers(there, np.ones_like(there)) <= layer
+
+
+async def test_a_destination_that_is_not_known_is_an_outcome(client: Client, storage: Server) -> None:
+    keys = stored(storage)
+    await client.register(SHAPE, CHUNKS)
+    part = client.part(keys, destination_id=client.destination ^ 1)
+    layers, answer = await streamed(client.stub.FetchLayers(request(client, keys, parts=[part])))
+    assert (layers, answer.outcome) == ([], pb.OUTCOME_UNKNOWN_DESTINATION)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"order": pb.ORDER_CHUNKS}, "order of layers"),
+        ({"progress": SIZE}, "in no word"),
+        ({"timeout_ms": 0}, "every call has a deadline"),
+        ({"parts": []}, "parts has 0"),
+    ],
+    ids=str,
+)
+async def test_a_stream_of_what_has_no_layers_is_refused(
+    client: Client, storage: Server, changes: dict[str, Any], says: str
+) -> None:
+    keys = stored(storage)
+    await client.register(SHAPE, CHUNKS, extra=64)
+    with pytest.raises(grpc.aio.AioRpcError, match=says) as refused:
+        await streamed(client.stub.FetchLayers(request(client, keys, **changes)))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -1,0 +1,358 @@
+"""Chunks of pages on devices of the tiers, brought straight into paged memory: what is right, and what goes wrong."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from dataplane_support import Client, Fetched, Segment, keys_of, kv, layout, running
+from machine import PATIENCE_MS, until
+from test_tiers import store, tiers_in, tiers_of
+
+from dpu_dataplane.server import Daemon
+from dpu_dataplane.sources.tiers.tiers import address_of
+from shadowserve.pieces import leading_chunks, unpack
+from shadowserve.pool.device_pool import DevicePool
+from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.proto.convert import layout_message
+
+PAGE, CHUNK_BLOCKS, LAYERS, CHUNKS, BLOCKS = 8192, 4, 4, 6, 64
+SHAPE = layout("passthrough", "uint8", layers=LAYERS, kinds=1, vector_length=PAGE, tokens=CHUNK_BLOCKS)
+KEYS = keys_of(SHAPE, CHUNKS)
+SPOILED = 0xA5
+WORD = LAYERS * BLOCKS * PAGE  # behind the pages, where the progress is told
+
+
+class Paged:
+    """Paged memory of a client: a block has the pages of all layers beside each other."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._jobs = 0
+        self.segment = Segment(WORD + 4096)
+        self.memory = self.segment.memory
+        self.memory[:WORD] = SPOILED
+        self.blocks = np.random.default_rng(1).permutation(BLOCKS)[: CHUNKS * CHUNK_BLOCKS].tolist()
+        self.destination = 0
+
+    async def register(self, shape: Any = SHAPE, **changes: Any) -> None:
+        """Make it known, as it is or with changes of where its pages are."""
+        fields = {"first": [layer * PAGE for layer in range(LAYERS)], "stride": LAYERS * PAGE, "blocks": BLOCKS}
+        request = pb.RegisterDestinationRequest(
+            layout=layout_message(shape),
+            shared_memory=pb.SharedMemory(name=self.segment.name, size=self.segment.size),
+            pages=pb.PagedMemory(**(fields | changes)),
+        )
+        self.destination = (await self._client.stub.RegisterDestination(request)).destination_id
+
+    async def fetch(self, keys: list[bytes] = KEYS, **changes: Any) -> Fetched:
+        """Have chunks placed, one after the other from the first block on."""
+        self._jobs += 1
+        fields = {
+            "job_id": f"pages-{self._jobs}",
+            "destination_id": self.destination,
+            "keys": keys,
+            "blocks": self.blocks[: len(keys) * CHUNK_BLOCKS],
+            "timeout_ms": PATIENCE_MS,
+            "progress": WORD,
+        }
+        if "progress" not in changes:
+            self.memory[WORD:] = 0
+        answer = await self._client.stub.FetchPages(pb.FetchPagesRequest(**(fields | changes)))
+        delivered = unpack((answer.delivered or [b""])[0], LAYERS, len(keys))
+        chunks = leading_chunks(delivered, np.ones_like(delivered))
+        return Fetched(chunks, delivered, answer.outcome, answer.detail, answer.fetched_bytes, answer.delivered_bytes)
+
+    @property
+    def told(self) -> int:
+        """Leading layers that the word says are in place."""
+        return int(self.memory[WORD : WORD + 4].view(np.uint32)[0])
+
+    def chunk(self, index: int) -> bytes:
+        """Return a chunk as its pages have it: layer, block, byte."""
+        pages = self.memory[:WORD].reshape(BLOCKS, LAYERS, PAGE)
+        return pages[self.blocks[index * CHUNK_BLOCKS : (index + 1) * CHUNK_BLOCKS]].transpose(1, 0, 2).tobytes()
+
+    def assert_right(self, answer: Fetched, count: int = CHUNKS) -> None:
+        """Check that so many chunks are in place, and nothing else was written; then spoil it."""
+        assert answer.chunks == count, answer
+        assert [self.chunk(index) for index in range(count)] == [kv(SHAPE, index) for index in range(count)]
+        others = sorted(set(range(BLOCKS)) - set(self.blocks))
+        assert (self.memory[:WORD].reshape(BLOCKS, -1)[others] == SPOILED).all(), "blocks of others were written"
+        self.memory[:WORD] = SPOILED
+
+    def close(self) -> None:
+        del self.memory
+        self.segment.close()
+
+    def assert_untouched(self) -> None:
+        assert (self.memory[:WORD] == SPOILED).all(), "something landed"
+
+
+@contextlib.asynccontextmanager
+async def stored(folder: Path, size: str = "64MiB") -> AsyncIterator[tuple[Daemon, Client, Paged]]:
+    """A data plane of its own tiers, with chunks of pages on a device, and paged memory that it knows."""
+    async with running("", tiers=tiers_of(folder, size)) as (daemon, client):
+        await client.register(SHAPE, CHUNKS)
+        await store_plain(client)
+        await written(daemon)
+        paged = Paged(client)
+        await paged.register()
+        try:
+            yield daemon, client, paged
+        finally:
+            paged.close()
+
+
+async def store_plain(client: Client) -> None:
+    for index in range(CHUNKS):
+        client.segment.memory[index * SHAPE.raw_bytes : (index + 1) * SHAPE.raw_bytes] = np.frombuffer(
+            kv(SHAPE, index), np.uint8
+        )
+    answer = await client.store(KEYS, plain=True, parents=[b"", *KEYS[:-1]])
+    assert answer.outcome == pb.OUTCOME_COMPLETE, answer
+
+
+async def written(daemon: Daemon) -> None:
+    """Wait until the device has what was stored."""
+    await until(lambda: not tiers_in(daemon).pool.busy)
+
+
+def rot(daemon: Daemon, folder: Path, index: int, layer: int) -> None:
+    """Damage one page of a chunk where it lies on the device."""
+    tiers = tiers_in(daemon)
+    pool = tiers.pool
+    assert isinstance(pool, DevicePool)
+    with tiers.lock:
+        item = pool.peek(address_of(KEYS[index]))
+        assert item is not None
+        extent = pool.lend_extent(item)
+        assert extent is not None
+        pool.return_extent(extent)
+    body = item.length - SHAPE.raw_bytes
+    with open(folder / "tier", "r+b") as file:
+        file.seek(extent.offset + 2048 + body + layer * CHUNK_BLOCKS * PAGE + PAGE + 17)
+        file.write(b"\xff" * 8)
+
+
+async def test_pages_come_as_they_were_stored_and_layers_are_told_of(tmp_path: Path) -> None:
+    async with stored(tmp_path) as (daemon, client, paged):
+        for count in (1, 4, CHUNKS):
+            answer = await paged.fetch(KEYS[:count])
+            assert answer.outcome == pb.OUTCOME_COMPLETE and paged.told == LAYERS
+            assert answer.delivered_bytes == count * SHAPE.raw_bytes
+            paged.assert_right(answer, count)
+        assert daemon.metrics.page_bytes == (1 + 4 + CHUNKS) * SHAPE.raw_bytes
+        assert daemon.metrics.page_requests == 3, "one of each retrieval, however long it is"
+        assert (await client.fetch(KEYS)).chunks == CHUNKS, "they are records as all others"
+        assert [client.chunk(index) for index in range(CHUNKS)] == [kv(SHAPE, index) for index in range(CHUNKS)]
+
+
+async def test_pages_are_there_after_a_restart(tmp_path: Path) -> None:
+    async with stored(tmp_path):
+        pass
+    async with running("", tiers=tiers_of(tmp_path)) as (_, client):
+        await client.hello()
+        paged = Paged(client)
+        await paged.register()
+        paged.assert_right(await paged.fetch())
+        paged.close()
+
+
+async def test_pages_of_several_devices_are_one_prefix(tmp_path: Path) -> None:
+    alike: dict[str, Any] = {"size": "64MiB", "access": "threads", "bandwidth": 1 << 30}
+    devices = [{"path": str(tmp_path / name), **alike} for name in ("one", "two")]
+    tiers = tiers_of() | {"devices": devices, "memory_bandwidth": 1}
+    async with running("", tiers=tiers) as (daemon, client):
+        await client.register(SHAPE, CHUNKS)
+        await store_plain(client)
+        await written(daemon)
+        paged = Paged(client)
+        await paged.register()
+        answer = await paged.fetch()
+        assert daemon.metrics.page_requests == 2, "chunks go to both in turns, and each is asked once"
+        assert paged.told == LAYERS
+        paged.assert_right(answer)
+        paged.close()
+
+
+async def test_a_rotten_page_costs_its_chunk_and_those_behind(tmp_path: Path) -> None:
+    async with stored(tmp_path) as (daemon, client, paged):
+        rot(daemon, tmp_path, 2, layer=1)
+        answer = await paged.fetch()
+        assert (answer.chunks, answer.outcome) == (2, pb.OUTCOME_CORRUPT)
+        assert not answer.delivered[1, 2] and answer.delivered.sum() == LAYERS * CHUNKS - 1
+        assert paged.told == 1, "the second layer is not in place"
+        assert [paged.chunk(index) for index in (0, 1)] == [kv(SHAPE, index) for index in (0, 1)]
+        await store_plain(client)
+        await written(daemon)
+        assert (await client.fetch(KEYS)).outcome in (pb.OUTCOME_COMPLETE, pb.OUTCOME_ABSENT)
+
+
+async def test_what_is_not_stored_as_pages_is_absent_and_nothing_lands(tmp_path: Path) -> None:
+    async with stored(tmp_path) as (_, client, paged):
+        assert (await paged.fetch(keys_of(SHAPE, CHUNKS, seed=3))).outcome == pb.OUTCOME_ABSENT
+        other = layout("passthrough", "uint8", layers=LAYERS, kinds=1, vector_length=PAGE, tokens=CHUNK_BLOCKS)
+        coded = keys_of(other, CHUNKS, seed=4)
+        assert await store(client, range(CHUNKS), SHAPE, coded) == [True] * CHUNKS
+        await asyncio.sleep(0)
+        assert (await paged.fetch(coded)).outcome == pb.OUTCOME_ABSENT, "these are compressed"
+        paged.assert_untouched()
+
+
+async def test_pages_of_another_shape_are_a_miss(tmp_path: Path) -> None:
+    """Another engine's pages, of as many bytes: half the page, twice the blocks."""
+    async with stored(tmp_path) as (_, client, paged):
+        shape = layout("passthrough", "uint8", layers=LAYERS, kinds=1, vector_length=PAGE // 2, tokens=2 * CHUNK_BLOCKS)
+        wrong = Paged(client)
+        first = [layer * PAGE // 2 for layer in range(LAYERS)]
+        await wrong.register(shape, first=first, stride=LAYERS * PAGE // 2, blocks=2 * BLOCKS)
+        answer = await wrong.fetch(blocks=list(range(2 * CHUNKS * CHUNK_BLOCKS)))
+        assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_ABSENT)
+        wrong.assert_untouched()
+        paged.assert_right(await paged.fetch())
+        wrong.close()
+
+
+@pytest.mark.parametrize("way", ["cancel", "deadline", "gone"])
+async def test_nothing_lands_in_pages_that_were_given_away_in_the_middle(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer comes once the device is done with what it has begun, and not before; then nothing lands."""
+    async with stored(tmp_path) as (daemon, client, paged):
+        disk = tiers_in(daemon).pool._core.disks[0]
+        submit, held, begun = disk.volume.device.submit, [], asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def hold(operations: Any) -> None:
+            """The device takes it, and stands still."""
+            held.extend(operations)
+            loop.call_soon_threadsafe(begun.set)
+
+        monkeypatch.setattr(disk.volume.device, "submit", hold)
+        timeout = 300 if way == "deadline" else PATIENCE_MS
+        call = asyncio.ensure_future(paged.fetch(timeout_ms=timeout))
+        await begun.wait()
+        if way == "cancel":
+            assert (await client.stub.Cancel(pb.CancelRequest(job_id="pages-1"))).found
+        elif way == "gone":
+            call.cancel()
+        done, _ = await asyncio.wait({call}, timeout=0.6)
+        assert bool(done) == (way == "gone"), "an answer would say that nothing lands any more"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await paged.fetch()
+        assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION, "the memory is in use yet"
+        monkeypatch.undo()
+        with tiers_in(daemon).lock:
+            submit(held)
+        if way != "gone":
+            answer = await call
+            outcome = pb.OUTCOME_CANCELLED if way == "cancel" else pb.OUTCOME_DEADLINE
+            assert (answer.chunks, answer.outcome) == (0, outcome)
+        paged.assert_untouched()
+        for _ in range(100):
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                paged.assert_right(await paged.fetch())
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError("the memory stayed in use")
+
+
+async def test_a_device_that_fails_is_a_miss(tmp_path: Path) -> None:
+    async with stored(tmp_path) as (daemon, _, paged):
+        with open(tmp_path / "tier", "r+b") as file:
+            file.truncate(1 << 20)
+        answer = await paged.fetch()
+        assert answer.chunks < CHUNKS and answer.outcome == pb.OUTCOME_ABSENT
+        await written(daemon)
+
+
+async def test_a_client_that_makes_its_paged_memory_shorter_harms_nobody_else(tmp_path: Path) -> None:
+    async with stored(tmp_path) as (daemon, client, paged):
+        os.truncate(paged.segment.path, 4096)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await paged.fetch(progress=None)
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        other = Paged(client)
+        await other.register()
+        other.assert_right(await other.fetch())
+        assert not any(disk.errors for disk in tiers_in(daemon).pool._core.disks)
+        other.close()
+        os.truncate(paged.segment.path, paged.segment.size)
+
+
+async def test_objects_are_not_written_over_while_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evicted in the middle of a read, and the device filled with others: what comes is still what was stored."""
+    async with stored(tmp_path, "8MiB") as (daemon, client, paged):
+        tiers = tiers_in(daemon)
+        disk = tiers.pool._core.disks[0]
+        submit, held, begun = disk.volume.device.submit, [], asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def hold(operations: Any) -> None:
+            if operations[0].pages is None:
+                submit(operations)
+                return
+            held.extend(operations)
+            loop.call_soon_threadsafe(begun.set)
+
+        monkeypatch.setattr(disk.volume.device, "submit", hold)
+        call = asyncio.ensure_future(paged.fetch())
+        await begun.wait()
+        for key in KEYS:
+            tiers.drop(key)
+        client.segment.memory[:] = 7
+        for seed in range(20, 32):  # more than the device has room for
+            await client.store(keys_of(SHAPE, CHUNKS, seed=seed), plain=True)
+        await until(lambda: not len(tiers.pool._writer))
+        with tiers.lock:
+            submit(held)
+        paged.assert_right(await call)
+
+
+def test_where_pages_cannot_be_is_refused(tmp_path: Path) -> None:
+    cases = {
+        "stride": {"stride": LAYERS * PAGE + 512},
+        "beyond": {"blocks": BLOCKS + 1},
+        "far beyond": {"blocks": 2**32 - 1, "stride": 2**52},
+        "layers": {"first": [0]},
+        "begin": {"first": [layer * PAGE + 64 for layer in range(LAYERS)]},
+        "overlap": {"stride": PAGE // 2},
+        "none": {"blocks": 0},
+    }
+
+    async def refuse() -> None:
+        async with stored(tmp_path) as (_, client, paged):
+            for name, changes in cases.items():
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await paged.register(**changes)
+                assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT, name
+            for name, changes in {
+                "a block that is not there": {"blocks": [BLOCKS, *paged.blocks[1:]]},
+                "too few blocks": {"blocks": paged.blocks[1:]},
+                "an odd word": {"progress": WORD + 2},
+                "a word outside": {"progress": WORD + 4096},
+                "no keys": {"keys": []},
+                "plain memory": {"destination_id": client.destination},
+            }.items():
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await paged.fetch(**({"keys": KEYS} | changes))  # type: ignore[arg-type]
+                assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT, name
+            paged.assert_untouched()
+            answer = await paged.fetch(destination_id=12345)
+            assert answer.outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+
+    asyncio.run(refuse())
+
+
+async def test_metrics_of_tiers_with_devices_can_be_collected(tmp_path: Path) -> None:
+    async with stored(tmp_path) as (daemon, _, _):
+        names = {metric.name for metric in daemon.metrics.registry.collect()}
+        assert {"shadowserve_tier_capacity_bytes", "shadowserve_page_bytes"} <= names

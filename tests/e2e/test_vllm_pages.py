@@ -1,0 +1,132 @@
+"""Real vLLM whose pages lie on devices as they are, and come back straight into its paged memory (``pages: true``)."""
+
+import json
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from machine import PATIENT, free_port, wait_for
+from stack import Process
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+LENGTHS = (300, 513, 700, 1000)
+
+
+class Plane:
+    """A data plane of its own tiers, on two devices, and what it counts."""
+
+    def __init__(self, folder: Any) -> None:
+        devices = [{"path": str(folder / name), "size": "64MiB"} for name in ("one", "two")]
+        tiers = json.dumps({"memory_budget_bytes": "64MiB", "devices": devices})
+        self._port = free_port()
+        metrics = ("--metrics-port", str(self._port))
+        self.process = Process("dpu", "--listen", f"127.0.0.1:{free_port()}", "--tiers", tiers, *metrics, *PATIENT)
+
+    def count(self, name: str) -> int:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return int(sum(float(line.split()[1]) for line in lines if line.startswith(f"shadowserve_{name}_total")))
+
+
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
+    plane = Plane(tmp_path_factory.mktemp("devices"))
+    yield plane
+    plane.process.stop()
+
+
+@pytest.fixture(scope="module")
+def engine(plane: Plane, make_engine: Callable[..., Any], reference: Any, prompt: Any) -> Iterator[Any]:
+    """An engine whose prompts are on the devices; ``reference`` has shown that another prefix gives other outputs."""
+    engine = make_engine(plane.process.address, extra={"pages": True, "layer_order": True})
+    assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
+    engine.flush()
+    loads(engine, plane, prompt(1000), 768)
+    yield engine
+    engine.close()
+
+
+def spoil(engine: Any) -> None:
+    """Fill paged memory: or blocks may still hold what a prompt left there when it was stored."""
+    for cache in engine.worker._parts[0][0].layout._mover._views:
+        cache.fill_(77)
+
+
+def loads(engine: Any, plane: Plane, prompt: list[int], tokens: int) -> list[int]:
+    """Have the engine load a prompt until all of it comes from devices: what was stored just now is written soon."""
+    page_bytes = engine.worker._pages.page_bytes
+    size = tokens // 32 * page_bytes * engine.worker._parts[0][0].layout.layers
+    outputs: list[int] = []
+
+    def all_of_it() -> bool:
+        nonlocal outputs
+        before = plane.count("page_bytes")
+        engine.forget()
+        spoil(engine)
+        (output,) = engine.generate([prompt])
+        outputs = list(output.outputs[0].token_ids)
+        return output.num_cached_tokens == tokens and plane.count("page_bytes") - before == size
+
+    wait_for(all_of_it)
+    return outputs
+
+
+def test_prompts_come_from_devices_into_pages(
+    engine: Any, plane: Plane, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer by layer, as nothing else runs; each is told of as it comes."""
+    manager, told = type(engine.worker._managers[0]), list[int]()
+    tell = manager._tell
+    monkeypatch.setattr(manager, "_tell", lambda *arguments: (told.append(arguments[2]), tell(*arguments)))
+    for length in LENGTHS:
+        assert loads(engine, plane, prompt(length), length // 256 * 256) == reference([prompt(length)])[0]
+    assert told, "layers were told of while they came"
+
+
+def test_beside_others_they_come_chunk_by_chunk(engine: Any, plane: Plane, reference: Any, prompt: Any) -> None:
+    before = plane.count("page_requests")
+    engine.forget()
+    spoil(engine)
+    prompts = [prompt(31), prompt(700), prompt(1000)]
+    assert engine.outputs(prompts) == reference(prompts)
+    assert plane.count("page_requests") > before
+
+
+def test_a_data_plane_that_stands_still_in_the_middle_has_the_memory_replaced(
+    engine: Any, plane: Plane, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can say what lands yet: it lands in memory that the engine has no more."""
+    client, before = engine.worker._client, engine.worker._pages.segment
+    start, told = client.start_fetch_pages, []
+
+    def stand_still(*arguments: Any) -> Any:
+        plane.process.freeze(True)
+        told.append(arguments)
+        return start(*arguments)
+
+    engine.forget()
+    spoil(engine)
+    with monkeypatch.context() as patch, engine.impatient():
+        patch.setattr(client, "start_fetch_pages", stand_still)
+        assert engine.outputs([prompt(700)]) == reference([prompt(700)])
+    assert told and engine.worker._pages.segment is not before
+    plane.process.freeze(False)
+    for length in LENGTHS:
+        assert engine.outputs([prompt(length)]) == reference([prompt(length)])
+    for name in ("fetch", "register", "store", "lookup"):
+        for each in (client, *engine.connector._scheduler._clients):
+            each.breakers[name].report(success=True)
+    assert loads(engine, plane, prompt(1000), 768) == reference([prompt(1000)])[0]
+
+
+def test_a_data_plane_that_was_killed_and_is_back_serves_pages_again(
+    engine: Any, plane: Plane, reference: Any, prompt: Any
+) -> None:
+    plane.process.kill()
+    engine.forget()
+    with engine.impatient():
+        assert engine.outputs([prompt(700)]) == reference([prompt(700)])
+    plane.process.restart()
+    assert loads(engine, plane, prompt(1000), 768) == reference([prompt(1000)])[0]

@@ -1,0 +1,204 @@
+"""Real vLLM with more requests than memory: what is preempted is saved, and loaded instead of computed."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from shadowserve.proto import dataplane_pb2 as pb
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+SEEDS = range(11, 15)
+GENERATED = 110
+BLOCKS = 45
+
+
+@pytest.fixture(scope="module")
+def engine(plane: Any, make_engine: Callable[..., Any], reference: Any) -> Iterator[Any]:
+    engine = make_engine(
+        plane.address,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=96,
+        num_gpu_blocks_override=BLOCKS,
+        max_model_len=1200,
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def prompts(prompt: Any) -> list[list[int]]:
+    """Prompts whose KV, and that of what they generate, does not fit at once."""
+    return [prompt(300, seed) for seed in SEEDS]
+
+
+class Steps:
+    """What an engine's scheduler has planned.
+
+    Attributes:
+        tokens: that were computed.
+        preemptions: of each request.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.preemptions: dict[str, int] = {}
+
+
+@pytest.fixture
+def steps(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Steps:
+    steps, schedule = Steps(), engine.scheduler.schedule
+
+    def scheduled(*arguments: Any) -> Any:
+        output = schedule(*arguments)
+        steps.tokens += output.total_num_scheduled_tokens
+        for name in output.preempted_req_ids:
+            steps.preemptions[name] = steps.preemptions.get(name, 0) + 1
+        return output
+
+    monkeypatch.setattr(engine.scheduler, "schedule", scheduled)
+    return steps
+
+
+class Spoilt(dict[bytes, bytes]):
+    """Records of which those that are stored for a while hold other bytes."""
+
+    def __init__(self, plane: Any) -> None:
+        super().__init__()
+        self._plane = plane
+
+    def setdefault(self, key: bytes, value: bytes) -> bytes:  # type: ignore[override]
+        return super().setdefault(key, value if not self._plane.stores[-1].lasts_ms else value[::-1])
+
+
+class Refusing(set[bytes]):
+    """What cannot be stored: whatever is stored for a while."""
+
+    def __init__(self, plane: Any) -> None:
+        super().__init__()
+        self._plane = plane
+
+    def __contains__(self, key: object) -> bool:
+        return bool(self._plane.stores[-1].lasts_ms)
+
+
+def saved_keys(plane: Any) -> set[bytes]:
+    """Return the keys of tails that preempted requests have left."""
+    return {key for request in plane.stores if request.lasts_ms for key in request.keys}
+
+
+def fetched_keys(plane: Any) -> set[bytes]:
+    return {key for part in plane.fetches for key in part.keys}
+
+
+def test_a_preempted_request_goes_on_behind_its_last_whole_block(
+    engine: Any, plane: Any, prompts: Any, reference: Any, steps: Steps
+) -> None:
+    engine.reset(plane, records=True)
+    assert engine.outputs(prompts, GENERATED) == reference(prompts, GENERATED)
+    times = sum(steps.preemptions.values())
+    assert times, "the test wants preemptions"
+    assert saved_keys(plane) and saved_keys(plane) <= fetched_keys(plane), "its last tokens were saved, and loaded"
+    assert steps.tokens <= sum(len(each) + GENERATED - 1 for each in prompts) + 32 * times, "nothing more was computed"
+    counted = engine.counted_since()
+    assert counted["restored_tokens"] == counted["saved_tokens"] <= counted["preempted_tokens"]
+    assert engine.free_blocks() == BLOCKS - 1
+
+
+def test_outputs_tell_what_was_saved(engine: Any, plane: Any, prompts: Any, reference: Any, steps: Steps) -> None:
+    """Without this, equal outputs would say nothing about the tail that was loaded."""
+    engine.reset(plane, records=True)
+    plane.records = Spoilt(plane)
+    try:
+        assert engine.outputs(prompts, GENERATED) != reference(prompts, GENERATED)
+    finally:
+        plane.records = {}
+
+
+def test_a_request_is_preempted_twice(engine: Any, plane: Any, prompt: Any, steps: Steps) -> None:
+    """All three fit until each has 448 tokens; the two that go on until each has 704."""
+    from vllm import SamplingParams
+
+    prompts, lengths = [prompt(440, seed) for seed in range(3)], (60, 300, 300)
+
+    def outputs(of: list[int]) -> list[list[int]]:
+        asked = [{"prompt_token_ids": prompts[each]} for each in of]
+        sampling = [
+            SamplingParams(temperature=0.0, max_tokens=lengths[each], ignore_eos=True, detokenize=False) for each in of
+        ]
+        return [list(out.outputs[0].token_ids) for out in engine.llm.generate(asked, sampling, use_tqdm=False)]
+
+    alone = [outputs([each])[0] for each in range(3)]
+    assert not steps.preemptions
+    engine.reset(plane, records=True)
+    assert outputs([0, 1, 2]) == alone
+    assert max(steps.preemptions.values()) == 2
+    assert len(saved_keys(plane) & fetched_keys(plane)) == 2
+
+
+@pytest.mark.parametrize("fault", ["no save", "no tail", "first chunk", "tail", "all loads"])
+def test_whatever_fails_is_computed(
+    engine: Any, plane: Any, prompts: Any, reference: Any, steps: Steps, fault: str
+) -> None:
+    engine.reset(plane, records=True)
+    if fault == "no save":
+        plane.script.store_outcome = pb.OUTCOME_STORAGE_REFUSED
+    elif fault == "no tail":
+        plane.script.not_storable = Refusing(plane)
+    elif fault == "all loads":
+        plane.script.abort["Fetch"] = grpc.StatusCode.UNAVAILABLE
+    else:
+        plane.script.fail_fetch_at = 0 if fault == "first chunk" else 1
+    try:
+        assert engine.outputs(prompts, GENERATED) == reference(prompts, GENERATED)
+    finally:
+        plane.script = type(plane.script)()
+        plane.records = {}
+    assert steps.preemptions
+    assert engine.free_blocks() == BLOCKS - 1
+
+
+def test_a_save_that_hangs_delays_a_request_and_is_given_up(
+    engine: Any, plane: Any, prompts: Any, reference: Any, steps: Steps
+) -> None:
+    engine.reset(plane, records=True)
+    plane.script.stall.add("Store")
+    try:
+        with engine.impatient():
+            assert engine.outputs(prompts, GENERATED) == reference(prompts, GENERATED)
+    finally:
+        plane.script.unstall.set()
+    assert steps.preemptions
+    assert not engine.counted_since().get("loaded_tokens")
+
+
+def test_a_request_that_is_aborted_while_preempted_leaves_nothing(
+    engine: Any, plane: Any, prompts: Any, reference: Any, steps: Steps
+) -> None:
+    from vllm import SamplingParams
+
+    engine.reset(plane, records=True)
+    core = engine.llm.llm_engine
+    sampling = SamplingParams(temperature=0.0, max_tokens=GENERATED, ignore_eos=True, detokenize=False)
+    for number, tokens in enumerate(prompts):
+        core.add_request(f"{number}", {"prompt_token_ids": tokens}, sampling)
+    answers: dict[str, list[int]] = {}
+    gone = ""
+    while core.has_unfinished_requests():
+        for output in core.step():
+            answers[output.request_id] = list(output.outputs[0].token_ids)
+        if steps.preemptions and not gone:
+            (name,) = steps.preemptions
+            gone = name.partition("-")[0]
+            core.abort_request([gone])
+    expected = dict(zip(map(str, range(len(prompts))), reference(prompts, GENERATED), strict=True))
+    assert gone
+    assert {name: answers[name] for name in expected if name != gone} == {
+        name: tokens for name, tokens in expected.items() if name != gone
+    }
+    engine.flush()
+    side = engine.connector._scheduler
+    assert not side._preemption._held and not side._preemption._saved and not engine.worker._saves
+    assert engine.free_blocks() == BLOCKS - 1

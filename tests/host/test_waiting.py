@@ -1,0 +1,293 @@
+"""What data planes are told of an engine's queue: what has changed, in order, once; and everything when they ask."""
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from machine import PATIENCE_S
+from scripted import ScriptedDataPlane
+
+from host_control import waiting
+from host_control.client import DataPlaneClient
+from host_control.waiting import Begins, Chains, WaitingQueue
+from shadowserve.proto import dataplane_pb2 as pb
+
+NAMESPACE = b"n" * 32
+
+
+def keys_of(name: str) -> list[bytes]:
+    return [f"{name} {index}".encode().ljust(32, b".") for index in range(3)]
+
+
+class Told:
+    """What a data plane makes of the messages; wrong numbers fail the test."""
+
+    def __init__(self, plane: ScriptedDataPlane) -> None:
+        self._plane = plane
+        self.messages = 0
+        self.keys: dict[int, list[bytes]] = {}
+        self.order: list[str] = []
+        self.begins: list[int] = []
+
+    def read(self) -> list[str]:
+        """Return the first keys of those that wait, in their order."""
+        for message in itertools.islice(list(self._plane.expected), self.messages, None):
+            self.messages += 1
+            if message.whole:
+                self.keys = {}
+            assert all(gone in self.keys for gone in message.gone), "of nobody that it was told of"
+            for gone in message.gone:
+                del self.keys[gone]
+            for arrival in message.arrivals:
+                assert arrival.request not in self.keys, "keys are said once"
+                self.keys[arrival.request] = [key for chain in arrival.chains for key in chain.keys]
+            if message.order:
+                self.order = [self.keys[name][0].split()[0].decode() for name in message.order]
+                self.begins = list(message.begins_in_ms)
+            self.order = [
+                name
+                for name in self.order
+                if any(keys[0].startswith(name.encode() + b" ") for keys in self.keys.values())
+            ]
+        return self.order
+
+
+@pytest.fixture
+def known() -> dict[str, bool]:
+    """Requests whose lookup has an answer; all that are not here have one, too."""
+    return {}
+
+
+@pytest.fixture
+def queue(client: DataPlaneClient, known: dict[str, bool]) -> Iterator[WaitingQueue]:
+    client.connect(PATIENCE_S)
+
+    def look(request_id: str) -> Chains | None:
+        return {client: [(NAMESPACE, keys_of(request_id))]} if known.get(request_id, True) else None
+
+    queue = WaitingQueue(look, [client])
+    yield queue
+    queue.close()
+
+
+def test_a_queue_is_told_in_its_order_and_what_has_begun_leaves_it(
+    queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    told = Told(plane)
+    for name in "abcd":
+        queue.arrived(name)
+    wait(lambda: told.read() == ["a", "b", "c", "d"])
+    queue.begun("a")
+    queue.begun("b")
+    queue.ended("c")
+    wait(lambda: told.read() == ["d"])
+    queue.arrived("e")
+    queue.sent_back("b")
+    queue.sent_back("a")
+    wait(lambda: told.read() == ["a", "b", "d", "e"])
+    queue.ended("a")
+    queue.sent_back("a")
+    queue.begun("nobody")
+    wait(lambda: told.read() == ["b", "d", "e"])
+
+
+def test_priorities_come_before_the_order_of_arrival(
+    client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    client.connect(PATIENCE_S)
+    queue = WaitingQueue(lambda name: {client: [(NAMESPACE, keys_of(name))]}, [client], by_priority=True)
+    told = Told(plane)
+    for name, priority in (("a", 2), ("b", 1), ("c", 2), ("d", 0)):
+        queue.arrived(name, priority)
+    wait(lambda: told.read() == ["d", "b", "a", "c"])
+    queue.begun("a")
+    wait(lambda: told.read() == ["d", "b", "c"])
+    queue.sent_back("a")
+    wait(lambda: told.read() == ["d", "b", "a", "c"])
+    queue.close()
+
+
+def test_requests_are_told_of_once_they_have_been_looked_up(
+    queue: WaitingQueue, known: dict[str, bool], plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    told = Told(plane)
+    known["a"] = False
+    queue.arrived("a")
+    queue.arrived("b")
+    wait(lambda: told.read() == ["b"])
+    known["a"] = True
+    wait(lambda: told.read() == ["a", "b"])
+
+
+def test_what_else_a_request_wants_can_be_said_anew(
+    queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    queue.arrived("a")
+    wait(lambda: plane.expected)
+    other = [b"k" * 32, b"l" * 32]
+    queue.wants("a", {client: [(NAMESPACE, other)]})
+    wait(lambda: [list(each.chains[0].keys) for each in plane.expected[-1].arrivals] == [other])
+    queue.wants("nobody", {client: [(NAMESPACE, other)]})
+
+
+def test_a_step_in_which_nothing_changes_says_nothing(
+    queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue.arrived("a")
+    wait(lambda: len(plane.expected) == 1)
+    time.sleep(0.3)
+    assert len(plane.expected) == 1
+    monkeypatch.setattr(waiting, "_BEAT_S", 0.1)
+    wait(lambda: len(plane.expected) >= 3)
+    assert not any(each.arrivals or each.order or each.whole for each in plane.expected[1:]), "only that it still lasts"
+
+
+def test_while_a_message_is_under_way_the_next_one_gathers_what_happens(
+    queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    plane.script.stall.add("Expect")
+    queue.arrived("a")
+    plane.wait_for_call("Expect")
+    begin = time.monotonic()
+    for number in range(1000):
+        queue.arrived(f"r{number}")
+        queue.begun(f"r{number}")
+    queue.arrived("b")
+    assert time.monotonic() - begin < PATIENCE_S / 10, "the engine's thread waits for nobody"
+    plane.script.stall.clear()
+    plane.script.unstall.set()
+    told = Told(plane)
+    wait(lambda: told.read() == ["a", "b"])
+    assert told.messages == 2
+
+
+def test_a_data_plane_that_lacks_messages_is_told_everything(
+    queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    plane.script.expect_answer = lambda request: pb.ExpectResponse(again=not request.whole)
+    for name in "abc":
+        queue.arrived(name)
+    told = Told(plane)
+    wait(lambda: told.read() == ["a", "b", "c"])
+    queue.begun("a")
+    wait(lambda: plane.expected[-1].whole and told.read() == ["b", "c"])
+    numbers = [each.number for each in plane.expected]
+    assert numbers == sorted(set(numbers)), "what comes later is known by its number"
+
+
+def test_a_data_plane_that_has_restarted_is_told_everything_once_it_is_known_again(
+    queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    told = Told(plane)
+    queue.arrived("a")
+    wait(lambda: told.read() == ["a"])
+    plane.forget_hosts()
+    queue.arrived("b")
+    wait(lambda: client.peer is None)
+    client.connect(PATIENCE_S)
+    wait(lambda: told.read() == ["a", "b"])
+    assert plane.expected[-1].whole
+
+
+@pytest.mark.parametrize("how", ["unused", "unknown"])
+def test_a_data_plane_that_makes_no_use_of_it_is_told_no_more(
+    queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any], how: str
+) -> None:
+    if how == "unused":
+        plane.script.expect_answer = lambda request: pb.ExpectResponse(unused=True)
+    else:
+        plane.script.abort["Expect"] = grpc.StatusCode.UNIMPLEMENTED
+    queue.arrived("a")
+    plane.wait_for_call("Expect")
+    for name in "bcd":
+        queue.arrived(name)
+        time.sleep(0.05)
+    assert plane.calls.count("Expect") == 1
+    plane.script.abort.clear()
+    client.connect(PATIENCE_S)  # another one, perhaps
+    wait(lambda: plane.calls.count("Expect") == 2)
+
+
+def test_a_data_plane_that_fails_is_not_stormed(
+    queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    plane.script.abort["Expect"] = grpc.StatusCode.RESOURCE_EXHAUSTED
+    queue.arrived("a")
+    plane.wait_for_call("Expect")
+    time.sleep(0.4)
+    assert plane.calls.count("Expect") <= 2
+    plane.script.abort.clear()
+    told = Told(plane)
+    wait(lambda: told.read() == ["a"])
+
+
+def test_long_queues_and_long_prompts_go_in_messages_of_bounded_size(
+    client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    client.connect(PATIENCE_S)
+    many = [index.to_bytes(32, "little") for index in range(3000)]
+    queue = WaitingQueue(lambda name: {client: [(NAMESPACE, many)]}, [client])
+    for number in range(2000):
+        queue.arrived(str(number))
+    wait(lambda: sum(len(each.arrivals) for each in plane.expected) >= 10)
+    queue.close()
+    assert all(len(each.arrivals) <= 2 and len(each.order) <= 1024 for each in plane.expected)
+
+
+def test_requests_are_expected_as_others_have_begun() -> None:
+    begins = Begins()
+    assert begins.expected(0, 5.0) == math.inf
+    for at in (10.0, 10.0, 11.0, 11.0, 12.0):  # two a second, in pairs
+        begins.begun(at, others=True)
+    assert begins.expected(0, 12.0) == pytest.approx(0.5)
+    assert begins.expected(4, 12.0) == pytest.approx(2.5)
+    assert begins.expected(0, 12.3) == pytest.approx(0.2)
+    assert begins.expected(0, 20.0) == pytest.approx(0.125), "overdue: at any moment"
+    begins.begun(21.0, others=False)
+    assert begins.expected(0, 30.0) == math.inf, "nobody waited: how long it took tells nothing"
+
+
+def test_when_requests_will_begin_is_told_and_corrected(
+    queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    for number in range(12):
+        queue.arrived(f"r{number}")
+    for number in range(5):
+        time.sleep(0.1)
+        queue.begun(f"r{number}")
+    told = Told(plane)
+    wait(lambda: told.read() == [f"r{number}" for number in range(5, 12)] and told.begins)
+    assert told.begins == sorted(told.begins) and 100 < told.begins[-1] < 5000
+    before = len(plane.expected)
+    wait(lambda: len(plane.expected) > before)  # it is overdue, and so is told anew
+
+
+def test_any_history_leaves_the_data_plane_with_what_waits(
+    queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    chance = random.Random(3)
+    order: list[str] = []
+    running: list[str] = []
+    names = (f"r{number}" for number in itertools.count())
+    told = Told(plane)
+    for turn in range(300):
+        kind = chance.choice(["arrive", "arrive", "begin", "back", "end"])
+        if kind == "arrive":
+            order.append(next(names))
+            queue.arrived(order[-1])
+        elif kind == "begin" and order:
+            running.append(order.pop(0))
+            queue.begun(running[-1])
+        elif kind == "back" and running:
+            order.insert(0, running.pop(chance.randrange(len(running))))
+            queue.sent_back(order[0])
+        elif kind == "end" and (order or running):
+            some = chance.choice([each for each in (order, running) if each])
+            queue.ended(some.pop(chance.randrange(len(some))))
+        if turn % 50 == 49:
+            wait(lambda: told.read() == order)

@@ -1,0 +1,305 @@
+"""What the connector's scheduler half has saved of preempted requests, and offers them when they come back."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from machine import wait_for
+from scheduler_support import (
+    BLOCK,
+    CHUNK,
+    MODEL,
+    TOKENS,
+    Request,
+    arrive,
+    full,
+    groups_of,
+    keys,
+    links,
+    matched,
+    namespace_of,
+    report,
+    step,
+    window,
+)
+from scripted import ScriptedDataPlane
+
+from host_control.layouts import NOWHERE
+from shadowserve.keys import record_keys, tail_link
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+PROMPT = TOKENS[: 2 * CHUNK + 10]
+GENERATED = list(range(900, 900 + BLOCK))
+
+
+def tail_of(tokens: list[int], end: int) -> bytes:
+    """Return the link of what is behind the last whole chunk of the tokens up to ``end``."""
+    before = links(tokens[:end])
+    return tail_link(MODEL, tokens, end - len(before) * CHUNK, chunk_tokens=CHUNK, after=before)
+
+
+def running(side: Any, plane: ScriptedDataPlane, prompt: list[int] = PROMPT, **attributes: Any) -> Request:
+    """Return a request that has computed its prompt and what it has generated, but for the last token."""
+    request = arrive(side, plane, prompt, **attributes)
+    matched(side, request)
+    side.step(step(new={"r": (0, len(prompt))}))
+    request.all_token_ids += GENERATED
+    side.step(step(cached={"r": (len(prompt) + len(GENERATED) - 2, 1)}))
+    return request
+
+
+def preempt(side: Any, request: Request, **more: Any) -> Any:
+    """Return the metadata of the step that preempts a request."""
+    request.num_preemptions += 1
+    return side.step(step(preempted=["r"], **more))
+
+
+def saved(plane: ScriptedDataPlane, tokens: list[int], end: int, rank: int = 0) -> None:
+    """Have storage hold what was saved."""
+    names = [*links(tokens[:end]), tail_of(tokens, end)]
+    plane.records.update(dict.fromkeys(record_keys(namespace_of(rank, 0), names), b""))
+
+
+END = len(PROMPT) + len(GENERATED) - 1 - (len(PROMPT) + len(GENERATED) - 1) % BLOCK
+"""Of the last whole block that such a request has computed."""
+
+
+def test_what_was_not_stored_is_saved_up_to_the_last_whole_block(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side()
+    request = running(side, plane)
+    (chunks, tail) = preempt(side, request).saves["r"]
+    assert chunks.links == links(PROMPT) and chunks.blocks == list(range(1000, 1008))
+    assert chunks.previous is None, "the worker knows which of them it has stored already"
+    assert tail.links == [tail_of(request.all_token_ids, END)] and END == 2 * CHUNK + BLOCK
+    assert tail.blocks == [1008, NOWHERE, NOWHERE, NOWHERE] and tail.previous == links(PROMPT)[-1]
+    assert tail.lasts_s > 0 == chunks.lasts_s, "nobody else will ask for the tail"
+    assert side.step(step()).saves == {}
+
+
+def test_blocks_of_later_steps_are_followed(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side()
+    request = running(side, plane)
+    request.all_token_ids += range(BLOCK)
+    later = step(cached={"r": (END + 8, BLOCK)})
+    later.scheduled_cached_reqs.new_block_ids = [([77],)]
+    table = side._preemption._held["r"].blocks
+    del table[9:]
+    side.step(later)
+    (_, tail) = preempt(side, request).saves["r"]
+    assert tail.blocks == [1008, 77, NOWHERE, NOWHERE]
+
+
+def test_a_request_that_comes_back_begins_with_blocks_of_its_own(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side()
+    request = running(side, plane)
+    preempt(side, request)
+    resumed = step(cached={"r": (0, len(request.all_token_ids))})
+    resumed.scheduled_cached_reqs.new_block_ids = [(list(range(300, 320)),)]
+    resumed.scheduled_cached_reqs.resumed_req_ids = {"r"}
+    side.step(resumed)
+    chunks, tail = preempt(side, request).saves["r"]
+    assert chunks.blocks == list(range(300, 308)) and tail.blocks[0] == 308
+
+
+def test_a_prompt_that_is_computed_in_part_is_saved_as_far_as_it_is_computed(
+    make_side: Any, plane: ScriptedDataPlane
+) -> None:
+    side = make_side()
+    request = arrive(side, plane, TOKENS)
+    matched(side, request)
+    side.step(step(new={"r": (0, CHUNK + BLOCK + 5)}))
+    chunks, tail = preempt(side, request).saves["r"]
+    assert chunks.links == links(TOKENS)[:1] and tail.links == [tail_of(TOKENS, CHUNK + BLOCK)]
+    saved(plane, TOKENS, CHUNK + BLOCK)
+    side.worker_output(None, report(saved={"r": 1}))
+    assert matched(side, request) == CHUNK + BLOCK
+
+
+def test_drafts_that_came_to_nothing_are_not_saved(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side()
+    prompt = TOKENS[: CHUNK + BLOCK - 1]
+    request = arrive(side, plane, prompt)
+    matched(side, request)
+    side.step(step(new={"r": (0, len(prompt) + 4)}))  # four drafts, of which none was right
+    request.all_token_ids.append(7)
+    (chunks,) = preempt(side, request).saves["r"]
+    assert chunks.links == links(prompt)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_it_is_promised_what_is_saved_while_that_is_stored(
+    make_side: Any, plane: ScriptedDataPlane, ranks: int
+) -> None:
+    """Else vLLM would give its turn, and its blocks, to requests behind it."""
+    side = make_side(ranks=ranks)
+    request = running(side, plane)
+    preempt(side, request)
+    lookups = plane.calls.count("Lookup")
+    assert side.matched_tokens(request, 0) == END
+    side.allocated(request, [list(range(200, 240))], END)
+    (load,) = side.step(step()).loads
+    assert load.groups[0].links == [*links(PROMPT), tail_of(request.all_token_ids, END)]
+    assert load.groups[0].blocks[8:] == [208, NOWHERE, NOWHERE, NOWHERE]
+    assert load.arrived is not None and (load.arrived.chunks, load.arrived.ended) == (0, "")
+    for _ in range(ranks):
+        assert side.step(step()).arrived == {}, "not all ranks have said so"
+        side.worker_output(None, report(saved={"r": 1}))
+    assert side.step(step()).arrived == {"r": (3, "complete")}
+    assert side.step(step()).arrived == {}
+    assert plane.calls.count("Lookup") == lookups
+
+
+def test_what_is_stored_is_what_is_asked_for_and_offered(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side()
+    request = running(side, plane)
+    (chunks, tail) = preempt(side, request).saves["r"]
+    saved(plane, request.all_token_ids, END)
+    side.worker_output(None, report(saved={"r": 1}))
+    lookups = plane.calls.count("Lookup")
+    assert side.matched_tokens(request, 0) == END, "promised, until the lookup has its answer"
+    plane.wait_for_call("Lookup", lookups + 1)
+    assert plane.asked_keys == [record_keys(namespace_of(0, 0), [*chunks.links, *tail.links])]
+    wait_for(lambda: side._lookup.poll("r"))
+    assert side.matched_tokens(request, CHUNK) == END - CHUNK
+    assert side.matched_tokens(request, END) == 0, "the engine's own prefix cache has all of it"
+    assert side.matched_tokens(request, 0) == END
+    side.allocated(request, [list(range(200, 240))], END)
+    (load,) = side.step(step()).loads
+    assert load.arrived is None and load.groups[0].links == [*chunks.links, *tail.links]
+
+
+def test_what_was_dropped_is_not_offered(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side()
+    request = running(side, plane)
+    preempt(side, request)
+    plane.records.update(dict.fromkeys(keys(0, PROMPT)[:1], b""))
+    side.worker_output(None, report(saved={"r": 1}))
+    side.matched_tokens(request, 0)
+    wait_for(lambda: side._lookup.poll("r"))
+    assert side.matched_tokens(request, 0) == CHUNK
+
+
+def test_it_waits_no_longer_than_a_load_may_take_for_what_is_saved(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side(fetch_timeout=0.2)
+    request = running(side, plane)
+    preempt(side, request)
+    lookups = plane.calls.count("Lookup")
+    wait_for(lambda: side.matched_tokens(request, 0) == 0)
+    assert plane.calls.count("Lookup") == lookups + 1
+
+
+def test_where_a_load_that_falls_short_fails_a_request_nothing_is_promised(
+    make_side: Any, plane: ScriptedDataPlane
+) -> None:
+    side = make_side(recomputes=False)
+    request = running(side, plane)
+    preempt(side, request)
+    assert side.matched_tokens(request, 0) is None
+    saved(plane, request.all_token_ids, END)
+    side.worker_output(None, report(saved={"r": 1}))
+    assert matched(side, request) == END
+
+
+def test_of_a_load_that_fell_short_nothing_is_saved(make_side: Any, plane: ScriptedDataPlane) -> None:
+    """The symptom would be KV of garbage under a good name: vLLM takes back what it has computed on such a load."""
+    side = make_side(asynchronous_fetch=False)
+    request = arrive(side, plane, TOKENS, stored=4)
+    side.allocated(request, [list(range(1000, 1040))], matched(side, request))
+    side.step(step(new={"r": (4 * CHUNK, 10)}))
+    assert preempt(side, request).saves == {}, "no worker has said yet how it ended"
+    request.num_preemptions = 0
+    side.step(step(new={"r": (4 * CHUNK, 10)}))
+    side.worker_output(None, report({"r": 1}))
+    assert preempt(side, request).saves == {}, "it was computed on garbage"
+    request.num_preemptions = 0
+    side.step(step(new={"r": (CHUNK, 3 * CHUNK + 10)}))
+    assert preempt(side, request).saves["r"], "computed anew"
+
+
+def test_kv_of_earlier_weights_is_not_saved_under_the_name_of_later_ones(
+    make_side: Any, plane: ScriptedDataPlane
+) -> None:
+    """Symptom: reset_prefix_cache(reset_running_requests=True, reset_connector=True) preempts, and then begins anew."""
+    side = make_side()
+    request = running(side, plane)
+    side.reset()
+    assert preempt(side, request).saves == {}
+    again = running(side, plane, name="r")
+    assert again is not request
+    preempt(side, again)
+    assert side.matched_tokens(again, 0) == END
+    side.reset()
+    assert matched(side, again) == 0, "nor is what was saved before offered"
+
+
+def test_blocks_that_a_worker_writes_before_it_saves_are_left_out(make_side: Any, plane: ScriptedDataPlane) -> None:
+    """vLLM's second model runner zeroes and copies blocks before it asks connectors to save."""
+    for change in ({"new_block_ids_to_zero": [1005]}, {"kv_cache_block_copies": [SimpleNamespace(dst_block_id=1005)]}):
+        side = make_side()
+        request = running(side, plane)
+        output = step(preempted=["r"])
+        vars(output).update(change)
+        request.num_preemptions = 1
+        (chunks, tail) = side.step(output).saves["r"]
+        assert chunks.blocks == list(range(1000, 1004)) and tail.blocks[:2] == [1004, NOWHERE]
+
+
+def test_a_request_may_be_preempted_and_planned_in_one_step(make_side: Any, plane: ScriptedDataPlane) -> None:
+    """As by reset_prefix_cache(reset_running_requests=True)."""
+    side = make_side()
+    request = running(side, plane)
+    request.num_preemptions = 1
+    assert matched(side, request) == 0, "looked up before anything was saved"
+    resumed = step(cached={"r": (0, len(request.all_token_ids))}, preempted=["r"])
+    resumed.scheduled_cached_reqs.new_block_ids = [(list(range(300, 320)),)]
+    resumed.scheduled_cached_reqs.resumed_req_ids = {"r"}
+    (chunks, _) = side.step(resumed).saves["r"]
+    assert chunks.blocks == list(range(1000, 1008)), "where it was"
+    (chunks, _) = preempt(side, request).saves["r"]
+    assert chunks.blocks == list(range(300, 308))
+
+
+def test_no_more_is_saved_than_may_be_stored(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side()
+    request = running(side, plane, kv_transfer_params={"max_offload_tokens": CHUNK + BLOCK + 3})
+    (chunks, tail) = preempt(side, request).saves["r"]
+    assert chunks.links == links(PROMPT)[:1] and tail.links == [tail_of(PROMPT, CHUNK + BLOCK)]
+
+
+def test_a_prompt_that_is_handed_over_keeps_its_own_tail(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side(handover="prefill")
+    prompt = TOKENS[: 2 * CHUNK + BLOCK + 10]
+    request = arrive(side, plane, prompt)
+    matched(side, request)
+    side.step(step(new={"r": (0, CHUNK + BLOCK)}))
+    assert preempt(side, request).saves == {}
+    assert matched(side, request) == 0
+    (store, tail) = side.step(step(new={"r": (0, len(prompt))})).stores
+    assert store.links == links(prompt)[1:] and tail.links == [tail_of(prompt, 2 * CHUNK + BLOCK)]
+    assert tail.announced and not tail.lasts_s
+
+
+def test_with_windows_preempted_requests_are_computed_behind_their_last_chunk(
+    make_side: Any, plane: ScriptedDataPlane
+) -> None:
+    side = make_side(groups=groups_of(full(), window(CHUNK)))
+    tables = {"r": (list(range(1000, 1040)), list(range(2000, 2040)))}
+    request = arrive(side, plane, PROMPT)
+    matched(side, request)
+    assert side.step(step(new={"r": (0, len(PROMPT))}, tables=tables)).stores
+    assert preempt(side, request).saves == {}
+
+
+def test_a_request_that_ends_while_it_is_saved_is_forgotten(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side()
+    request = running(side, plane)
+    preempt(side, request)
+    side.finished(request)
+    side.worker_output(None, report(saved={"r": 1}))
+    assert not side._preemption._held and not side._preemption._saved
+
+
+def test_ranks_report_together() -> None:
+    first, second = report(saved={"a": 1, "b": 1}), report(saved={"a": 1})
+    assert first.aggregate(second).saved == {"a": 2, "b": 1}

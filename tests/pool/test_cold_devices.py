@@ -1,0 +1,143 @@
+"""A bucket below a pool with devices that writes what is evicted: what no device has room for any more is there."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cold_support import CREDENTIALS, Chain, Node, device_node, nodes
+from faulty_s3 import Answer, FaultyS3, faulty_s3
+from machine import wait_for
+
+from shadowserve.keys import storage_key
+
+FITS = Chain("fits", 16, 1 << 17)
+"""2 MiB: the device has room for them."""
+MORE = Chain("more", 96, 1 << 17)
+"""12 MiB, with which it has not."""
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with faulty_s3() as server:
+        yield server
+
+
+@pytest.fixture
+def node(bucket: FaultyS3, tmp_path: Path) -> Iterator[Node]:
+    made = device_node(bucket.endpoint, tmp_path / "device", write="evicted", timeout_s=1.0)
+    yield made
+    made.store.close()
+
+
+def in_memory(node: Node, chain: Chain) -> int:
+    """Return how many records of a chain are held in memory, and not on the device alone."""
+    items = [node.peek(key) for key in chain.keys]
+    return sum(item is not None and item.value is not None for item in items)
+
+
+def values(node: Node, chain: Chain) -> list[bytes | None]:
+    """Read a chain, one after the other: memory has not room for all of it."""
+    return [node.value(key) for key in chain.keys]
+
+
+def cool(node: Node) -> None:
+    """Have the device alone hold what the pool has."""
+    node.pump(lambda: not node.store.busy)
+    with node.lock:
+        while node.store._core.copies.make_room():  # type: ignore[attr-defined]
+            """Nothing is in memory."""
+
+
+def test_what_the_device_has_room_for_is_not_written_and_what_it_gives_up_is_read_back_from_the_bucket(
+    node: Node, bucket: FaultyS3
+) -> None:
+    node.store_chain(FITS)
+    cool(node)
+    assert in_memory(node, FITS) == 0, "it is written from the device"
+    assert not bucket.objects and node.cold().waiting_records == len(FITS.records)
+    node.store_chain(MORE)
+    statistics = node.statistics()
+    assert statistics.evicted_keys > 0 and node.cold().held_back > 0
+    assert node.cold().missed_records == 0, "nothing goes before it is written"
+    assert 0 < node.cold().written_objects < statistics.evicted_keys, "runs are written together"
+    assert values(node, FITS) == FITS.values
+    assert values(node, MORE) == MORE.values
+    assert node.cold().read_records > 0
+
+
+def test_a_node_that_is_restarted_has_what_is_on_its_device_and_in_the_bucket(
+    node: Node, bucket: FaultyS3, tmp_path: Path
+) -> None:
+    node.store_chain(FITS)
+    node.store_chain(MORE)
+    node.stop()
+    again = device_node(bucket.endpoint, tmp_path / "device", write="evicted")
+    try:
+        assert again.statistics().keys > 0, "the device has its own"
+        again.await_listed()
+        newest_first = [again.value(key) for key in [*FITS.keys, *MORE.keys][::-1]]
+        assert newest_first == [*FITS.values, *MORE.values][::-1]
+        assert 0 < again.cold().read_records < len(newest_first), "some came from the device"
+    finally:
+        again.store.close()
+
+
+def test_another_node_finds_what_was_written_and_nothing_else(node: Node, bucket: FaultyS3) -> None:
+    node.store_chain(FITS)
+    node.store_chain(MORE)
+    with nodes(bucket) as open_node:
+        other = open_node()
+        wait_for(lambda: other.cold().records == node.cold().records > 0)
+        written = other.cold().records
+        found = [*values(other, FITS), *values(other, MORE)]
+        wanted = [*FITS.values, *MORE.values]
+        assert all(value in (None, right) for value, right in zip(found, wanted, strict=True))
+        assert sum(value is not None for value in found) == written >= node.statistics().evicted_keys
+
+
+@pytest.mark.parametrize("how", ["slow", "refusing"])
+def test_a_bucket_that_takes_nothing_holds_stores_up_for_its_deadline_and_costs_what_the_device_gives_up(
+    node: Node, bucket: FaultyS3, how: str
+) -> None:
+    gate = threading.Event()
+    bad = Answer(after=gate) if how == "slow" else Answer(status=503, code="SlowDown")
+    bucket.fault = lambda asked: bad if asked.operation == "put" else None
+    try:
+        node.store_chain(FITS)
+        node.store_chain(MORE)
+        assert node.statistics().evicted_keys > 0 and not bucket.objects
+        found = [*values(node, FITS), *values(node, MORE)]
+        wanted = [*FITS.values, *MORE.values]
+        assert all(value in (None, right) for value, right in zip(found, wanted, strict=True))
+        assert None in found
+    finally:
+        gate.set()
+
+
+def test_a_record_that_the_device_lost_before_it_was_written_is_a_miss_and_no_other_is(
+    node: Node, bucket: FaultyS3, tmp_path: Path
+) -> None:
+    """Rot is met when it is read to be written: its neighbours get into the bucket all the same."""
+    node.store_chain(FITS)
+    cool(node)
+    lost = 5
+    name, value, *_ = FITS.records[lost]
+    path = tmp_path / "device"
+    data = bytearray(path.read_bytes())
+    places = [place for place in range(0, len(data), 512) if data[place : place + 512] == value[-1024:-512]]
+    begin = data.find(value)
+    assert begin >= 0 and places, "it lies on the device in one piece"
+    with path.open("r+b") as file:
+        file.seek(begin + len(value) // 2)
+        file.write(b"\xff" * 64)
+    node.store_chain(MORE)
+    found = values(node, FITS)
+    assert found[lost] is None and node.peek(storage_key(name)) is None
+    assert [each for place, each in enumerate(found) if place != lost] == [
+        each for place, each in enumerate(FITS.values) if place != lost
+    ]
+    assert values(node, MORE) == MORE.values
+    assert node.cold().missed_records <= 1
