@@ -336,12 +336,12 @@ def started_engine(
 def plugin(config: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration of ShadowServe's connector, with these keys of the host's.
 
-    Fetching is not held back beside decoding: what that costs, and leaves, is what ``bench slack`` is about.
+    What an engine learns it learns anew at each start, so that no run depends on those before it.
     """
     return {
         "kv_connector": "ShadowServeConnector",
         "kv_connector_module_path": "host_control.vllm.connector",
-        "kv_connector_extra_config": {"interference_budget": 0, "computing_cache": "none", **config},
+        "kv_connector_extra_config": {"computing_cache": "none", **config},
     }
 
 
