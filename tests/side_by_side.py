@@ -21,7 +21,7 @@ PROCESSES_MAX: Final = 8
 LINES: Final = (
     (
         "e2e/test_core_partition e2e/test_demo e2e/test_identity e2e/test_vllm_families e2e/test_vllm_groups "
-        "e2e/test_vllm_handover e2e/test_vllm_models e2e/test_vllm_ranks e2e/test_vllm_serve "
+        "e2e/test_vllm_handover e2e/test_vllm_models e2e/test_vllm_pages e2e/test_vllm_ranks e2e/test_vllm_serve "
         "e2e/test_vllm_topologies models/test_models scripts/test_measure_quality scripts/test_model_asset"
     ).split(),
     (
@@ -34,6 +34,7 @@ LINES: Final = (
         "host/vllm/test_vllm_handover host/vllm/test_vllm_identity host/vllm/test_vllm_preemption "
         "host/vllm/test_vllm_quantized_pages "
         "host/vllm/test_vllm_scheduler_groups host/vllm/test_vllm_scheduler_side host/vllm/test_vllm_support "
+        "host/vllm/test_vllm_timing "
         "tools/test_bench"
     ).split(),
     "deploy/test_install deploy/test_storage_node".split(),

@@ -58,6 +58,8 @@ _SYSTEMS: Final = {
 _BUCKET: Final = "kv-bench"
 _FILL_BYTES: Final = 4 << 20
 """Of a value that is no record, and so gets into memory alone."""
+_ROUNDING_TOKENS: Final = 128
+"""For a last block that is not full, and vLLM's block that stands for none."""
 _NO_CACHE: Final = "no cache"
 
 
@@ -85,7 +87,10 @@ class _Case:
 
 
 class Bed:
-    """An engine, its data plane, and a store behind a link; ``host`` has more keys of the plugin's configuration."""
+    """An engine, its data plane, and a store behind a link; ``host`` has more keys of the plugin's configuration.
+
+    With ``one_request`` the engine has blocks for a single one, and others wait.
+    """
 
     def __init__(
         self,
@@ -96,14 +101,15 @@ class Bed:
         tokens_max: int,
         connections: int,
         over_s3: bool = False,
-        held_requests: int = 0,
+        one_request: bool = False,
         **host: Any,
     ) -> None:
         partition = Partition.halves()
         stack.enter_context(on_cores(partition.data_plane))  # the benchmark's own threads keep off the engine's
         (folder / "model").mkdir()
         load = Load(chunks=-(-tokens_max // DEFAULT_CHUNK_TOKENS), documents=1)
-        config = model.config(load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS)
+        tokens = load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS
+        config = model.config(tokens)
         (folder / "model" / "config.json").write_text(json.dumps(config))
         write_weights(folder / "model", config)
         password, cores = secrets.token_hex(16), json.dumps(partition.data_plane)
@@ -136,10 +142,11 @@ class Bed:
             "identity_cache": str(folder / "content.json"),
         }
         told |= dict.fromkeys(("lookup_timeout", "fetch_timeout", "store_timeout"), _TIMEOUT_S / 2) | host
+        held = {"kv_cache_bytes": model.kv_bytes * (tokens + _ROUNDING_TOKENS)} if one_request else {}
         # One step for all that a prompt computes, as engines do that only compute prompts.
         engine = started_engine(
             "engine", folder, partition.engine, model, load, 1, plugin(told), step_tokens=load.prompt_tokens,
-            held_requests=held_requests,
+            **held,
         )  # fmt: skip
         self.engine: Engine = stack.enter_context(engine)
         self.plane = stack.enter_context(contextlib.closing(DataPlaneClient(address)))

@@ -99,7 +99,7 @@ def queue(
         disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shadowserve-queue-", dir=folder)))
         progress = stack.enter_context(Progress(transient=True))
         task = progress.add_task("starting", total=len(_SYSTEMS) * repeats + 1)
-        case = _Case(Bed(stack, own, network, model, tokens, 2, held_requests=1), disk, model, tokens, output_tokens)
+        case = _Case(Bed(stack, own, network, model, tokens, 2, one_request=True), disk, model, tokens, output_tokens)
         case.prepare()
         for number in range(repeats):
             for name in _SYSTEMS if number % 2 == 0 else reversed(_SYSTEMS):

@@ -152,7 +152,7 @@ def test_the_engine_decompresses_nothing(stack: Stack, workload: Workload) -> No
     assert not _pipeline_threads(engine), "the C core guards the engine's memory, and decodes nothing there"
     assert _pipeline_threads(plane), "that is where they would be seen"
     threads = {name: number for name, number in stack.engine.ask("threads").items() if name.startswith("shadowserve-")}
-    assert {name.split("-")[1].rstrip("_0123456789") for name in threads} == {"fetch", "lookup", "store"}
+    assert {name.split("-")[1].rstrip("_0123456789") for name in threads} == {"fetch", "lookup", "queue", "store"}
     # The fetching thread copies what has arrived into the engine's blocks. The others have next to nothing to do.
     others = {number for name, number in threads.items() if not name.startswith("shadowserve-fetch")}
     stack.engine.serve(LOAD, fetched=True)  # which finds the data plane again

@@ -13,6 +13,7 @@ import pytest
 from machine import PATIENCE_S, wait_for
 
 from host_control.decision import Decision
+from host_control.slack.table import ComputeTable
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -75,16 +76,19 @@ def test_outputs_are_the_same(engine: Any, plane: Any, reference: Any, prompt: A
 
 
 @pytest.fixture
-def deciding(engine: Any, decides: Any, plane: Any) -> Any:
+def deciding(engine: Any, decides: Any, plane: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The same, taking what is sooner: it knows that a token takes a millisecond, and a load a fifth of a second."""
     side, policy = engine.connector._scheduler, decides._policy
+    table = ComputeTable()
     policy = decides._policy = type(policy)(
-        chunk_tokens=256, step_tokens=policy._step_tokens, load_tokens_min=64, fetch_timeout=PATIENCE_S
+        table, chunk_tokens=256, step_tokens=policy._step_tokens, load_tokens_min=64, fetch_timeout=PATIENCE_S
     )
     for tokens in (300, 600, 900):
-        policy.computed(tokens, tokens * tokens / 2, tokens / 1000)
+        table.observe("prompts", tokens, tokens * tokens / 2, tokens / 1000)
+        policy.computed()
         policy.fetched(Decision(way="fetch", end_tokens=0, kind="fetch", load_bytes=3e5), 0.2)
     side._deciding = decides
+    monkeypatch.setattr(side._timing, "table", table)
     plane.script.record_bytes = 100_000
     plane.decisions.clear()
     yield engine
@@ -105,10 +109,12 @@ def test_layers_are_taken_where_that_is_predicted_to_be_soonest_and_the_answer_i
     assert soonest == told.predicted_seconds < min(told.predicted["fetch"], told.predicted["compute"])
     counted = deciding.counted_since()
     assert counted["decisions/layers"] == 1 and counted["loaded_tokens"] == 768
-    policy = deciding.connector._scheduler._deciding._policy
+    side = deciding.connector._scheduler
+    policy = side._deciding._policy
     assert policy._loads == {}, "the link is free again"
     assert policy._fetching._last[-1][1] < 0.2, "that this load was quicker is learnt"
-    assert len(policy._computing._last) == 3, "a step that waits for layers tells nothing of computing"
+    learnt = side._timing.table.predict("prompts", 600, 600 * 600 / 2)
+    assert learnt == pytest.approx(0.6), "a step that waits for layers tells nothing of computing"
 
 
 def test_where_layers_would_come_too_late_the_prompt_is_computed_and_the_answer_is_the_same(

@@ -17,6 +17,7 @@ from test_resp import FRAGMENTS, outcome
 from test_volume_format import kept, parse
 
 from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.paging import Paging, PagingError
 from dpu_dataplane.validation import InvalidCall, Validator
 from shadowserve import record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
@@ -129,10 +130,17 @@ _LAYOUT: Final = ChunkLayout(
     dtype=DType.BFLOAT16, layers=4, kinds=2, vector_length=64, tokens=16, quantizer=Quantizer.LOSSLESS
 )
 _DESTINATION: Any = SimpleNamespace(layout=_LAYOUT, identity="memory", size=1 << 20)
+_PAGES: Final = ChunkLayout(
+    dtype=DType.UINT8, layers=2, kinds=1, vector_length=4096, tokens=2, quantizer=Quantizer.PASSTHROUGH
+)
+_PAGED: Any = SimpleNamespace(layout=_PAGES, size=1 << 20, paging=Paging((0, 8192), 16384, 64, 4096))
 
 
 def _grpc(data: bytes) -> None:
-    kinds = (pb.HelloRequest, pb.LookupRequest, pb.RegisterDestinationRequest, pb.FetchRequest, pb.StoreRequest)
+    kinds = (
+        *(pb.HelloRequest, pb.LookupRequest, pb.RegisterDestinationRequest, pb.FetchRequest, pb.StoreRequest),
+        *(pb.ExpectRequest, pb.FetchPagesRequest),
+    )
     kind = kinds[data[0] % len(kinds)] if data else kinds[0]
     try:
         message = kind.FromString(data[1:])
@@ -142,11 +150,17 @@ def _grpc(data: bytes) -> None:
         if isinstance(message, pb.HelloRequest):
             _VALIDATOR.hello(message)
         elif isinstance(message, pb.LookupRequest):
-            _VALIDATOR.chains(message)
+            _VALIDATOR.chains(message.chains)
+        elif isinstance(message, pb.ExpectRequest):
+            _VALIDATOR.expected(message)
         elif isinstance(message, pb.RegisterDestinationRequest):
-            _VALIDATOR.layout(message.layout)
+            layout = _VALIDATOR.layout(message.layout)
+            with contextlib.suppress(PagingError):
+                Paging.of(message.pages, layout, _PAGED.size)
         elif isinstance(message, pb.FetchRequest):
             _VALIDATOR.parts(message, lambda name: _DESTINATION if name else None)
+        elif isinstance(message, pb.FetchPagesRequest):
+            _VALIDATOR.pages(message, _PAGED)
         else:
             _VALIDATOR.timeout(message.timeout_ms)
             _VALIDATOR.job_id(message.job_id)
@@ -159,12 +173,16 @@ def _messages() -> list[bytes]:
     layout = pb.ChunkLayout(namespace=key, dtype="bfloat16", layers=4, kinds=2, vector_length=64, tokens=256)
     layout.quantizer, layout.bins, layout.value_bins, layout.scale_tokens = "binned", 32, 16, 1
     part = pb.FetchPart(destination_id=1, offset=8, length=1 << 20, keys=[key, key], wanted=b"\xb5")
+    expected = pb.ExpectRequest(queue=b"queue", lasts_ms=1000, number=1, order=[1], begins_in_ms=[20])
+    expected.arrivals.add(request=1).chains.add(namespace=key, keys=[key])
     return [
         b"\0" + pb.HelloRequest(protocol_version=1, record_version=2, host="host", process="1").SerializeToString(),
         b"\1" + pb.LookupRequest(chains=[pb.KeyChain(namespace=key, keys=[key, key])]).SerializeToString(),
         b"\2" + pb.RegisterDestinationRequest(layout=layout).SerializeToString(),
         b"\3" + pb.FetchRequest(job_id="job", parts=[part, part], order=1, timeout_ms=1000).SerializeToString(),
         b"\4" + pb.StoreRequest(job_id="job", keys=[key], timeout_ms=1000).SerializeToString(),
+        b"\5" + expected.SerializeToString(),
+        b"\6" + pb.FetchPagesRequest(keys=[key], blocks=[3, 63], progress=4).SerializeToString(),
     ]
 
 

@@ -256,7 +256,7 @@ def test_what_storage_has_to_fetch_itself_is_waited_for_as_long_as_it_says() -> 
 def test_a_shorter_prefix_has_its_share_of_what_is_cold() -> None:
     engine = experienced(rate=1000 * MBIT)
     for computing in range(20):  # computing is slower than anything
-        engine.policy.computed(2048 + computing, attention_pairs(0, 2048), 100.0)
+        engine.computed(0, 2048 + computing, 100.0)
     decision = engine.policy.decide(engine.hit(8192, cold_seconds=16.0), engine.now)
     assert decision.kind == "prefix" and 1024 < decision.end_tokens < 8192, "of 10 seconds it may have"
     assert decision.load_cold_seconds == pytest.approx(16.0 * decision.end_tokens / 8192)

@@ -88,7 +88,8 @@ def test_blocked_is_what_of_a_retrieval_no_computing_hid(monkeypatch: pytest.Mon
     monkeypatch.setattr(engine, "time", clock)
     steps = iter([1, 0, 1])
     scheduler = SimpleNamespace(
-        connector=connector, schedule=lambda: SimpleNamespace(total_num_scheduled_tokens=next(steps))
+        connector=connector,
+        schedule=lambda: SimpleNamespace(total_num_scheduled_tokens=next(steps), preempted_req_ids=None),
     )
     watch = Watch(scheduler)
     request = SimpleNamespace(request_id="request-1-0a1b2c3d", found=False)

@@ -50,8 +50,6 @@ DECODING_THREADS: Final = ("ss-decomp", "ss-dequant", "ss-dma")
 VOCABULARY: Final = 2048
 TAIL_TOKENS: Final = 16
 """Behind a prompt's chunks: what a user asks about a document, always computed."""
-_ROUNDING_TOKENS: Final = 128
-"""For a last block that is not full, and vLLM's block that stands for none."""
 START_TIMEOUT_S: Final = 300.0
 ANSWER_TIMEOUT_S: Final = 300.0
 STOP_TIMEOUT_S: Final = 20.0
@@ -269,7 +267,6 @@ def started_engine(
     transfer: dict[str, Any] | None = None,
     *,
     step_tokens: int = 0,
-    held_requests: int = 0,
     packages: Sequence[Path] = (),
     **more: Any,
 ) -> Iterator[Engine]:
@@ -284,7 +281,6 @@ def started_engine(
         requests_max: that it runs at one time.
         transfer: configuration of its KV connector; without one the engine is plain vLLM.
         step_tokens: that it computes in one step at most; 0: as vLLM has it.
-        held_requests: that its KV cache has room for; 0: for one more than it runs.
         packages: folders in which it looks for modules that it does not find otherwise.
         more: ``kv_cache_bytes``, ``dtype`` or ``prefix_caching``, where not as follows from the load.
     """
@@ -305,7 +301,7 @@ def started_engine(
         "vocabulary": VOCABULARY,
         "max_tokens": tokens,
         "max_requests": requests_max,
-        "kv_cache_bytes": model.kv_bytes * (tokens * (held_requests or requests_max + 1) + _ROUNDING_TOKENS),
+        "kv_cache_bytes": model.kv_bytes * tokens * (requests_max + 1),
         "dtype": "bfloat16",
         # Every request has to be fetched or computed: what an earlier one left in the engine must not serve it.
         "prefix_caching": False,

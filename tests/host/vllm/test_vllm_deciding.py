@@ -233,7 +233,8 @@ def test_what_is_cold_is_not_fetched_by_its_lookup_and_is_told(make_side: Any, p
     plane.script.record_bytes = RECORD_BYTES
     policy = side._deciding._policy
     for tokens in (500, 1000, 2000):
-        policy.computed(tokens, tokens * tokens / 2, TOKEN_S * tokens)
+        side._timing.table.observe("prompts", tokens, tokens * tokens / 2, TOKEN_S * tokens)
+        policy.computed()
         policy.fetched(
             Decision(way="fetch", end_tokens=0, kind="fetch", load_bytes=tokens * RECORD_BYTES / CHUNK), 0.01
         )
