@@ -222,6 +222,18 @@ def test_a_removal_that_the_bucket_refuses_is_an_error_and_is_made_up_for_later(
     wait_for(lambda: len(bucket.objects) == 1)
 
 
+def test_a_removal_that_was_refused_at_once_is_an_error_all_the_same(bucket: FaultyS3, open_node: Opens) -> None:
+    """Symptom: success, where the bucket had said no before the removal's end was asked for."""
+    node = filled(open_node)
+    bucket.fault = lambda asked: Answer(403, "AccessDenied") if asked.operation == "delete" else None
+    assert node.call(node.store.remove, (0, CHAIN.keys[0]))
+    wait_for(lambda: bucket.count("delete") > 2)  # lists have tried it again
+    with pytest.raises(Exception, match="cannot delete"):
+        node.settle(node.call(node.store.barrier))
+    assert node.call(node.store.barrier) is None, "it is told once"
+    bucket.fault = lambda asked: None
+
+
 def test_a_record_removed_while_it_is_written_is_not_in_the_bucket_afterwards(
     bucket: FaultyS3, open_node: Opens
 ) -> None:

@@ -63,7 +63,8 @@ class ColdTier:
         self._write_outage = Outage("write", clock_s)
         self._writer = ColdWriter(config, self._bucket, self._catalog, self._write_outage, clock_s)
         self._deletions: SimpleQueue[_Deletion | None] = SimpleQueue()
-        self._unsettled: list[Ticket] = []
+        self._new: list[Ticket] = []  # since the last barrier
+        self._told: list[Ticket] = []  # that a barrier waits for
         self._tenants: dict[int, str] = {DEFAULT_TENANT: ""}
         self._ended = threading.Event()
         self._look = threading.Event()
@@ -194,13 +195,19 @@ class ColdTier:
 
     def _wait_for(self, ticket: Ticket | None) -> None:
         if ticket is not None:
-            self._unsettled = [each for each in self._unsettled if not each.settled]
-            self._unsettled.append(ticket)
+            # One that has failed already is for the barrier that follows; of several it tells the first.
+            failed = [each for each in self._new if each.failed][:1]
+            self._new = [*failed, *(each for each in self._new if not each.settled), ticket]
 
     def barrier(self) -> Ticket | None:
-        """Return a ticket that settles when what was removed is gone from the bucket; None if it is."""
-        self._unsettled = [each for each in self._unsettled if not each.settled]
-        return Ticket.of(*self._unsettled) if self._unsettled else None
+        """Return a ticket that settles when what was removed is gone from the bucket; None if it is.
+
+        A failure from before is told to one caller: who has removed something asks while it still holds the lock.
+        """
+        waited = [each for each in self._told if not each.settled]
+        waited += [each for each in self._new if not each.settled or each.failed]
+        self._told, self._new = [each for each in waited if not each.settled], []
+        return Ticket.of(*waited) if waited else None
 
     # ---- Threads
 

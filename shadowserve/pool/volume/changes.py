@@ -57,6 +57,11 @@ class Ticket:
         """Whether it is settled, with or without an error."""
         return self._settled
 
+    @property
+    def failed(self) -> bool:
+        """Whether it is settled with an error."""
+        return self._error is not None
+
     def then(self, done: Callable[[Exception | None], None]) -> None:
         """Call ``done`` with None or the error: exactly once, at once if it is settled, else in the settling thread."""
         with self._lock:
