@@ -165,11 +165,14 @@ def test_a_save_that_hangs_delays_a_request_and_is_given_up(
 ) -> None:
     engine.reset(plane, records=True)
     plane.script.stall.add("Store")
+    plane.script.store_outcome = pb.OUTCOME_STORAGE_UNAVAILABLE  # nor is it there once nobody waits for it any more
     try:
         with engine.impatient():
             assert engine.outputs(prompts, GENERATED) == reference(prompts, GENERATED)
     finally:
         plane.script.unstall.set()
+        engine.flush()
+        plane.script.store_outcome = None
     assert steps.preemptions
     assert not engine.counted_since().get("loaded_tokens")
 
