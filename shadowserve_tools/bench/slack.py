@@ -24,7 +24,7 @@ from shadowserve_tools.bench.interference import (
 from shadowserve_tools.bench.parts.disks import Disks, working_folder
 from shadowserve_tools.bench.parts.loads import FetchLoop
 from shadowserve_tools.bench.parts.retrieval import Offered, OurPool, Prefix
-from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Stack, model_options
+from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Stack, model_options_with
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.report import Chart, Output, Report, output_options
 
@@ -78,7 +78,7 @@ class _Steps:
 
 
 @click.command()
-@model_options
+@model_options_with(layers=4)  # steps are shorter, so that there are more of them
 @click.option("--read-chunks", default=96, show_default=True, type=click.IntRange(8), help="That are read, in a turn.")
 @click.option("--chunk-kib", default=7424, show_default=True, type=click.IntRange(64, 1 << 20), help="KiB of a chunk.")
 @click.option("--cap", default=200, show_default=True, type=click.IntRange(1), help="MB/s that the device reads.")

@@ -345,17 +345,18 @@ _Command = Callable[..., None]
 
 
 def model_options_with(
-    *, chunks: int = 6, requests_max: int = 8
+    *, layers: int = 8, chunks: int = 6, requests_max: int = 8
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return what gives a command the engine's model and prompts: its arguments ``model``, ``load``, ``requests_max``.
 
     Args:
+        layers: of the model, by default.
         chunks: of a prompt, by default.
         requests_max: by default.
     """
     count = click.IntRange(1)
     options = (
-        click.option("--layers", default=8, show_default=True, type=count, help="Of the engine's model."),
+        click.option("--layers", default=layers, show_default=True, type=count, help="Of the engine's model."),
         click.option("--hidden", default=512, show_default=True, type=click.IntRange(32), help="Its hidden size."),
         click.option("--heads", default=16, show_default=True, type=count, help="Its heads, KV heads too."),
         click.option("--head-size", default=128, show_default=True, type=click.IntRange(32), help="Of each head."),
