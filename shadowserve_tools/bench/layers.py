@@ -142,7 +142,7 @@ class Bed:
             "identity_cache": str(folder / "content.json"),
         }
         told |= dict.fromkeys(("lookup_timeout", "fetch_timeout", "store_timeout"), _TIMEOUT_S / 2) | host
-        held = {"kv_cache_bytes": model.kv_bytes * (tokens + _ROUNDING_TOKENS)} if one_request else {}
+        held: dict[str, Any] = {"kv_cache_bytes": model.kv_bytes * (tokens + _ROUNDING_TOKENS)} if one_request else {}
         # One step for all that a prompt computes, as engines do that only compute prompts.
         engine = started_engine(
             "engine", folder, partition.engine, model, load, 1, plugin(told), step_tokens=load.prompt_tokens,
