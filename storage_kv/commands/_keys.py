@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from shadowserve.pool.terms import Address
+from shadowserve.pool.volume.changes import Ticket
 from shadowserve.resp import encode, encode_array_header, encode_bulk
 from storage_kv.commands._arguments import KEYS_AT_A_TIME, OK, as_integer, in_turns, quote, settled, syntax_error
 from storage_kv.glob import Glob
@@ -74,10 +75,14 @@ def delete(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     that is gone, while those that are left have not noted that.
     """
     removed = _Count(node, session, arguments[1:], node.store.remove)
+    tickets: list[Ticket] = []
 
     def step() -> Reply | None:
         reply = removed()
-        return None if reply is None else settled(node, node.store.barrier(), "DEL", reply)
+        # In each turn: what has failed by the next one would be told to whoever asks first.
+        if (ticket := node.store.barrier()) is not None:
+            tickets.append(ticket)
+        return None if reply is None else settled(node, Ticket.of(*tickets) if tickets else None, "DEL", reply)
 
     return in_turns(step)
 
