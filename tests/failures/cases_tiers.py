@@ -101,13 +101,17 @@ def tier_writes_fail(context: Context) -> None:
 def tier_daemon_killed(context: Context) -> None:
     plane, work = _filled(context)
     with work.running():
-        for _ in range(3):
-            context.pause(0.2, 0.6)
-            plane.kill()
-            plane.start()
-        context.pause(0.3, 0.6)
+        _kill_again_and_again(context, plane)
     await_storage(context, plane.address)
     work.verify(context.host(plane.address))
+
+
+def _kill_again_and_again(context: Context, plane: DataPlane) -> None:
+    for _ in range(3):
+        context.pause(0.2, 0.6)
+        plane.kill()
+        plane.start()
+    context.pause(0.3, 0.6)
 
 
 @case(
@@ -196,11 +200,7 @@ def promoting_device_fails(context: Context) -> None:
 def promoting_daemon_killed(context: Context) -> None:
     plane, work = _filled(context)
     with _waiting(context, work, plane.address):
-        for _ in range(3):
-            context.pause(0.2, 0.6)
-            plane.kill()
-            plane.start()
-        context.pause(0.3, 0.6)
+        _kill_again_and_again(context, plane)
     await_storage(context, plane.address)
     work.verify(context.host(plane.address))
 
