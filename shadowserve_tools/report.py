@@ -5,6 +5,7 @@ A benchmark is a click command under ``output_options``; it fills a ``Report`` a
 
 import functools
 import json
+import math
 import os
 import platform
 import re
@@ -29,11 +30,13 @@ from shadowserve_tools import provenance
 from shadowserve_tools.charts import Chart, draw, require_matplotlib
 
 __all__ = [
+    "INTERVAL_VALUES_MIN",
     "Chart",
     "Cost",
     "Output",
     "Report",
     "cpu_s",
+    "half_width",
     "heading",
     "machine",
     "measure",
@@ -44,6 +47,8 @@ __all__ = [
 ]
 
 Item = TypeVar("Item")
+INTERVAL_VALUES_MIN: Final = 6
+"""So many values say how far their median may be off; see :func:`half_width`."""
 _FILE_WIDTH: Final = 200
 """Of a table that goes to a file or a pipe, at most, in characters."""
 
@@ -229,6 +234,20 @@ class Report:
         for row in self.rows:
             table.add_row(*(_text(row.get(name, "")) for name in filled))
         return table
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Return half of the median's interval of 95 % confidence, whatever their distribution is, by order statistics.
+
+    Args:
+        values: at least ``INTERVAL_VALUES_MIN``; fewer have no such interval.
+    """
+    ordered, below, left_out = sorted(values), 0.0, -1
+    while (below := below + math.comb(len(ordered), left_out + 1) / 2 ** len(ordered)) <= 0.025:
+        left_out += 1
+    if left_out < 0:
+        raise ValueError(f"{len(ordered)} values are too few for an interval")
+    return (ordered[-1 - left_out] - ordered[left_out]) / 2
 
 
 def heading(column: str) -> str:
