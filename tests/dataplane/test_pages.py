@@ -219,6 +219,31 @@ async def test_pages_of_another_shape_are_a_miss(tmp_path: Path) -> None:
         wrong.close()
 
 
+@pytest.mark.parametrize(("layers", "blocks", "page"), [(LAYERS, 2, PAGE // 2), (2 * LAYERS, 1, PAGE // 2)])
+async def test_pages_of_another_shape_land_nowhere_once_they_were_read_in_their_own(
+    tmp_path: Path, layers: int, blocks: int, page: int
+) -> None:
+    """How to read a record was remembered by its key alone: with more layers, beyond the end of its checksums."""
+    async with stored(tmp_path) as (_, client, paged):
+        paged.assert_right(await paged.fetch())
+        shape = layout("passthrough", "uint8", layers=layers, kinds=1, vector_length=page, tokens=blocks * CHUNK_BLOCKS)
+        wrong = Paged(client)
+        stride = layers * page
+        await wrong.register(
+            shape, first=[layer * page for layer in range(layers)], stride=stride, blocks=WORD // stride
+        )
+        count = CHUNKS * blocks * CHUNK_BLOCKS
+        answer = await client.stub.FetchPages(
+            pb.FetchPagesRequest(
+                job_id="wrong", destination_id=wrong.destination, keys=KEYS, blocks=range(count), timeout_ms=PATIENCE_MS
+            )
+        )
+        assert answer.outcome == pb.OUTCOME_ABSENT and not answer.delivered_bytes, answer
+        wrong.assert_untouched()
+        paged.assert_right(await paged.fetch())
+        wrong.close()
+
+
 @pytest.mark.parametrize("way", ["cancel", "deadline", "gone"])
 async def test_nothing_lands_in_pages_that_were_given_away_in_the_middle(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch

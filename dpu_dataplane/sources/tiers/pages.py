@@ -43,8 +43,9 @@ _KNOWN_MAX: Final = 65_536
 
 
 class _Known(NamedTuple):
-    """How to read a record: its length, where its body begins, and the checksum of each layer."""
+    """How to read a record: its layout and length, where its body begins, and the checksum of each layer."""
 
+    layout: ChunkLayout
     length: int
     body: int
     checksums: npt.NDArray[np.uint32]
@@ -96,7 +97,11 @@ class DevicePages(Placing):
                     self._known[key] = known
             while len(self._known) > max(_KNOWN_MAX, len(order.keys)):
                 self._known.popitem(last=False)
-        return next((index for index, key in enumerate(order.keys) if key not in self._known), len(order.keys))
+        for index, key in enumerate(order.keys):
+            known = self._known.get(key)
+            if known is None or known.layout != order.layout:  # remembered for somebody who says that it has another
+                return index
+        return len(order.keys)
 
     def _lend(self, keys: Sequence[bytes]) -> list[Extent]:
         """Keep the leading records that are on devices where they are, and count this as a use of them."""
@@ -136,7 +141,7 @@ def _described(key: bytes, stored: Stored, layout: ChunkLayout) -> _Known | None
     whole = len(slices) == layout.layers and bool((slices["encoded_length"] == row_bytes).all())
     if head.codec != native.Codec.NONE or not whole or (native.OBJECT_HEADER_BYTES + head.head_length) % 4096:
         return None
-    return _Known(stored.length, head.head_length, slices["checksum"].astype(np.uint32))
+    return _Known(layout, stored.length, head.head_length, slices["checksum"].astype(np.uint32))
 
 
 @dataclass(frozen=True)
