@@ -131,12 +131,11 @@ def rot(daemon: Daemon, folder: Path, index: int, layer: int) -> None:
     with tiers.lock:
         item = pool.peek(address_of(KEYS[index]))
         assert item is not None
-        extent = pool.lend_extent(item)
-        assert extent is not None
-        pool.return_extent(extent)
+        lent = pool.lend_extents([KEYS[index]], [item.length])
+        pool.return_extents(lent)
     body = item.length - SHAPE.raw_bytes
     with open(folder / "tier", "r+b") as file:
-        file.seek(extent.offset + 2048 + body + layer * CHUNK_BLOCKS * PAGE + PAGE + 17)
+        file.seek(lent[0].extent * 4096 + 2048 + body + layer * CHUNK_BLOCKS * PAGE + PAGE + 17)
         file.write(b"\xff" * 8)
 
 
@@ -162,6 +161,18 @@ async def test_pages_are_there_after_a_restart(tmp_path: Path) -> None:
         await paged.register()
         paged.assert_right(await paged.fetch())
         paged.close()
+
+
+async def test_a_chain_longer_than_a_hold_of_the_lock_is_one_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpu_dataplane.sources.tiers.tiers.ENTRIES_PER_HOLD", 4)
+    async with stored(tmp_path) as (daemon, _, paged):
+        paged.assert_right(await paged.fetch())
+        assert daemon.metrics.page_requests == 1
+        tiers_in(daemon).drop(KEYS[4])
+        paged.assert_right(await paged.fetch(), 4)
+        assert not any(disk._uses for disk in tiers_in(daemon).pool._core.disks)
 
 
 async def test_pages_of_several_devices_are_one_prefix(tmp_path: Path) -> None:
