@@ -219,6 +219,28 @@ async def test_pages_of_another_shape_are_a_miss(tmp_path: Path) -> None:
         wrong.close()
 
 
+@pytest.mark.parametrize("layers", [LAYERS // 2, 2 * LAYERS])
+async def test_an_engine_of_another_shape_that_asks_for_keys_of_pages_just_read_corrupted_the_daemons_heap(
+    tmp_path: Path, layers: int
+) -> None:
+    """Of as many bytes a chunk: how a record is read was remembered for whoever asked first."""
+    async with stored(tmp_path) as (_, client, paged):
+        paged.assert_right(await paged.fetch())
+        page = PAGE * LAYERS // layers
+        shape = layout("passthrough", "uint8", layers=layers, kinds=1, vector_length=page, tokens=CHUNK_BLOCKS)
+        wrong = Paged(client)
+        await wrong.register(shape, first=[layer * page for layer in range(layers)])
+        reply = await client.stub.FetchPages(
+            pb.FetchPagesRequest(
+                job_id="wrong", destination_id=wrong.destination, keys=KEYS, blocks=wrong.blocks, timeout_ms=PATIENCE_MS
+            )
+        )
+        assert reply.outcome == pb.OUTCOME_ABSENT and not reply.delivered_bytes
+        wrong.assert_untouched()
+        paged.assert_right(await paged.fetch())
+        wrong.close()
+
+
 @pytest.mark.parametrize("way", ["cancel", "deadline", "gone"])
 async def test_nothing_lands_in_pages_that_were_given_away_in_the_middle(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch

@@ -43,8 +43,9 @@ _KNOWN_MAX: Final = 65_536
 
 
 class _Known(NamedTuple):
-    """How to read a record: its length, where its body begins, and the checksum of each layer."""
+    """How to read a record of chunks of a layout: its length, where its body begins, the checksum of each layer."""
 
+    layout: ChunkLayout
     length: int
     body: int
     checksums: npt.NDArray[np.uint32]
@@ -82,12 +83,18 @@ class DevicePages(Placing):
         finally:
             self._return(extents)
 
+    def _knows(self, key: bytes, layout: ChunkLayout) -> bool:
+        """Whether it is known how to read a record for who expects that layout: any key may be asked for."""
+        return (known := self._known.get(key)) is not None and known.layout == layout
+
     async def _learn(self, order: PageOrder) -> int:
         """Find out how to read records that are not known; return how many leading ones are, as pages."""
+        unknown = []
         for key in order.keys:
-            if key in self._known:
+            if self._knows(key, order.layout):
                 self._known.move_to_end(key)
-        unknown = [key for key in order.keys if key not in self._known]
+            else:
+                unknown.append(key)
         if unknown and isinstance(self._tiers.pool, DevicePool):
             found, reads = await self._tiers.look(unknown)
             await self._tiers.await_heads(reads)
@@ -96,7 +103,8 @@ class DevicePages(Placing):
                     self._known[key] = known
             while len(self._known) > max(_KNOWN_MAX, len(order.keys)):
                 self._known.popitem(last=False)
-        return next((index for index, key in enumerate(order.keys) if key not in self._known), len(order.keys))
+        strange = (index for index, key in enumerate(order.keys) if not self._knows(key, order.layout))
+        return next(strange, len(order.keys))
 
     def _lend(self, keys: Sequence[bytes]) -> list[Extent]:
         """Keep the leading records that are on devices where they are, and count this as a use of them."""
@@ -136,7 +144,7 @@ def _described(key: bytes, stored: Stored, layout: ChunkLayout) -> _Known | None
     whole = len(slices) == layout.layers and bool((slices["encoded_length"] == row_bytes).all())
     if head.codec != native.Codec.NONE or not whole or (native.OBJECT_HEADER_BYTES + head.head_length) % 4096:
         return None
-    return _Known(stored.length, head.head_length, slices["checksum"].astype(np.uint32))
+    return _Known(layout, stored.length, head.head_length, slices["checksum"].astype(np.uint32))
 
 
 @dataclass(frozen=True)
