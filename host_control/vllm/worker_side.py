@@ -210,8 +210,8 @@ class WorkerSide:
         assert self._client is not None
         shapes, chunks = self._shapes[cut], self._buffer_chunks(cut, configured)
         size = chunks * sum(shape.raw_bytes for shape in shapes)
-        progress = bool(self._layers) and cut == 0 and self._delivery.shared
-        return Destination(self._client, shapes, size, self._config.connect_timeout, make=make, progress=progress)
+        timeout, progress = self._config.connect_timeout, self._delivery.shared
+        return Destination(self._client, shapes, size, timeout, make=make, progress=progress)
 
     def _buffer_chunks(self, cut: int, configured: int) -> int:
         """Return how many chunks a buffer of so many bytes is made for."""
