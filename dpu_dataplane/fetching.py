@@ -110,8 +110,10 @@ class FetchPart:
     def with_pieces(self, layers: npt.NDArray[np.int64], chunks: npt.NDArray[np.uint32]) -> Flags:
         """Return what is in place, and some pieces: the first layer and the one behind the last of each, its chunk."""
         there = self.delivered.copy()
-        for first, end in np.unique(layers, axis=0):
-            there[first:end, chunks[(layers == (first, end)).all(axis=1)]] = True
+        counts = layers[:, 1] - layers[:, 0]
+        of = np.repeat(np.arange(len(layers)), counts)
+        before = np.cumsum(counts) - counts
+        there[layers[of, 0] + np.arange(len(of)) - before[of], chunks[of]] = True
         return there
 
     def take(self, layers: npt.NDArray[np.int64], chunks: npt.NDArray[np.uint32]) -> None:
