@@ -471,8 +471,11 @@ class KVCacheManager:
                 self._end(progress, "no_memory", str(error))
                 return
             self._flush()  # scatter the last round, or the last job's, while this one arrives
+            known = list(progress.chunks)
             taken = 0 if told_at is None else self._follow(call, progress, memory, runs, told_at)
             answer = self._wait(call, job_id, progress)
+            if answer.reason == "invalid_answer":  # of who answers so nothing is believed
+                progress.chunks, taken = known, 0
             if not answer.quiet or answer.reason == "unknown_destination":
                 self._destination.retire(release=not answer.quiet)
             arrived = self._land(progress, memory, runs, taken, answer)

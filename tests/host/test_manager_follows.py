@@ -12,6 +12,7 @@ from host_control.client import DataPlaneClient
 from host_control.destination import Destination
 from host_control.manager import FetchJob, KVCacheManager
 from shadowserve.chunk import ChunkLayout
+from shadowserve.proto import dataplane_pb2 as pb
 
 CHUNKS = 6
 
@@ -98,6 +99,15 @@ def test_what_was_in_place_counts_though_no_answer_comes(
     assert result.chunks == (3,) and not result.complete
     assert set(paged.chunks) == {("a", index) for index in range(3)}
     assert following._destination.current is not memory, "who has not answered may still write there"
+
+
+def test_what_was_said_before_an_answer_that_cannot_be_is_not_believed(
+    following: KVCacheManager, plane: ScriptedDataPlane, fill: Callable[[list[bytes]], None]
+) -> None:
+    plane.script.fetch_answer = lambda answer, request: pb.FetchResponse(outcome=pb.OUTCOME_COMPLETE)
+    following.exchange([job("a", CHUNKS, fill)])
+    (result,) = collect(following, 1)
+    assert (result.chunks, result.reason) == ((0,), "invalid_answer")
 
 
 def test_a_round_ends_early_where_its_job_is_cancelled(
