@@ -53,7 +53,7 @@ _PARTS_MAX: Final = 64
 _ROUND_BYTES_MIN: Final = 32 << 20
 """A round costs some milliseconds, whatever it moves: less than scattering so much on a CPU takes."""
 _SCATTER_BYTES_MIN: Final = 8 << 20
-"""Less is waited for while more of a round arrives: the interpreter's part of scattering is then a small one."""
+"""Less of a round is not worth scattering while more of it arrives."""
 _LOOK_INTERVAL: Final = 0.005
 """Seconds between two looks whether a call has ended, or shall, while no chunk of it arrives."""
 
@@ -582,7 +582,10 @@ class KVCacheManager:
         return self._client.start_fetch(job_id, parts, timeout, progress=told_at, rate=rate), job_id
 
     def _follow(self, call: FetchCall, progress: _Progress, memory: Memory, runs: Sequence[_Run], told_at: int) -> int:
-        """Scatter leading chunks of a round as a word says that they are there; return how many of each part."""
+        """Scatter leading chunks of a round as a word says that they are there; return how many of each part.
+
+        Half of what is left at a time: each costs the engine's core something, and the last is hidden behind nothing.
+        """
         from shadowserve import native  # an engine loads the C core only where it has to
 
         word = memory.memory[told_at : told_at + PROGRESS_BYTES]
@@ -590,7 +593,7 @@ class KVCacheManager:
         least = -(-self._scatter_bytes_min // sum(self._chunk_bytes[run.part] for run in runs))
         while taken < most and not (call.done() or progress.cancelled or progress.scatter_error):
             there = min(native.progress_wait(word, there, _LOOK_INTERVAL), most)
-            if there == most or there - taken >= least:
+            if there == most or there - taken >= max(least, -(-(most - taken) // 2)):
                 self._landed = _Landed(progress, memory, self._between(runs, taken, there))
                 self._flush()
                 taken = there
