@@ -328,8 +328,9 @@ class KVCacheManager:
             for request_id, more in arrived.items():
                 if (running := self._outstanding.get(request_id)) is not None:
                     running.there = more
-            self._sweep(now)
-            self._condition.notify_all()
+            if self._outstanding:  # the engine calls this in each step: without a job the loop sleeps on
+                self._sweep(now)
+                self._condition.notify_all()
             completed, self._completion = self._completion, []
             return completed
 
