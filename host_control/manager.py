@@ -334,6 +334,11 @@ class KVCacheManager:
             completed, self._completion = self._completion, []
             return completed
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is neither a job nor an outcome that nobody has taken."""
+        return not (self._outstanding or self._completion)
+
     def wait(self, request_ids: Iterable[str]) -> None:
         """Block until nothing is written for these requests any more; each of their jobs ends by its deadline.
 
@@ -638,8 +643,8 @@ class KVCacheManager:
             waited=(progress.begun or now) - progress.arrived,
         )
         with self._condition:
+            self._completion.append(result)  # first: :attr:`idle` takes no lock
             del self._outstanding[progress.job.request_id]
-            self._completion.append(result)
             self._condition.notify_all()
 
     def _sweep(self, now: float) -> None:

@@ -255,6 +255,8 @@ class WorkerSide:
     def exchange(self, metadata: ShadowServeMetadata) -> None:
         """Hand this step's loads to the manager and take those that have ended: all, where fetching is synchronous."""
         self._watch.follow(metadata.epoch)
+        if not metadata.loads and all(manager.idle for manager in self._managers.values()):
+            return  # as in most steps
         if metadata.loads:
             self._stream.follow()
         self._layerwise = {load.request_id for load in metadata.loads if load.layerwise}
@@ -451,6 +453,10 @@ class WorkerSide:
 
     def take_report(self) -> WorkerReport | None:
         """Return what the scheduler has to know of the loads that ended since the last call, and of the weights."""
+        outlived = self._watch.outlived
+        loads = self._ended, self._seconds, self._delivered_bytes, self._layer_seconds
+        if not any(loads) and not self._saves and not outlived:
+            return None  # as in most steps
         ended, self._ended = self._ended, {}
         seconds, self._seconds = self._seconds, {}
         delivered, self._delivered_bytes = self._delivered_bytes, 0
@@ -459,7 +465,7 @@ class WorkerSide:
         saved = {name: 1 for name, staged in self._saves.items() if staged <= settled}
         for name in saved:
             del self._saves[name]
-        report = WorkerReport(ended, self._watch.outlived, seconds, delivered, layer_seconds, saved)
+        report = WorkerReport(ended, outlived, seconds, delivered, layer_seconds, saved)
         return report if report != WorkerReport() else None
 
     def take_store_counts(self) -> None:

@@ -61,6 +61,17 @@ def test_an_engine_that_loads_nothing_wakes_no_thread_with_its_steps(manager: KV
     assert switches() == before
 
 
+def test_it_is_not_idle_before_the_last_outcome_is_taken(
+    manager: KVCacheManager, fill: Callable[[list[bytes]], None]
+) -> None:
+    assert manager.idle
+    manager.exchange([job("a", 2, fill)])
+    assert not manager.idle
+    manager.wait(["a"])
+    assert not manager.idle, "nobody has heard of it"
+    assert len(manager.exchange()) == 1 and manager.idle
+
+
 def test_waiting_for_jobs_ends_with_them_and_not_with_others(
     manager: KVCacheManager, plane: ScriptedDataPlane, fill: Callable[[list[bytes]], None], paged: Paged
 ) -> None:

@@ -77,6 +77,17 @@ def decoding(requests: int = 2) -> Any:
     return step(cached={str(number): (500, 1) for number in range(requests)})
 
 
+def test_where_nothing_was_loaded_for_long_few_steps_are_learnt_from(engine: Any) -> None:
+    """Symptom: learning took 40 us of each step of an engine that never loaded anything."""
+    for _ in range(64 + 10 * 8):
+        engine.step(decoding(), DECODED_S)
+    assert len(engine.timing.table.told) == len(engine.timing.interference.told) == 64 + 10
+    engine.step(decoding(), DECODED_S, loads=1, begin=1)
+    for _ in range(20):
+        engine.step(decoding(), DECODED_S)
+    assert len(engine.timing.table.told) == 64 + 10 + 20, "how things are after a load is not known"
+
+
 def test_a_step_begins_when_the_one_before_it_is_over(engine: Any) -> None:
     """As vLLM schedules one while another runs."""
     timing, clock = engine.timing, engine.clock
