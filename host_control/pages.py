@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -52,6 +53,8 @@ class SharedPages:
 
     Attributes:
         page_bytes: of what a layer keeps of a block.
+        writes: held by whoever writes there in a thread other than the engine's: what is written while :meth:`renew`
+            copies it would be lost.
         lost: it was given up, and :meth:`renew` is due.
         private: it could not be shared again.
     """
@@ -63,6 +66,7 @@ class SharedPages:
         self._first = [int(cache.storage_offset() * cache.itemsize) for cache in caches]
         self._stride = int(first.stride(0) * first.itemsize)
         self._blocks = int(first.shape[0])
+        self.writes = threading.Lock()
         self.lost = self.private = False
         self._check(caches, chunk_blocks)
         self._bytes = -(-int(self._storage.nbytes()) // _ALIGNMENT) * _ALIGNMENT
@@ -140,12 +144,13 @@ class SharedPages:
         if not self.lost or self.private:
             return
         began, before = time.monotonic(), self.segment
-        try:
-            self.segment = self._map_anew()
-            self.lost = False
-        except ConfigurationError as error:
-            self._map_private()
-            _logger.warning("shadowserve: nothing is loaded straight into pages any more: %s", error)
+        with self.writes:
+            try:
+                self.segment = self._map_anew()
+                self.lost = False
+            except ConfigurationError as error:
+                self._map_private()
+                _logger.warning("shadowserve: nothing is loaded straight into pages any more: %s", error)
         before.close()
         _logger.warning(
             "shadowserve: paged memory was given up, as a call for it had no answer, and replaced in %.0f ms",

@@ -1,5 +1,6 @@
 """The connector's half in a vLLM worker: moves KV between paged memory and the data plane."""
 
+import contextlib
 import logging
 import platform
 import time
@@ -502,7 +503,8 @@ class WorkerSide:
         each = made.group.record_blocks
         count = len(chunks) // chunk_bytes
         blocks = load.groups[made.group.index].blocks[first * each : (first + count) * each]
-        with torch.inference_mode(), self._stream:
+        alone = self._pages.writes if self._pages is not None else contextlib.nullcontext()
+        with torch.inference_mode(), self._stream, alone:
             made.layout.scatter(chunks, made.kernel_blocks(blocks), made.record_blocks, layers)
             if layers is not None and layers[1] < made.layout.layers:
                 return  # weights are looked at once for all layers

@@ -1,13 +1,18 @@
 """Real vLLM whose pages lie on devices as they are, and come back straight into its paged memory (``pages: true``)."""
 
+import ctypes
 import json
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from machine import PATIENT, free_port, wait_for
 from stack import Process
+
+from host_control.vllm.metadata import GroupLoad, LoadOperation
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -130,3 +135,29 @@ def test_a_data_plane_that_was_killed_and_is_back_serves_pages_again(
         assert engine.outputs([prompt(700)]) == reference([prompt(700)])
     plane.process.restart()
     assert loads(engine, plane, prompt(1000), 768) == reference([prompt(1000)])[0]
+
+
+def test_what_is_scattered_while_pages_are_replaced_is_there_afterwards(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load whose call had no answer has them replaced; the next one, chunk by chunk, may be scattered meanwhile."""
+    worker, copied = engine.worker, ctypes.memmove
+    engine.forget()
+    blocks = list(range(1, 9))
+    load = LoadOperation("scattered", "", 0, {0: GroupLoad([bytes(32)], blocks, [0])})
+    chunk = np.frombuffer(np.random.default_rng(1).bytes(worker._shapes[0][0].raw_bytes), np.uint8)
+    scatter = threading.Thread(target=lambda: worker._scatter(worker._job(load), 0, 0, memoryview(chunk)))
+
+    def copy(*arguments: Any) -> None:
+        copied(*arguments)
+        scatter.start()
+        scatter.join(0.5)  # or it waits until the pages are replaced
+
+    monkeypatch.setattr(ctypes, "memmove", copy)
+    worker._pages.lost = True
+    worker._pages.renew()
+    monkeypatch.undo()
+    scatter.join()
+    layout, found = worker._parts[0][0].layout, np.zeros_like(chunk)
+    layout.gather(memoryview(found), blocks)
+    assert (found == chunk).all()
