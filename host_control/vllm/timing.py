@@ -35,6 +35,8 @@ nothing has to be known, and the slower loads go, the less they leave alone. The
 _ALONE_STEPS: Final = 16
 _SETTLE_S: Final = 0.5
 """Calls that have begun end within it: a tenth of a second's bytes, or a chunk."""
+_HELD_MAX_S: Final = 2.0
+"""A fifth of what a load may take by default: beside a long prompt no step decodes alone, and steps may be slow."""
 _BESIDE_MAX: Final = 4096
 """Steps beside one load: more than fit into the longest deadline of a load that keeps to it."""
 
@@ -169,8 +171,9 @@ class Timing:
                 self._held_steps += 1
         if decodes:
             self._never_alone = self._never_alone + 1 if step.beside else 0
-        if self.held and (not beside or self._held_steps >= _ALONE_STEPS):
-            self.held = False
+        late = step.begun >= self._held_since + _HELD_MAX_S
+        if self.held and (not beside or late or self._held_steps >= _ALONE_STEPS):
+            self.held, self._never_alone = False, 0
             self._beside_since += step.begun - self._held_since  # in which nothing came
         elif beside and not self.held:
             known = self.table.predict("decoding", 1, 1.0) is not None

@@ -186,6 +186,18 @@ def test_loads_go_on_as_soon_as_nothing_decodes(engine: Any) -> None:
         assert how.get("waits") is None or engine.timing.rate == 0, "what the engine waits for has no bound"
 
 
+def test_loads_are_not_held_up_to_their_deadline_while_a_long_prompt_is_computed_beside_decoding(engine: Any) -> None:
+    while not engine.timing.held:
+        engine.step(decoding(), DECODED_S, loads=1)
+    began = engine.clock.now
+    while engine.timing.held:
+        engine.step(step(new={"p": (0, 500)}, cached={"a": (700, 1)}), 0.5, loads=1)
+        assert engine.clock.now < began + 4
+    for _ in range(60):
+        engine.step(decoding(), DECODED_S, loads=1)
+        assert not engine.timing.held, "the next time is as far away as ever"
+
+
 def test_a_layer_is_known_by_what_workers_say_or_as_a_part_of_the_step() -> None:
     engine = Engine(computing_cache="none")
     engine.timing.begin(b"m", "here", 10, logging.getLogger("t"))
