@@ -473,18 +473,18 @@ class SchedulerSide:
             self.waiting.ended(request_id)
         if self._preemption is not None:
             self._preemption.forget(request_id)
-        if (tracked := self._tracked.pop(request_id, None)) is None:
-            return None
-        self._boundary.pop(request_id, None)
         if self._deciding is not None:
             self._deciding.forget(request_id)
+        if request_id in self._loading:
+            # vLLM keeps the blocks until the workers report the load as ended, which they do once it is quiet.
+            self._cancels.append(request_id)
+        if (tracked := self._tracked.pop(request_id, None)) is None:
+            return None  # it never had a name, or lost it
+        self._boundary.pop(request_id, None)
         if self._lookup is not None:
             if tracked.foreseen and (answer := self._lookup.poll(request_id)) is not None:
                 self._count_lookup(tracked, answer)
             self._lookup.forget(request_id)
-        if request_id in self._loading:
-            # vLLM keeps the blocks until the workers report the load as ended, which they do once it is quiet.
-            self._cancels.append(request_id)
         tokens = tracked.tail_end if tracked.tail_stored else tracked.stored_chunks * self._chunk_tokens
         return reply_of(request, self._config, 0 if tracked.mixed else tokens)
 
