@@ -218,8 +218,9 @@ class Stress:
             self._core.output_processor.abort_requests([name], internal=False)
             self._gone(name)
         elif luck < 0.1:
-            loading = self._engine.connector._scheduler._loading  # vLLM cannot preempt those
-            preempts = not loading and self._chance.random() < 0.5
+            # vLLM refuses where a request holds blocks that does not run: it loads, or has loaded.
+            holds = self._engine.connector._scheduler._loading or self._engine.scheduler.kv_holding_waiting
+            preempts = not holds and self._chance.random() < 0.5
             renames = self._chance.random() < 0.1
             self._engine.llm.reset_prefix_cache(reset_running_requests=preempts, reset_connector=renames)
             self.counts["resets"] += 1
