@@ -6,7 +6,7 @@
 # make failure-matrix              faults of all kinds, every answer judged; writes docs/failure-matrix.md and .json
 # make models                      models of every family, with the plugin and without; writes docs/models.md and .json
 # make models ARGS="llama gemma3"  some of them: their rows are changed; ARGS=--list says which there are
-# make soak SOAK_HOURS=1           leaks over time, a crash loop, the simulation; writes soak.json
+# make soak SOAK_HOURS=1           leaks, a crash loop, the simulation, engines under stress; writes soak.json
 # make fuzz FUZZ_SECONDS=60        every fuzzer, in C and in Python, for its share of the time; counts inputs, exits 1
 #                                  with the path of the input where one is found; ARGS="--json out.json", ARGS=--help
 # make bench                       every benchmark; its data, plot and tables go to docs/benchmarks/

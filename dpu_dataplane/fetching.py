@@ -29,7 +29,7 @@ from dpu_dataplane.tracing import Tracer
 from shadowserve import native
 from shadowserve.errors import StorageRefusedError
 from shadowserve.native import Result
-from shadowserve.pieces import leading_layers, pack, unpack
+from shadowserve.pieces import Flags, leading_chunks, leading_layers, pack, unpack
 from shadowserve.proto import dataplane_pb2 as pb
 
 __all__ = ["FetchPart", "Fetcher"]
@@ -107,19 +107,19 @@ class FetchPart:
         """Give up what is behind a chunk, and itself."""
         self.left[:, chunk:] = False
 
-    def take(self, layers: npt.NDArray[np.int64], chunks: npt.NDArray[np.uint32]) -> None:
-        """Take note of pieces that are in place: the first layer and the one behind the last of each, and its chunk."""
-        for first, end in np.unique(layers, axis=0):
-            of = chunks[(layers == (first, end)).all(axis=1)]
-            self.delivered[first:end, of] = True
-            self.left[first:end, of] = False
+    def with_pieces(self, layers: npt.NDArray[np.int64], chunks: npt.NDArray[np.uint32]) -> Flags:
+        """Return what is in place, and some pieces: the first layer and the one behind the last of each, its chunk."""
+        there = self.delivered.copy()
+        counts = layers[:, 1] - layers[:, 0]
+        of = np.repeat(np.arange(len(layers)), counts)
+        before = np.cumsum(counts) - counts
+        there[layers[of, 0] + np.arange(len(of)) - before[of], chunks[of]] = True
+        return there
 
-    def progress(self, word: native.Region, pieces: npt.NDArray[np.void]) -> native.Progress:
-        """Return how far the layers are before a round of pieces, each of one layer, and how far it can bring them."""
-        brought = self.delivered.copy()
-        brought[pieces["layer"], pieces["chunk"]] = True
-        before, after = (leading_layers(there, self.wanted) for there in (self.delivered, brought))
-        return native.Progress(word=word, first=before, end=after)
+    def take(self, layers: npt.NDArray[np.int64], chunks: npt.NDArray[np.uint32]) -> None:
+        """Take note of pieces that are in place."""
+        self.delivered = self.with_pieces(layers, chunks)
+        self.left &= ~self.delivered
 
     def group(self) -> native.Group:
         """Return where a round's pieces go, and as what."""
@@ -136,7 +136,7 @@ class _Progress:
     """What a fetch has done so far.
 
     Attributes:
-        word: where to say how far the layers of the only part are.
+        word: where to say how far it is: how many leading layers are in place, or chunks in the order of chunks.
         window_s: seconds that the caller computes with each layer; 0 where it does not know.
         rate: bytes a second that are delivered at most; 0: no bound.
         asked: group and chunk of each key that heads were asked for, and whether its head was only remembered.
@@ -161,6 +161,28 @@ class _Progress:
         chunks = np.concatenate(left)
         order = np.lexsort((groups, chunks))[:QUESTION_KEYS_MAX]
         return list(zip(groups[order].tolist(), chunks[order].tolist(), strict=True))
+
+    def told(self, plan: FetchPlan, pieces: npt.NDArray[np.void]) -> native.Progress | None:
+        """Return how far the fetch is before a round of some of a plan's pieces, and how far that can bring it."""
+        if self.word is None:
+            return None
+        if not self.layerwise:
+            pieces["layer"] = pieces["chunk"]
+        mine = np.isin(plan.pieces["slice_first"], pieces["slice_first"])
+        brought = []
+        for group, part in enumerate(self.parts):
+            of = mine & (plan.pieces["group"] == group)
+            brought.append(part.with_pieces(plan.layers[of], plan.pieces["chunk"][of]))
+        before, after = (self._leading(there) for there in ([part.delivered for part in self.parts], brought))
+        return native.Progress(word=self.word, first=before, end=after)
+
+    def _leading(self, there: Sequence[Flags]) -> int:
+        """Return how many leading layers, or chunks of every part, that makes."""
+        if self.layerwise:
+            return leading_layers(there[0], self.parts[0].wanted)
+        counts = [leading_chunks(each, part.wanted) for each, part in zip(there, self.parts, strict=True)]
+        ends = [len(part.keys) for part in self.parts]
+        return min((count for count, end in zip(counts, ends, strict=True) if count < end), default=max(ends))
 
     def ending(self) -> _Ending:
         """Return what a fetch that has nothing left ends with."""
@@ -212,7 +234,7 @@ class Fetcher:
             job: whose.
             parts: that are wanted.
             layerwise: layer by layer, not chunk by chunk.
-            word: where to say meanwhile how far the layers are, of one part.
+            word: where to say meanwhile how many leading layers are in place, of one part; or chunks, of every part.
             window_s: seconds that the caller computes with each layer; 0 where it does not know.
             rate: bytes a second that are delivered at most; 0: no bound.
             tell: takes meanwhile how many leading layers are in place of one part, where there is no ``word``.
@@ -291,7 +313,7 @@ class Fetcher:
                     slices=plan.slices,
                     groups=[part.group() for part in progress.parts],
                     deadline_ns=job.deadline_ns,
-                    progress=None if progress.word is None else progress.parts[0].progress(progress.word, pieces),
+                    progress=progress.told(plan, pieces),
                     rate=progress.rate,
                 ),
                 _AUTHORITATIVE in progress.tried,

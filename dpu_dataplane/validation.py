@@ -125,11 +125,13 @@ class Validator:
             except ValueError as error:
                 raise InvalidCall(f"parts[{index}].wanted: {error}") from error
         _check_apart(parts)
-        if streamed or request.HasField("progress"):
-            if request.order != pb.ORDER_LAYERS or len(parts) > 1:
-                raise InvalidCall("progress is told of one part, in the order of layers")
-            if streamed and request.HasField("progress"):
-                raise InvalidCall("progress is told in the stream of this call, and in no word")
+        layerwise = request.order == pb.ORDER_LAYERS
+        if streamed and (not layerwise or len(parts) > 1):
+            raise InvalidCall("progress is told in a stream of one part, in the order of layers")
+        if streamed and request.HasField("progress"):
+            raise InvalidCall("progress is told in the stream of this call, and in no word")
+        if request.HasField("progress") and layerwise and len(parts) > 1:
+            raise InvalidCall("progress is told of one part in the order of layers")
         if request.HasField("progress"):
             _check_progress(request, parts)
         return parts
@@ -251,14 +253,15 @@ class Validator:
 
 def _check_progress(request: pb.FetchRequest, parts: Sequence[FetchPart]) -> None:
     """Refuse a word of progress where there can be none."""
-    word, part = request.progress, parts[0]
-    if not part.destination.shared:
+    word, destination = request.progress, parts[0].destination
+    if not destination.shared:
         raise InvalidCall("progress is told in shared memory only")
-    outside = word + PROGRESS_BYTES <= part.offset or word >= part.offset + part.length
-    if word % PROGRESS_BYTES or word + PROGRESS_BYTES > part.destination.size or not outside:
+    there = [part for part in parts if part.destination.identity == destination.identity]
+    outside = all(word + PROGRESS_BYTES <= part.offset or word >= part.offset + part.length for part in there)
+    if word % PROGRESS_BYTES or word + PROGRESS_BYTES > destination.size or not outside:
         raise InvalidCall(
             f"progress is {word}; it is a multiple of {PROGRESS_BYTES} with {PROGRESS_BYTES} bytes behind it in the "
-            f"destination of {part.destination.size}, outside the part's region"
+            f"destination of {destination.size}, outside the part's region"
         )
 
 

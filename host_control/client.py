@@ -436,7 +436,8 @@ class DataPlaneClient:
             parts: that are wanted; their regions do not overlap.
             timeout: seconds.
             layerwise: fetch layer by layer, not chunk by chunk.
-            progress: where in the memory of the one part the data plane is to say how many leading layers are in place.
+            progress: where in the memory of the first part the data plane is to say how many leading chunks of every
+                part are in place, or layer by layer, how many leading layers of the only one.
             window_s: seconds that will be computed with each layer; 0 where nobody knows.
             rate: bytes a second that it may be delivered at, chunk by chunk; 0: no bound.
 

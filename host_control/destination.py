@@ -18,7 +18,7 @@ from shadowserve.errors import ConfigurationError, DataPlaneError
 __all__ = ["PROGRESS_BYTES", "Destination", "Memory"]
 
 PROGRESS_BYTES: Final = 4
-"""Of the word that says how many leading layers are in place."""
+"""Of the word that says how many leading layers, or chunks, are in place."""
 
 
 class Memory(Protocol):
@@ -73,7 +73,7 @@ class Destination:
         size: bytes of the memory.
         connect_timeout: seconds that :meth:`acquire` waits for a connection.
         make: makes memory of so many bytes.
-        progress: whether there is a word behind them that says how far the layers of a fetch are: in shared memory.
+        progress: whether there is a word behind them that says how far a fetch is: in shared memory.
 
     Attributes:
         progress_offset: of that word, ``PROGRESS_BYTES`` long; ``None`` where there is none.

@@ -7,8 +7,9 @@ atomic step, and is never blocked by either.
 
 A job wants chunks of one or several *parts*: layers whose chunks have one shape. It runs in rounds: the data plane
 delivers chunks into one half of the destination, and while the next round arrives in the other half, the engine's
-``scatter`` moves the first into paged KV memory. Each round takes half of what is left, for the last one's scattering
-is hidden behind nothing. Each job has exactly one outcome, by its deadline: how many leading chunks of each part are in
+``scatter`` moves the first into paged KV memory. Where the data plane says in the destination how far a round is, its
+chunks are moved as they arrive. Where it does not, each round takes half of what is left: the last one's scattering is
+hidden behind nothing. Each job has exactly one outcome, by its deadline: how many leading chunks of each part are in
 place, and the reason why not all.
 """
 
@@ -19,12 +20,12 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
 
 from host_control.client import DataPlaneClient, FetchAnswer, FetchCall, FetchPart
-from host_control.destination import Destination, Memory
+from host_control.destination import PROGRESS_BYTES, Destination, Memory
 from host_control.handover import Arrived
 from host_control.layer_fetch import LayerFetch
 from shadowserve.errors import ConfigurationError, DataPlaneError
@@ -51,6 +52,10 @@ _PARTS_MAX: Final = 64
 """Parts that one Fetch may name (proto/dataplane.proto)."""
 _ROUND_BYTES_MIN: Final = 32 << 20
 """A round costs some milliseconds, whatever it moves: less than scattering so much on a CPU takes."""
+_SCATTER_BYTES_MIN: Final = 8 << 20
+"""Less of a round is not worth scattering while more of it arrives."""
+_LOOK_INTERVAL: Final = 0.005
+"""Seconds between two looks whether a call has ended, or shall, while no chunk of it arrives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +248,7 @@ class KVCacheManager:
         placer: of jobs of one part whose chunks are all there; what it leaves is fetched.
         fetch_timeout: seconds from hand-over to outcome.
         round_bytes_min: a round does not leave chunks for the next one to be smaller than this.
+        scatter_bytes_min: of a round that is not over, less than this is not scattered alone.
 
     Attributes:
         rate: bytes a second that calls may be delivered at which begin from now on, chunk by chunk; 0: no bound.
@@ -261,6 +267,7 @@ class KVCacheManager:
         placer: Placer | None = None,
         fetch_timeout: float = 10.0,
         round_bytes_min: int = _ROUND_BYTES_MIN,
+        scatter_bytes_min: int = _SCATTER_BYTES_MIN,
     ) -> None:
         self._client = client
         self._destination = destination
@@ -271,7 +278,7 @@ class KVCacheManager:
         self._fetch_timeout = fetch_timeout
         self._chunk_bytes = [shape.raw_bytes for shape in destination.shapes]
         self._half_bytes = destination.size // 2
-        self._round_bytes_min = round_bytes_min
+        self._round_bytes_min, self._scatter_bytes_min = round_bytes_min, scatter_bytes_min
         self.rate, self.held = 0, False
         if self._half_bytes < max(self._chunk_bytes):
             raise ConfigurationError(
@@ -328,10 +335,16 @@ class KVCacheManager:
             for request_id, more in arrived.items():
                 if (running := self._outstanding.get(request_id)) is not None:
                     running.there = more
-            self._sweep(now)
-            self._condition.notify_all()
+            if self._outstanding:  # the engine calls this in each step: without a job the loop sleeps on
+                self._sweep(now)
+                self._condition.notify_all()
             completed, self._completion = self._completion, []
             return completed
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is neither a job nor an outcome that nobody has taken."""
+        return not (self._outstanding or self._completion)
 
     def wait(self, request_ids: Iterable[str]) -> None:
         """Block until nothing is written for these requests any more; each of their jobs ends by its deadline.
@@ -444,7 +457,10 @@ class KVCacheManager:
                         self._fetching.insert(0, progress)
                     return
                 continue
-            if not (runs := self._round(progress)):  # nothing was wanted, or no more of it will be there
+            # What is held to a rate comes slowly, and in calls that end soon.
+            told_at = None if self.rate else self._destination.progress_offset
+            if not (runs := self._round(progress, halving=told_at is None)):
+                # Nothing was wanted, or no more of it will be there.
                 if progress.there is not None and not progress.all_landed():
                     self._end(progress, progress.there.ended, "chunks that were announced are not stored")
                 else:
@@ -453,7 +469,7 @@ class KVCacheManager:
             try:
                 memory = self._destination.acquire(left)
                 left = progress.deadline - time.monotonic()
-                call, job_id = self._start(progress.job, runs, max(left, 0.001))
+                call, job_id = self._start(progress.job, memory, runs, max(left, 0.001), told_at)
             except DataPlaneError as error:
                 self._end(progress, error.outcome, str(error))
                 return
@@ -461,21 +477,20 @@ class KVCacheManager:
                 self._end(progress, "no_memory", str(error))
                 return
             self._flush()  # scatter the last round, or the last job's, while this one arrives
+            known = list(progress.chunks)
+            taken = 0 if told_at is None else self._follow(call, progress, memory, runs, told_at)
             answer = self._wait(call, job_id, progress)
+            if answer.reason == "invalid_answer":  # of who answers so nothing is believed
+                progress.chunks, taken = known, 0
             if not answer.quiet or answer.reason == "unknown_destination":
                 self._destination.retire(release=not answer.quiet)
-            arrived = [replace(run, count=count) for run, count in zip(runs, answer.chunks, strict=True) if count]
+            arrived = self._land(progress, memory, runs, taken, answer)
             if answer.reason == "unknown_destination" and not arrived and not progress.retried:
                 progress.retried = True  # the daemon has restarted: register again, once
                 continue
-            if arrived:
-                self._land(progress, memory, arrived, answer)
-                for run in arrived:
-                    progress.landed[run.part] += run.count
-            elif answer.reason == "round_full":
-                self._end(
-                    progress, "invalid_answer", "the buffers are said to be full, and the first chunk is not there"
-                )
+            if not arrived and answer.reason == "round_full":
+                detail = "the buffers are said to be full, and the first chunk is not there"
+                self._end(progress, "invalid_answer", detail)
                 return
             if answer.reason == "round_full" or (answer.reason == "complete" and not progress.all_landed()):
                 continue
@@ -537,11 +552,11 @@ class KVCacheManager:
         progress.delivered_bytes += fetch.delivered_bytes
         self._end(progress, reason, detail)
 
-    def _round(self, progress: _Progress) -> list[_Run]:
-        """Return what the next round fetches: part after part, half of what is left, as far as there is room."""
+    def _round(self, progress: _Progress, *, halving: bool) -> list[_Run]:
+        """Return what the next round fetches: part after part, all or half of what is left, as far as there is room."""
         parts = list(zip(progress.wanted(), progress.landed, self._chunk_bytes, strict=True))
         left = sum(wanted * size for wanted, _, size in parts)
-        aim = min(max(-(-left // 2), self._round_bytes_min), self._half_bytes)
+        aim = min(max(-(-left // 2), self._round_bytes_min) if halving else left, self._half_bytes)
         runs: list[_Run] = []
         begin, taken = self._half * self._half_bytes, 0
         for part, (wanted, done, size) in enumerate(parts):
@@ -552,7 +567,11 @@ class KVCacheManager:
                 taken += count * size
         return runs
 
-    def _start(self, job: FetchJob, runs: Sequence[_Run], timeout: float) -> tuple[FetchCall, str]:
+    def _start(
+        self, job: FetchJob, memory: Memory, runs: Sequence[_Run], timeout: float, told_at: int | None
+    ) -> tuple[FetchCall, str]:
+        if told_at is not None:
+            memory.memory[told_at : told_at + PROGRESS_BYTES] = bytes(PROGRESS_BYTES)
         shapes, destination_ids = self._destination.shapes, self._destination.destination_ids
         job_id = f"{self._job_prefix}-{next(self._job_numbers)}"
         parts = [
@@ -565,7 +584,31 @@ class KVCacheManager:
             )
             for run in runs
         ]
-        return self._client.start_fetch(job_id, parts, timeout, rate=self.rate), job_id
+        rate = self.rate if told_at is None else 0
+        return self._client.start_fetch(job_id, parts, timeout, progress=told_at, rate=rate), job_id
+
+    def _follow(self, call: FetchCall, progress: _Progress, memory: Memory, runs: Sequence[_Run], told_at: int) -> int:
+        """Scatter leading chunks of a round as a word says that they are there; return how many of each part.
+
+        Half of what is left at a time: each costs the engine's core something, and the last is hidden behind nothing.
+        """
+        from shadowserve import native  # an engine loads the C core only where it has to
+
+        word = memory.memory[told_at : told_at + PROGRESS_BYTES]
+        most, there, taken = max(run.count for run in runs), 0, 0
+        least = -(-self._scatter_bytes_min // sum(self._chunk_bytes[run.part] for run in runs))
+        while taken < most and not (call.done() or progress.cancelled or progress.scatter_error):
+            there = min(native.progress_wait(word, there, _LOOK_INTERVAL), most)
+            if there == most or there - taken >= max(least, -(-(most - taken) // 2)):
+                self._landed = _Landed(progress, memory, self._between(runs, taken, there))
+                self._flush()
+                taken = there
+        return taken
+
+    def _between(self, runs: Iterable[_Run], begin: int, end: int) -> list[_Run]:
+        """Return the chunks of runs from one of each run's own up to another."""
+        cut = [(run, min(run.count, end) - begin, begin * self._chunk_bytes[run.part]) for run in runs]
+        return [_Run(run.part, run.first + begin, count, run.offset + skip) for run, count, skip in cut if count > 0]
 
     def _wait(self, call: FetchCall, job_id: str, progress: _Progress) -> FetchAnswer:
         def wake() -> None:
@@ -582,11 +625,19 @@ class KVCacheManager:
                 self._condition.wait_for(call.done, _CANCEL_INTERVAL)
         return call.result()
 
-    def _land(self, progress: _Progress, memory: Memory, runs: list[_Run], answer: FetchAnswer) -> None:
+    def _land(self, progress: _Progress, memory: Memory, runs: Sequence[_Run], taken: int, answer: FetchAnswer) -> bool:
+        """Take note of what a round has brought, of which so many chunks are scattered; return whether that is any."""
         progress.fetched_bytes += answer.fetched_bytes
         progress.delivered_bytes += answer.delivered_bytes
-        self._landed = _Landed(progress, memory, runs)
-        self._half ^= 1
+        left = []
+        for run, count in zip(runs, answer.chunks, strict=True):
+            arrived = min(max(taken, count), run.count)
+            progress.landed[run.part] += arrived
+            left += self._between([run], taken, arrived)
+        if taken or left:
+            self._half ^= 1
+        self._landed = _Landed(progress, memory, left) if left else None
+        return bool(taken or left)
 
     def _flush(self) -> None:
         """Scatter what has landed; complete its job if no further round follows."""
@@ -637,8 +688,8 @@ class KVCacheManager:
             waited=(progress.begun or now) - progress.arrived,
         )
         with self._condition:
+            self._completion.append(result)  # first: :attr:`idle` takes no lock
             del self._outstanding[progress.job.request_id]
-            self._completion.append(result)
             self._condition.notify_all()
 
     def _sweep(self, now: float) -> None:

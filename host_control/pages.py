@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -53,6 +54,7 @@ class SharedPages:
     Attributes:
         page_bytes: of what a layer keeps of a block.
         lost: it was given up, and :meth:`renew` is due.
+        writing: held by whoever writes to it but the engine's thread: or what is written while it is copied is lost.
         private: it could not be shared again.
     """
 
@@ -64,6 +66,7 @@ class SharedPages:
         self._stride = int(first.stride(0) * first.itemsize)
         self._blocks = int(first.shape[0])
         self.lost = self.private = False
+        self.writing = threading.Lock()
         self._check(caches, chunk_blocks)
         self._bytes = -(-int(self._storage.nbytes()) // _ALIGNMENT) * _ALIGNMENT
         self.progress_offset = self._bytes
@@ -112,7 +115,7 @@ class SharedPages:
         return self.segment.memory[self.progress_offset : self.progress_offset + PROGRESS_BYTES]
 
     def _map_anew(self) -> Segment:
-        """Map the memory onto a new segment that holds the same; by the engine's thread, while it computes nothing."""
+        """Map the memory onto a new segment that holds the same; by the engine's thread, while nobody writes to it."""
         segment = Segment.create(self._bytes + _ALIGNMENT)
         try:
             self._map_onto(segment.descriptor, ctypes.addressof(ctypes.c_char.from_buffer(segment.memory)))
@@ -140,12 +143,13 @@ class SharedPages:
         if not self.lost or self.private:
             return
         began, before = time.monotonic(), self.segment
-        try:
-            self.segment = self._map_anew()
-            self.lost = False
-        except ConfigurationError as error:
-            self._map_private()
-            _logger.warning("shadowserve: nothing is loaded straight into pages any more: %s", error)
+        with self.writing:
+            try:
+                self.segment = self._map_anew()
+                self.lost = False
+            except ConfigurationError as error:
+                self._map_private()
+                _logger.warning("shadowserve: nothing is loaded straight into pages any more: %s", error)
         before.close()
         _logger.warning(
             "shadowserve: paged memory was given up, as a call for it had no answer, and replaced in %.0f ms",

@@ -203,6 +203,8 @@ class StoreQueue:
 
     def take_counts(self) -> dict[str, int]:
         """Return what happened since the last call: ``stored``, ``stored_raw_bytes``, ``dropped_REASON``..."""
+        if not self._counts:  # in most steps of an engine
+            return {}
         with self._condition:
             counts, self._counts = self._counts, collections.Counter()
         return dict(counts)

@@ -31,7 +31,10 @@ Chains = Mapping[DataPlaneClient, Sequence[tuple[bytes, Sequence[bytes]]]]
 _PAUSE_S: Final = 0.02
 """Between two messages: what happens meanwhile goes into one."""
 _TURN_S: Final = 0.05
-"""Between two looks at lookups that were not answered yet, and at when requests will begin."""
+"""Between two looks at lookups that were not answered yet."""
+_CORRECTS_S: Final = 0.25
+"""Between two looks at when requests will begin, where nothing else has happened: each takes a ms of the engine's core
+if it finds something to say, and while requests wait it does."""
 _LASTS_S: Final = 30.0
 """Of what was said, if nothing follows: as long as an engine may be busy with one thing, such as loading a model."""
 _BEAT_S: Final = _LASTS_S / 3
@@ -96,6 +99,7 @@ class _Told:
     unused: bool = False
     not_before: float = -math.inf
     call: Any = None
+    missed: bool = False  # there is more to say once the call is over
 
 
 class WaitingQueue:
@@ -190,9 +194,10 @@ class WaitingQueue:
     def _run(self) -> None:
         while not self._closed:
             with self._lock:
+                unknown = any(entry.chains is None for entry in self._entries.values())
                 waits = bool(self._entries)
             told = any(each.chains or each.call is not None for each in self._told.values())
-            self._changed.wait(_TURN_S if waits or told else None)
+            self._changed.wait(_TURN_S if unknown else _CORRECTS_S if waits or told else None)
             self._changed.clear()
             if self._closed:
                 return
@@ -200,6 +205,9 @@ class WaitingQueue:
             time.sleep(_PAUSE_S)
 
     def _tell(self) -> None:
+        for told in self._told.values():
+            told.missed = True  # in this order: an answer that comes now sees it, or this sees the answer
+            told.missed = told.call is not None
         if not any(self._is_told(client, told) for client, told in self._told.items()):
             return  # and nobody's order is of interest
         with self._lock:
@@ -233,7 +241,7 @@ class WaitingQueue:
         if whole:
             told.chains, told.order, told.begins_at, told.unused = {}, [], [], False
         message = pb.ExpectRequest(queue=self._name, whole=whole, lasts_ms=int(1000 * _LASTS_S))
-        known = self._changes(client, told, entries, message)
+        known, told.missed = self._changes(client, told, entries, message)
         order, begins_at = [], []
         for entry, at in zip(entries, expected, strict=True):
             if entry.number in known:
@@ -257,8 +265,9 @@ class WaitingQueue:
     @staticmethod
     def _changes(
         client: DataPlaneClient, told: _Told, entries: Sequence[_Entry], message: pb.ExpectRequest
-    ) -> dict[int, Any]:
-        """Put into a message who has come and gone; return who is known then, and what they want."""
+    ) -> tuple[dict[int, Any], bool]:
+        """Put into a message who has come and gone; return who is known then with what they want, and whether others
+        found no room."""
         wanted = {entry.number: entry.chains.get(client) for entry in entries if entry.chains is not None}
         known, left = {}, _KEYS_MAX
         for number, chains in wanted.items():
@@ -276,7 +285,7 @@ class WaitingQueue:
                 )
             known[number] = chains
         message.gone.extend(number for number in told.chains if number not in known)
-        return known
+        return known, left < 0
 
     @staticmethod
     def _drifted(told: Sequence[float], now_expected: Sequence[float], now: float) -> bool:
@@ -301,4 +310,5 @@ class WaitingQueue:
         if again and not told.unused:
             told.peer, told.not_before = None, self._clock() + pause_s  # the next message is of everything
         told.call = None
-        self._changed.set()
+        if told.missed:
+            self._changed.set()

@@ -78,7 +78,7 @@ OBJECTS = {
     "vllm.v1.core.sched.output.CachedRequestData": "req_ids num_computed_tokens new_block_ids resumed_req_ids",
     "vllm.v1.core.kv_cache_utils.KVCacheBlockCopy": "dst_block_id",
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "get_block_ids",
-    "vllm.v1.core.block_pool.BlockPool": "cached_block_hash_to_block get_num_free_blocks num_gpu_blocks",
+    "vllm.v1.core.block_pool.BlockPool": "cached_block_hash_to_block evict_blocks get_num_free_blocks num_gpu_blocks",
     "vllm.v1.outputs.KVConnectorOutput": "finished_recving kv_connector_worker_meta",
     "vllm.v1.kv_offload.base.OffloadingSpec": "config kv_events_config tokens_per_hash blocks_per_chunk "
     "replicated_layout",

@@ -5,6 +5,7 @@ A benchmark is a click command under ``output_options``; it fills a ``Report`` a
 
 import functools
 import json
+import math
 import os
 import platform
 import re
@@ -13,13 +14,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 import psutil
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 
 from dpu_dataplane.config import DataPlaneConfig
 from shadowserve import native
@@ -28,11 +30,14 @@ from shadowserve_tools import provenance
 from shadowserve_tools.charts import Chart, draw, require_matplotlib
 
 __all__ = [
+    "INTERVAL_VALUES_MIN",
     "Chart",
     "Cost",
     "Output",
     "Report",
     "cpu_s",
+    "half_width",
+    "heading",
     "machine",
     "measure",
     "output_options",
@@ -42,6 +47,10 @@ __all__ = [
 ]
 
 Item = TypeVar("Item")
+INTERVAL_VALUES_MIN: Final = 6
+"""So many values say how far their median may be off; see :func:`half_width`."""
+_FILE_WIDTH: Final = 200
+"""Of a table that goes to a file or a pipe, at most, in characters."""
 
 
 @dataclass(frozen=True)
@@ -197,11 +206,9 @@ class Report:
     def finish(self, output: Output) -> None:
         """Print the table and the ratios; write data and draw the charts where ``output`` says."""
         console = Console()
-        backend = f", {_backend()}" if _backend() != "software" else ""
-        table = Table(*self.columns, title=f"{self.command} {self.bench}{backend}")
-        for row in self.rows:
-            table.add_row(*(_text(row.get(column, "")) for column in self.columns))
-        console.print(table)
+        if not console.is_terminal:
+            console.width = _FILE_WIDTH
+        console.print(self._table())
         for name, value in self.ratios.items():
             low, high = self.spread[name]
             mark = {True: "[green]reached[/]", False: "[red]missed[/]", None: ""}[verdict(value, self.goals[name])]
@@ -211,6 +218,41 @@ class Report:
             output.json_file.write_text(json.dumps(self.data(), indent=2) + "\n")
         if output.plot_file:
             draw(f"shadowserve {self.command} {self.bench}", self.charts, output.plot_file)
+
+    def _table(self) -> Table:
+        """Return the rows, without columns that none of them fills; headings are folded before figures are."""
+        backend = f", {_backend()}" if _backend() != "software" else ""
+        table = Table(title=f"{self.command} {self.bench}{backend}", title_justify="left", box=SIMPLE_HEAD, padding=0)
+        filled = [name for name in self.columns if any(row.get(name, "") != "" for row in self.rows)]
+        for name in filled:
+            values = [row[name] for row in self.rows if row.get(name, "") != ""]
+            figures = not any(isinstance(value, str) for value in values)
+            width = max(map(len, map(_text, values))) if figures else None
+            table.columns.append(
+                Column(heading(name), min_width=width, justify="right" if figures else "left", overflow="fold")
+            )
+        for row in self.rows:
+            table.add_row(*(_text(row.get(name, "")) for name in filled))
+        return table
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Return half of the median's interval of 95 % confidence, whatever their distribution is, by order statistics.
+
+    Args:
+        values: at least ``INTERVAL_VALUES_MIN``; fewer have no such interval.
+    """
+    ordered, below, left_out = sorted(values), 0.0, -1
+    while (below := below + math.comb(len(ordered), left_out + 1) / 2 ** len(ordered)) <= 0.025:
+        left_out += 1
+    if left_out < 0:
+        raise ValueError(f"{len(ordered)} values are too few for an interval")
+    return (ordered[-1 - left_out] - ordered[left_out]) / 2
+
+
+def heading(column: str) -> str:
+    """Return a column's name as people write it: ``cpu_s_per_GB`` is cpu s/GB."""
+    return column.replace("_per_", "/").replace("_", " ")
 
 
 def verdict(value: float, goal: str) -> bool | None:

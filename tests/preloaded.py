@@ -98,7 +98,7 @@ def _program_of(command: list[str], environment: dict[str, str]) -> tuple[str, .
             return ()
         seen = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(_OF_ENGINES)]
         return ("engine" if command == _ENGINE else "serve", *seen)
-    shared = all(name.startswith("SHADOWSERVE_") and not name.startswith(_AT_ONCE) for name in changed)
+    shared = all(name.startswith(("SHADOWSERVE_", "AWS_")) and not name.startswith(_AT_ONCE) for name in changed)
     return (command[3],) if command[:3] == _OURS and command[3] in _IMPORTS and shared else ()
 
 

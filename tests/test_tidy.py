@@ -138,8 +138,8 @@ def package_modules() -> list[Path]:
 
 
 def test_every_module_says_what_it_is() -> None:
-    trees = {path: ast.parse(text_of(path)) for path in files(".py")}
-    complain([place(path) for path, tree in trees.items() if tree.body and not ast.get_docstring(tree)])
+    trees = ((path, ast.parse(text_of(path))) for path in files(".py"))
+    complain([place(path) for path, tree in trees if tree.body and not ast.get_docstring(tree)])
 
 
 def test_every_module_lists_what_it_exports() -> None:

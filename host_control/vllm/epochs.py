@@ -1,6 +1,7 @@
 """Epochs: the times between two changes of an engine's weights. KV of one is of no use in another."""
 
 import secrets
+from collections.abc import Iterable
 from typing import Any, Final
 
 __all__ = ["Epochs"]
@@ -34,6 +35,11 @@ class Epochs:
         # One block is always in use, and stands for none.
         empty = blocks is not _UNKNOWN and not blocks and pool.get_num_free_blocks() >= pool.num_gpu_blocks - 1
         self._old_blocks = None if empty else blocks
+
+    def evict(self, blocks: Iterable[int]) -> None:
+        """Take blocks out of the engine's own prefix cache: what they hold is not what it takes them for."""
+        if self._pool is not None:
+            self._pool.evict_blocks(set(blocks))
 
     @property
     def own_cache_is_old(self) -> bool:

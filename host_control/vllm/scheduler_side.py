@@ -104,8 +104,9 @@ class SchedulerSide:
         self._new_loads: dict[str, LoadOperation] = {}
         self._loading: dict[str, LoadOperation] = {}
         # Synchronous loads that no worker has reported yet. The step that waits for one computes on it at once, and so
-        # may every request that shares its blocks; if it falls short, they compute on garbage before vLLM hears of it.
-        self._unconfirmed: set[str] = set()
+        # would every request that shares its blocks; if it falls short, it computes on garbage before vLLM hears of it.
+        # Of each its table of blocks: they are in vLLM's own prefix cache already, whatever becomes of the request.
+        self._unconfirmed: dict[str, tuple[Tracked, list[int]]] = {}
         self._layerwise_chunks = 0
         self._layers = 0
         self._requests: dict[str, Any] = {}  # all that the engine has, also those that are served without the cache
@@ -211,6 +212,8 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
         """Return how many tokens beyond the local prefix can be loaded; ``None``: ask again."""
+        if self._unconfirmed and local_tokens:
+            return None  # its prefix may be what this step waits for; by the next one that is there, or nobody's
         tracked = self._tracked.get(request.request_id)
         if tracked is None or self._lookup is None:
             return 0
@@ -407,7 +410,8 @@ class SchedulerSide:
         if self.waits(request):
             self._loading[request.request_id] = operation
         else:
-            self._unconfirmed.add(request.request_id)
+            (group,) = self._groups
+            self._unconfirmed[request.request_id] = tracked, list(tables[group.index])
 
     def worker_output(self, finished: set[str] | None, report: WorkerReport) -> None:
         """Take what the workers report."""
@@ -415,7 +419,8 @@ class SchedulerSide:
         if self._deciding is not None:
             self._deciding.loaded(report.seconds, finished or (), report.loaded)
         for request_id, chunks in report.loaded.items():
-            self._unconfirmed.discard(request_id)
+            if (waited := self._unconfirmed.pop(request_id, None)) is not None:
+                self._evict(*waited, chunks)
             if (tracked := self._tracked.get(request_id)) is not None and chunks != tracked.load_chunks:
                 self._fell_short(tracked, chunks)
         for request_id in finished or ():
@@ -432,6 +437,16 @@ class SchedulerSide:
                 "/reset_prefix_cache?reset_external=true"
             )
             self._begin_epoch()
+
+    def _evict(self, tracked: Tracked, table: list[int], chunks: int) -> None:
+        """Take out of vLLM's own prefix cache what a step has computed behind a load that brought so many chunks.
+
+        vLLM has the request compute it again, but where that is aborted or preempted before, others would find garbage.
+        """
+        if chunks != tracked.load_chunks:
+            (group,) = self._groups
+            valid = max(tracked.local_tokens, (tracked.first_chunk + chunks) * self._chunk_tokens)
+            self.epochs.evict(table[valid // group.block_tokens :])
 
     def _fell_short(self, tracked: Tracked, chunks: int) -> None:
         """A load has ended with so many chunks, and not all: what it lacks is computed, and then stored again."""
@@ -458,19 +473,18 @@ class SchedulerSide:
             self.waiting.ended(request_id)
         if self._preemption is not None:
             self._preemption.forget(request_id)
-        if (tracked := self._tracked.pop(request_id, None)) is None:
-            return None
-        self._boundary.pop(request_id, None)
         if self._deciding is not None:
             self._deciding.forget(request_id)
-        self._unconfirmed.discard(request_id)
+        if request_id in self._loading:
+            # vLLM keeps the blocks until the workers report the load as ended, which they do once it is quiet.
+            self._cancels.append(request_id)
+        if (tracked := self._tracked.pop(request_id, None)) is None:
+            return None  # it never had a name, or lost it
+        self._boundary.pop(request_id, None)
         if self._lookup is not None:
             if tracked.foreseen and (answer := self._lookup.poll(request_id)) is not None:
                 self._count_lookup(tracked, answer)
             self._lookup.forget(request_id)
-        if request_id in self._loading:
-            # vLLM keeps the blocks until the workers report the load as ended, which they do once it is quiet.
-            self._cancels.append(request_id)
         tokens = tracked.tail_end if tracked.tail_stored else tracked.stored_chunks * self._chunk_tokens
         return reply_of(request, self._config, 0 if tracked.mixed else tokens)
 

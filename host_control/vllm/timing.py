@@ -35,6 +35,12 @@ nothing has to be known, and the slower loads go, the less they leave alone. The
 _ALONE_STEPS: Final = 16
 _SETTLE_S: Final = 0.5
 """Calls that have begun end within it: a tenth of a second's bytes, or a chunk."""
+_QUIET_STEPS: Final = 64
+_QUIET_EVERY: Final = 8
+"""Behind so many decode steps without any load one in so many is learnt from: that takes 40 us of the engine's thread,
+and tells little that those before it have not."""
+_HELD_MAX_S: Final = 2.0
+"""A fifth of what a load may take by default: beside a long prompt no step decodes alone, and steps may be slow."""
 _BESIDE_MAX: Final = 4096
 """Steps beside one load: more than fit into the longest deadline of a load that keeps to it."""
 
@@ -87,6 +93,7 @@ class Timing:
         self._last_end = 0.0
         self._beside: deque[tuple[float, float]] = deque(maxlen=_BESIDE_MAX)  # steps: seconds predicted, and taken
         self._beside_since = 0.0
+        self._quiet = 0  # decode steps since the last load
         self._never_alone = 0  # decode steps since one had no load beside it
         self._held_since = 0.0
         self._held_steps = 0  # that had nothing beside them since
@@ -143,6 +150,12 @@ class Timing:
         elif decodes and max(scheduled.values()) <= _DECODED_TOKENS_MAX and not output.scheduled_new_reqs:
             step.row = None if begin and not step.beside else "decoding"
         self._hold(step, beside=policy is not None and loads > 0)
+        if loads:
+            self._quiet = 0
+        elif step.row == "decoding":
+            self._quiet += 1
+            if self._quiet > _QUIET_STEPS and self._quiet % _QUIET_EVERY:
+                step.row = None
         if step.row == "decoding":  # as all others, but for hundreds of requests in each step
             step.tokens = tokens
             step.pairs = tokens / requests * (sum(output.scheduled_cached_reqs.num_computed_tokens) + tokens / 2)
@@ -169,8 +182,9 @@ class Timing:
                 self._held_steps += 1
         if decodes:
             self._never_alone = self._never_alone + 1 if step.beside else 0
-        if self.held and (not beside or self._held_steps >= _ALONE_STEPS):
-            self.held = False
+        late = step.begun >= self._held_since + _HELD_MAX_S
+        if self.held and (not beside or late or self._held_steps >= _ALONE_STEPS):
+            self.held, self._never_alone = False, 0
             self._beside_since += step.begun - self._held_since  # in which nothing came
         elif beside and not self.held:
             known = self.table.predict("decoding", 1, 1.0) is not None

@@ -1,5 +1,6 @@
 """The connector's half in a vLLM worker: moves KV between paged memory and the data plane."""
 
+import contextlib
 import logging
 import platform
 import time
@@ -210,8 +211,8 @@ class WorkerSide:
         assert self._client is not None
         shapes, chunks = self._shapes[cut], self._buffer_chunks(cut, configured)
         size = chunks * sum(shape.raw_bytes for shape in shapes)
-        progress = bool(self._layers) and cut == 0 and self._delivery.shared
-        return Destination(self._client, shapes, size, self._config.connect_timeout, make=make, progress=progress)
+        timeout, progress = self._config.connect_timeout, self._delivery.shared
+        return Destination(self._client, shapes, size, timeout, make=make, progress=progress)
 
     def _buffer_chunks(self, cut: int, configured: int) -> int:
         """Return how many chunks a buffer of so many bytes is made for."""
@@ -255,6 +256,8 @@ class WorkerSide:
     def exchange(self, metadata: ShadowServeMetadata) -> None:
         """Hand this step's loads to the manager and take those that have ended: all, where fetching is synchronous."""
         self._watch.follow(metadata.epoch)
+        if not metadata.loads and all(manager.idle for manager in self._managers.values()):
+            return  # as in most steps
         if metadata.loads:
             self._stream.follow()
         self._layerwise = {load.request_id for load in metadata.loads if load.layerwise}
@@ -451,6 +454,10 @@ class WorkerSide:
 
     def take_report(self) -> WorkerReport | None:
         """Return what the scheduler has to know of the loads that ended since the last call, and of the weights."""
+        outlived = self._watch.outlived
+        loads = self._ended, self._seconds, self._delivered_bytes, self._layer_seconds
+        if not any(loads) and not self._saves and not outlived:
+            return None  # as in most steps
         ended, self._ended = self._ended, {}
         seconds, self._seconds = self._seconds, {}
         delivered, self._delivered_bytes = self._delivered_bytes, 0
@@ -459,7 +466,7 @@ class WorkerSide:
         saved = {name: 1 for name, staged in self._saves.items() if staged <= settled}
         for name in saved:
             del self._saves[name]
-        report = WorkerReport(ended, self._watch.outlived, seconds, delivered, layer_seconds, saved)
+        report = WorkerReport(ended, outlived, seconds, delivered, layer_seconds, saved)
         return report if report != WorkerReport() else None
 
     def take_store_counts(self) -> None:
@@ -502,7 +509,8 @@ class WorkerSide:
         each = made.group.record_blocks
         count = len(chunks) // chunk_bytes
         blocks = load.groups[made.group.index].blocks[first * each : (first + count) * each]
-        with torch.inference_mode(), self._stream:
+        writing = self._pages.writing if self._pages is not None else contextlib.nullcontext()
+        with writing, torch.inference_mode(), self._stream:
             made.layout.scatter(chunks, made.kernel_blocks(blocks), made.record_blocks, layers)
             if layers is not None and layers[1] < made.layout.layers:
                 return  # weights are looked at once for all layers

@@ -224,7 +224,7 @@ struct ss_piece {
     enum ss_origin origin;
     const uint8_t *memory; /* of a fetch: where the body lies in this process. A server's: where it is to be when the
                               piece is SS_OK, NULL for nowhere in particular */
-    uint32_t layer;        /* of a fetch with 'progress': the one layer that it is of */
+    uint32_t layer;        /* of a fetch with 'progress': the one layer that it is of, or whatever is counted there */
     enum ss_result result; /* out */
     char error[256];       /* out, SS_REFUSED and SS_REDIRECTED of a fetch: the server's words, cut, with a zero */
 };

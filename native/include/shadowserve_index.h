@@ -102,6 +102,12 @@ SS_API enum ss_result ss_index_read(const struct ss_index *index, uint32_t slot,
  */
 SS_API uint32_t ss_index_get(struct ss_index *index, uint16_t tenant, const uint8_t *key, uint32_t now_s,
                              struct ss_index_record *record);
+/*
+ * ss_index_get_each() does the same for the leading ones of 'count' keys of a tenant, 32 bytes each, one behind the
+ * other: for those before the first that is absent. It stores their slots, and returns how many they are.
+ */
+SS_API size_t ss_index_get_each(struct ss_index *index, uint16_t tenant, const uint8_t *keys, size_t count,
+                                uint32_t now_s, uint32_t *slots, struct ss_index_record *records);
 
 /*
  * ss_index_set_name() gives an object put with SS_INDEX_NAMED its key's text, at most 64 KiB, which

@@ -102,7 +102,7 @@ static void test_whole_blocks(int mode) {
 
 static void test_more_slices_than_queues_and_requests_hold(int mode) {
     struct shape shape = default_shape();
-    shape.chunks = 40;
+    shape.chunks = test_is_brief() ? 10 : 40;
     shape.slices = 9;
     shape.vectors = 3;
     run_shape(&shape, mode, 1, 1);

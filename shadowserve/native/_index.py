@@ -224,6 +224,17 @@ class Index:
         slot = lib.ss_index_get(self._index, tenant, key, now_s, self._record)
         return (slot, self._entry()) if slot else None
 
+    def get_each(self, tenant: int, keys: bytes, now_s: int = 0) -> list[tuple[int, IndexEntry]]:
+        """Return what get() does of the leading ones of many keys, which lie one behind the other.
+
+        Those are before the first that is absent.
+        """
+        count = len(keys) // INDEX_KEY_BYTES
+        slots, records = ffi.new("uint32_t[]", count), ffi.new("struct ss_index_record[]", count)
+        found = lib.ss_index_get_each(self._index, tenant, keys, count, now_s, slots, records)
+        entries = map(IndexEntry._make, _RECORD.iter_unpack(ffi.buffer(records, found * _RECORD.size)))
+        return list(zip(slots[0:found], entries, strict=True))
+
     def find_many(self, tenant: int, keys: "bytes | memoryview | NDArray[np.uint8]") -> "NDArray[np.uint32]":
         """Return the slot of each of many keys, which lie one behind the other; 0: absent."""
         content = ffi.from_buffer("uint8_t[]", keys)

@@ -193,7 +193,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a fetch in layer order says how many leading layers are in place (``struct ss_round``).
+    """Where a fetch says how many leading layers are in place (``struct ss_round``), or chunks, where ``layer`` is one.
 
     Attributes:
         word: 4 bytes of memory of this process, at a multiple of 4, that whoever waits reads with ``progress_wait``.
@@ -216,7 +216,7 @@ class Round:
         slices: array of ``SLICE_DTYPE``.
         groups: that a piece's ``group`` counts from 0.
         deadline_ns: on the clock of ``time.monotonic_ns()``.
-        progress: where to say how far the layers are; each piece is then of one.
+        progress: where to say how far the layers are; each piece is then of one, its ``layer``.
         rate: most bytes a second that are delivered; 0: no bound.
 
     Raises:

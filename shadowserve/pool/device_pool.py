@@ -1,17 +1,17 @@
 """A pool over devices: values lie on them, and in arenas for as long as there is room."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from shadowserve.native import NO_PARENT, IndexFlag
+from shadowserve.native import NO_PARENT, IndexEntry, IndexFlag
 from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer, object_blocks
 from shadowserve.pool.core import Core
-from shadowserve.pool.disk import Disk, Extent, Place
+from shadowserve.pool.disk import Disk, Place
 from shadowserve.pool.entries import MEMORY_ONLY, Entry, PoolItem
 from shadowserve.pool.homes import Home
-from shadowserve.pool.keys import ParsedKey, parse_key
+from shadowserve.pool.keys import ParsedKey, chunk_key, parse_key
 from shadowserve.pool.pool import WRITABLE_SHARE, Pool
-from shadowserve.pool.terms import Address, Item, Lease
+from shadowserve.pool.terms import DEFAULT_TENANT, Address, Item, Lease
 from shadowserve.pool.volume.changes import OutOfBudgetError, Ticket
 from shadowserve.pool.writing import Left
 
@@ -112,22 +112,48 @@ class DevicePool(Pool):
         for disk in self._core.disks:
             disk.volume.device.unregister(memory)
 
-    def lend_extent(self, item: Item) -> Extent | None:
-        """Return where an item lies on a device, and leave it there until return_extent(), whatever becomes of it.
+    def lend_extents(self, keys: Sequence[bytes], lengths: Sequence[int]) -> list[IndexEntry]:
+        """Leave records where they lie on devices until return_extents(), whatever becomes of them.
 
-        Whoever reads there checks what comes. None of what is on no device that works, or not durable there yet.
+        Counts as a use of each. Whoever reads there checks what comes.
+
+        Args:
+            keys: of :data:`DEFAULT_TENANT`'s chunks, 32 bytes each, no more than :data:`ENTRIES_PER_HOLD`.
+            lengths: that they are expected to have.
+
+        Returns:
+            What the index says of the leading ones: those before the first that is absent, of another length, on no
+            device that works, or not durable there yet.
         """
-        if not isinstance(item, PoolItem) or self._writer.ticket(item.entry.slot) is not None:
-            return None
-        disk = self._core.disk_of(item.entry)
-        if disk is None or disk.gone is not None:
-            return None
-        disk.use(item.entry.extent)
-        return Extent(disk, item.entry.extent)
+        core, now_ms, ticket = self._core, self._clock_ms(), self._writer.ticket
+        disks, clears, lent = core.disks, core.clears, list[IndexEntry]()
+        began = core.ticks()
+        found = self._index.get_each(DEFAULT_TENANT, b"".join(keys), now_ms // 1000)
+        for (slot, entry), length in zip(found, lengths, strict=False):
+            if entry.flags & _NAMED or entry.length != length or 0 < entry.expires_at_ms <= now_ms:
+                break
+            if entry.device == MEMORY_ONLY or disks[entry.device].gone is not None or ticket(slot) is not None:
+                break
+            if clears.under_way and clears.covers(DEFAULT_TENANT, entry.generation):
+                break
+            disks[entry.device].use(entry.extent)
+            lent.append(entry)
+        core.counters.lookups += len(lent)
+        core.counters.lookup_ns += core.ticks() - began
+        if len(lent) < len(keys):  # what has expired, say, goes as it does when anybody else comes upon it
+            self.get((DEFAULT_TENANT, chunk_key(keys[len(lent)])))
+        return lent
 
-    def return_extent(self, extent: Extent) -> None:
-        """Undo one lend_extent(); no read of it is under way."""
-        extent.disk.unuse(extent.first_block)
+    def return_extents(self, lent: Sequence[IndexEntry]) -> None:
+        """Undo lend_extents(); no read of these is under way. No more than :data:`ENTRIES_PER_HOLD`."""
+        disks = self._core.disks
+        for entry in lent:
+            disks[entry.device].unuse(entry.extent)
+
+    @property
+    def disks(self) -> Sequence[Disk]:
+        """All devices, by number."""
+        return self._core.disks
 
     # ---- Writing
 

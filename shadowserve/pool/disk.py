@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from shadowserve.block import Operation
 from shadowserve.errors import is_passing
@@ -18,7 +18,7 @@ from shadowserve.pool.volume.format import RecordFlag, RecordKind, pack_record
 from shadowserve.pool.volume.volume import Volume
 from shadowserve.pool.wear import Wear
 
-__all__ = ["Disk", "Extent", "Place", "Quarantined"]
+__all__ = ["Disk", "Place", "Quarantined"]
 
 _log = logging.getLogger(__name__)
 
@@ -54,18 +54,6 @@ class Quarantined:
     reason: str
     since_ms: int
     wait_ms: int = _QUARANTINE_MS
-
-
-class Extent(NamedTuple):
-    """Where an object lies, and stays as long as this is lent."""
-
-    disk: "Disk"
-    first_block: int
-
-    @property
-    def offset(self) -> int:
-        """Where its header begins on the device, in bytes."""
-        return self.first_block * BLOCK_BYTES
 
 
 class Disk:

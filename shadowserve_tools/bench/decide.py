@@ -1,7 +1,6 @@
 """``shadowserve bench decide``: fetch or compute, by prediction, against always the one and always the other."""
 
 import itertools
-import math
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from shadowserve_tools.bench.layers import Bed
 from shadowserve_tools.bench.parts.engine import prompt
 from shadowserve_tools.bench.parts.serving import VOCABULARY, Model
 from shadowserve_tools.bench.peers.network import Link, linked
-from shadowserve_tools.report import Chart, Output, Report, output_options
+from shadowserve_tools.report import INTERVAL_VALUES_MIN, Chart, Output, Report, half_width, output_options
 
 __all__ = ["decide"]
 
@@ -77,7 +76,7 @@ class _Results:
 @click.option("--layer-order", is_flag=True, help="Let prompts come layer by layer, too, where that is sooner.")
 @click.option(
     "--repeats", default=5, show_default=True, type=click.IntRange(1, 50),
-    help="Pairs that count of the longest prompt; of one that has a fourth of its tokens twice as many, and so on.",
+    help="Pairs that count of the longest prompt; of one that has a fourth of its tokens four times as many.",
 )  # fmt: skip
 @output_options
 def decide(
@@ -170,8 +169,8 @@ def _measure(
     for _ in range(repeats):
         tell(f"asking over {rate:g} Gbit/s")
         for cell in cells:
-            # What disturbs the machine disturbs short prompts by more.
-            for _ in range(round(math.sqrt(max(prompts) / cell.tokens))):
+            # What disturbs the machine disturbs short prompts by more, and they are soon asked.
+            for _ in range(round(max(prompts) / cell.tokens)):
                 for name in _WAYS if next(number) % 2 == 0 else reversed(_WAYS):
                     bed.engine.ask("hits", way=_WAYS[name])
                     _ask(bed, cell, name, results.answers[cell.tokens])
@@ -210,14 +209,17 @@ def _report(results: _Results, links: Sequence[float]) -> Report:
             "deciding_ms",
             "loaded",
             "over_better",
+            "half_width",
         ],
     )
     for cell in results.cells:
         medians = {name: statistics.median(times) * 1e3 for name, times in cell.ttft_s.items()}
+        over = cell.over_better(_DECIDING)
         report.row(
             tokens=cell.tokens, link_Gbit_per_s=cell.gbit_per_s, stored_MB=results.stored_bytes[cell.tokens] / 1e6,
             no_cache_ms=medians[_OFF], always_fetch_ms=medians[_ALWAYS], deciding_ms=medians[_DECIDING],
-            loaded=statistics.fmean(cell.loaded), over_better=statistics.median(cell.over_better(_DECIDING)),
+            loaded=statistics.fmean(cell.loaded), over_better=statistics.median(over),
+            half_width=half_width(over) if len(over) >= INTERVAL_VALUES_MIN else "",
         )  # fmt: skip
     for name, ratio, goal in (
         (_DECIDING, "worst_over_better_of_both", "at most 1.05"),

@@ -342,9 +342,9 @@ class Target:
         while done < last:
             done += self._round(done, done * self._workload.layout.raw_bytes, last)
 
-    def touch(self, index: int) -> None:
-        """Fetch one chunk to every place, as if all of the memory had been used before."""
-        for place in range(len(self._workload.keys)):
+    def touch(self, index: int, places: int | None = None) -> None:
+        """Fetch one chunk to every place, as if all of the memory had been used before; or only to the first ones."""
+        for place in range(len(self._workload.keys) if places is None else places):
             self._round(index, place * self._workload.layout.raw_bytes, index + 1)
 
     def fetch_through(self) -> None:

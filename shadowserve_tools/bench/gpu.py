@@ -306,9 +306,8 @@ class _Target:
                 paged.layout.scatter(chunks, paged.blocks[begin : begin + count], CHUNK_BLOCKS)
 
         with closing(DataPlaneClient(address, connect_timeout=TIMEOUT_S)) as client:
-            destination = Destination(
-                client, [shape], 2 * plan.chunks * shape.raw_bytes, TIMEOUT_S, make=delivery.fetch
-            )
+            size, progress = 2 * plan.chunks * shape.raw_bytes, delivery.shared
+            destination = Destination(client, [shape], size, TIMEOUT_S, make=delivery.fetch, progress=progress)
             manager = KVCacheManager(client, destination, scatter, fetch_timeout=TIMEOUT_S)
             with closing(manager):
                 yield cls(plan, manager, paged, workload)

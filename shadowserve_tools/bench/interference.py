@@ -1,7 +1,6 @@
 """``shadowserve bench interference``: what fetching does to an engine that serves, here and where it should not run."""
 
 import itertools
-import math
 import statistics
 import time
 from collections import defaultdict
@@ -18,9 +17,9 @@ from shadowserve_tools.bench.fetch import Target
 from shadowserve_tools.bench.parts.loads import Control, FetchLoop
 from shadowserve_tools.bench.parts.serving import Load, Model, Partition, Served, Stack, model_options, p95
 from shadowserve_tools.bench.parts.workload import llama_8b, put
-from shadowserve_tools.report import Chart, Output, Report, output_options
+from shadowserve_tools.report import Chart, Output, Report, half_width, output_options
 
-__all__ = ["half_width", "interference"]
+__all__ = ["interference"]
 
 OURS: Final = "shadowserve"
 IN_ENGINE: Final = "in-engine decompression"
@@ -217,20 +216,6 @@ def _measure_lengths(results: _Results, running: Stack, plan: _Plan, load: Load,
 
 
 # ---- What came of it -------------------------------------------------------------------------------------------------
-
-
-def half_width(values: Sequence[float]) -> float:
-    """Return half of the median's interval of 95 % confidence, whatever their distribution is, by order statistics.
-
-    Args:
-        values: at least six; fewer have no such interval.
-    """
-    ordered, below, left_out = sorted(values), 0.0, -1
-    while (below := below + math.comb(len(ordered), left_out + 1) / 2 ** len(ordered)) <= 0.025:
-        left_out += 1
-    if left_out < 0:
-        raise ValueError(f"{len(ordered)} values are too few for an interval")
-    return (ordered[-1 - left_out] - ordered[left_out]) / 2
 
 
 def _report(results: _Results) -> Report:

@@ -15,18 +15,13 @@ from host_control.slack.interference import Interference
 from host_control.slack.table import ComputeTable, attention_pairs
 from shadowserve.chunk import Quantizer
 from shadowserve_tools.bench.fetch import Target
-from shadowserve_tools.bench.interference import (
-    DECODED_TOKENS,
-    HALF_WIDTH_MAX,
-    SLOWDOWN_MAX,
-    half_width,
-)
+from shadowserve_tools.bench.interference import DECODED_TOKENS, HALF_WIDTH_MAX, SLOWDOWN_MAX
 from shadowserve_tools.bench.parts.disks import Disks, working_folder
 from shadowserve_tools.bench.parts.loads import FetchLoop
 from shadowserve_tools.bench.parts.retrieval import Offered, OurPool, Prefix
 from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Stack, model_options_with
 from shadowserve_tools.bench.parts.workload import llama_8b, put
-from shadowserve_tools.report import Chart, Output, Report, output_options
+from shadowserve_tools.report import Chart, Output, Report, half_width, output_options
 
 __all__ = ["slack"]
 

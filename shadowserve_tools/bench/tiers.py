@@ -31,6 +31,8 @@ DEVICE: Final = "device alone"
 READERS: Final = 8
 PIECE_BYTES: Final = 4 << 20
 LINE_TIMEOUT_S: Final = 60.0
+MORE: Final = 2
+"""Chunks behind those that are measured: one to touch memory with, and one that storage alone has."""
 SPARE: Final = 5
 """Times the records that tiers have memory for: a quarter of it receives what one round has devices bring."""
 
@@ -56,7 +58,7 @@ def tiers(chunks: int, repeats: int, folder: Path | None, peers_python: Path, ou
     """
     chunks -= chunks % 3
     report = Report("tiers", ["system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note"])
-    workload = llama_8b(chunks + 1)
+    workload = llama_8b(chunks + MORE)
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shadowserve-tiers-", dir=folder)))
@@ -90,10 +92,11 @@ class _Plane:
     Args:
         logs: folder for what it prints.
         storage: that it is over.
-        workload: to fetch, with one chunk more.
+        workload: to fetch, with MORE chunks behind.
         tiers: configuration of it; None for none.
         alone: without the storage.
-        prime: so many leading chunks are fetched after each start, behind the last one, to every place.
+        prime: so many leading chunks are fetched after each start, behind one that goes to every place.
+        connects: the last chunk is fetched, too, once, as nothing else before a run opens connections to storage.
     """
 
     def __init__(
@@ -105,11 +108,13 @@ class _Plane:
         *,
         alone: bool = False,
         prime: int = 0,
+        connects: bool = False,
     ) -> None:
         self._logs = logs
         self._storage = storage
         self._workload = workload
         self._prime = prime
+        self._connects = connects
         self._has_devices = tiers is not None and "devices" in tiers
         self._address = "" if alone else storage.address
         room = f"{workload.stored_bytes + (64 << 20)}"
@@ -128,7 +133,10 @@ class _Plane:
         self._target = self._stack.enter_context(Target.opened(plane.address, self._workload))
         if self._has_devices:
             await_line(plane, "memory_registered")  # which takes cores for a moment after a start
-        self._target.touch(len(self._workload.keys) - 1)
+        chunks = len(self._workload.keys) - MORE
+        self._target.touch(chunks)
+        if self._connects:
+            self._target.touch(chunks + 1, places=1)
         if self._prime:
             self._target.fetch(self._prime)
         self._target.clear()
@@ -151,7 +159,7 @@ def _ours(stack: ExitStack, logs: Path, disk: Path, workload: Workload) -> list[
     """Fill the tiers, and return what fetches from each."""
     storage = stack.enter_context(start_storage(logs))
     put(workload, storage.address)
-    chunks = len(workload.keys) - 1
+    chunks = len(workload.keys) - MORE
     memory = {"memory_budget_bytes": SPARE * workload.stored_bytes, "scrub_bytes_per_s": 0}
     memory |= {"write_bytes_under_way_max": 2 * workload.stored_bytes}  # one fetch is to fill the device
 
@@ -164,12 +172,13 @@ def _ours(stack: ExitStack, logs: Path, disk: Path, workload: Workload) -> list[
         filler = _Plane(logs / "filler", storage, workload, on_disk(name), prime=count)
         filler.restart()
         filler.close()
+    mixed = on_disk(MIXED, admission="second_hit")
     planes = {
         MEMORY: _Plane(logs / "memory", storage, workload, memory, prime=chunks),
         SSD: _Plane(logs / "ssd", storage, workload, on_disk(SSD), alone=True),
         REMOTE: _Plane(logs / "remote", storage, workload, None),
         # What comes from storage is not written to the device, where the next run would find it.
-        MIXED: _Plane(logs / "mixed", storage, workload, on_disk(MIXED, admission="second_hit"), prime=chunks // 3),
+        MIXED: _Plane(logs / "mixed", storage, workload, mixed, prime=chunks // 3, connects=True),
     }
     for plane in planes.values():
         stack.callback(plane.close)

@@ -131,12 +131,11 @@ def rot(daemon: Daemon, folder: Path, index: int, layer: int) -> None:
     with tiers.lock:
         item = pool.peek(address_of(KEYS[index]))
         assert item is not None
-        extent = pool.lend_extent(item)
-        assert extent is not None
-        pool.return_extent(extent)
+        lent = pool.lend_extents([KEYS[index]], [item.length])
+        pool.return_extents(lent)
     body = item.length - SHAPE.raw_bytes
     with open(folder / "tier", "r+b") as file:
-        file.seek(extent.offset + 2048 + body + layer * CHUNK_BLOCKS * PAGE + PAGE + 17)
+        file.seek(lent[0].extent * 4096 + 2048 + body + layer * CHUNK_BLOCKS * PAGE + PAGE + 17)
         file.write(b"\xff" * 8)
 
 
@@ -162,6 +161,18 @@ async def test_pages_are_there_after_a_restart(tmp_path: Path) -> None:
         await paged.register()
         paged.assert_right(await paged.fetch())
         paged.close()
+
+
+async def test_a_chain_longer_than_a_hold_of_the_lock_is_one_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpu_dataplane.sources.tiers.tiers.ENTRIES_PER_HOLD", 4)
+    async with stored(tmp_path) as (daemon, _, paged):
+        paged.assert_right(await paged.fetch())
+        assert daemon.metrics.page_requests == 1
+        tiers_in(daemon).drop(KEYS[4])
+        paged.assert_right(await paged.fetch(), 4)
+        assert not any(disk._uses for disk in tiers_in(daemon).pool._core.disks)
 
 
 async def test_pages_of_several_devices_are_one_prefix(tmp_path: Path) -> None:
@@ -214,6 +225,31 @@ async def test_pages_of_another_shape_are_a_miss(tmp_path: Path) -> None:
         await wrong.register(shape, first=first, stride=LAYERS * PAGE // 2, blocks=2 * BLOCKS)
         answer = await wrong.fetch(blocks=list(range(2 * CHUNKS * CHUNK_BLOCKS)))
         assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_ABSENT)
+        wrong.assert_untouched()
+        paged.assert_right(await paged.fetch())
+        wrong.close()
+
+
+@pytest.mark.parametrize(("layers", "blocks", "page"), [(LAYERS, 2, PAGE // 2), (2 * LAYERS, 1, PAGE // 2)])
+async def test_pages_of_another_shape_land_nowhere_once_they_were_read_in_their_own(
+    tmp_path: Path, layers: int, blocks: int, page: int
+) -> None:
+    """How to read a record was remembered by its key alone: with more layers, beyond the end of its checksums."""
+    async with stored(tmp_path) as (_, client, paged):
+        paged.assert_right(await paged.fetch())
+        shape = layout("passthrough", "uint8", layers=layers, kinds=1, vector_length=page, tokens=blocks * CHUNK_BLOCKS)
+        wrong = Paged(client)
+        stride = layers * page
+        await wrong.register(
+            shape, first=[layer * page for layer in range(layers)], stride=stride, blocks=WORD // stride
+        )
+        count = CHUNKS * blocks * CHUNK_BLOCKS
+        answer = await client.stub.FetchPages(
+            pb.FetchPagesRequest(
+                job_id="wrong", destination_id=wrong.destination, keys=KEYS, blocks=range(count), timeout_ms=PATIENCE_MS
+            )
+        )
+        assert answer.outcome == pb.OUTCOME_ABSENT and not answer.delivered_bytes, answer
         wrong.assert_untouched()
         paged.assert_right(await paged.fetch())
         wrong.close()

@@ -11,7 +11,7 @@ from dataplane_support import WAYS, Client, Server, keys_of, layout, make_record
 from machine import NEVER_MS, until
 
 from shadowserve import record
-from shadowserve.pieces import leading_layers, pack, unpack
+from shadowserve.pieces import leading_chunks, leading_layers, pack, unpack
 from shadowserve.proto import dataplane_pb2 as pb
 
 SHAPE = layout(layers=6)
@@ -128,10 +128,43 @@ async def test_a_cancelled_fetch_says_nothing_more(mortal_storage: Server) -> No
         assert word.get() == SENTINEL
 
 
+async def test_in_the_order_of_chunks_all_of_them_are_said_to_be_in_place(storage: Server) -> None:
+    async with running(storage) as (_, client):
+        keys = await prepared(client, storage)
+        word = Word(client)
+        answer = await client.stub.Fetch(request(client, keys, order=pb.ORDER_CHUNKS))
+        assert answer.outcome == pb.OUTCOME_COMPLETE and word.get() == CHUNKS
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+async def test_a_damaged_chunk_is_never_said_to_be_there(redis: Server, chunk: int) -> None:
+    async with running(redis, delete_corrupt=False) as (_, client):
+        keys = await prepared(client, redis)
+        damaged = bytearray(make_record(SHAPE, keys[chunk], chunk))
+        damaged[-3] ^= 4
+        redis.put(keys[chunk], bytes(damaged))
+        word = Word(client)
+        answer = await client.stub.Fetch(request(client, keys, order=pb.ORDER_CHUNKS))
+        assert answer.outcome == pb.OUTCOME_CORRUPT
+        there = unpack(answer.delivered[0], SHAPE.layers, CHUNKS)
+        assert word.get() == leading_chunks(there, np.ones_like(there)) <= chunk
+
+
+async def test_a_chunk_is_in_place_once_every_part_has_it(client: Client, storage: Server) -> None:
+    """The second part has one chunk: with the others of the first it has nothing to do."""
+    keys = await prepared(client, storage)
+    absent = keys_of(SHAPE, CHUNKS + 1)[-1]
+    size = SHAPE.raw_bytes
+    for other, outcome, there in ((keys[4], pb.OUTCOME_COMPLETE, 4), (absent, pb.OUTCOME_ABSENT, 0)):
+        word = Word(client)
+        parts = [client.part(keys[:4], length=4 * size), client.part([other], offset=4 * size, length=size)]
+        answer = await client.stub.Fetch(request(client, keys, parts=parts, order=pb.ORDER_CHUNKS))
+        assert (answer.outcome, word.get()) == (outcome, there)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"order": pb.ORDER_CHUNKS}, "order of layers"),
         ({"progress": 0}, "outside the part's region"),
         ({"progress": CHUNKS * SHAPE.raw_bytes - 4}, "outside the part's region"),
         ({"progress": CHUNKS * SHAPE.raw_bytes + 2}, "multiple of 4"),

@@ -281,3 +281,31 @@ def test_more_chunks_than_the_memory_holds_come_chunk_by_chunk(
     engine.forget()
     assert engine.outputs([prompt(700)]) == reference([prompt(700)])
     assert plane.layerwise_calls == 1
+
+
+@pytest.mark.parametrize("when", ["before its step has ended", "after it"])
+def test_a_request_aborted_as_its_load_falls_short_leaves_nothing_wrong_in_the_engine_s_own_cache(
+    engine: Any, plane: Any, reference: Any, prompt: Any, when: str
+) -> None:
+    """vLLM has its blocks in its prefix cache since it was scheduled, and would have had it compute them again."""
+    from vllm import SamplingParams
+
+    core = engine.llm.llm_engine
+    scheduler = engine.scheduler
+
+    def abort() -> None:
+        (name,) = scheduler.requests
+        core.engine_core.engine_core.aborts_queue.put_nowait([name])
+
+    plane.script.fail_layer, plane.script.fail_fetch_at = 1, 0
+    if when == "before its step has ended":
+        plane.script.before_layer = lambda layer: layer or abort()
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    core.add_request("gone", {"prompt_token_ids": prompt(1000)}, sampling)
+    while not plane.layerwise_calls:
+        core.step()
+    core.abort_request(["gone"])
+    plane.script = type(plane.script)()
+    plane.records.clear()
+    assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
+    assert engine.free_blocks() == scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1

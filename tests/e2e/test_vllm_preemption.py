@@ -5,6 +5,7 @@ from typing import Any
 
 import grpc
 import pytest
+from engine_stress import Script, Stress
 
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -205,3 +206,18 @@ def test_a_request_that_is_aborted_while_preempted_leaves_nothing(
     side = engine.connector._scheduler
     assert not side._preemption._held and not side._preemption._saved and not engine.worker._saves
     assert engine.free_blocks() == BLOCKS - 1
+
+
+def test_nothing_is_wrong_or_left_behind_whatever_happens_at_once(
+    engine: Any, plane: Any, prompt: Any, reference: Any
+) -> None:
+    """One seed of what ``make soak`` runs without end, for engines of many kinds."""
+    engine.reset(plane, records=True)
+    longest = [((300, seed), GENERATED) for seed in SEEDS] + [((200, 0), GENERATED)]
+    shorter = [((length, 0), 8) for length in (256, 513, 1000)]
+    prompts = [(prompt(*arguments), tokens) for arguments, tokens in longest + shorter]
+    expected = [(tokens, reference([tokens], count)[0]) for tokens, count in prompts]
+    stress = Stress(engine, expected, Script(plane), seed=5)
+    with engine.impatient():
+        stress.run(30)
+    assert stress.counts["answers"] and stress.counts["preemptions"], stress.counts

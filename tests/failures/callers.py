@@ -202,30 +202,42 @@ SHAPE: Final = KVNamespace(model=_MODEL, layers=(0, 4), heads=(0, 2)).name(
 
 
 class Prompt:
-    """A chain of chunks, and the bytes of each."""
+    """A chain of chunks, and the bytes of each: as a model would have computed them, of one shape."""
 
-    def __init__(self, seed: str, chunks: int) -> None:
+    def __init__(self, seed: str, chunks: int, shape: ChunkLayout = SHAPE, model: ModelIdentity = _MODEL) -> None:
         chance = random.Random(seed)
-        tokens = [chance.randrange(1000) for _ in range(chunks * SHAPE.tokens)]
-        self.keys = record_keys(SHAPE.namespace, chain_links(_MODEL.digest(), tokens, chunk_tokens=SHAPE.tokens))
+        tokens = [chance.randrange(1000) for _ in range(chunks * model.chunk_tokens)]
+        self.keys = record_keys(shape.namespace, chain_links(model.digest(), tokens, chunk_tokens=model.chunk_tokens))
         # Exponents near one another and noise in the fraction, as KV has them.
-        self.chunks = [_floats(f"{seed}/{number}") for number in range(chunks)]
+        self.chunks = [_floats(f"{model.model}/{seed}/{number}", shape.raw_bytes) for number in range(chunks)]
         self.parents = [b"", *self.keys[:-1]]
 
 
-def _floats(seed: str) -> bytes:
-    noise = bytearray(random.Random(seed).randbytes(SHAPE.raw_bytes))
+def _floats(seed: str, size: int) -> bytes:
+    noise = bytearray(random.Random(seed).randbytes(size))
     noise[1::2] = bytes(0x3F if byte & 1 else 0xBF for byte in noise[1::2])
     return bytes(noise)
 
 
 class Host:
-    """The host's client of a data plane, whose every answer is judged. One thread at a time."""
+    """The host's client of a data plane, whose every answer is judged. One thread at a time.
 
-    def __init__(self, address: str, tally: Tally, *, deadline_s: float = 3.0, chunks: int = 8) -> None:
-        self.tally, self._deadline_s, self._chunks = tally, deadline_s, chunks
+    Its chunks are of one shape; ``plain``: they are stored as they are, so that devices can bring them into pages.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        tally: Tally,
+        *,
+        deadline_s: float = 3.0,
+        chunks: int = 8,
+        shape: ChunkLayout = SHAPE,
+        plain: bool = False,
+    ) -> None:
+        self.tally, self._deadline_s, self._shape, self._plain = tally, deadline_s, shape, plain
         self.client = DataPlaneClient(address, connect_timeout=deadline_s, backoff=0.02, backoff_max=0.2)
-        self._destination = Destination(self.client, [SHAPE], chunks * SHAPE.raw_bytes, connect_timeout=deadline_s)
+        self._destination = Destination(self.client, [shape], chunks * shape.raw_bytes, connect_timeout=deadline_s)
         self._jobs = 0
 
     def close(self) -> None:
@@ -266,7 +278,13 @@ class Host:
             memory[number * len(data) : (number + 1) * len(data)] = data
         began = time.monotonic()
         answer = self.client.store(
-            self._next_job(), self._destination.destination_ids[0], 0, prompt.keys, prompt.parents, self._deadline_s
+            self._next_job(),
+            self._destination.destination_ids[0],
+            0,
+            prompt.keys,
+            prompt.parents,
+            self._deadline_s,
+            plain=self._plain,
         )
         self._check_time("store", began)
         self._settle(answer.reason, answer.quiet)
@@ -291,7 +309,7 @@ class Host:
         memory[:] = b"\xee" * len(memory)
         began = time.monotonic()
         try:
-            part = FetchPart.whole(SHAPE, self._destination.destination_ids[0], prompt.keys)
+            part = FetchPart.whole(self._shape, self._destination.destination_ids[0], prompt.keys)
             call = self.client.start_fetch(self._next_job(), [part], self._deadline_s)
             answer = call.result()
         except DataPlaneError as error:
@@ -299,7 +317,7 @@ class Host:
             time.sleep(_PAUSE_S)
             return 0
         self._check_time("fetch", began)
-        size = SHAPE.raw_bytes
+        size = self._shape.raw_bytes
         (arrived,) = answer.chunks
         for number in range(arrived):
             if bytes(memory[number * size : (number + 1) * size]) != prompt.chunks[number]:

@@ -8,9 +8,10 @@ import errno
 import itertools
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import grpc
 import images
 from callers import SHAPE
 from cases import Context, case
@@ -21,22 +22,26 @@ from nodes import DataPlane
 
 from host_control.client import DataPlaneClient
 from host_control.waiting import WaitingQueue
+from shadowserve.proto import dataplane_pb2 as pb
 
 _PROMPTS = 10
 
 
-def _tiers(context: Context) -> dict[str, Any]:
+def _tiers(context: Context, memory: str = "2MiB", size: str = "32MiB") -> dict[str, Any]:
     """Options of a data plane whose tiers hold all prompts on a file, and few of them in memory."""
     folder = context.folder / "tier"
     folder.mkdir(exist_ok=True)
-    device = {"path": str(folder / "disk"), "size": "32MiB", "objects_max": 600, "access": "threads"}
-    tiers = {"memory_budget_bytes": "2MiB", "memory_bandwidth": 1, "scrub_bytes_per_s": 0, "devices": [device]}
+    device = {"path": str(folder / "disk"), "size": size, "objects_max": 600, "access": "threads"}
+    tiers = {"memory_budget_bytes": memory, "memory_bandwidth": 1, "scrub_bytes_per_s": 0, "devices": [device]}
     return {"tiers": json.dumps(tiers)}
 
 
-def _filled(context: Context, **options: Any) -> tuple[DataPlane, Work]:
-    plane = context.data_plane(context.storage(memory_bytes=64 << 20).port, **_tiers(context), **options)
-    prompts = prompts_of(context, _PROMPTS)
+def _filled(
+    context: Context, prompts_count: int = _PROMPTS, tiers: Mapping[str, Any] | None = None, **options: Any
+) -> tuple[DataPlane, Work]:
+    storage = context.storage(memory_bytes=64 << 20)
+    plane = context.data_plane(storage.port, **(tiers or _tiers(context)), **options)
+    prompts = prompts_of(context, prompts_count)
     work = Work(context, plane.address, prompts)
     host = context.host(plane.address)
     for prompt in prompts:
@@ -134,6 +139,42 @@ def tier_rotten(context: Context) -> None:
     work.verify(context.host(plane.address))
 
 
+@case(
+    "disk full",
+    "more is stored through a data plane than its tier has room for, while hosts store and fetch: storage has it all",
+    engines=("memory",),
+    repetitions=2,
+)
+def tier_full(context: Context) -> None:
+    plane, work = _filled(context, 4 * _PROMPTS, _tiers(context, size="8MiB"))
+    with work.running():
+        context.pause(0.6, 1.0)
+    work.verify(context.host(plane.address))
+
+
+@case(
+    "device that never answers",
+    "reads of a data plane's tier stand still for some seconds while hosts store and fetch; then they come",
+    engines=("memory",),
+    repetitions=2,
+)
+def tier_silent(context: Context) -> None:
+    (context.folder / "tier").mkdir()
+    faults = Faults(context.folder, context.folder / "tier")
+    try:
+        plane, work = _filled(context, environment=faults.environment)
+        faults.set(hold=1)
+        with work.running():
+            wait_for(lambda: faults.held)
+            context.pause(2.0, 4.0)
+            faults.clear()
+            context.pause(0.3, 0.6)
+        work.verify(context.host(plane.address))
+    finally:
+        faults.clear()
+        faults.close()
+
+
 @contextlib.contextmanager
 def _waiting(context: Context, work: Work, address: str) -> Iterator[None]:
     """Have an engine's queue told to a data plane, of prompts that are fetched meanwhile, or never are."""
@@ -189,6 +230,59 @@ def promoting_device_fails(context: Context) -> None:
         work.verify(context.host(plane.address))
     finally:
         faults.close()
+
+
+@case(
+    "memory taken back",
+    "what a data plane brings into memory ahead of fetches has to give way to what hosts store and fetch meanwhile",
+    engines=("memory",),
+    repetitions=2,
+)
+def promoting_memory_short(context: Context) -> None:
+    plane, work = _filled(context, 3 * _PROMPTS, _tiers(context, "1MiB"))
+    with _waiting(context, work, plane.address):
+        context.pause(0.8, 1.2)
+    work.verify(context.host(plane.address))
+
+
+@case(
+    "announcements that lie",
+    "of requests that never come, out of order, twice, for keys of another engine's model, while hosts store and fetch",
+    engines=("memory",),
+    repetitions=2,
+    short=("memory",),
+)
+def promoting_told_lies(context: Context) -> None:
+    plane, work = _filled(context)
+    client = DataPlaneClient(plane.address)
+    try:
+        client.connect(5, SHAPE)
+        with work.running():
+            for number in range(200):
+                prompts = context.chance.sample(work.prompts, 3)
+                namespace = context.chance.choice([SHAPE.namespace, context.chance.randbytes(32)])
+                told = pb.ExpectRequest(
+                    queue=b"%d" % context.chance.randrange(3),
+                    number=context.chance.choice([number, context.chance.randrange(1, 2**40)]),
+                    whole=context.chance.random() < 0.5,
+                    order=context.chance.choices(range(10), k=5),
+                    gone=context.chance.choices(range(10), k=2),
+                    lasts_ms=context.chance.choice([1, 60_000]),
+                    arrivals=[
+                        pb.Arrival(
+                            request=context.chance.randrange(10),
+                            chains=[pb.KeyChain(keys=context.chance.sample(prompt.keys, 4), namespace=namespace)],
+                        )
+                        for prompt in prompts
+                    ],
+                )
+                answer = client.expect(told)
+                assert answer is not None
+                with contextlib.suppress(grpc.RpcError):  # absurd ones are refused
+                    answer.result(timeout=60)
+        work.verify(context.host(plane.address))
+    finally:
+        client.close()
 
 
 @case(

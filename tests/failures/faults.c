@@ -28,6 +28,8 @@ struct faults {
     _Atomic int32_t flush_error;
     _Atomic uint32_t one_in; /* operations that would fail; 0 and 1: all */
     _Atomic uint64_t met;    /* operations that have failed */
+    _Atomic uint32_t hold;   /* reads wait for as long as this is set */
+    _Atomic uint32_t held;   /* reads that wait now */
 };
 
 static struct faults none;
@@ -54,21 +56,34 @@ __attribute__((constructor)) static void map_faults(void) {
     }
 }
 
+/* Returns whether fd is one of those files. */
+static int chosen(int fd) {
+    char link[64], path[PATH_MAX];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t length = prefix_length == 0 ? -1 : readlink(link, path, sizeof path - 1);
+    return length >= (ssize_t)prefix_length && memcmp(path, prefix, prefix_length) == 0;
+}
+
 /* Returns the errno that an operation on fd ends with, or 0. */
 static int fails(int fd, _Atomic int32_t *which) {
     int error = atomic_load(which);
-    if (error == 0 || prefix_length == 0)
-        return 0;
-    char link[64], path[PATH_MAX];
-    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    ssize_t length = readlink(link, path, sizeof path - 1);
-    if (length < (ssize_t)prefix_length || memcmp(path, prefix, prefix_length) != 0)
+    if (error == 0 || !chosen(fd))
         return 0;
     uint32_t one_in = atomic_load(&faults->one_in);
     if (one_in > 1 && (atomic_fetch_add(&counter, 1) * 2654435761u >> 8) % one_in != 0)
         return 0;
     atomic_fetch_add(&faults->met, 1);
     return error;
+}
+
+/* Waits while reads are held: a device that does not answer. */
+static void wait_while_held(int fd) {
+    if (atomic_load(&faults->hold) == 0 || !chosen(fd))
+        return;
+    atomic_fetch_add(&faults->held, 1);
+    while (atomic_load(&faults->hold) != 0)
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    atomic_fetch_sub(&faults->held, 1);
 }
 
 #define REAL(name) ((__typeof__(&name))real(#name))
@@ -85,31 +100,37 @@ static void *real(const char *name) { return dlsym(RTLD_NEXT, name); }
     } while (0)
 
 ssize_t pread(int fd, void *data, size_t size, off_t offset) {
+    wait_while_held(fd);
     FAULTY(read, fd);
     return REAL(pread)(fd, data, size, offset);
 }
 
 ssize_t pread64(int fd, void *data, size_t size, off64_t offset) {
+    wait_while_held(fd);
     FAULTY(read, fd);
     return REAL(pread64)(fd, data, size, offset);
 }
 
 ssize_t preadv(int fd, const struct iovec *parts, int count, off_t offset) {
+    wait_while_held(fd);
     FAULTY(read, fd);
     return REAL(preadv)(fd, parts, count, offset);
 }
 
 ssize_t preadv64(int fd, const struct iovec *parts, int count, off64_t offset) {
+    wait_while_held(fd);
     FAULTY(read, fd);
     return REAL(preadv64)(fd, parts, count, offset);
 }
 
 ssize_t preadv2(int fd, const struct iovec *parts, int count, off_t offset, int flags) {
+    wait_while_held(fd);
     FAULTY(read, fd);
     return REAL(preadv2)(fd, parts, count, offset, flags);
 }
 
 ssize_t preadv64v2(int fd, const struct iovec *parts, int count, off64_t offset, int flags) {
+    wait_while_held(fd);
     FAULTY(read, fd);
     return REAL(preadv64v2)(fd, parts, count, offset, flags);
 }

@@ -16,6 +16,8 @@ _FIELDS: Final = {
     "flush_error": (16, "<i"),
     "one_in": (20, "<I"),
     "met": (24, "<Q"),
+    "hold": (32, "<I"),
+    "held": (36, "<I"),
 }
 
 
@@ -43,18 +45,28 @@ class Faults:
         }
 
     def set(self, **values: int) -> None:
-        """Set fields: errors as errno, 0 for none; ``clock_offset_ns``; ``one_in``: one of so many meets it."""
+        """Set fields: errors as errno, 0 for none; ``clock_offset_ns``; ``one_in``: one of so many meets it; ``hold``:
+        reads wait."""
         for name, value in values.items():
             offset, form = _FIELDS[name]
             struct.pack_into(form, self._map, offset, value)
 
     def clear(self) -> None:
-        self.set(read_error=0, write_error=0, flush_error=0, one_in=0, clock_offset_ns=0)
+        self.set(read_error=0, write_error=0, flush_error=0, one_in=0, clock_offset_ns=0, hold=0)
 
     @property
     def met(self) -> int:
         """Operations that have failed."""
-        return int(struct.unpack_from("<Q", self._map, 24)[0])
+        return self._get("met")
+
+    @property
+    def held(self) -> int:
+        """Reads that wait now."""
+        return self._get("held")
+
+    def _get(self, name: str) -> int:
+        offset, form = _FIELDS[name]
+        return int(struct.unpack_from(form, self._map, offset)[0])
 
     def close(self) -> None:
         self._map.close()

@@ -18,6 +18,8 @@ import cases_bucket
 import cases_clients
 import cases_dataplane
 import cases_devices
+import cases_pages
+import cases_preemption
 import cases_processes
 import cases_resources
 import cases_tiers
@@ -33,6 +35,8 @@ _PARTS = (
     cases_clients,
     cases_resources,
     cases_tiers,
+    cases_pages,
+    cases_preemption,
     cases_dataplane,
     cases_bucket,
     cases_attacks,

@@ -203,7 +203,7 @@ class Storage:
 
 
 class DataPlane:
-    """One daemon, on the same port after each start."""
+    """One daemon, on the same port after each start, above a storage server, or (port 0) with its tiers alone."""
 
     def __init__(
         self, storage_port: int, folder: Path, environment: Mapping[str, str] | None = None, **options: Any
@@ -214,7 +214,7 @@ class DataPlane:
         self.address = f"127.0.0.1:{self.port}"
         self.log = folder / "dataplane.log"
         self.options: dict[str, Any] = {
-            "storage": f"127.0.0.1:{storage_port}",
+            "storage": f"127.0.0.1:{storage_port}" if storage_port else "",
             "listen": self.address,
             "shutdown_time": 2.0,
             "connect_timeout": 2.0,

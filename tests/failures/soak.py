@@ -1,6 +1,6 @@
 """What only time shows: a server and a data plane under load for half an hour must not grow; and the long loops.
 
-``make soak`` runs the leak soak, the crash loop and the simulation one after the other, and writes one JSON report.
+``make soak`` runs the leak soak, the crash loop, the simulation and engines under stress, and writes one JSON report.
 """
 
 import argparse
@@ -307,10 +307,25 @@ def simulation(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
     return found | {"passed": done.returncode == 0 and found.get("seeds", 0) > 0}
 
 
+def engines(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
+    """Run engines of every kind, one after the other, under everything at once; return how each ended."""
+    program = REPOSITORY / "tests" / "e2e" / "engine_stress.py"
+    listed = subprocess.run([sys.executable, program, "--list"], check=True, capture_output=True, text=True)
+    found: dict[str, Any] = {}
+    for kind in (kinds := listed.stdout.split()):
+        log = folder / f"{kind}.log"
+        command = [sys.executable, program, kind, "--seconds", f"{seconds / len(kinds):.0f}", "--seed", f"{seed}"]
+        with log.open("w") as file:
+            done = subprocess.run(command, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT)
+        found[kind] = {"exit": done.returncode, "said": log.read_text()[-1000:].splitlines()[-1:]}
+    return {"kinds": found, "passed": bool(found) and not any(kind["exit"] for kind in found.values())}
+
+
 PARTS: Final[dict[str, tuple[float, Callable[[Path, float, int], dict[str, Any]]]]] = {
     "leaks": (2.0, leak_soak),
     "crashes": (1.0, crashes),
     "simulation": (1.0, simulation),
+    "engines": (1.0, engines),
 }
 """How much of the time each part gets, in comparison, and what runs it."""
 
@@ -319,10 +334,11 @@ _HELP: Final = """Run the long tests, one after the other, and write one report.
 leaks       a server with a pool, one with TLS, and a data plane under load: memory and descriptors must not grow
 crashes     a server killed again and again: what was acknowledged is there after each restart (scripts/crash-loop)
 simulation  seeds that nobody has run yet (scripts/soak-simulation)
+engines     real vLLM under arrivals, aborts, preemptions and faults at once: answers are right, and nothing is left
 
-Of the time, leaks get half, the others a quarter each; with --parts, those share it alike. The exit status is 1 if any
-part has not passed, or could not run; what it left behind is kept then, and the last lines say where, and what shows
-it again. docs/testing.md has more."""
+Of the time, leaks get two fifths, the others a fifth each; with --parts, those share it alike. The exit status is 1 if
+any part has not passed, or could not run; what it left behind is kept then, and the last lines say where, and what
+shows it again. docs/testing.md has more."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -372,4 +388,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(failed))
 
 
-__all__ = ["PARTS", "crashes", "leak_soak", "main", "simulation", "slope", "verdict"]
+__all__ = ["PARTS", "crashes", "engines", "leak_soak", "main", "simulation", "slope", "verdict"]

@@ -3,14 +3,17 @@
 import errno
 import json
 import re
+from contextlib import closing
 from pathlib import Path
 
 import matrix
 import pytest
 import redis
-from cases import CASES, Case, Row, run_case
+from cases import CASES, Case, Context, Row, run_case
+from cases_pages import await_devices
 from nodes import Storage
 from outcomes import Expected, Outcome, Tally
+from paged import CHUNKS, PagedEngine, Shape
 
 REPOSITORY = Path(__file__).parents[2]
 SHORT = [case for case in CASES if case.short]
@@ -52,6 +55,31 @@ def test_other_bytes_and_lost_writes_are_wrong() -> None:
     expected.may_be_lost("key", "a fault")
     assert expected.judge("key", None) == (Outcome.MISSED, "a fault")
     assert expected.judge("key", value)[0] is Outcome.WRONG
+
+
+def test_pages_of_another_prefix_and_blocks_that_were_given_away_are_wrong(tmp_path: Path) -> None:
+    """What the rows of pages would see."""
+    tally = Tally()
+    shape = Shape()
+    one, other = shape.prompt("one"), shape.prompt("other")
+    context = Context(1, "pool", tmp_path, tally)
+    try:
+        device = {"path": str(tmp_path / "disk"), "size": "16MiB"}
+        plane = context.data_plane(0, tiers=json.dumps({"memory_budget_bytes": "4MiB", "devices": [device]}))
+        engine = context.enter(closing(PagedEngine(plane.address, tally, "seed", shape)))
+        assert [engine.stores.store(prompt) for prompt in (one, other)] == [CHUNKS] * 2
+        await_devices(engine, [one, other])
+        assert not tally.failed and tally.counts[Outcome.RIGHT] >= 4
+        one.chunks = other.chunks
+        engine.load([one])
+        assert tally.counts[Outcome.WRONG] == 1
+        engine.load([shape.prompt("nobody's")])
+        assert tally.counts[Outcome.WRONG] == 2, "it is absent, and nothing explains that"
+        engine.pages.segment.memory[:1] = b"\xff"  # as what lands late would
+        engine.check()
+        assert tally.counts[Outcome.WRONG] == 3
+    finally:
+        context.close()
 
 
 def test_a_wrong_answer_and_a_hang_fail_the_matrix() -> None:

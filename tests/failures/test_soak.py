@@ -66,13 +66,13 @@ def test_parts_share_the_time_and_no_part_is_no_success(
     path = tmp_path / "soak.json"
     assert soak.main(["--hours", "1", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
-    assert [report[name]["seconds"] for name in soak.PARTS] == [1800, 900, 900] and report["passed"]
+    assert [report[name]["seconds"] for name in soak.PARTS] == [1440, 720, 720, 720] and report["passed"]
     assert soak.main(["--hours", "1", "--parts", "simulation", "--json", str(path)]) == 0
     assert json.loads(path.read_text())["simulation"]["seconds"] == 3600
     for wrong in (["--parts", "leak"], ["--parts", ""], ["--hours", "0"]):
         with pytest.raises(SystemExit, match="2"):
             soak.main(wrong)
-    assert "there is no 'leak'; there are leaks, crashes, simulation" in capsys.readouterr().err
+    assert "there is no 'leak'; there are leaks, crashes, simulation, engines" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -76,6 +76,8 @@ class Script:
     """In the order of layers: is called before each."""
     answers_streams: bool = True
     """Whether a stream of layers ends with an answer."""
+    after_chunk: Callable[[int], Any] | None = None
+    """Where progress is told in the order of chunks: is called with how many are in place."""
     layer_delay: float = 0.0
     """Seconds before each layer, in the order of layers."""
     expect_answer: Callable[[pb.ExpectRequest], pb.ExpectResponse] = lambda request: pb.ExpectResponse()
@@ -299,6 +301,10 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
                     break
                 memory.mapping[begin : begin + memory.chunk_bytes] = self.records[key]
                 chunks, number = chunks + 1, number + 1
+                if request.HasField("progress") and len(request.parts) == 1:
+                    memory.mapping[request.progress : request.progress + 4] = chunks.to_bytes(4, "little")
+                    if self.script.after_chunk is not None:
+                        self.script.after_chunk(chunks)
             delivered = pieces(memory.layers, chunks, len(part.keys))
             if part.wanted:
                 shape = memory.layers, len(part.keys)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,32 @@ def test_scheduler_goes_on_while_fetches_run(
         assert manager.exchange() == [], "the fetch has not ended, by its deadline or otherwise"
     plane.script.unstall.set()
     assert collect(manager, 1)[0].complete
+
+
+def test_an_engine_that_loads_nothing_wakes_no_thread_with_its_steps(manager: KVCacheManager) -> None:
+    """Symptom: each step of an engine that fetched nothing took another 40 us of its core."""
+    status = Path(f"/proc/self/task/{manager._thread.native_id}/status")
+
+    def switches() -> str:
+        return next(line for line in status.read_text().splitlines() if line.startswith("voluntary_ctxt_switches"))
+
+    wait_for(lambda: manager._destination.current is not None and "S (sleeping)" in status.read_text())
+    before = switches()
+    for _ in range(100):
+        assert manager.exchange() == []
+        time.sleep(0.001)  # in which whoever is awake runs
+    assert switches() == before
+
+
+def test_it_is_not_idle_before_the_last_outcome_is_taken(
+    manager: KVCacheManager, fill: Callable[[list[bytes]], None]
+) -> None:
+    assert manager.idle
+    manager.exchange([job("a", 2, fill)])
+    assert not manager.idle
+    manager.wait(["a"])
+    assert not manager.idle, "nobody has heard of it"
+    assert len(manager.exchange()) == 1 and manager.idle
 
 
 def test_waiting_for_jobs_ends_with_them_and_not_with_others(

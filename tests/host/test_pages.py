@@ -1,6 +1,8 @@
 """Paged memory that is shared with a data plane: in place, with what it holds, and replaced when it was given up."""
 
+import ctypes
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,32 @@ def test_what_is_still_written_to_memory_that_was_given_up_is_not_seen(caches: l
     assert all(torch.equal(cache, kept) for cache, kept in zip(caches, before, strict=True))
     seen_by_others(pages)[0] = 3.0
     assert caches[0][0].flatten()[0] == 3.0, "the new segment is shared as the first was"
+    pages.close()
+
+
+def test_what_is_scattered_while_the_memory_is_replaced_is_not_lost(
+    caches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: what another request had fetched as ever was gone, where it was written between copy and mapping."""
+    pages, copy, scattered = SharedPages(caches, 4), ctypes.memmove, threading.Event()
+
+    def scatter() -> None:
+        with pages.writing:
+            caches[1][5].fill_(7.0)
+        scattered.set()
+
+    def copy_slowly(*arguments: Any) -> None:
+        copy(*arguments)
+        scattering.start()
+        scattered.wait(0.2)  # which does not come about unless it is lost
+
+    scattering = threading.Thread(target=scatter)
+    pages.lost = True
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "memmove", copy_slowly)
+        pages.renew()
+    scattering.join()
+    assert (caches[1][5] == 7.0).all()
     pages.close()
 
 

@@ -394,3 +394,14 @@ def test_what_pinned_objects_descend_from_goes_when_nothing_else_may() -> None:
         index.remove(slot)
     assert gone == set(keys[:19])
     assert index.victim(2_000) == index.find(1, keys[19])
+
+
+def test_the_leading_ones_of_many_keys_are_described_and_used_by_one_call(index: Index) -> None:
+    slots = [index.insert(1, key, device=0, length=number, now_s=1) for number, key in enumerate(KEYS[:5])]
+    index.remove(slots[3])
+    assert [slot for slot, _ in index.get_each(1, b"".join(KEYS), 9)] == slots[:3]
+    assert [(entry.key, entry.length) for _, entry in index.get_each(1, b"".join(KEYS))] == [
+        (key, number) for number, key in enumerate(KEYS[:3])
+    ]
+    assert [index.read(slot).accessed_s for slot in (*slots[:3], slots[4])] == [9, 9, 9, 1]
+    assert index.get_each(0, b"".join(KEYS)) == index.get_each(1, b"") == []

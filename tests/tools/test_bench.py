@@ -17,10 +17,9 @@ from preloaded import Preloaded
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools import main, provenance
-from shadowserve_tools.bench.interference import half_width
 from shadowserve_tools.bench.parts.disks import Disks
 from shadowserve_tools.bench.peers.network import linked
-from shadowserve_tools.report import verdict
+from shadowserve_tools.report import half_width, verdict
 
 NO_PEERS = ["--peers-python", "/nonexistent/python"]
 SMALL = {

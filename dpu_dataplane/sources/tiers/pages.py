@@ -25,15 +25,16 @@ from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.placing import PageOrder, Placed, Placing
 from dpu_dataplane.sources.source import Stored
-from dpu_dataplane.sources.tiers.tiers import Tiers, address_of, parts_of
+from dpu_dataplane.sources.tiers.tiers import Tiers, parts_of
 from shadowserve import native
 from shadowserve.block import Operation, OperationKind, Pages, Priority
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import RecordError
 from shadowserve.native import Result
 from shadowserve.pieces import Flags
+from shadowserve.pool.arena import BLOCK_BYTES
 from shadowserve.pool.device_pool import DevicePool
-from shadowserve.pool.disk import Disk, Extent
+from shadowserve.pool.disk import Disk
 from shadowserve.record import parse_head
 
 __all__ = ["DevicePages"]
@@ -43,11 +44,12 @@ _KNOWN_MAX: Final = 65_536
 
 
 class _Known(NamedTuple):
-    """How to read a record: its length, where its body begins, and the checksum of each layer."""
+    """How to read a record: layout and length, where its body begins, and the checksum of each layer, of 4 bytes."""
 
+    layout: ChunkLayout
     length: int
     body: int
-    checksums: npt.NDArray[np.uint32]
+    checksums: bytes
 
 
 class DevicePages(Placing):
@@ -72,56 +74,64 @@ class DevicePages(Placing):
             pool.unregister(memory)
 
     async def place(self, job: Job, order: PageOrder) -> Placed:
-        extents = self._lend(order.keys[: await self._learn(order)])
+        known = await self._learn(order)
+        lent = self._lend(order.keys, known)
         try:
-            known = [self._known[key] for key in order.keys[: len(extents)]]
-            placed = await _Reading(self._tiers, self._metrics, job, order, extents, known).run()
+            placed = await _Reading(self._tiers, self._metrics, job, order, lent, known[: len(lent)]).run()
             for index in placed.rotten:  # or it is another record by now, of the same key
                 self._known.pop(order.keys[index], None)
             return placed
         finally:
-            self._return(extents)
+            self._return(lent)
 
-    async def _learn(self, order: PageOrder) -> int:
-        """Find out how to read records that are not known; return how many leading ones are, as pages."""
+    async def _learn(self, order: PageOrder) -> list[_Known]:
+        """Return how to read the leading ones that are there as pages; find out what is not known."""
+        unknown, layout = [], order.layout
         for key in order.keys:
-            if key in self._known:
+            if (known := self._knows(key, layout)) is None:
+                unknown.append(key)
+            else:
                 self._known.move_to_end(key)
-        unknown = [key for key in order.keys if key not in self._known]
+                layout = known.layout  # the same object, most often, of the next one
         if unknown and isinstance(self._tiers.pool, DevicePool):
             found, reads = await self._tiers.look(unknown)
             await self._tiers.await_heads(reads)
             for key, stored in zip(unknown, found, strict=True):
-                if isinstance(stored, Stored) and (known := _described(key, stored, order.layout)) is not None:
-                    self._known[key] = known
+                if isinstance(stored, Stored) and (learnt := _described(key, stored, order.layout)) is not None:
+                    self._known[key] = learnt
             while len(self._known) > max(_KNOWN_MAX, len(order.keys)):
                 self._known.popitem(last=False)
-        return next((index for index, key in enumerate(order.keys) if key not in self._known), len(order.keys))
+        leading, layout = list[_Known](), order.layout
+        for key in order.keys:
+            if (known := self._knows(key, layout)) is None:
+                break
+            layout = known.layout
+            leading.append(known)
+        return leading
 
-    def _lend(self, keys: Sequence[bytes]) -> list[Extent]:
-        """Keep the leading records that are on devices where they are, and count this as a use of them."""
-        pool, extents = self._tiers.pool, list[Extent]()
-        if not isinstance(pool, DevicePool):
-            return extents
-        for part in parts_of(len(keys)):
+    def _knows(self, key: bytes, layout: ChunkLayout) -> _Known | None:
+        """Return how to read a record, if that is known for who expects this layout: any key may be asked for."""
+        known = self._known.get(key)
+        return known if known is not None and (known.layout is layout or known.layout == layout) else None
+
+    def _lend(self, keys: Sequence[bytes], known: Sequence[_Known]) -> list[native.IndexEntry]:
+        """Keep the leading records that are on devices where they are."""
+        pool, lent = self._tiers.pool, list[native.IndexEntry]()
+        for part in parts_of(len(known)):
+            assert isinstance(pool, DevicePool)
+            lengths = [each.length for each in known[part.start : part.stop]]
             with self._tiers.lock:
-                for index in part:
-                    item = pool.get(address_of(keys[index]))
-                    extent = None if item is None else pool.lend_extent(item)
-                    if item is None or extent is None or item.length != self._known[keys[index]].length:
-                        if extent is not None:
-                            pool.return_extent(extent)
-                        return extents
-                    extents.append(extent)
-        return extents
+                lent += pool.lend_extents(keys[part.start : part.stop], lengths)
+            if len(lent) < part.stop:
+                break
+        return lent
 
-    def _return(self, extents: Sequence[Extent]) -> None:
+    def _return(self, lent: Sequence[native.IndexEntry]) -> None:
         pool = self._tiers.pool
-        assert isinstance(pool, DevicePool) or not extents
-        for part in parts_of(len(extents)):
+        for part in parts_of(len(lent)):
+            assert isinstance(pool, DevicePool)
             with self._tiers.lock:
-                for index in part:
-                    pool.return_extent(extents[index])  # type: ignore[attr-defined]
+                pool.return_extents(lent[part.start : part.stop])
 
 
 def _described(key: bytes, stored: Stored, layout: ChunkLayout) -> _Known | None:
@@ -136,7 +146,7 @@ def _described(key: bytes, stored: Stored, layout: ChunkLayout) -> _Known | None
     whole = len(slices) == layout.layers and bool((slices["encoded_length"] == row_bytes).all())
     if head.codec != native.Codec.NONE or not whole or (native.OBJECT_HEADER_BYTES + head.head_length) % 4096:
         return None
-    return _Known(stored.length, head.head_length, slices["checksum"].astype(np.uint32))
+    return _Known(layout, stored.length, head.head_length, slices["checksum"].astype(np.uint32).tobytes())
 
 
 @dataclass(frozen=True)
@@ -157,7 +167,7 @@ class _Reading:
         metrics: Metrics,
         job: Job,
         order: PageOrder,
-        extents: Sequence[Extent],
+        lent: Sequence[native.IndexEntry],
         known: Sequence[_Known],
     ) -> None:
         self._tiers = tiers
@@ -165,31 +175,40 @@ class _Reading:
         self._job = job
         self._order = order
         self._part_bytes = order.layout.tokens * order.layout.vector_length
-        self._layers = np.array(order.first, np.uint64)
         self._left = np.full(order.layout.layers, len(order.keys), np.uint32)
         self._stop = np.zeros(1, np.uint32)
-        self._shares = [self._share(disk, extents, known) for disk in dict.fromkeys(each.disk for each in extents)]
+        self._shares = self._divided(lent, known)
         self._under_way = 0
         self._quiet = asyncio.Event()
 
-    def _share(self, disk: Disk, extents: Sequence[Extent], known: Sequence[_Known]) -> _Share:
-        mine = [index for index, extent in enumerate(extents) if extent.disk is disk]
-        bodies = [extents[index].offset + native.OBJECT_HEADER_BYTES + known[index].body for index in mine]
-        checksums = np.ascontiguousarray(np.array([known[index].checksums for index in mine], np.uint32).T)
-        chunks = np.array(mine, np.int64)
-        pages = Pages(
-            size=self._order.layout.vector_length,
-            stride=self._order.stride,
-            layers=self._layers,
-            extents=np.array(bodies, np.uint64),
-            blocks=self._order.blocks[chunks],
-            checksums=checksums,
-            verdicts=np.full_like(checksums, Result.SKIPPED),
-            left=self._left,
-            word=self._order.word,
-            stop=self._stop,
-        )
-        return _Share(disk, chunks, pages)
+    def _divided(self, lent: Sequence[native.IndexEntry], known: Sequence[_Known]) -> list[_Share]:
+        order, pool, shares = self._order, self._tiers.pool, list[_Share]()
+        layers = np.array(order.first, np.uint64)
+        bodies = [
+            entry.extent * BLOCK_BYTES + native.OBJECT_HEADER_BYTES + each.body
+            for entry, each in zip(lent, known, strict=True)
+        ]
+        extents, devices = np.array(bodies, np.uint64), np.array([entry.device for entry in lent], np.uint8)
+        every = np.frombuffer(b"".join([each.checksums for each in known]), np.uint32).reshape(-1, len(layers))
+        for disk in pool.disks if isinstance(pool, DevicePool) else ():
+            mine = np.flatnonzero(devices == disk.number)
+            if not len(mine):
+                continue
+            checksums = np.ascontiguousarray(every[mine].T)
+            pages = Pages(
+                size=order.layout.vector_length,
+                stride=order.stride,
+                layers=layers,
+                extents=extents[mine],
+                blocks=order.blocks[mine],
+                checksums=checksums,
+                verdicts=np.full_like(checksums, Result.SKIPPED),
+                left=self._left,
+                word=order.word,
+                stop=self._stop,
+            )
+            shares.append(_Share(disk, mine, pages))
+        return shares
 
     async def run(self) -> Placed:
         """Read, and return once nothing is under way, whatever the time: until then it may still land."""

@@ -363,6 +363,19 @@ uint32_t ss_index_get(struct ss_index *index, uint16_t tenant, const uint8_t *ke
     return slot;
 }
 
+size_t ss_index_get_each(struct ss_index *index, uint16_t tenant, const uint8_t *keys, size_t count, uint32_t now_s,
+                         uint32_t *slots, struct ss_index_record *records) {
+    size_t found = 0;
+    while (found < count) {
+        slots[found] = ss_index_get(index, tenant, keys + found * KEY_SIZE, now_s, &records[found]);
+        if (slots[found] == 0) {
+            break;
+        }
+        found++;
+    }
+    return found;
+}
+
 void ss_index_forget(struct ss_index *index, uint32_t slot, bool remember) {
     struct entry *entry = &index->entries[slot];
     ss_index_count(index, entry, -1);

@@ -270,6 +270,15 @@ class _Engine:
         """Return how many requests were preempted since the last call of :meth:`serve`, and tokens computed."""
         return {"preemptions": self._watch.preemptions, "tokens": self._watch.tokens}
 
+    def counters(self) -> dict[str, int]:
+        """Return the plugin's counters, ``name`` or ``name/reason``, as of the last step."""
+        found: dict[str, int] = {}
+        for metric in self._llm.get_metrics():
+            if metric.name.startswith("vllm:shadowserve_"):
+                reason = f"/{metric.labels['reason']}" if "reason" in metric.labels else ""
+                found[metric.name.removeprefix("vllm:shadowserve_") + reason] = int(metric.value)
+        return found
+
     def settle(self) -> None:
         """Wait until what the plugin has gathered is stored."""
         if not self._worker._store.flush(STORE_TIMEOUT_S):
@@ -412,7 +421,7 @@ def main() -> None:
         name: getattr(engine, name)
         for name in (
             *("serve", "store", "decode_start", "decode_steps", "decode_stop", "settle", "switch", "threads"),
-            *("hits", "layerwise", "pressure", "reading"),
+            *("counters", "hits", "layerwise", "pressure", "reading"),
         )
     }
     answers.write(json.dumps({"result": "ready"}) + "\n")

@@ -170,3 +170,22 @@ def test_change_is_noticed_once_for_all_ranks(make_side: Any, plane: Any) -> Non
     assert epoch
     side.worker_output(None, seen)  # of a step that was under way
     assert side.epochs.current == epoch
+
+
+def test_a_request_that_has_lost_its_name_and_is_aborted_while_it_loads_has_its_load_ended(
+    make_side: Any, plane: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the load goes on until its deadline, into blocks that vLLM keeps for it meanwhile."""
+    side = make_side()
+    request = arrive(side, plane, TOKENS, stored=3)
+    assert matched(side, request) == 3 * CHUNK
+    side.allocated(request, [list(range(100, 140))], 3 * CHUNK)
+    side.step(step())
+
+    def unnamed(*_: Any) -> Any:
+        raise ValueError("its adapter is gone")
+
+    monkeypatch.setattr(side._inputs, "extra", unnamed)
+    side.reset()
+    side.finished(request)
+    assert side.step(step()).cancels == ["r"]

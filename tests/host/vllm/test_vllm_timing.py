@@ -77,6 +77,17 @@ def decoding(requests: int = 2) -> Any:
     return step(cached={str(number): (500, 1) for number in range(requests)})
 
 
+def test_where_nothing_was_loaded_for_long_few_steps_are_learnt_from(engine: Any) -> None:
+    """Symptom: learning took 40 us of each step of an engine that never loaded anything."""
+    for _ in range(64 + 10 * 8):
+        engine.step(decoding(), DECODED_S)
+    assert len(engine.timing.table.told) == len(engine.timing.interference.told) == 64 + 10
+    engine.step(decoding(), DECODED_S, loads=1, begin=1)
+    for _ in range(20):
+        engine.step(decoding(), DECODED_S)
+    assert len(engine.timing.table.told) == 64 + 10 + 20, "how things are after a load is not known"
+
+
 def test_a_step_begins_when_the_one_before_it_is_over(engine: Any) -> None:
     """As vLLM schedules one while another runs."""
     timing, clock = engine.timing, engine.clock
@@ -184,6 +195,18 @@ def test_loads_go_on_as_soon_as_nothing_decodes(engine: Any) -> None:
         engine.step(other, DECODED_S, **how)
         assert not engine.timing.held
         assert how.get("waits") is None or engine.timing.rate == 0, "what the engine waits for has no bound"
+
+
+def test_loads_are_not_held_up_to_their_deadline_while_a_long_prompt_is_computed_beside_decoding(engine: Any) -> None:
+    while not engine.timing.held:
+        engine.step(decoding(), DECODED_S, loads=1)
+    began = engine.clock.now
+    while engine.timing.held:
+        engine.step(step(new={"p": (0, 500)}, cached={"a": (700, 1)}), 0.5, loads=1)
+        assert engine.clock.now < began + 4
+    for _ in range(60):
+        engine.step(decoding(), DECODED_S, loads=1)
+        assert not engine.timing.held, "the next time is as far away as ever"
 
 
 def test_a_layer_is_known_by_what_workers_say_or_as_a_part_of_the_step() -> None:

@@ -1,0 +1,442 @@
+"""An engine's pages on a data plane's devices (host.pages): these fail, fill, rot, are another's, or never answer.
+
+The data plane has its tiers alone, so that nothing but the fault says what may be missing.
+"""
+
+import contextlib
+import errno
+import itertools
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import images
+from callers import Prompt
+from cases import Context, T, case
+from faults import Faults
+from machine import wait_for
+from nodes import DataPlane
+from outcomes import Outcome
+from paged import CHUNKS, PagedEngine, Shape
+
+_PROMPTS = 8
+_SHAPE = Shape()
+_SILENT_S = 1.0
+"""Deadline of loads that a device, or the daemon, does not answer."""
+
+
+class _Served:
+    """A data plane with a device, an engine whose prompts lie on it, and faults of that device."""
+
+    def __init__(self, context: Context, *, size: str = "32MiB", deadline_s: float = 3.0, faulty: bool = True) -> None:
+        self.context, self.device = context, _device(context, "disk", "one")
+        self.faults = Faults(context.folder, self.device.parent) if faulty else None
+        if self.faults is not None:
+            context.enter(contextlib.closing(self.faults))
+        self.plane = _plane(context, self.device, size, self.faults)
+        self.engine = _engine(context, self.plane, deadline_s=deadline_s)
+        self.prompts = [_SHAPE.prompt(f"{context.seed}/{number}") for number in range(_PROMPTS)]
+        _store(self.engine, self.prompts)
+
+    @property
+    def told(self) -> Faults:
+        """What the device is told."""
+        assert self.faults is not None
+        return self.faults
+
+    def some(self, count: int = 3) -> list[Prompt]:
+        return self.context.chance.sample(self.prompts, count)
+
+    def load_for(self, seconds: float, losable: str) -> None:
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            self.engine.load(self.some(), losable=losable)
+
+    def verify(self, losable: str = "") -> None:
+        for pair in _pairs(self.prompts):
+            self.engine.load(pair, losable=losable)
+
+    def mend(self, losable: str = "") -> None:
+        """Store everything again, and have all of it right; where damage is latent, once a read has met all of it."""
+        for _ in range(CHUNKS + 1 if losable else 1):
+            for prompt in self.prompts:
+                _store_one(self.engine, prompt)
+            self.verify(losable)
+        self.verify()
+
+
+def _pairs(each: Sequence[T]) -> Iterator[tuple[T, T]]:
+    return zip(each[::2], each[1::2], strict=True)
+
+
+def _device(context: Context, *names: str) -> Path:
+    path = context.folder.joinpath(*names)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _plane(context: Context, device: Path, size: str = "32MiB", faults: Faults | None = None) -> DataPlane:
+    tier: dict[str, Any] = {"path": str(device), "size": size, "objects_max": 600}
+    if faults is not None:
+        tier["access"] = "threads"
+    tiers = {"memory_budget_bytes": "4MiB", "memory_bandwidth": 1, "scrub_bytes_per_s": 0, "devices": [tier]}
+    environment = None if faults is None else faults.environment
+    return context.data_plane(0, environment=environment, tiers=json.dumps(tiers))
+
+
+def _engine(context: Context, plane: DataPlane, shape: Shape = _SHAPE, *, deadline_s: float = 3.0) -> PagedEngine:
+    seed = f"{context.seed}/{shape.model.model}"
+    made = PagedEngine(plane.address, context.tally, seed, shape, deadline_s=deadline_s)
+    return context.enter(contextlib.closing(made))
+
+
+def _store_one(engine: PagedEngine, prompt: Prompt) -> None:
+    """Store a prompt, however slow the machine is."""
+    wait_for(lambda: engine.stores.store(prompt) == CHUNKS)
+
+
+def _store(engine: PagedEngine, prompts: Sequence[Prompt]) -> None:
+    """Store prompts, and wait until devices have them."""
+    for prompt in prompts:
+        _store_one(engine, prompt)
+    await_devices(engine, prompts)
+
+
+def await_devices(engine: PagedEngine, prompts: Sequence[Prompt]) -> None:
+    """Wait until prompts come straight from devices: what was stored just now is written soon."""
+
+    def straight(prompt: Prompt) -> bool:
+        before = engine.straight_bytes
+        engine.load([prompt])
+        return engine.straight_bytes - before == CHUNKS * engine.shape.chunk.raw_bytes
+
+    for prompt in prompts:
+        wait_for(lambda prompt=prompt: straight(prompt))
+
+
+def _held(faults: Faults, then: Callable[[], None]) -> Callable[[], None]:
+    """Return what an engine does meanwhile: once a read is under way that the device does not answer, ``then``."""
+    done: list[bool] = []
+
+    def meanwhile() -> None:
+        if faults.held and not done:
+            done.append(True)
+            then()
+
+    return meanwhile
+
+
+@contextlib.contextmanager
+def _beside(context: Context, work: Callable[[], None]) -> Iterator[None]:
+    """Do something again and again, in a thread of its own."""
+    stopped = threading.Event()
+
+    def go_on() -> None:
+        while not stopped.is_set():
+            work()
+
+    thread = threading.Thread(target=go_on, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join(60)
+        if thread.is_alive():
+            context.tally.note(Outcome.HANG, "a host's thread does not end")
+
+
+# ---- The device
+
+
+@case(
+    "device I/O error",
+    "one read in three into an engine's pages fails with EIO; then all is stored again",
+    engines=("pool",),
+    repetitions=2,
+    short=("pool",),
+)
+def pages_reads_fail(context: Context) -> None:
+    served = _Served(context)
+    served.told.set(read_error=errno.EIO, one_in=3)
+    served.load_for(0.5, "its device fails to read")
+    assert served.told.met
+    served.told.clear()
+    served.verify("its device has failed to read")
+    served.mend()
+
+
+@case(
+    "device gone",
+    "in the middle of reads into an engine's pages: every operation fails with ENODEV; then a restart with it",
+    engines=("pool",),
+    repetitions=2,
+)
+def pages_device_gone(context: Context) -> None:
+    served = _Served(context)
+
+    def die() -> None:
+        served.told.set(read_error=errno.ENODEV, write_error=errno.ENODEV, flush_error=errno.ENODEV)
+        served.told.set(hold=0)
+
+    served.told.set(hold=1)
+    served.engine.load(served.some(), losable="its device is gone", meanwhile=_held(served.told, die))
+    served.verify("its device is gone")
+    assert served.told.met
+    served.plane.kill()
+    served.told.clear()
+    served.plane.start()
+    served.verify("its device was gone")
+    served.mend()
+
+
+@case(
+    "disk full",
+    "more pages are stored than the device has room for, while others are read into an engine's pages",
+    engines=("pool",),
+    repetitions=2,
+)
+def pages_device_full(context: Context) -> None:
+    served = _Served(context, size="12MiB", faulty=False)
+    more = (_SHAPE.prompt(f"{context.seed}/more/{number}") for number in itertools.count())
+    host = context.host(served.plane.address, shape=_SHAPE.chunk, plain=True)
+    kept: list[Prompt] = []
+
+    def store() -> None:
+        kept.append(next(more))
+        host.store(kept[-1])
+
+    with _beside(context, store):
+        served.load_for(1.0, "evicted to make room")
+    served.engine.load(kept[-2:], losable="evicted to make room")
+    served.verify("evicted to make room")
+    served.mend()
+
+
+@case(
+    "disk full",
+    "every write of pages fails with ENOSPC while others are read; then a restart",
+    engines=("pool",),
+    repetitions=2,
+)
+def pages_no_space(context: Context) -> None:
+    served = _Served(context)
+    more = [_SHAPE.prompt(f"{context.seed}/more/{number}") for number in range(_PROMPTS)]
+    served.told.set(write_error=errno.ENOSPC)
+    for prompt in more:
+        served.engine.stores.store(prompt)
+        served.engine.load([prompt], losable="it could not be written")
+        served.engine.load(served.some(1), losable="its device could not be written")
+    assert served.told.met
+    served.verify("its device could not be written")
+    served.plane.stop()
+    served.told.clear()
+    served.plane.start()
+    served.verify("its device could not be written")
+    served.mend()
+
+
+@case(
+    "bit rot on disk",
+    "a bit of each of twenty records of pages, while they are read into an engine's pages",
+    engines=("pool",),
+    repetitions=3,
+    short=("pool",),
+)
+def pages_rotten(context: Context) -> None:
+    served = _Served(context, faulty=False)
+    stored = list(images.objects([served.device]))
+    for chosen in context.chance.sample(stored, 20):
+        images.rot(chosen, context.chance)
+        served.engine.load(served.some(2), losable="damaged on its device")
+    served.mend("damaged on its device")
+
+
+@case(
+    "misdirected read",
+    "twelve records of pages lie in each other's places, while an engine reads them into its pages",
+    engines=("pool",),
+    repetitions=2,
+)
+def pages_misdirected(context: Context) -> None:
+    served = _Served(context, faulty=False)
+    stored = list(images.objects([served.device]))
+    for one, other in _pairs(context.chance.sample(stored, 12)):
+        images.exchange(one, other)
+        served.engine.load(served.some(2), losable="another record is in its place")
+    served.mend("another record is in its place")
+
+
+@case(
+    "device of another machine",
+    "between two runs it is exchanged for one on which another machine keeps pages of the same model; then it is back",
+    engines=("pool",),
+    repetitions=2,
+)
+def pages_of_another_machine(context: Context) -> None:
+    served = _Served(context, faulty=False)
+    device = _device(context, "another", "one")
+    plane = _plane(context, device)
+    engine = _engine(context, plane)
+    theirs = [_SHAPE.prompt(f"{context.seed}/theirs/{number}") for number in range(_PROMPTS)]
+    _store(engine, theirs)
+
+    def exchange() -> None:
+        for each in (served.plane, plane):
+            each.stop()
+        aside = device.with_name("aside")
+        served.device.rename(aside)
+        device.rename(served.device)
+        aside.rename(device)
+        for each in (served.plane, plane):
+            each.start()
+
+    exchange()
+    served.verify("its device is another machine's")
+    for pair in _pairs(theirs):
+        served.engine.load(pair)
+    exchange()
+    served.verify()
+
+
+@case(
+    "device that never answers",
+    "reads into an engine's pages stand still beyond the load's deadline; its blocks are given away; then they come",
+    engines=("pool",),
+    repetitions=3,
+    short=("pool",),
+)
+def pages_device_silent(context: Context) -> None:
+    served = _Served(context, deadline_s=_SILENT_S)
+    before = served.engine.pages.segment
+    served.told.set(hold=1)
+    served.engine.load(served.some(), losable="its device does not answer")
+    assert served.told.held and served.engine.pages.segment is not before, "the memory was to be replaced"
+    served.told.set(hold=0)
+    wait_for(lambda: not served.told.held)
+    context.pause(0.1, 0.4)
+    served.engine.check()
+    served.mend()
+
+
+# ---- The engine, and the daemon
+
+
+@case(
+    "blocks given away",
+    "requests are aborted, and their blocks given to others, while a device reads into them",
+    engines=("pool",),
+    repetitions=3,
+    short=("pool",),
+)
+def pages_given_away(context: Context) -> None:
+    served = _Served(context)
+    for _ in range(3):
+        aborted: list[float] = []
+        served.told.set(hold=1)
+
+        def let_go(aborted: list[float] = aborted) -> None:
+            if aborted and time.monotonic() > aborted[0]:
+                served.told.set(hold=0)
+
+        def abort(aborted: list[float] = aborted) -> bool:
+            if served.told.held and not aborted:
+                aborted.append(time.monotonic() + context.chance.uniform(0.05, 0.5))
+            return bool(aborted)
+
+        served.engine.load(served.some(), meanwhile=let_go, abort=abort)
+        assert aborted
+        served.told.set(hold=0)
+        context.pause(0.05, 0.2)
+        served.engine.check()
+    served.verify()
+
+
+@case(
+    "daemon loss",
+    "SIGKILL in the middle of reads into an engine's pages; restarted on the same device",
+    engines=("pool",),
+    repetitions=2,
+)
+def pages_daemon_killed(context: Context) -> None:
+    served = _Served(context)
+    for _ in range(3):
+        served.told.set(hold=1)
+        served.engine.load(served.some(), meanwhile=_held(served.told, served.plane.kill))
+        served.told.set(hold=0, held=0)
+        served.engine.check()
+        served.plane.start()
+        context.pause(0.0, 0.3)
+        served.load_for(0.3, "")
+    _store_one(served.engine, served.prompts[0])
+    served.verify()
+    await_devices(served.engine, served.prompts)
+
+
+@case(
+    "daemon loss",
+    "SIGSTOP in the middle of reads into an engine's pages, beyond their deadline; then it goes on",
+    engines=("pool",),
+    repetitions=2,
+)
+def pages_daemon_frozen(context: Context) -> None:
+    served = _Served(context, deadline_s=_SILENT_S)
+    process = served.plane.process
+    assert process is not None
+
+    def freeze() -> None:
+        process.send_signal(signal.SIGSTOP)
+        served.told.set(hold=0)
+
+    served.told.set(hold=1)
+    served.engine.load(served.some(), meanwhile=_held(served.told, freeze))
+    context.pause(0.0, 0.5)
+    process.send_signal(signal.SIGCONT)
+    context.pause(0.1, 0.4)
+    served.engine.check()
+    served.mend()
+
+
+@case(
+    "two engines on one device",
+    "of different models, whose pages one device has, each load and store while one read in five fails; each also asks "
+    "for the other's keys",
+    engines=("pool",),
+    repetitions=2,
+)
+def pages_of_two_models(context: Context) -> None:
+    served = _Served(context)
+    shape = Shape("another model", layers=2, page_bytes=12288)  # of as many bytes a chunk
+    other = _engine(context, served.plane, shape)
+    theirs = [shape.prompt(f"{context.seed}/{number}") for number in range(_PROMPTS)]
+    _store(other, theirs)
+    served.told.set(read_error=errno.EIO, one_in=5)
+    chance = iter(lambda: int(time.monotonic() * 1e6), -1)
+
+    def work() -> None:
+        mine = theirs[next(chance) % _PROMPTS]
+        other.stores.store(mine)
+        other.load([mine, theirs[0]], losable="its device fails to read")
+
+    with _beside(context, work):
+        ends = time.monotonic() + 1.0
+        while time.monotonic() < ends:
+            (prompt,) = served.some(1)
+            served.engine.stores.store(prompt)
+            served.engine.load([prompt], losable="its device fails to read")
+    served.told.clear()
+    served.mend()
+    for prompt in theirs:
+        _store_one(other, prompt)
+    other.load(theirs[:4])
+    for mine, its in zip(served.prompts[:2], theirs, strict=False):
+        asked = _SHAPE.prompt("of nobody")
+        asked.keys, asked.parents = its.keys, mine.parents
+        served.engine.load([asked], losable="it is of another model")
+
+
+__all__ = ["await_devices"]

@@ -1,0 +1,340 @@
+"""A real engine with more requests than memory: what it saves of preempted ones is lost, damaged, or late."""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import images
+from callers import Prompt
+from cases import Context, case
+from nodes import REPOSITORY, DataPlane
+from outcomes import BOUND_S, Outcome
+from preloaded import Preloaded
+
+from shadowserve.errors import ShadowServeError
+from shadowserve_tools.bench.parts.engine import BLOCK_TOKENS, model_config, prompt, write_weights
+from shadowserve_tools.bench.parts.serving import Engine, plugin
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling vLLM's small functions takes 15 s of a core
+
+_VOCABULARY, _PROMPT, _OUTPUT = 512, 80, 100
+_REQUESTS, _FIT = 6, 3
+_FETCH_TIMEOUT_S = 1.0
+_START_S, _SERVE_S = 300.0, 90.0
+_SHAPE = {"layers": 2, "hidden": 64, "heads": 2, "head_size": 32}
+_KV_BYTES = 2 * 2 * 2 * 32 * 4
+"""Of a token, in float32: other answers than those that were computed alone are other KV, and not rounding."""
+
+
+@contextlib.contextmanager
+def _engine(folder: Path, data_plane: str) -> Iterator[Engine]:
+    """Run vLLM in a process, with memory for some of the requests that it is asked."""
+    (folder / "model").mkdir()
+    tokens = _PROMPT + _OUTPUT + BLOCK_TOKENS
+    config = model_config(**_SHAPE, vocabulary=_VOCABULARY, tokens=tokens)
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    write_weights(folder / "model", config)
+    host = {
+        "data_plane": data_plane,
+        "chunk_tokens": 2 * BLOCK_TOKENS,
+        "load_tokens_min": 1,
+        "identity_cache": "none",
+        "fetch_timeout": _FETCH_TIMEOUT_S,
+        "breaker_backoff": 0.05,
+        "breaker_backoff_max": 0.2,
+    }
+    settings = {
+        "model": str(folder / "model"),
+        "config": config,
+        "load_format": "auto",
+        "vocabulary": _VOCABULARY,
+        "max_tokens": tokens,
+        "max_requests": _REQUESTS,
+        "kv_cache_bytes": (_FIT * -(-(_PROMPT + _OUTPUT) // BLOCK_TOKENS) + 1) * BLOCK_TOKENS * _KV_BYTES,
+        "dtype": "float32",
+        "prefix_caching": False,
+        "step_tokens": 96,
+        "packages": [],
+        "transfer": plugin(host),
+    }
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    log = folder / "engine.log"
+    with log.open("w") as errors:
+        process = Preloaded(
+            [sys.executable, "-m", "shadowserve_tools.bench.parts.engine"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=REPOSITORY,
+            env=environment,
+            process_group=0,
+        )
+    engine = Engine(process, log)
+    try:
+        engine.exchange(settings, _START_S)
+        yield engine
+    finally:
+        engine.stop()
+
+
+class _Pressed:
+    """An engine that is asked more than it has memory for, and knows what it answers to each request alone."""
+
+    def __init__(self, context: Context, plane: DataPlane) -> None:
+        self._context, self.plane = context, plane
+        self._engine = context.enter(_engine(context.folder, plane.address))
+        self._prompts = [prompt(100 * context.seed + number, _PROMPT, _VOCABULARY) for number in range(_REQUESTS)]
+        self._engine.ask("hits", way="compute")
+        self._engine.ask("reading", only=True)
+        self._answers = [self._alone(tokens) for tokens in self._prompts]
+        for tokens, answer in zip(self._prompts, self._answers, strict=True):
+            other = [*prompt(-1 - context.seed, BLOCK_TOKENS, _VOCABULARY), *tokens[BLOCK_TOKENS:]]
+            assert self._alone(other) != answer, "another beginning has the same answer: equal ones would show nothing"
+        self._engine.ask("reading", only=False)
+        self._engine.ask("hits", way="fetch")
+        self._counted = self._engine.ask("counters")
+
+    def _alone(self, tokens: list[int], output: int = _OUTPUT) -> list[int]:
+        (result,) = self._engine.ask("serve", requests=[{"prompt": tokens, "output": output, "at": 0.0}])
+        return list(result["answer"])
+
+    def serve(self) -> dict[str, int]:
+        """Ask everything at once and judge the answers; return what the plugin has counted since."""
+        tally, began = self._context.tally, time.monotonic()
+        requests = [{"prompt": tokens, "output": _OUTPUT, "at": 0.0} for tokens in self._prompts]
+        try:
+            results = self._engine.ask("serve", timeout_s=_SERVE_S, requests=requests)
+        except ShadowServeError:
+            tally.note(Outcome.HANG, f"requests without an answer after {time.monotonic() - began:.0f} s")
+            raise
+        assert self._engine.ask("pressure")["preemptions"], "the case wants preemptions"
+        for result, answer in zip(results, self._answers, strict=True):
+            right = result["answer"] == answer
+            tally.note(Outcome.RIGHT if right else Outcome.WRONG, "" if right else "request: other tokens")
+        self._alone(self._prompts[0][:2], 2)  # counts are taken with a step
+        before, self._counted = self._counted, self._engine.ask("counters")
+        counted = {name: value - before.get(name, 0) for name, value in self._counted.items()}
+        if counted["restored_tokens"] < counted["saved_tokens"]:
+            tally.note(Outcome.MISSED, "load: less than was saved is there")
+        for name, value in counted.items():
+            kind, _, reason = name.partition("/")
+            what = {"load_failures": "load", "lookup_failures": "lookup", "dropped_stores": "save"}.get(kind)
+            for _ in range(int(value) if what else 0):
+                tally.note(Outcome.MISSED, f"{what}: {reason}")
+        return counted
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Have the engine serve, again and again, for as long as the context lasts."""
+        stopped, failures = threading.Event(), list[BaseException]()
+
+        def serve() -> None:
+            try:
+                while not stopped.is_set():
+                    self.serve()
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stopped.set()
+            thread.join(_SERVE_S + BOUND_S)
+        if failures:
+            raise failures[0]
+
+    def mended(self) -> None:
+        """Serve without a fault: what was preempted is loaded again."""
+        ends = time.monotonic() + _SERVE_S
+        while not (counted := self.serve())["restored_tokens"] or any(
+            value for name, value in counted.items() if name.startswith("load_failures")
+        ):
+            assert time.monotonic() < ends, f"nothing is loaded again: {counted}"
+
+
+def _tiers(context: Context, memory: str = "16MiB", *, device: bool = False) -> dict[str, Any]:
+    """Options of a data plane with tiers in memory alone, or above a device."""
+    tiers: dict[str, Any] = {"memory_budget_bytes": memory}
+    if device:
+        (context.folder / "tier").mkdir()
+        disk = {"path": str(context.folder / "tier" / "disk"), "size": "64MiB", "objects_max": 4000}
+        tiers |= {"memory_bandwidth": 1, "scrub_bytes_per_s": 0, "devices": [disk]}
+    return {"tiers": json.dumps(tiers)}
+
+
+@contextlib.contextmanager
+def _filling(context: Context, plane: DataPlane) -> Iterator[None]:
+    """Have another host fill the tiers."""
+    host, stopped = context.host(plane.address), threading.Event()
+
+    def fill() -> None:
+        for number in itertools.takewhile(lambda _: not stopped.is_set(), itertools.count()):
+            host.store(Prompt(f"{context.seed}/{number}", 6))
+
+    filling = threading.Thread(target=fill, daemon=True)
+    filling.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        filling.join(60)
+
+
+@case(
+    "server SIGKILL",
+    "while an engine saves what it preempts there, and loads it again; restarted, empty",
+    engines=("memory",),
+    repetitions=1,
+)
+def preempted_storage_killed(context: Context) -> None:
+    storage = context.storage()
+    pressed = _Pressed(context, context.data_plane(storage.port))
+    with pressed.serving():
+        for _ in range(2):
+            context.pause(0.3, 0.8)
+            storage.kill()
+            context.pause(0.3, 0.8)
+            storage.start()
+    pressed.mended()
+
+
+@case(
+    "half-open TCP",
+    "between data plane and storage, while an engine saves there what it preempts: they hang beyond a load's deadline",
+    engines=("memory",),
+    repetitions=1,
+)
+def preempted_save_hangs(context: Context) -> None:
+    proxy = context.proxy(context.storage().port)
+    pressed = _Pressed(context, context.data_plane(proxy.port))
+    with pressed.serving():
+        context.pause(0.1, 0.4)
+        proxy.silent = True
+        time.sleep(4 * _FETCH_TIMEOUT_S)
+        proxy.silent = False
+    pressed.mended()
+
+
+@case(
+    "bit rot on the wire",
+    "between data plane and storage, where an engine saves what it preempts, and loads it again",
+    engines=("memory",),
+    repetitions=1,
+)
+def preempted_records_flip(context: Context) -> None:
+    proxy = context.proxy(context.storage().port)
+    pressed = _Pressed(context, context.data_plane(proxy.port))
+    proxy.flip_one_in = 4
+    pressed.serve()
+    pressed.serve()
+    proxy.flip_one_in = 0
+    assert proxy.flipped
+    pressed.mended()
+
+
+@case(
+    "bit rot on disk",
+    "a bit of each record that an engine has saved of what it preempts, on a data plane's tier with little memory",
+    engines=("pool",),
+    repetitions=1,
+)
+def preempted_records_rot(context: Context) -> None:
+    plane = context.data_plane(0, **_tiers(context, "1MiB", device=True))
+    pressed, disk, rotten = _Pressed(context, plane), context.folder / "tier" / "disk", set[tuple[int, int]]()
+    with pressed.serving(), _filling(context, plane):  # so that little of it is found in memory
+        ends = time.monotonic() + 3
+        while time.monotonic() < ends:
+            for stored in images.objects([disk]):
+                if (stored.offset, stored.generation) not in rotten:
+                    rotten.add((stored.offset, stored.generation))
+                    images.rot(stored, context.chance)
+            time.sleep(0.02)
+    assert rotten
+    pressed.mended()
+
+
+@case(
+    "memory taken back",
+    "another host fills the tiers while an engine saves there what it preempts, before it runs again",
+    engines=("pool",),
+    repetitions=1,
+)
+def preempted_records_evicted(context: Context) -> None:
+    plane = context.data_plane(0, **_tiers(context, "1MiB"))
+    pressed = _Pressed(context, plane)
+    with pressed.serving(), _filling(context, plane):
+        time.sleep(3)
+    pressed.mended()
+
+
+@case(
+    "daemon loss",
+    "SIGKILL, again and again, while an engine saves what it preempts in tiers of memory; restarted, empty",
+    engines=("pool",),
+    repetitions=2,
+)
+def preempted_daemon_killed(context: Context) -> None:
+    pressed = _Pressed(context, context.data_plane(0, **_tiers(context)))
+    with pressed.serving():
+        for _ in range(4):
+            context.pause(0.1, 0.8)
+            pressed.plane.kill()
+            context.pause(0.0, 0.3)
+            pressed.plane.start()
+    pressed.mended()
+
+
+@case(
+    "daemon loss",
+    "SIGKILL of a data plane whose tiers have what an engine has saved of preempted requests; restarted without tiers",
+    engines=("memory",),
+    repetitions=1,
+)
+def preempted_tiers_away(context: Context) -> None:
+    plane = context.data_plane(context.storage().port, **_tiers(context))
+    pressed = _Pressed(context, plane)
+    with pressed.serving():
+        context.pause(0.3, 0.8)
+        plane.kill()
+        del plane.options["tiers"]
+        plane.start()
+        context.pause(0.3, 0.8)
+    pressed.mended()
+
+
+@case(
+    "daemon loss",
+    "SIGSTOP beyond the deadline of loads, while an engine saves and loads what it preempts",
+    engines=("pool",),
+    repetitions=1,
+)
+def preempted_daemon_frozen(context: Context) -> None:
+    pressed = _Pressed(context, context.data_plane(0, **_tiers(context)))
+    process = pressed.plane.process
+    assert process is not None
+    with pressed.serving():
+        for _ in range(2):
+            context.pause(0.1, 0.6)
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(2 * _FETCH_TIMEOUT_S)
+            process.send_signal(signal.SIGCONT)
+    pressed.mended()

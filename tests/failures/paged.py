@@ -1,0 +1,204 @@
+"""An engine's paged memory, into which a data plane's devices bring chunks (host.pages), and every byte judged."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+import torch
+from callers import Host, Prompt
+from machine import PATIENCE_S
+from outcomes import BOUND_S, Outcome, Tally
+
+from host_control.client import DataPlaneClient
+from host_control.destination import Destination
+from host_control.manager import FetchJob, FetchResult, KVCacheManager, Placed
+from host_control.pages import PageDelivery, SharedPages
+from host_control.vllm.loaded_weights import WeightsWatch
+from host_control.vllm.paging import PagePlacer
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
+from shadowserve.keys import KVNamespace, ModelIdentity
+
+CHUNKS: Final = 6
+"""Of a prompt."""
+_BLOCKS, _CHUNK_BLOCKS = 128, 4
+_DAMAGED: Final = {"absent", "corrupt", "mismatch", "not_a_record"}
+"""What a load may fall short for only where a fault explains it."""
+
+
+class Shape:
+    """What engines of one model have: the form of their chunks, and prompts."""
+
+    def __init__(self, model: str = "pages", layers: int = 3, page_bytes: int = 8192) -> None:
+        self.model = ModelIdentity(model=model, dtype="bfloat16", chunk_tokens=64)
+        self.layers, self.page_bytes = layers, page_bytes
+        layout = ChunkLayout(
+            dtype=DType.UINT8,
+            layers=layers,
+            kinds=1,
+            vector_length=page_bytes,
+            tokens=_CHUNK_BLOCKS,
+            quantizer=Quantizer.PASSTHROUGH,
+        )
+        self.chunk = KVNamespace(model=self.model, layers=(0, layers), heads=(0, 1)).name(layout)
+
+    def prompt(self, seed: str) -> Prompt:
+        return Prompt(seed, CHUNKS, self.chunk, self.model)
+
+
+class _Placer(PagePlacer):
+    """Counts the bytes that devices have brought into pages."""
+
+    straight_bytes = 0
+
+    def place(self, *arguments: Any) -> Placed:
+        placed = super().place(*arguments)
+        self.straight_bytes += placed.moved_bytes
+        return placed
+
+
+class PagedEngine:
+    """An engine's memory, its loads into it, and its stores. One thread at a time, which is the engine's.
+
+    A block belongs to a load until the engine has been told of its end. Then it is looked at, and given away: another
+    request writes to it at once. So every block that no load has holds what its owner wrote, or somebody has written
+    into memory that was not his any more.
+
+    Attributes:
+        stores: its chunks.
+        pages: its memory.
+    """
+
+    def __init__(self, address: str, tally: Tally, seed: str, shape: Shape, *, deadline_s: float = 3.0) -> None:
+        self.tally, self.shape, self._deadline_s = tally, shape, deadline_s
+        self._chance = random.Random(seed)
+        whole = torch.zeros(_BLOCKS, shape.layers, shape.page_bytes, dtype=torch.uint8)
+        self.pages = SharedPages([whole[:, layer] for layer in range(shape.layers)], _CHUNK_BLOCKS)
+        self._blocks = whole.numpy()  # [block, layer, byte]; the same addresses whatever they are mapped onto
+        self._owners = np.zeros(_BLOCKS, np.uint64)
+        self._free = set(range(_BLOCKS))
+        self._number = 0
+        self._client = DataPlaneClient(address, connect_timeout=deadline_s, backoff=0.02, backoff_max=0.2)
+        self._delivery = PageDelivery(self._client, self.pages, shape.chunk, deadline_s)
+        part: Any = SimpleNamespace(kernel_blocks=list, group=SimpleNamespace(index=0), record_blocks=_CHUNK_BLOCKS)
+        watch = WeightsWatch(None)
+        self._placer = _Placer(self._delivery, part, lambda: watch)
+        self._manager = KVCacheManager(
+            self._client,
+            Destination(self._client, [shape.chunk], 2 * CHUNKS * shape.chunk.raw_bytes, connect_timeout=deadline_s),
+            self._scatter,
+            placer=self._placer,
+            fetch_timeout=deadline_s,
+        )
+        self.stores = Host(address, tally, deadline_s=deadline_s, shape=shape.chunk, plain=True)
+        self.give(list(self._free))
+
+    def close(self) -> None:
+        self._manager.close(PATIENCE_S)
+        self._delivery.close()
+        self.pages.renew()
+        self.pages.close()
+        self.stores.close()
+        self._client.close()
+
+    @property
+    def straight_bytes(self) -> int:
+        """Bytes that devices have brought into pages."""
+        return self._placer.straight_bytes
+
+    # ---- Blocks
+
+    def give(self, blocks: Sequence[int]) -> None:
+        """Have other requests write to blocks."""
+        for block in blocks:
+            self._number += 1
+            self._owners[block] = self._number
+            self._blocks[block].reshape(-1).view(np.uint64)[:] = self._number
+        self._free.update(blocks)
+
+    def check(self) -> None:
+        """Look whether anything has landed in blocks that no load has."""
+        free = sorted(self._free)
+        words = self._blocks[free].reshape(len(free), -1).view(np.uint64)
+        if (words != self._owners[free, None]).any():
+            self.tally.note(Outcome.WRONG, "load: something landed in blocks that were given away")
+
+    # ---- In the manager's thread
+
+    def _scatter(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
+        """Place chunks that were fetched as ever, in the manager's thread."""
+        count = len(chunks) // self.shape.chunk.raw_bytes
+        blocks = job.target.groups[0].blocks[first * _CHUNK_BLOCKS : (first + count) * _CHUNK_BLOCKS]
+        found = np.frombuffer(chunks, np.uint8).reshape(count, self.shape.layers, _CHUNK_BLOCKS, -1)
+        with self.pages.writing:
+            self._blocks[blocks] = found.transpose(0, 2, 1, 3).reshape(len(blocks), self.shape.layers, -1)
+
+    def _chunk(self, blocks: Sequence[int], index: int) -> bytes:
+        own = blocks[index * _CHUNK_BLOCKS : (index + 1) * _CHUNK_BLOCKS]
+        return bytes(self._blocks[own].transpose(1, 0, 2).tobytes())
+
+    # ---- Loads
+
+    def load(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        losable: str = "",
+        meanwhile: Callable[[], None] = lambda: None,
+        abort: Callable[[], bool] = lambda: False,
+    ) -> list[FetchResult]:
+        """Load prompts that were stored, all at once, and look at each byte; return what came of it.
+
+        Args:
+            prompts: at most five.
+            losable: why they may be absent, or damaged.
+            meanwhile: what the engine does after each step.
+            abort: whether the requests are aborted now.
+        """
+        jobs: dict[str, tuple[FetchJob, Prompt]] = {}
+        for prompt in prompts:
+            blocks = self._chance.sample(sorted(self._free), CHUNKS * _CHUNK_BLOCKS)
+            self._free.difference_update(blocks)
+            target = SimpleNamespace(groups=[SimpleNamespace(blocks=blocks)], epoch="")
+            self._number += 1
+            job = FetchJob(request_id=f"{self._number}", keys=(tuple(prompt.keys),), target=target)
+            jobs[job.request_id] = job, prompt
+        began, results = time.monotonic(), list[FetchResult]()
+        self._manager.exchange([job for job, _ in jobs.values()])
+        while len(results) < len(jobs):
+            ended = self._manager.exchange(cancel=list(jobs) if abort() else ())
+            self.pages.renew()  # before anybody hears of it
+            for result in ended:
+                self._judge(result, jobs[result.job.request_id][1], losable)
+                self.give(result.job.target.groups[0].blocks)
+            results += ended
+            # Others compute meanwhile, in blocks of theirs.
+            self.give(self._chance.sample(sorted(self._free), 4))
+            meanwhile()
+            if time.monotonic() - began > self._deadline_s + BOUND_S:
+                self.tally.note(Outcome.HANG, f"load: no end after {time.monotonic() - began:.1f} s")
+                break
+            time.sleep(0.002)
+        self.check()
+        return results
+
+    def _judge(self, result: FetchResult, prompt: Prompt, losable: str) -> None:
+        blocks = result.job.target.groups[0].blocks
+        (arrived,) = result.chunks
+        for index in range(arrived):
+            if self._chunk(blocks, index) != prompt.chunks[index]:
+                self.tally.note(Outcome.WRONG, f"load: chunk {index} of {arrived} has other bytes")
+                return
+        if arrived:
+            self.tally.note(Outcome.RIGHT)
+        if arrived == CHUNKS:
+            return
+        if result.reason in _DAMAGED and not losable:
+            self.tally.note(Outcome.WRONG, f"load: {CHUNKS} chunks were acknowledged, {arrived} came: {result.reason}")
+        else:
+            self.tally.note(Outcome.MISSED, f"load: {result.reason}{f': {losable}' if losable else ''}")
+
+
+__all__ = ["CHUNKS", "PagedEngine", "Shape"]

@@ -1,0 +1,135 @@
+"""Chains of records that are lent where they lie on devices: what is lent, what ends it, and that it stays."""
+
+from typing import Any
+
+import pytest
+from pool_support import DEVICE_BYTES, chunk, key_of, simulated_pool
+from simulated_device import SimulatedDevice
+from store_driver import Clock, Driver
+
+from shadowserve.pool.entries import PoolItem
+
+CHAIN = [chunk(number) for number in range(6)]
+LENGTHS = [10_000 + number for number in range(6)]
+
+
+def start(count: int = 1, **keys: Any) -> tuple[Driver, list[SimulatedDevice], Clock]:
+    devices = [SimulatedDevice(DEVICE_BYTES, seed=number, name=f"simulated{number}") for number in range(count)]
+    clock = Clock()
+    return Driver(simulated_pool(devices, clock_ms=clock, **keys)), devices, clock
+
+
+def stored(pool: Driver) -> list[tuple[int, int]]:
+    """Store the chain; return device and extent of each."""
+    changes = [pool.put_soon(key_of(name), b"x" * length) for name, length in zip(CHAIN, LENGTHS, strict=True)]
+    assert {change.wait() for change in changes} == {None}
+    items = [pool.peek(key_of(name)) for name in CHAIN]
+    return [(item.entry.device, item.entry.extent) for item in items if isinstance(item, PoolItem)]
+
+
+def lend(pool: Driver, lengths: list[int] = LENGTHS) -> list[Any]:
+    return pool.call(pool.store.lend_extents, CHAIN, lengths)  # type: ignore[attr-defined,no-any-return]
+
+
+def give_back(pool: Driver, lent: list[Any]) -> None:
+    pool.call(pool.store.return_extents, lent)  # type: ignore[attr-defined]
+
+
+def used(pool: Driver) -> int:
+    return sum(len(disk._uses) for disk in pool.store._core.disks)  # type: ignore[attr-defined]
+
+
+def test_a_chain_is_lent_where_it_lies_and_as_often_as_it_is_asked_for() -> None:
+    pool, _, clock = start(2)
+    places = stored(pool)
+    assert {device for device, _ in places} == {0, 1}
+    clock.now_ms += 50_000
+    first, second = lend(pool), lend(pool)
+    assert [(entry.device, entry.extent) for entry in first] == places and used(pool) == len(CHAIN)
+    accessed = [pool.store._index.get(0, name)[1].accessed_s for name in CHAIN]  # type: ignore[index]
+    assert accessed == [clock.now_ms // 1000] * len(CHAIN)
+    give_back(pool, first)
+    assert used(pool) == len(CHAIN), "the other one has them"
+    give_back(pool, second)
+    assert used(pool) == 0
+    pool.stop()
+
+
+@pytest.mark.parametrize("why", ["absent", "length", "expired", "cleared", "a name", "not durable", "memory", "gone"])
+def test_a_chain_ends_before_the_first_that_is_not_to_be_had(why: str) -> None:
+    pool, devices, clock = start(2, admission="second_hit") if why == "memory" else start(2)
+    places, third = stored(pool) if why != "memory" else [], key_of(CHAIN[2])
+    expected, lengths = 2, list(LENGTHS)
+    if why == "absent":
+        pool.remove(third)
+    elif why == "length":
+        lengths[2] += 1
+    elif why == "expired":
+        pool.set_expiry(third, clock.now_ms + 1)
+        clock.now_ms += 1
+    elif why == "cleared":
+        core = pool.store._core
+        core.step_clears = lambda looks: 0  # type: ignore[method-assign]
+        pool.clear(0)
+        expected = 0
+    elif why == "a name":  # a client's, whose digest is a chunk's key
+        pool.put(b"name", b"x" * 100)
+        item = pool.peek(b"name")
+        assert isinstance(item, PoolItem)
+        lent = pool.call(pool.store.lend_extents, [item.entry.key], [100])  # type: ignore[attr-defined]
+        assert lent == []
+        expected = 6
+    elif why == "not durable":
+        for device in devices:
+            device.automatic = False
+        change = pool.put_soon(third, b"y" * LENGTHS[2])
+    elif why == "memory":
+        stored(pool)
+        expected = 0
+    elif why == "gone":
+        while pool.call(pool.store._core.copies.make_room):
+            """Memory would serve what it has."""
+        pool.store._core.disks[places[2][0]].give_up("it was pulled out")
+        expected = next(at for at, (device, _) in enumerate(places) if device == places[2][0])
+    lent = lend(pool, lengths)
+    writing = why in ("not durable", "memory")  # what is asked for again while it is in memory alone is written
+    assert len(lent) == expected and used(pool) == expected + writing
+    give_back(pool, lent)
+    if why in ("expired", "gone"):
+        assert pool.store._index.find(0, CHAIN[expected]) == 0, "it has gone, as when anybody comes upon it"
+    if why == "not durable":
+        for device in devices:
+            device.automatic = True
+        assert change.wait() is None and len(give := lend(pool)) == 6
+        give_back(pool, give)
+    pool.stop()
+
+
+@pytest.mark.parametrize("change", ["remove", "evict", "rewrite", "clear"])
+def test_an_extent_that_is_lent_is_not_used_again_before_it_is_given_back(change: str) -> None:
+    pool, _, _ = start()
+    places = stored(pool)
+    disk = pool.store._core.disks[0]
+    lent = lend(pool)
+    if change == "rewrite":
+        stored(pool)
+    else:
+        with pool.lock:
+            for name in CHAIN:
+                if change == "remove":
+                    assert pool.store.remove((0, key_of(name)))
+                elif change == "evict":
+                    assert pool.store._space.evict(cause="budget")
+            if change == "clear":
+                pool.store.clear(None)
+    pool.pump(lambda: not pool.store._core.clears.under_way)
+    before = {extent for _, extent in places}
+    assert set(disk._freed_later) == before, "they wait for who reads there"
+    for number in range(20):
+        pool.put(b"new%d" % number, b"z" * 10_000)
+        item = pool.peek(b"new%d" % number)
+        assert isinstance(item, PoolItem) and item.entry.extent not in before
+    give_back(pool, lent)
+    pool.pump(lambda: not disk.is_freeing)
+    assert not disk._freed_later and not disk._uses
+    pool.stop()
