@@ -220,4 +220,5 @@ def test_nothing_is_wrong_or_left_behind_whatever_happens_at_once(
     stress = Stress(engine, expected, Script(plane), seed=5)
     with engine.impatient():
         stress.run(30)
-    assert stress.counts["answers"] and stress.counts["aborts"], stress.counts  # what is preempted depends on the moment
+    # What is preempted depends on the moment.
+    assert stress.counts["answers"] and stress.counts["aborts"], stress.counts
