@@ -1,10 +1,11 @@
 """``shadowserve bench schedule``: requests that share a storage node's link, under each of its policies."""
 
+import contextlib
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,6 +22,7 @@ from shadowserve_tools.simulate.objectcache import (
     WORKLOAD_A,
     Request,
     handed_on,
+    held,
 )
 from storage_kv.egress import POLICIES
 
@@ -33,12 +35,25 @@ MIXES: Final = {
 }
 """The paper's workloads: their requests, and Gbps of the link."""
 MARGIN_GBPS: Final = 5.0
-COMPARED: Final = {"shortest_remaining": "shortest", "calibrated_stall_opt": "calibrated"}
-"""With ``equal``: the node's default and the paper's, and what their ratios are called."""
+COMPARED: Final = {"shortest_remaining", "calibrated_stall_opt"}
+"""With ``equal``: the node's default and the paper's."""
 CHUNKS: Final = 16
 _RECORD_TOKENS: Final = 16
 _FREE: Final = ""
 """In place of a policy: each request alone on a link without bound."""
+_HELD: Final = ", held"
+"""Behind a policy: a request's rate is its own until all have ended, as in the paper, and nothing is handed on."""
+HELD: Final = tuple(f"{policy}{_HELD}" for policy in ("equal", "calibrated_stall_opt"))
+_EPOCH_S, _BEGINNING_EPOCH_S, _HELD_EPOCH_S = "0.02", "0.002", "10"
+"""The node's default; one in which requests have their rates soon after they come; one that no mix outlasts."""
+RATIOS: Final = (
+    ("shortest", "equal", "shortest_remaining", "at least 1.2"),
+    ("calibrated", *HELD, "at least 1.2; rates are held, as in the paper"),
+    ("calibrated_handed_on", "equal", "calibrated_stall_opt", "none; rates are handed on"),
+)
+"""What they are called, what of, and their goals."""
+_BEGUN_S: Final = 0.03
+"""All requests have come within it."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +105,11 @@ def schedule(rate: float, time_share: float, mixes: list[str], policies: str, re
     each layer, once that has arrived and the one before is computed. Bytes and times are ObjectCache's table A8's,
     both made smaller. ``added_ms`` is by how much the times to first token of a mix are above those of its requests
     alone on a link without bound; ``model_ms`` what arithmetic says of it. Ratios are of ``added_ms``: that of
-    ``equal`` over the node's default's and over the paper's.
+    ``equal`` over the node's default's and over the paper's. In the paper a rate is held until a request has ended,
+    and nobody else gets it: so the paper's ratio is of two that are ``held``, and that of rates which are handed on
+    stands beside it.
     """
-    chosen = [policy for policy in POLICIES if policy in {*policies.split(","), "equal", *COMPARED}]
+    chosen = [*(policy for policy in POLICIES if policy in {*policies.split(","), "equal", *COMPARED}), *HELD]
     report = Report("schedule", ["mix", "policy", "link_Gbit_per_s", "ttft_ms", "added_ms", "model_ms"])
     drawn: dict[str, list[tuple[str, float]]] = {policy: [] for policy in reversed(chosen)}
     with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +129,7 @@ def schedule(rate: float, time_share: float, mixes: list[str], policies: str, re
                     for policy, rounds in found.items()
                 }
                 for policy in chosen:
-                    model_s = sum(handed_on(requests, cap_gbps, MARGIN_GBPS, policy))
+                    model_s = _model_s(requests, cap_gbps, policy)
                     added_ms = 1e3 * statistics.median(added[policy])
                     report.row(
                         mix=mix, policy=policy, link_Gbit_per_s=link / 1e9,
@@ -120,12 +137,17 @@ def schedule(rate: float, time_share: float, mixes: list[str], policies: str, re
                         model_ms=1e3 * model_s * time_share,
                     )  # fmt: skip
                     drawn[policy].append((mix, added_ms))
-                for compared, name in COMPARED.items():
-                    pairs = zip(added["equal"], added[compared], strict=True)
-                    report.ratio(f"equal_over_{name}_{mix}", [e / c for e, c in pairs], "at least 1.2")
+                for name, equal, compared, goal in RATIOS:
+                    pairs = zip(added[equal], added[compared], strict=True)
+                    report.ratio(f"equal_over_{name}_{mix}", [e / c for e, c in pairs], goal)
                 report.more.setdefault("requests", {})[mix] = _by_request(requests, found)
     report.charts.append(Chart("Added to all times to first token", x="mix", y="ms", series=drawn, kind="bars"))
     report.finish(output)
+
+
+def _model_s(requests: Sequence[Request], cap_gbps: float, policy: str) -> float:
+    name = next(each for each in POLICIES if each == policy.removesuffix(_HELD))
+    return sum((held if policy in HELD else handed_on)(requests, cap_gbps, MARGIN_GBPS, name))
 
 
 def _by_request(
@@ -170,18 +192,28 @@ def _rounds(
             if policy == _FREE:
                 ttfts = [_together(address, [request])[0] for request in mix]
             else:
-                operator.call("CONFIG", "SET", "egress_policy", policy)
-                ttfts = _together(address, mix)
+                operator.call("CONFIG", "SET", "egress_policy", policy.removesuffix(_HELD))
+                if policy in HELD:
+                    operator.call("CONFIG", "SET", "egress_epoch_s", _BEGINNING_EPOCH_S)
+                ttfts = _together(address, mix, (lambda: _hold(operator)) if policy in HELD else None)
+                operator.call("CONFIG", "SET", "egress_epoch_s", _EPOCH_S)
             if round_number:  # the first warms up
                 found[policy].append(ttfts)
     return found
 
 
-def _together(address: str, mix: Sequence[Scaled]) -> list[float]:
-    """Return each request's seconds from when all ask until it has computed its last layer."""
+def _hold(operator: LeanSocket) -> None:
+    """Have the next epoch last until all requests have ended. No answer is asked for: it would have a share of it."""
+    time.sleep(_BEGUN_S)
+    skip, hold = ("CLIENT", "REPLY", "SKIP"), ("CONFIG", "SET", "egress_epoch_s", _HELD_EPOCH_S)
+    operator.socket.sendall(encode_command(*skip) + encode_command(*hold))
+
+
+def _together(address: str, mix: Sequence[Scaled], asked: Callable[[], None] | None = None) -> list[float]:
+    """Return each request's seconds from when all ask until it has computed its last layer; call ``asked`` then."""
     ttfts = [0.0] * len(mix)
     errors: list[Exception] = []
-    gate = threading.Barrier(len(mix))
+    gate = threading.Barrier(len(mix) + (asked is not None))
 
     def ask(number: int, client: LeanSocket) -> None:
         try:
@@ -194,6 +226,10 @@ def _together(address: str, mix: Sequence[Scaled]) -> list[float]:
     threads = [threading.Thread(target=ask, args=pair) for pair in enumerate(clients)]
     for thread in threads:
         thread.start()
+    if asked:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            gate.wait()
+            asked()
     for thread in threads:
         thread.join()
     for client in clients:

@@ -132,6 +132,14 @@ def outcome(
     return policies
 
 
+def held(requests: Sequence[Request], cap_gbps: float, margin_gbps: float, policy: Policy) -> list[float]:
+    """Return the seconds that are added to each request's TTFT where its rate is its own until it ends (the paper)."""
+    demands = [request.demand() for request in requests]
+    rates = allocate(policy, demands, 1e9 * cap_gbps, 1e9 * margin_gbps)
+    pairs = zip(demands, rates, strict=True)
+    return [ttft_s(demand, rate, LAYERS) - LAYERS * demand.window_s for demand, rate in pairs]
+
+
 def handed_on(requests: Sequence[Request], cap_gbps: float, margin_gbps: float, policy: Policy) -> list[float]:
     """Return the seconds that are added to each request's TTFT where its rate is given to others once it has ended.
 

@@ -162,7 +162,9 @@ RATIOS = {
         "requests_most_over_fewest",
     },
     "nodes": {"two_over_one", "failed_requests", "wrong_bytes"},
-    "schedule": {f"equal_over_{policy}_{mix}" for policy in ("shortest", "calibrated") for mix in "AC"},
+    "schedule": {
+        f"equal_over_{policy}_{mix}" for policy in ("shortest", "calibrated", "calibrated_handed_on") for mix in "AC"
+    },
     "storage": {
         f"{verb}_{ratio}"
         for verb in ("get", "getrange")
