@@ -154,6 +154,8 @@ class RespClient(asyncio.Protocol):
         Raises:
             StorageUnavailableError: the connection broke, before or since.
         """
+        if self._transport is not None and self._transport.is_closing():
+            await asyncio.wait((self.closed,), timeout=self._silence_max)  # why: the loop tells in its next turns
         if self._transport is None or self.closed.done() or self._transport.is_closing():
             raise StorageUnavailableError(self._reason)
         if not commands:

@@ -1,5 +1,6 @@
 """``shadowserve stats`` on running servers."""
 
+import asyncio
 import json
 import re
 import signal
@@ -13,8 +14,11 @@ from click.testing import CliRunner, Result
 from machine import PATIENCE_S, free_port
 from storage_support import REPOSITORY, Child, make_record
 
+from shadowserve.errors import StorageUnavailableError
+from shadowserve.resp_client import RespClient
 from shadowserve_tools import main
 from shadowserve_tools.stats import Sample, Watcher, _gone
+from shadowserve_tools.storage_client import Login
 
 PASSWORD = "correct horse"
 
@@ -97,6 +101,27 @@ def test_it_speaks_tls(start: Callable[..., Child], certificates: Path) -> None:
     assert without.exit_code == 1 and "--tls-cert" in without.output
     plain = stats("--port", str(child.port))
     assert plain.exit_code == 1 and "speaks TLS only" in plain.output and "--tls-ca" in plain.output
+
+
+def test_a_server_that_hangs_up_on_us_before_we_ask_is_heard(start: Callable[..., Child], certificates: Path) -> None:
+    """Its alert has been read in the turn of the event loop that ended the connecting."""
+    child = start(
+        *("--tls-cert", str(certificates / "server.crt"), "--tls-key", str(certificates / "server.key")),
+        *("--tls-client-ca", str(certificates / "ca.crt")),
+    )
+    context = Login(host="127.0.0.1", port=child.port, tls_ca=str(certificates / "ca.crt")).context()
+
+    async def ask_as_it_closes() -> None:
+        client = RespClient("a server", PATIENCE_S)
+        await client.open("127.0.0.1", child.port, [], context, "127.0.0.1")
+        assert client._transport is not None
+        while not client._transport.is_closing():
+            await asyncio.sleep(0)
+        assert not client.closed.done()
+        await client.ask([["PING"]])
+
+    with pytest.raises(StorageUnavailableError, match="(?i)certificate.required"):
+        asyncio.run(ask_as_it_closes())
 
 
 def test_a_tenant_is_shown_no_zeros_but_told_whom_to_ask_as(start: Callable[..., Child], tmp_path: Path) -> None:
