@@ -166,8 +166,6 @@ class _Progress:
         """Return how far the fetch is before a round of some of a plan's pieces, and how far that can bring it."""
         if self.word is None:
             return None
-        if not self.layerwise:
-            pieces["layer"] = pieces["chunk"]
         mine = np.isin(plan.pieces["slice_first"], pieces["slice_first"])
         brought = []
         for group, part in enumerate(self.parts):

@@ -186,6 +186,8 @@ def plan_fetch(groups: Sequence[Wanted], layerwise: bool, buffers: Buffers, code
         count = int(np.searchsorted(pieces["first"], pieces["first"][count])) or count
     chosen, (received, decoded) = pieces[:count], places[:, :count]
     table, slices = _tables(_Cut(chosen, cut.heads, cut.slices), received, decoded)
+    if not layerwise:
+        table["layer"] = chosen["chunk"]  # what is counted where a round says how far it is
     layers = np.stack([chosen["first"], chosen["end"]], axis=1)
     return FetchPlan(table, slices, layers, full or count < len(pieces), ends)
 

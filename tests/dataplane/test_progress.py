@@ -180,3 +180,22 @@ async def test_a_word_where_none_can_be_is_refused(
     with pytest.raises(grpc.aio.AioRpcError, match=says) as refused:
         await client.stub.Fetch(request(client, keys, **changes))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_of_more_chunks_than_a_round_counts_the_first_are_told(storage: Server) -> None:
+    """The C core counts 4,096 of a round; what is behind them is there with the answer."""
+    count = 4200
+    shape = layout(layers=1)
+    async with running(storage) as (_, client):
+        keys = keys_of(shape, count)
+        wanted = np.zeros((1, count), np.bool_)
+        wanted[0, [0, -1]] = True
+        for index in (0, count - 1):
+            storage.put(keys[index], make_record(shape, keys[index], index))
+        size = count * shape.raw_bytes
+        await client.register(shape, count, extra=64)
+        word = Word(client, size)
+        part = client.part(keys, length=size, wanted=pack(wanted))
+        answer = await client.stub.Fetch(client.fetch_request([], parts=[part], progress=size))
+        assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
+        assert word.get() == 4096
