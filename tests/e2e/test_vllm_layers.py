@@ -266,7 +266,7 @@ def test_beside_another_load_a_request_comes_chunk_by_chunk(
     monkeypatch.setattr(engine.connector._scheduler, "_layerwise_chunks", 2)
 
     def look_up(hits: list[int]) -> list[int]:
-        if hits == [2]:  # the second one's: when the first one loads
+        if hits[0] == 2:  # the second one's: when the first one loads
             plane.wait_for_call("Fetch")
         return hits
 
