@@ -31,10 +31,12 @@ def test_every_case_has_a_name_of_its_own() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-def test_every_fault_of_the_kept_matrix_was_tried_and_none_was_wrong_or_hung() -> None:
+def test_every_case_is_in_the_kept_matrix_and_none_was_wrong_or_hung() -> None:
+    """One that is missing: scripts/failure-matrix NAME --output docs."""
     kept = json.loads((REPOSITORY / "docs" / "failure-matrix.json").read_text())
     assert kept["counts"]["wrong"] == kept["counts"]["hang"] == 0
-    assert {case["fault"] for case in kept["cases"]} == {case.fault for case in CASES}
+    said = {(case["name"], case["fault"], case["what"]) for case in kept["cases"]}
+    assert said == {(case.name, case.fault, case.what) for case in CASES}
     assert (REPOSITORY / "docs" / "failure-matrix.md").read_text() == matrix.as_text(kept)
 
 
