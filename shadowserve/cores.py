@@ -48,18 +48,14 @@ def chosen_cores(key: str, cores: ProcessCores) -> list[int]:
     return sorted(set(cores))
 
 
-def confine(cores: Iterable[int], pid: int | None = None) -> None:
-    """Let no thread of a process run anywhere but on ``cores``, those included that are started later.
+def confine(cores: Iterable[int]) -> None:
+    """Let no thread of this process run anywhere but on ``cores``, those included that are started later.
 
     New threads inherit from the one that starts them. So the threads are gone through until none is left that had
     more; one that is started meanwhile by a thread not seen yet is found in the next turn.
-
-    Args:
-        cores: that remain.
-        pid: of a process of the same user; without one, our own.
     """
     wanted = set(cores)
-    while loose := [task for task in _tasks(pid) if _cores_of(task) - wanted]:
+    while loose := [task for task in _tasks() if _cores_of(task) - wanted]:
         for task in loose:
             with contextlib.suppress(ProcessLookupError):  # the thread has just ended
                 os.sched_setaffinity(task, wanted)
@@ -76,8 +72,8 @@ def on_cores(cores: Iterable[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _tasks(pid: int | None) -> Sequence[int]:
-    return [int(entry.name) for entry in Path(f"/proc/{pid or 'self'}/task").iterdir()]
+def _tasks() -> Sequence[int]:
+    return [int(entry.name) for entry in Path("/proc/self/task").iterdir()]
 
 
 def _cores_of(task: int) -> set[int]:

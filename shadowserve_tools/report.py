@@ -128,16 +128,16 @@ def cpu_s(process: psutil.Process) -> float:
         raise ShadowServeError(f"process {process.pid}, which is measured, has ended") from error
 
 
-def repeat(count: int, *runs: Callable[[], Cost], warm_up: int = 1, description: str = "measuring") -> list[list[Cost]]:
-    """Run all in turn, ``count`` times after the warm-up, so that pairs see the same machine; one list for each.
+def repeat(count: int, *runs: Callable[[], Cost], description: str = "measuring") -> list[list[Cost]]:
+    """Run all in turn, ``count`` times after one that warms up, so that pairs see the same machine; one list for each.
 
     Every other turn goes backwards, so that no run always follows the same one.
     """
     costs: list[list[Cost]] = [[] for _ in runs]
-    for round_number in tracked(range(warm_up + count), description):
+    for round_number in tracked(range(1 + count), description):
         for run, own in list(zip(runs, costs, strict=True))[:: -1 if round_number % 2 else 1]:
             cost = run()
-            if round_number >= warm_up:
+            if round_number:
                 own.append(cost)
     return costs
 

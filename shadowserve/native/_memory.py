@@ -13,7 +13,7 @@ from shadowserve.native._library import Closing, MemoryKind, Result, check, ffi,
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-__all__ = ["Destination", "Export", "Guard", "Region", "StridedCopy", "progress_tell", "progress_wait"]
+__all__ = ["Destination", "Export", "Guard", "Region", "StridedCopy", "progress_wait"]
 
 
 class _Pipeline(Protocol):
@@ -190,12 +190,6 @@ def progress_wait(word: "ReadableBuffer", seen: int, timeout: float) -> int:
     """
     with ffi.from_buffer("uint8_t[]", word) as memory:
         return int(lib.ss_progress_wait(ffi.cast("uint32_t *", memory), seen, max(0, int(timeout * 1e9))))
-
-
-def progress_tell(word: "WriteableBuffer", layers: int) -> None:
-    """Have a word of progress, 4 bytes that :func:`progress_wait` waits for, say that so many layers are in place."""
-    with ffi.from_buffer("uint8_t[]", word, require_writable=True) as memory:
-        lib.ss_progress_tell(ffi.cast("uint32_t *", memory), layers)
 
 
 class StridedCopy:

@@ -189,21 +189,18 @@ class Core:
         """Return the device that holds an object; None for memory alone."""
         return None if entry.device == MEMORY_ONLY else self.disks[entry.device]
 
-    def forget(
-        self, entry: Entry, *, remember: bool = False, quarantine: str | None = None, logged: bool = False
-    ) -> None:
+    def forget(self, entry: Entry, *, remember: bool = False, quarantine: str | None = None) -> None:
         """Remove an entry: from the log of its device, its extent, its memory, the index.
 
         Args:
             entry: what the index has now.
             remember: put it into the ghost queue.
             quarantine: why its extent must not be used again before it was tested; None for no reason.
-            logged: whether the log says so already.
         """
-        disk = self.disk_of(entry)
+        disk, logged = self.disk_of(entry), False
         if self.clears.under_way:
             if self.clears.covers(entry.tenant, entry.generation):
-                logged, remember = True, False
+                logged, remember = True, False  # the log says so already
             else:
                 self.clears.count_change(entry.tenant, -1)
         write = self.writes.cancel(entry.slot, False)

@@ -63,7 +63,6 @@ class PoolItem(Item):
         self.buffer = buffer
 
     @property
-    def kept(self) -> Buffer:
+    def kept(self) -> Buffer | None:
         """See :attr:`Item.kept`."""
-        assert self.buffer is not None
         return self.buffer

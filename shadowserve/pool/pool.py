@@ -336,6 +336,7 @@ class Pool(ABC):
 
     def hold(self, item: Item) -> None:
         """Keep the bytes of an item with a value valid, and counted, until as many calls of release()."""
+        assert item.kept is not None
         item.kept.users += 1
 
     @abstractmethod

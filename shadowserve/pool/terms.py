@@ -72,9 +72,9 @@ class Item:
     """Whether the pool itself does not have it: it lies in the tier below."""
 
     @property
-    def kept(self) -> Kept:
-        """What hold() keeps in memory, of an item with a value: the same for all that share it."""
-        raise NotImplementedError
+    def kept(self) -> Kept | None:
+        """What hold() keeps in memory, the same for all that share it; None of an item without a value."""
+        return None
 
 
 class Lease:

@@ -16,7 +16,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.layers import Bed
 from shadowserve_tools.bench.parts.engine import prompt
-from shadowserve_tools.bench.parts.serving import VOCABULARY, Model
+from shadowserve_tools.bench.parts.serving import VOCABULARY, Model, shape_options
 from shadowserve_tools.bench.peers.network import Link, linked
 from shadowserve_tools.report import INTERVAL_VALUES_MIN, Chart, Output, Report, half_width, output_options
 
@@ -61,10 +61,7 @@ class _Results:
 
 
 @click.command()
-@click.option("--layers", "depth", default=12, show_default=True, type=click.IntRange(2), help="Of the engine's model.")
-@click.option("--hidden", default=256, show_default=True, type=click.IntRange(32), help="Its hidden size.")
-@click.option("--heads", default=4, show_default=True, type=click.IntRange(1), help="Its heads, KV heads too.")
-@click.option("--head-size", default=64, show_default=True, type=click.IntRange(32), help="Of each head.")
+@shape_options(layers=12, hidden=256, heads=4, head_size=64)
 @click.option(
     "--prompt", "prompts", default=(512, 2048, 4096), show_default=True, multiple=True, metavar="TOKENS",
     type=click.IntRange(DEFAULT_CHUNK_TOKENS), help="Tokens of a prompt, all stored; may be given several times.",
@@ -80,10 +77,7 @@ class _Results:
 )  # fmt: skip
 @output_options
 def decide(
-    depth: int,
-    hidden: int,
-    heads: int,
-    head_size: int,
+    model: Model,
     prompts: tuple[int, ...],
     links: tuple[float, ...],
     layer_order: bool,
@@ -96,7 +90,6 @@ def decide(
     do not count in a cell, but in the whole. After the slowest link the first one comes back, and prompts are asked
     until it fetches again. The network is that of `bench layers`, and so are the cores, and what it takes.
     """
-    model = Model(layers=depth, hidden=hidden, heads=heads, head_size=head_size)
     results = _Results()
     with ExitStack() as stack:
         network = stack.enter_context(linked())

@@ -23,7 +23,16 @@ from shadowserve.cores import on_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.engine import prompt, write_weights
-from shadowserve_tools.bench.parts.serving import VOCABULARY, Engine, Load, Model, Partition, plugin, started_engine
+from shadowserve_tools.bench.parts.serving import (
+    VOCABULARY,
+    Engine,
+    Load,
+    Model,
+    Partition,
+    plugin,
+    shape_options,
+    started_engine,
+)
 from shadowserve_tools.bench.parts.workload import client as store_client
 from shadowserve_tools.bench.peers.buckets import CREDENTIALS, MISSING, ceph_gateway
 from shadowserve_tools.bench.peers.network import Link, linked
@@ -207,10 +216,7 @@ class Bed:
 
 
 @click.command()
-@click.option("--layers", "depth", default=24, show_default=True, type=click.IntRange(2), help="Of the engine's model.")
-@click.option("--hidden", default=256, show_default=True, type=click.IntRange(32), help="Its hidden size.")
-@click.option("--heads", default=4, show_default=True, type=click.IntRange(1), help="Its heads, KV heads too.")
-@click.option("--head-size", default=64, show_default=True, type=click.IntRange(32), help="Of each head.")
+@shape_options(layers=24, hidden=256, heads=4, head_size=64)
 @click.option(
     "--prompt", "prompts", default=("4096:8", "8192:16"), show_default=True, multiple=True, metavar="TOKENS:CHUNKS",
     help="Tokens of a prompt, and the chunks of 256 that are stored of it; may be given several times.",
@@ -230,10 +236,7 @@ class Bed:
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
 @output_options
 def layers(
-    depth: int,
-    hidden: int,
-    heads: int,
-    head_size: int,
+    model: Model,
     prompts: tuple[str, ...],
     transfer: float,
     connections: int,
@@ -251,7 +254,6 @@ def layers(
     CAP_NET_ADMIN) and iproute2. The engine has one half of the cores, everything else the other.
     """
     cases = [_case(text) for text in prompts]
-    model = Model(layers=depth, hidden=hidden, heads=heads, head_size=head_size)
     with ExitStack() as stack:
         network = stack.enter_context(linked())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -266,7 +268,7 @@ def layers(
             for number in range(repeats):
                 _turn(bed, network, case, number)
                 progress.advance(task)
-    _report(cases, depth, repeats).finish(output)
+    _report(cases, model.layers, repeats).finish(output)
 
 
 def _case(text: str) -> _Case:

@@ -47,8 +47,6 @@ from shadowserve_tools.report import Chart, Cost, Output, Report, output_options
 
 __all__ = ["link"]
 
-FP8: Final = "LMCache server, fp8 (lossy), Redis tuned"
-
 FLOPS_PER_TOKEN: Final = 2 * 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
 """Of prefilling a token with Llama-3.1-8B: two for each weight of its layers' matrices; attention itself left out."""
 COLUMNS: Final = (

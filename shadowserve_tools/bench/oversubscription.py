@@ -17,7 +17,7 @@ from shadowserve.cores import on_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.engine import BLOCK_TOKENS, write_weights
-from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, plugin, started_engine
+from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, plugin, shape_options, started_engine
 from shadowserve_tools.processes import start_data_plane
 from shadowserve_tools.report import Chart, Output, Report, output_options
 
@@ -74,10 +74,7 @@ class _Requests:
 
 
 @click.command()
-@click.option("--layers", "depth", default=4, show_default=True, type=click.IntRange(2), help="Of the engine's model.")
-@click.option("--hidden", default=768, show_default=True, type=click.IntRange(32), help="Its hidden size.")
-@click.option("--heads", default=2, show_default=True, type=click.IntRange(1), help="Its heads, KV heads too.")
-@click.option("--head-size", default=64, show_default=True, type=click.IntRange(32), help="Of each head.")
+@shape_options(layers=4, hidden=768, heads=2, head_size=64)
 @click.option("--prompt-tokens", default=100, show_default=True, type=click.IntRange(1), help="Of each prompt.")
 @click.option("--output-tokens", default=300, show_default=True, type=click.IntRange(2), help="Of each answer.")
 @click.option("--fit", default=16, show_default=True, type=click.IntRange(1), help="So many requests fit at one time.")
@@ -88,10 +85,7 @@ class _Requests:
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 50), help="Turns that count.")
 @output_options
 def oversubscription(
-    depth: int,
-    hidden: int,
-    heads: int,
-    head_size: int,
+    model: Model,
     prompt_tokens: int,
     output_tokens: int,
     fit: int,
@@ -105,7 +99,6 @@ def oversubscription(
     preempted, and one with the plugin, whose data plane keeps in memory, on the other half, what it stores. Both have
     vLLM's own prefix cache, so that what nobody has written over in the meantime is not computed again.
     """
-    model = Model(layers=depth, hidden=hidden, heads=heads, head_size=head_size)
     requests = _Requests(prompt_tokens, output_tokens, fit)
     cells = [_Cell(system, demand, demand * fit) for demand in demands for system in (_OFF, _TIER)]
     equal: list[float] = []

@@ -16,7 +16,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.layers import Bed
 from shadowserve_tools.bench.parts.engine import prompt
-from shadowserve_tools.bench.parts.serving import VOCABULARY, Model
+from shadowserve_tools.bench.parts.serving import VOCABULARY, Model, shape_options
 from shadowserve_tools.bench.peers.network import linked
 from shadowserve_tools.report import Chart, Output, Report, output_options
 
@@ -54,10 +54,7 @@ _BEHIND_S: Final = 0.1
 
 
 @click.command()
-@click.option("--layers", "depth", default=12, show_default=True, type=click.IntRange(2), help="Of the engine's model.")
-@click.option("--hidden", default=256, show_default=True, type=click.IntRange(32), help="Its hidden size.")
-@click.option("--heads", default=4, show_default=True, type=click.IntRange(1), help="Its heads, KV heads too.")
-@click.option("--head-size", default=64, show_default=True, type=click.IntRange(32), help="Of each head.")
+@shape_options(layers=12, hidden=256, heads=4, head_size=64)
 @click.option(
     "--prompt", "tokens", default=4096, show_default=True, type=click.IntRange(DEFAULT_CHUNK_TOKENS),
     help="Tokens of each prompt.",
@@ -75,10 +72,7 @@ _BEHIND_S: Final = 0.1
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
 @output_options
 def queue(
-    depth: int,
-    hidden: int,
-    heads: int,
-    head_size: int,
+    model: Model,
     tokens: int,
     output_tokens: int,
     gbit_per_s: float,
@@ -91,7 +85,6 @@ def queue(
     Counted from a request's turn, when it has blocks, to its first token. The data plane begins anew before each run.
     The network is that of `bench layers`, and so are the cores, and what it takes.
     """
-    model = Model(layers=depth, hidden=hidden, heads=heads, head_size=head_size)
     with ExitStack() as stack:
         network = stack.enter_context(linked())
         network.limit(gbit_per_s)

@@ -372,13 +372,13 @@ def _made(given: Given) -> Model:
     return Model(given)
 
 
-def swing(value: Callable[[Model], float], given: Given | None = None) -> tuple[float, float]:
+def swing(value: Callable[[Model], float]) -> tuple[float, float]:
     """Return the least and the most that a value can be with each given number somewhere in its range.
 
     Each number is moved alone to find the end that raises the value; then all are at the raising ends, and at the
     others. Every fit is made again. That is the extreme where the value rises or falls with each number throughout.
     """
-    base = given or Given()
+    base = Given()
     ranges = {each.name: each.metadata for each in dataclasses.fields(Given) if each.name in RANGED}
     least, most = {}, {}
     for name, its in ranges.items():

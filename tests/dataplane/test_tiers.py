@@ -301,7 +301,7 @@ async def test_a_device_that_stands_still_costs_its_patience_or_the_deadline(
 ) -> None:
     put_all(storage)
     tiers_on = tiers_of(tmp_path)
-    async with running(storage, tiers=tiers_on, command_timeout=0.5) as (daemon, client):
+    async with running(storage, tiers=tiers_on) as (daemon, client):
         await client.register(SHAPE, 6)
         assert_right(client, await client.fetch(KEYS))
     async with running("" if alone else storage, tiers=tiers_on, command_timeout=0.5) as (daemon, client):

@@ -37,7 +37,8 @@ def test_an_engine_stores_from_and_loads_into_exported_memory(
                 assert output.num_cached_tokens == 512
             assert len(streams) == 2, "layer by layer: what is there is told by a stream, as no memory is shared"
             engine.forget()
-            assert engine.outputs([prompt(31), tokens]) == reference([prompt(31), tokens])
+            with engine.awaiting_lookups():
+                assert engine.outputs([prompt(31), tokens]) == reference([prompt(31), tokens])
             assert len(streams) == 2, "beside a request that runs, chunk by chunk"
             for part in (engine.worker._managers[0], engine.worker._store):  # to fetch into, and to store from
                 assert isinstance(part._destination.current, ExportedHostMemory)

@@ -152,7 +152,7 @@ def test_what_another_request_loads_while_the_memory_is_replaced_is_not_lost(
     loads(engine, plane, prompt(1000), 768)
     engine.forget()
     spoil(engine)
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, engine.awaiting_lookups():  # or one could come before the other is asked for
         patch.setattr(delivery, "fetch", without_answer)
         patch.setattr(manager, "_scatter", scatter_meanwhile)
         patch.setattr(ctypes, "memmove", copy_slowly)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import redis
-from machine import PATIENCE_S
+from machine import PATIENCE_S, wait_for
 from outcomes import ABSENT, BOUND_S, Expected, Outcome, Tally
 from redis.backoff import NoBackoff
 from redis.retry import Retry
@@ -156,21 +156,22 @@ class Caller:
 
 
 @contextlib.contextmanager
-def load(callers: Sequence[Caller], keys: Sequence[str], seed: int) -> Iterator[None]:
-    """Have callers work at random, each with keys of its own, in threads; end them all at the end."""
+def going_on(tally: Tally, works: Sequence[Callable[[], object]]) -> Iterator[None]:
+    """Have each work done again and again, in a thread of its own, for as long as the context lasts.
+
+    What one of them raises is raised at the end; one that does not end is a hang.
+    """
     stopped = threading.Event()
     failures: list[BaseException] = []
 
-    def work(number: int, caller: Caller) -> None:
-        chance = random.Random(f"{seed}/{number}")
-        own = keys[number :: len(callers)]
+    def go_on(work: Callable[[], object]) -> None:
         try:
             while not stopped.is_set():
-                caller.step(chance.choice(own), chance)
+                work()
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in enumerate(callers)]
+    threads = [threading.Thread(target=go_on, args=[work], daemon=True) for work in works]
     for thread in threads:
         thread.start()
     try:
@@ -179,11 +180,20 @@ def load(callers: Sequence[Caller], keys: Sequence[str], seed: int) -> Iterator[
         stopped.set()
         for thread in threads:
             thread.join(2 * PATIENCE_S + BOUND_S)
+            if thread.is_alive():
+                tally.note(Outcome.HANG, "a client's thread does not end")
     if failures:
         raise failures[0]
-    for caller, thread in zip(callers, threads, strict=True):
-        if thread.is_alive():
-            caller.tally.note(Outcome.HANG, "a client's thread does not end")
+
+
+def load(callers: Sequence[Caller], keys: Sequence[str], seed: int) -> contextlib.AbstractContextManager[None]:
+    """Have callers work at random, each with keys of its own, in threads; end them all at the end."""
+
+    def working(number: int, caller: Caller) -> Callable[[], None]:
+        own, chance = keys[number :: len(callers)], random.Random(f"{seed}/{number}")
+        return lambda: caller.step(chance.choice(own), chance)
+
+    return going_on(callers[0].tally, [working(*pair) for pair in enumerate(callers)])
 
 
 def _generic(text: str) -> str:
@@ -295,6 +305,11 @@ class Host:
             self.tally.note(Outcome.REFUSED, f"store: {answer.reason}")
         return chunks
 
+    def store_whole(self, prompts: Sequence[Prompt]) -> None:
+        """Store prompts, however slow the machine is."""
+        for prompt in prompts:
+            wait_for(lambda prompt=prompt: self.store(prompt) == len(prompt.keys))  # type: ignore[misc]
+
     def fetch(self, prompt: Prompt, *, stored: int = 0, losable: str = "") -> int:
         """Fetch a prompt's chunks and look at each byte; return how many came.
 
@@ -339,4 +354,4 @@ class Host:
             self._destination.retire(release=not quiet)
 
 
-__all__ = ["SHAPE", "Caller", "Host", "Prompt", "load"]
+__all__ = ["SHAPE", "Caller", "Host", "Prompt", "going_on", "load"]

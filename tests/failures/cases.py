@@ -5,12 +5,13 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from callers import Caller, Host, load
+from callers import Caller, Host, going_on, load
+from faults import Faults
 from nodes import DataPlane, Storage
 from outcomes import Expected, Outcome, Tally
 from proxy import Proxy
@@ -19,6 +20,8 @@ KEYS: Final = [f"key {number}" for number in range(36)]
 
 
 T = TypeVar("T")
+Span = tuple[float, float]
+"""Least and most seconds."""
 
 
 class Unavailable(Exception):
@@ -43,8 +46,10 @@ class Context:
         self._stack.callback(node.close)
         return node.start()
 
-    def data_plane(self, port: int, **options: Any) -> DataPlane:
-        """Start a data plane over the storage that answers at a port."""
+    def data_plane(self, port: int, faults: Faults | None = None, **options: Any) -> DataPlane:
+        """Start a data plane over the storage that answers at a port, or (0) with its tiers alone."""
+        if faults is not None:
+            options["environment"] = faults.environment
         node = DataPlane(port, self.folder / f"dataplane{len(self._nodes)}", **options)
         self._nodes.append(node)
         self._stack.callback(node.close)
@@ -69,12 +74,20 @@ class Context:
         self._stack.callback(host.close)
         return host
 
-    @contextlib.contextmanager
-    def load(self, port: int, *, threads: int = 3, keys: Sequence[str] = KEYS, **options: Any) -> Iterator[None]:
+    def faults(self, folder: Path) -> Faults:
+        """Return faults of operations on files in a folder, which is made, to be given to a data plane."""
+        folder.mkdir()
+        return self.enter(contextlib.closing(Faults(self.folder, folder)))
+
+    def load(
+        self, port: int, *, threads: int = 3, keys: Sequence[str] = KEYS, **options: Any
+    ) -> contextlib.AbstractContextManager[None]:
         """Have so many clients work at random for as long as the context lasts."""
-        callers = [self.caller(port, **options) for _ in range(threads)]
-        with load(callers, keys, self.seed):
-            yield
+        return load([self.caller(port, **options) for _ in range(threads)], keys, self.seed)
+
+    def beside(self, *works: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
+        """Have each work done again and again, in a thread of its own, for as long as the context lasts."""
+        return going_on(self.tally, works)
 
     def fill(self, storage: Storage, keys: Sequence[str] = KEYS) -> None:
         """Store each key once, and check that no fault has begun yet."""
@@ -89,6 +102,14 @@ class Context:
     def pause(self, least_s: float, most_s: float) -> None:
         """Let things happen for a time that the seed chooses."""
         time.sleep(self.chance.uniform(least_s, most_s))
+
+    def kills(self, node: Storage | DataPlane, times: int, up: Span, down: Span = (0.0, 0.0)) -> None:
+        """Kill a node so often, and start it again: it is up, and then down, for a time that the seed chooses."""
+        for _ in range(times):
+            self.pause(*up)
+            node.kill()
+            self.pause(*down)
+            node.start()
 
     def restart(self, storage: Storage) -> None:
         """Start a server that has ended; what it held in memory alone may be gone."""

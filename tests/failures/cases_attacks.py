@@ -1,6 +1,7 @@
 """Attacks: what people try who mean ill, while others work. Memory and the longest wait of the others are measured."""
 
 import contextlib
+import itertools
 import os
 import socket
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -16,8 +17,8 @@ import redis
 from callers import SHAPE, Caller, Prompt
 from cases import KEYS, Context, case
 from cases_clients import closed_by_server
-from machine import PATIENCE_S, free_port
-from nodes import MIB, REPOSITORY, DataPlane, Storage, await_end
+from machine import PATIENCE_S, free_port, wait_for
+from nodes import MIB, REPOSITORY, DataPlane, Storage
 from outcomes import Outcome
 
 from host_control.client import FetchPart
@@ -69,36 +70,24 @@ def command(*words: str | bytes) -> bytes:
 def others_work(context: Context, storage: Storage, callers: Sequence[Caller], bound_mib: int) -> Iterator[None]:
     """Have others read and write all the while; measure their longest wait, and by how much the server grows."""
     before = storage.resident_bytes()
-    stopped = threading.Event()
-    failures: list[BaseException] = []
 
     def watch() -> None:
-        while not stopped.wait(0.005):
-            context.tally.measure("memory_MiB", (storage.resident_bytes() - before) / MIB)
+        context.tally.measure("memory_MiB", (storage.resident_bytes() - before) / MIB)
+        time.sleep(0.005)
 
-    def work(caller: Caller, keys: Sequence[str]) -> None:
-        try:
-            while not stopped.is_set():
-                for key in keys:
-                    began = time.monotonic()
-                    caller.set(key)
-                    caller.get(key)
-                    context.tally.measure("longest_wait_s", (time.monotonic() - began) / 2)
-        except BaseException as error:
-            failures.append(error)
+    def working(number: int, caller: Caller) -> Callable[[], None]:
+        keys = itertools.cycle(KEYS[number :: len(callers)])
 
-    threads = [threading.Thread(target=watch)]
-    threads += [threading.Thread(target=work, args=(one, KEYS[i :: len(callers)])) for i, one in enumerate(callers)]
-    for thread in threads:
-        thread.start()
-    try:
+        def work() -> None:
+            key, began = next(keys), time.monotonic()
+            caller.set(key)
+            caller.get(key)
+            context.tally.measure("longest_wait_s", (time.monotonic() - began) / 2)
+
+        return work
+
+    with context.beside(watch, *[working(*pair) for pair in enumerate(callers)]):
         yield
-    finally:
-        stopped.set()
-        for thread in threads:
-            thread.join(2 * PATIENCE_S)
-    if failures:
-        raise failures[0]
     grown = context.tally.most.get("memory_MiB", 0)
     assert grown < bound_mib, f"the server has grown by {grown:.0f} MiB"
 
@@ -323,29 +312,19 @@ def scan_cursors(context: Context) -> None:
 # ---- Over a data plane
 
 
-@contextlib.contextmanager
-def hosts_work(context: Context, address: str) -> Iterator[None]:
+def hosts_work(context: Context, address: str) -> contextlib.AbstractContextManager[None]:
     """Have a host store and fetch all the while, and be served right."""
     host = context.host(address, deadline_s=PATIENCE_S)
     prompts = [Prompt(f"{context.seed}/{number}", 4) for number in range(3)]
-    for prompt in prompts:
-        assert host.store(prompt) == 4
-    stopped = threading.Event()
+    host.store_whole(prompts)
+    turns = itertools.cycle(prompts)
 
     def work() -> None:
-        while not stopped.is_set():
-            for prompt in prompts:
-                began = time.monotonic()
-                host.fetch(prompt, stored=4)
-                context.tally.measure("longest_wait_s", time.monotonic() - began)
+        began = time.monotonic()
+        host.fetch(next(turns), stored=4)
+        context.tally.measure("longest_wait_s", time.monotonic() - began)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        thread.join(2 * PATIENCE_S)
+    return context.beside(work)
 
 
 def log_bytes(plane: DataPlane) -> int:
@@ -375,7 +354,7 @@ def shrinking_segments(context: Context) -> None:
             answer = call.result()
             os.close(descriptor)
             context.tally.note(Outcome.REFUSED, f"into a segment that shrank: {answer.reason}")
-            assert plane.process is not None and plane.process.poll() is None, "the daemon has died"
+            assert plane.alive, "the daemon has died"
 
 
 @case(
@@ -422,7 +401,7 @@ def hung_accelerator(context: Context) -> None:
         began = time.monotonic()
         assert context.host(hung.address, deadline_s=PATIENCE_S).fetch(prompt) == 0
         context.tally.measure("longest_wait_s", time.monotonic() - began)
-        assert hung.process is not None and await_end(hung.process, PATIENCE_S), "the daemon does not end"
+        wait_for(lambda hung=hung: not hung.alive)  # it ends by itself
         assert "it is given up" in hung.log.read_text()
     assert plane.start() and context.host(plane.address, deadline_s=PATIENCE_S).fetch(prompt, stored=4) == 4
 

@@ -6,12 +6,12 @@ Over Ceph's gateway where it is installed and can be made to do it, else over th
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
 from urllib.parse import urlsplit
 
 import redis
-from callers import Host, Prompt
+from callers import Host
 from cases import Context, case
 from cases_dataplane import CHUNKS, Work, prompts_of
 from faulty_s3 import BUCKET, LIES, Answer, FaultyS3, faulty_s3
@@ -71,37 +71,30 @@ class _Bucket:
 
     def fill(self, node: Storage) -> None:
         """Store all prompts in a node, and wait until the bucket has them."""
-        host = self.context.host(self.hosts(node).address)
-        for prompt in self.prompts:
-            assert host.store(prompt) == CHUNKS
+        self.context.host(self.hosts(node).address).store_whole(self.prompts)
         self.await_known(node)
 
-    def await_known(self, node: Storage, prompts: int = _PROMPTS) -> None:
+    def await_known(self, node: Storage) -> None:
         def known() -> bool:
             found = s3_of(node)
-            return (found["records"], found["waiting_records"]) == (prompts * CHUNKS, 0)
+            return (found["records"], found["waiting_records"]) == (_PROMPTS * CHUNKS, 0)
 
         wait_for(known)
 
-    @contextmanager
-    def fetching(self, address: str, losable: str = "") -> Iterator[None]:
+    def fetching(self, address: str, losable: str = "") -> AbstractContextManager[None]:
         """Have two hosts fetch at random for as long as the context lasts."""
         work = Work(self.context, address, self.prompts)
         work.stored = dict.fromkeys(work.stored, CHUNKS)
         work.losable, work.storing = losable, False
-        with work.running():
-            yield
+        return work.running()
 
-    def verify(self, address: str, prompts: Sequence[Prompt] = ()) -> None:
+    def verify(self, address: str) -> None:
         """Wait until the nodes reach the bucket again, then see that nothing is lost."""
-        quiet = Host(address, Tally())
-        try:
-            for prompt in prompts or self.prompts:
+        with closing(Host(address, Tally())) as quiet:
+            for prompt in self.prompts:
                 wait_for(lambda prompt=prompt: quiet.fetch(prompt) == CHUNKS)  # type: ignore[misc]
-        finally:
-            quiet.close()
         host = self.context.host(address, deadline_s=PATIENCE_S)
-        for prompt in prompts or self.prompts:
+        for prompt in self.prompts:
             host.fetch(prompt, stored=CHUNKS)
 
 
@@ -211,7 +204,7 @@ def bucket_full(context: Context) -> None:
     plane = bucket.hosts(writer)
     host = context.host(plane.address)
     for prompt in bucket.prompts:
-        assert host.store(prompt) == CHUNKS
+        host.store_whole([prompt])
         host.fetch(prompt, stored=CHUNKS)
     context.pause(0.5, 1.0)
     assert not bucket.own.objects
@@ -267,9 +260,7 @@ def nodes_write_the_same(context: Context) -> None:
 def node_killed_between_put_and_index(context: Context) -> None:
     bucket = _Bucket(context)
     writer = bucket.node(index_ttl_s=3600.0)
-    host = context.host(bucket.hosts(writer).address)
-    for prompt in bucket.prompts:
-        assert host.store(prompt) == CHUNKS
+    context.host(bucket.hosts(writer).address).store_whole(bucket.prompts)
     wait_for(lambda: s3_of(writer)["written_objects"] > 0)
     writer.kill()
     reader = bucket.node(reads_only=True)

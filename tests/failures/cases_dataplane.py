@@ -3,16 +3,14 @@
 import contextlib
 import multiprocessing
 import random
-import signal
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import images
 from callers import Host, Prompt
 from cases import Context, case
 from machine import wait_for
-from outcomes import Outcome, Tally
+from outcomes import Tally
 
 CHUNKS = 6
 
@@ -24,13 +22,19 @@ def prompts_of(context: Context, count: int = 5) -> list[Prompt]:
 class Work:
     """Hosts that store and fetch at random, and know how much of each prompt was acknowledged."""
 
-    def __init__(self, context: Context, address: str, prompts: list[Prompt], hosts: int = 2) -> None:
+    def __init__(self, context: Context, address: str, prompts: list[Prompt] | None = None) -> None:
         self.losable = ""
         self.storing = True
-        self.stored = {id(prompt): 0 for prompt in prompts}
-        self._context, self.prompts = context, prompts
-        self._hosts = [context.host(address) for _ in range(hosts)]
-        self._stopped = threading.Event()
+        self.prompts = prompts_of(context) if prompts is None else prompts
+        self.stored = {id(prompt): 0 for prompt in self.prompts}
+        self._context, self._address = context, address
+        self._hosts = [context.host(address) for _ in range(2)]
+        self.host = context.host(address)
+
+    def fill(self) -> None:
+        """Have all of it stored."""
+        self.host.store_whole(self.prompts)
+        self.stored = dict.fromkeys(self.stored, CHUNKS)
 
     def step(self, host: Host, prompt: Prompt, luck: float) -> None:
         if self.storing and luck < 0.3:
@@ -39,30 +43,26 @@ class Work:
         else:
             host.fetch(prompt, stored=self.stored[id(prompt)], losable=self.losable)
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        def work(number: int) -> None:
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Have hosts work for as long as the context lasts."""
+
+        def working(number: int, host: Host) -> Callable[[], None]:
             own = self.prompts[number :: len(self._hosts)]
             chance = random.Random(f"{self._context.seed}/{number}")
-            while not self._stopped.is_set():
-                self.step(self._hosts[number], chance.choice(own), chance.random())
+            return lambda: self.step(host, chance.choice(own), chance.random())
 
-        self._stopped.clear()
-        threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(self._hosts))]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            self._stopped.set()
-            for thread in threads:
-                thread.join(60)
-                if thread.is_alive():
-                    self._context.tally.note(Outcome.HANG, "a host's thread does not end")
+        return self._context.beside(*[working(*pair) for pair in enumerate(self._hosts)])
 
-    def verify(self, host: Host) -> None:
+    def verify(self) -> None:
+        """See that what was stored is there."""
         for prompt in self.prompts:
-            host.fetch(prompt, stored=self.stored[id(prompt)], losable=self.losable)
+            self.host.fetch(prompt, stored=self.stored[id(prompt)], losable=self.losable)
+
+    def verify_again(self) -> None:
+        """Wait until the data plane has found its storage again, then see that what was stored is there."""
+        with contextlib.closing(Host(self._address, Tally())) as quiet:
+            quiet.store_whole([Prompt(f"{self._context.seed}/probe", 1)])
+        self.verify()
 
 
 @case(
@@ -75,7 +75,7 @@ class Work:
 def storage_killed_under_hosts(context: Context) -> None:
     storage = context.storage()
     plane = context.data_plane(storage.port)
-    work = Work(context, plane.address, prompts_of(context))
+    work = Work(context, plane.address)
     with work.running():
         context.pause(0.4, 1.0)
         if context.engine == "memory":
@@ -84,50 +84,31 @@ def storage_killed_under_hosts(context: Context) -> None:
         context.pause(0.1, 0.3)
         storage.start()
         context.pause(0.6, 1.0)
-    await_storage(context, plane.address)
-    work.verify(context.host(plane.address))
-
-
-def await_storage(context: Context, address: str) -> None:
-    """Wait until a data plane has found its storage again."""
-    quiet = Host(address, Tally())
-    probe = Prompt(f"{context.seed}/probe", 1)
-    try:
-        wait_for(lambda: quiet.store(probe) == 1)
-    finally:
-        quiet.close()
+    work.verify_again()
 
 
 @case("daemon loss", "SIGKILL while hosts store and fetch; restarted", engines=("memory", "pool"), repetitions=2)
 def daemon_killed(context: Context) -> None:
     storage = context.storage()
     plane = context.data_plane(storage.port)
-    work = Work(context, plane.address, prompts_of(context))
+    work = Work(context, plane.address)
     with work.running():
-        for _ in range(2):
-            context.pause(0.3, 0.8)
-            plane.kill()
-            context.pause(0.1, 0.3)
-            plane.start()
+        context.kills(plane, 2, (0.3, 0.8), (0.1, 0.3))
         context.pause(0.5, 0.8)
-    await_storage(context, plane.address)
-    work.verify(context.host(plane.address))
+    work.verify_again()
 
 
 @case("daemon loss", "SIGSTOP for three seconds while hosts store and fetch", engines=("memory",), repetitions=1)
 def daemon_frozen(context: Context) -> None:
     storage = context.storage()
     plane = context.data_plane(storage.port)
-    work = Work(context, plane.address, prompts_of(context))
+    work = Work(context, plane.address)
     with work.running():
         context.pause(0.3, 0.6)
-        assert plane.process is not None
-        plane.process.send_signal(signal.SIGSTOP)
-        time.sleep(3.5)
-        plane.process.send_signal(signal.SIGCONT)
+        with plane.frozen():
+            time.sleep(3.5)
         context.pause(0.3, 0.6)
-    await_storage(context, plane.address)
-    work.verify(context.host(plane.address))
+    work.verify_again()
 
 
 def _be_a_host(address: str, seed: int) -> None:
@@ -157,16 +138,14 @@ def host_killed(context: Context) -> None:
     for _ in range(2):
         process = spawn.Process(target=_be_a_host, args=(plane.address, context.seed), daemon=True)
         process.start()
-        ends = time.monotonic() + 20
-        while storage.stored() == 0 and time.monotonic() < ends:
-            time.sleep(0.02)
+        wait_for(storage.stored)
         context.pause(0.0, 0.5)
         process.kill()
         process.join()
         for prompt in prompts:
             other.fetch(prompt)
+    other.store_whole(prompts)
     for prompt in prompts:
-        assert other.store(prompt) == CHUNKS
         other.fetch(prompt, stored=CHUNKS)
 
 
@@ -180,15 +159,14 @@ def half_open_under_hosts(context: Context) -> None:
     storage = context.storage()
     proxy = context.proxy(storage.port)
     plane = context.data_plane(proxy.port, command_timeout=1.0)
-    work = Work(context, plane.address, prompts_of(context))
+    work = Work(context, plane.address)
     with work.running():
         context.pause(0.3, 0.6)
         proxy.silent = True
         time.sleep(3)
         proxy.silent = False
         context.pause(0.3, 0.6)
-    await_storage(context, plane.address)
-    work.verify(context.host(plane.address))
+    work.verify_again()
 
 
 @case(
@@ -200,20 +178,16 @@ def half_open_under_hosts(context: Context) -> None:
 def rotten_under_hosts(context: Context) -> None:
     storage = context.storage()
     plane = context.data_plane(storage.port)
-    work = Work(context, plane.address, prompts_of(context))
-    host = context.host(plane.address)
-    for prompt in prompts_of(context):
-        assert host.store(prompt) == CHUNKS
+    work = Work(context, plane.address)
+    work.fill()
     assert storage.stop()
     for chosen in context.chance.sample(storage.objects(), 12):
         images.rot(chosen, context.chance)
     storage.start()
-    await_storage(context, plane.address)
     work.losable = "damaged on its device"
-    work.verify(host)
+    work.verify_again()
     with work.running():
         context.pause(0.5, 0.8)
     work.losable = ""
-    for prompt in prompts_of(context):
-        assert host.store(prompt) == CHUNKS
-        host.fetch(prompt, stored=CHUNKS)
+    work.fill()
+    work.verify()

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from random import Random
 
 import images
 from cases import KEYS, Context, Unavailable, case
@@ -44,7 +45,6 @@ def _after(context: Context) -> None:
 )
 def reads_fail(context: Context) -> None:
     storage = _cold(context, faulty=True)
-    assert storage.faults is not None
     storage.faults.set(read_error=errno.EIO, one_in=3)
     _during(context, "the device fails to read")
     context.verify(storage)
@@ -65,7 +65,6 @@ def _failing_writes(context: Context, **faults: int) -> None:
     """
     alone = bool(context.seed % 2)
     storage = context.storage(faulty=True, devices=1 if alone else 2)
-    assert storage.faults is not None
     with context.load(storage.port):
         context.pause(0.1, 0.3)
         storage.faults.set(**faults)
@@ -172,7 +171,10 @@ def replaced(context: Context) -> None:
     context.verify(storage)
 
 
-def _damaged_while_down(context: Context, damage: Callable[[Sequence[StoredObject]], Sequence[StoredObject]]) -> None:
+Damage = Callable[[Sequence[StoredObject], Random], None]
+
+
+def _damaged_while_down(context: Context, damage: Damage) -> None:
     """Damage objects between a SIGKILL and the next start: those may be missed, no others."""
     storage = context.storage()
     context.fill(storage)
@@ -185,7 +187,7 @@ def _damaged_while_down(context: Context, damage: Callable[[Sequence[StoredObjec
     context.verify(storage)
 
 
-def _damaged_while_up(context: Context, damage: Callable[[Sequence[StoredObject]], Sequence[StoredObject]]) -> None:
+def _damaged_while_up(context: Context, damage: Damage) -> None:
     """Damage objects that are not in memory while clients read them: those may be missed, no others."""
     storage = _cold(context)
     _harm(context, storage, damage)
@@ -195,15 +197,13 @@ def _damaged_while_up(context: Context, damage: Callable[[Sequence[StoredObject]
     context.verify(storage)
 
 
-def _harm(
-    context: Context, storage: Storage, damage: Callable[[Sequence[StoredObject]], Sequence[StoredObject]]
-) -> None:
+def _harm(context: Context, storage: Storage, damage: Damage) -> None:
     whole = storage.objects()
     assert len(whole) >= len(KEYS)
-    harmed = damage(context.chance.sample(whole, 12))
-    assert harmed
-    for chosen in harmed:
-        context.expected.may_be_lost(_name(chosen), "damaged on its device")
+    chosen = context.chance.sample(whole, 12)
+    damage(chosen, context.chance)
+    for entry in chosen:
+        context.expected.may_be_lost(_name(entry), "damaged on its device")
 
 
 def _name(chosen: StoredObject) -> str:
@@ -214,29 +214,20 @@ def _name(chosen: StoredObject) -> str:
 _DIGESTS = {hashlib.sha256(key.encode()).digest(): key for key in KEYS}
 
 
-def _tear(context: Context) -> Callable[[Sequence[StoredObject]], Sequence[StoredObject]]:
-    def damage(chosen: Sequence[StoredObject]) -> Sequence[StoredObject]:
-        for entry in chosen:
-            images.tear(entry, context.chance)
-        return chosen
-
-    return damage
+def _tear(chosen: Sequence[StoredObject], chance: Random) -> None:
+    for entry in chosen:
+        images.tear(entry, chance)
 
 
-def _rot(context: Context) -> Callable[[Sequence[StoredObject]], Sequence[StoredObject]]:
-    def damage(chosen: Sequence[StoredObject]) -> Sequence[StoredObject]:
-        for entry in chosen:
-            images.rot(entry, context.chance)
-        return chosen
-
-    return damage
+def _rot(chosen: Sequence[StoredObject], chance: Random) -> None:
+    for entry in chosen:
+        images.rot(entry, chance)
 
 
-def _exchange(chosen: Sequence[StoredObject]) -> Sequence[StoredObject]:
+def _exchange(chosen: Sequence[StoredObject], chance: Random) -> None:
     ordered = sorted(chosen, key=lambda entry: entry.size)
     for one, other in zip(ordered[::2], ordered[1::2], strict=True):
         images.exchange(one, other)
-    return chosen
 
 
 @case(
@@ -246,7 +237,7 @@ def _exchange(chosen: Sequence[StoredObject]) -> Sequence[StoredObject]:
     short=("pool",),
 )
 def torn(context: Context) -> None:
-    _damaged_while_down(context, _tear(context))
+    _damaged_while_down(context, _tear)
 
 
 @case("torn write", "the log's last block is torn in one of its two copies after a SIGKILL", engines=("pool",))
@@ -266,12 +257,12 @@ def torn_log(context: Context) -> None:
 
 @case("bit rot on disk", "a bit of each of twelve objects, while the server is down", engines=("pool",))
 def rotten_while_down(context: Context) -> None:
-    _damaged_while_down(context, _rot(context))
+    _damaged_while_down(context, _rot)
 
 
 @case("bit rot on disk", "a bit of each of twelve objects, while the server runs", engines=("pool",), short=("pool",))
 def rotten_while_up(context: Context) -> None:
-    _damaged_while_up(context, _rot(context))
+    _damaged_while_up(context, _rot)
 
 
 @case(

@@ -6,21 +6,17 @@ The data plane has its tiers alone, so that nothing but the fault says what may 
 import contextlib
 import errno
 import itertools
-import json
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import images
 from callers import Prompt
 from cases import Context, T, case
 from faults import Faults
 from machine import wait_for
-from nodes import DataPlane
-from outcomes import Outcome
+from nodes import DataPlane, tiers
 from paged import CHUNKS, PagedEngine, Shape
 
 _PROMPTS = 8
@@ -33,11 +29,9 @@ class _Served:
     """A data plane with a device, an engine whose prompts lie on it, and faults of that device."""
 
     def __init__(self, context: Context, *, size: str = "32MiB", deadline_s: float = 3.0, faulty: bool = True) -> None:
-        self.context, self.device = context, _device(context, "disk", "one")
-        self.faults = Faults(context.folder, self.device.parent) if faulty else None
-        if self.faults is not None:
-            context.enter(contextlib.closing(self.faults))
-        self.plane = _plane(context, self.device, size, self.faults)
+        self.context, self.device = context, context.folder / "disk" / "one"
+        self._faults = context.faults(self.device.parent) if faulty else None
+        self.plane = _plane(context, self.device, size, self._faults)
         self.engine = _engine(context, self.plane, deadline_s=deadline_s)
         self.prompts = [_SHAPE.prompt(f"{context.seed}/{number}") for number in range(_PROMPTS)]
         _store(self.engine, self.prompts)
@@ -45,8 +39,8 @@ class _Served:
     @property
     def told(self) -> Faults:
         """What the device is told."""
-        assert self.faults is not None
-        return self.faults
+        assert self._faults is not None
+        return self._faults
 
     def some(self, count: int = 3) -> list[Prompt]:
         return self.context.chance.sample(self.prompts, count)
@@ -63,8 +57,7 @@ class _Served:
     def mend(self, losable: str = "") -> None:
         """Store everything again, and have all of it right; where damage is latent, once a read has met all of it."""
         for _ in range(CHUNKS + 1 if losable else 1):
-            for prompt in self.prompts:
-                _store_one(self.engine, prompt)
+            self.engine.stores.store_whole(self.prompts)
             self.verify(losable)
         self.verify()
 
@@ -73,19 +66,9 @@ def _pairs(each: Sequence[T]) -> Iterator[tuple[T, T]]:
     return zip(each[::2], each[1::2], strict=True)
 
 
-def _device(context: Context, *names: str) -> Path:
-    path = context.folder.joinpath(*names)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
-
-
 def _plane(context: Context, device: Path, size: str = "32MiB", faults: Faults | None = None) -> DataPlane:
-    tier: dict[str, Any] = {"path": str(device), "size": size, "objects_max": 600}
-    if faults is not None:
-        tier["access"] = "threads"
-    tiers = {"memory_budget_bytes": "4MiB", "memory_bandwidth": 1, "scrub_bytes_per_s": 0, "devices": [tier]}
-    environment = None if faults is None else faults.environment
-    return context.data_plane(0, environment=environment, tiers=json.dumps(tiers))
+    access = {} if faults is None else {"access": "threads"}
+    return context.data_plane(0, faults, tiers=tiers("4MiB", device, size, **access))
 
 
 def _engine(context: Context, plane: DataPlane, shape: Shape = _SHAPE, *, deadline_s: float = 3.0) -> PagedEngine:
@@ -94,15 +77,9 @@ def _engine(context: Context, plane: DataPlane, shape: Shape = _SHAPE, *, deadli
     return context.enter(contextlib.closing(made))
 
 
-def _store_one(engine: PagedEngine, prompt: Prompt) -> None:
-    """Store a prompt, however slow the machine is."""
-    wait_for(lambda: engine.stores.store(prompt) == CHUNKS)
-
-
 def _store(engine: PagedEngine, prompts: Sequence[Prompt]) -> None:
     """Store prompts, and wait until devices have them."""
-    for prompt in prompts:
-        _store_one(engine, prompt)
+    engine.stores.store_whole(prompts)
     await_devices(engine, prompts)
 
 
@@ -128,26 +105,6 @@ def _held(faults: Faults, then: Callable[[], None]) -> Callable[[], None]:
             then()
 
     return meanwhile
-
-
-@contextlib.contextmanager
-def _beside(context: Context, work: Callable[[], None]) -> Iterator[None]:
-    """Do something again and again, in a thread of its own."""
-    stopped = threading.Event()
-
-    def go_on() -> None:
-        while not stopped.is_set():
-            work()
-
-    thread = threading.Thread(target=go_on, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        thread.join(60)
-        if thread.is_alive():
-            context.tally.note(Outcome.HANG, "a host's thread does not end")
 
 
 # ---- The device
@@ -210,7 +167,7 @@ def pages_device_full(context: Context) -> None:
         kept.append(next(more))
         host.store(kept[-1])
 
-    with _beside(context, store):
+    with context.beside(store):
         served.load_for(1.0, "evicted to make room")
     served.engine.load(kept[-2:], losable="evicted to make room")
     served.verify("evicted to make room")
@@ -233,7 +190,7 @@ def pages_no_space(context: Context) -> None:
         served.engine.load(served.some(1), losable="its device could not be written")
     assert served.told.met
     served.verify("its device could not be written")
-    served.plane.stop()
+    assert served.plane.stop()
     served.told.clear()
     served.plane.start()
     served.verify("its device could not be written")
@@ -279,7 +236,7 @@ def pages_misdirected(context: Context) -> None:
 )
 def pages_of_another_machine(context: Context) -> None:
     served = _Served(context, faulty=False)
-    device = _device(context, "another", "one")
+    device = context.folder / "another" / "one"
     plane = _plane(context, device)
     engine = _engine(context, plane)
     theirs = [_SHAPE.prompt(f"{context.seed}/theirs/{number}") for number in range(_PROMPTS)]
@@ -287,7 +244,7 @@ def pages_of_another_machine(context: Context) -> None:
 
     def exchange() -> None:
         for each in (served.plane, plane):
-            each.stop()
+            assert each.stop()
         aside = device.with_name("aside")
         served.device.rename(aside)
         device.rename(served.device)
@@ -372,7 +329,7 @@ def pages_daemon_killed(context: Context) -> None:
         served.plane.start()
         context.pause(0.0, 0.3)
         served.load_for(0.3, "")
-    _store_one(served.engine, served.prompts[0])
+    served.engine.stores.store_whole(served.prompts[:1])
     served.verify()
     await_devices(served.engine, served.prompts)
 
@@ -385,17 +342,15 @@ def pages_daemon_killed(context: Context) -> None:
 )
 def pages_daemon_frozen(context: Context) -> None:
     served = _Served(context, deadline_s=_SILENT_S)
-    process = served.plane.process
-    assert process is not None
 
     def freeze() -> None:
-        process.send_signal(signal.SIGSTOP)
+        served.plane.signal(signal.SIGSTOP)
         served.told.set(hold=0)
 
     served.told.set(hold=1)
     served.engine.load(served.some(), meanwhile=_held(served.told, freeze))
     context.pause(0.0, 0.5)
-    process.send_signal(signal.SIGCONT)
+    served.plane.signal(signal.SIGCONT)
     context.pause(0.1, 0.4)
     served.engine.check()
     served.mend()
@@ -415,14 +370,14 @@ def pages_of_two_models(context: Context) -> None:
     theirs = [shape.prompt(f"{context.seed}/{number}") for number in range(_PROMPTS)]
     _store(other, theirs)
     served.told.set(read_error=errno.EIO, one_in=5)
-    chance = iter(lambda: int(time.monotonic() * 1e6), -1)
+    turns = itertools.cycle(theirs)
 
     def work() -> None:
-        mine = theirs[next(chance) % _PROMPTS]
+        mine = next(turns)
         other.stores.store(mine)
         other.load([mine, theirs[0]], losable="its device fails to read")
 
-    with _beside(context, work):
+    with context.beside(work):
         ends = time.monotonic() + 1.0
         while time.monotonic() < ends:
             (prompt,) = served.some(1)
@@ -430,8 +385,7 @@ def pages_of_two_models(context: Context) -> None:
             served.engine.load([prompt], losable="its device fails to read")
     served.told.clear()
     served.mend()
-    for prompt in theirs:
-        _store_one(other, prompt)
+    other.stores.store_whole(theirs)
     other.load(theirs[:4])
     for mine, its in zip(served.prompts[:2], theirs, strict=False):
         asked = _SHAPE.prompt("of nobody")

@@ -4,45 +4,37 @@ import contextlib
 import itertools
 import json
 import os
-import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import images
 from callers import Prompt
 from cases import Context, case
-from nodes import REPOSITORY, DataPlane
-from outcomes import BOUND_S, Outcome
-from preloaded import Preloaded
+from nodes import DataPlane, tiers
+from outcomes import Outcome
 
+from shadowserve.cores import usable_cores
 from shadowserve.errors import ShadowServeError
-from shadowserve_tools.bench.parts.engine import BLOCK_TOKENS, model_config, prompt, write_weights
-from shadowserve_tools.bench.parts.serving import Engine, plugin
+from shadowserve_tools.bench.parts.engine import BLOCK_TOKENS, prompt, write_weights
+from shadowserve_tools.bench.parts.serving import VOCABULARY, Engine, Load, Model, plugin, started_engine
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling vLLM's small functions takes 15 s of a core
 
-_VOCABULARY, _PROMPT, _OUTPUT = 512, 80, 100
+_PROMPT, _OUTPUT = 80, 100
 _REQUESTS, _FIT = 6, 3
 _FETCH_TIMEOUT_S = 1.0
-_START_S, _SERVE_S = 300.0, 90.0
-_SHAPE = {"layers": 2, "hidden": 64, "heads": 2, "head_size": 32}
-_KV_BYTES = 2 * 2 * 2 * 32 * 4
+_SERVE_S = 90.0
+_MODEL = Model(layers=2, hidden=64, heads=2, head_size=32)
+_KV_BYTES = 2 * _MODEL.kv_bytes
 """Of a token, in float32: other answers than those that were computed alone are other KV, and not rounding."""
 
 
-@contextlib.contextmanager
-def _engine(folder: Path, data_plane: str) -> Iterator[Engine]:
+def _engine(context: Context, data_plane: str) -> contextlib.AbstractContextManager[Engine]:
     """Run vLLM in a process, with memory for some of the requests that it is asked."""
-    (folder / "model").mkdir()
-    tokens = _PROMPT + _OUTPUT + BLOCK_TOKENS
-    config = model_config(**_SHAPE, vocabulary=_VOCABULARY, tokens=tokens)
-    (folder / "model" / "config.json").write_text(json.dumps(config))
-    write_weights(folder / "model", config)
+    folder = context.folder / "model"
+    folder.mkdir()
+    config = _MODEL.config(_PROMPT + _OUTPUT + BLOCK_TOKENS)
+    (folder / "config.json").write_text(json.dumps(config))
+    write_weights(folder, config)
     host = {
         "data_plane": data_plane,
         "chunk_tokens": 2 * BLOCK_TOKENS,
@@ -52,60 +44,33 @@ def _engine(folder: Path, data_plane: str) -> Iterator[Engine]:
         "breaker_backoff": 0.05,
         "breaker_backoff_max": 0.2,
     }
-    settings = {
-        "model": str(folder / "model"),
-        "config": config,
-        "load_format": "auto",
-        "vocabulary": _VOCABULARY,
-        "max_tokens": tokens,
-        "max_requests": _REQUESTS,
-        "kv_cache_bytes": (_FIT * -(-(_PROMPT + _OUTPUT) // BLOCK_TOKENS) + 1) * BLOCK_TOKENS * _KV_BYTES,
-        "dtype": "float32",
-        "prefix_caching": False,
-        "step_tokens": 96,
-        "packages": [],
-        "transfer": plugin(host),
-    }
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    log = folder / "engine.log"
-    with log.open("w") as errors:
-        process = Preloaded(
-            [sys.executable, "-m", "shadowserve_tools.bench.parts.engine"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            cwd=REPOSITORY,
-            env=environment,
-            process_group=0,
-        )
-    engine = Engine(process, log)
-    try:
-        engine.exchange(settings, _START_S)
-        yield engine
-    finally:
-        engine.stop()
+    return started_engine(
+        "engine",
+        context.folder,
+        context.chance.sample(usable_cores(), 1),
+        _MODEL,
+        Load(chunks=1, documents=1),
+        _REQUESTS,
+        plugin(host),
+        step_tokens=96,
+        max_tokens=_PROMPT + _OUTPUT + BLOCK_TOKENS,
+        kv_cache_bytes=(_FIT * -(-(_PROMPT + _OUTPUT) // BLOCK_TOKENS) + 1) * BLOCK_TOKENS * _KV_BYTES,
+        dtype="float32",
+    )
 
 
 class _Pressed:
     """An engine that is asked more than it has memory for, and knows what it answers to each request alone."""
 
     def __init__(self, context: Context, plane: DataPlane) -> None:
-        self._context, self.plane = context, plane
-        self._engine = context.enter(_engine(context.folder, plane.address))
-        self._prompts = [prompt(100 * context.seed + number, _PROMPT, _VOCABULARY) for number in range(_REQUESTS)]
+        self._context = context
+        self._engine = context.enter(_engine(context, plane.address))
+        self._prompts = [prompt(100 * context.seed + number, _PROMPT, VOCABULARY) for number in range(_REQUESTS)]
         self._engine.ask("hits", way="compute")
         self._engine.ask("reading", only=True)
         self._answers = [self._alone(tokens) for tokens in self._prompts]
         for tokens, answer in zip(self._prompts, self._answers, strict=True):
-            other = [*prompt(-1 - context.seed, BLOCK_TOKENS, _VOCABULARY), *tokens[BLOCK_TOKENS:]]
+            other = [*prompt(-1 - context.seed, BLOCK_TOKENS, VOCABULARY), *tokens[BLOCK_TOKENS:]]
             assert self._alone(other) != answer, "another beginning has the same answer: equal ones would show nothing"
         self._engine.ask("reading", only=False)
         self._engine.ask("hits", way="fetch")
@@ -140,27 +105,9 @@ class _Pressed:
                 tally.note(Outcome.MISSED, f"{what}: {reason}")
         return counted
 
-    @contextlib.contextmanager
-    def serving(self) -> Iterator[None]:
+    def serving(self) -> contextlib.AbstractContextManager[None]:
         """Have the engine serve, again and again, for as long as the context lasts."""
-        stopped, failures = threading.Event(), list[BaseException]()
-
-        def serve() -> None:
-            try:
-                while not stopped.is_set():
-                    self.serve()
-            except BaseException as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stopped.set()
-            thread.join(_SERVE_S + BOUND_S)
-        if failures:
-            raise failures[0]
+        return self._context.beside(self.serve)
 
     def mended(self) -> None:
         """Serve without a fault: what was preempted is loaded again."""
@@ -171,32 +118,10 @@ class _Pressed:
             assert time.monotonic() < ends, f"nothing is loaded again: {counted}"
 
 
-def _tiers(context: Context, memory: str = "16MiB", *, device: bool = False) -> dict[str, Any]:
-    """Options of a data plane with tiers in memory alone, or above a device."""
-    tiers: dict[str, Any] = {"memory_budget_bytes": memory}
-    if device:
-        (context.folder / "tier").mkdir()
-        disk = {"path": str(context.folder / "tier" / "disk"), "size": "64MiB", "objects_max": 4000}
-        tiers |= {"memory_bandwidth": 1, "scrub_bytes_per_s": 0, "devices": [disk]}
-    return {"tiers": json.dumps(tiers)}
-
-
-@contextlib.contextmanager
-def _filling(context: Context, plane: DataPlane) -> Iterator[None]:
+def _filling(context: Context, plane: DataPlane) -> contextlib.AbstractContextManager[None]:
     """Have another host fill the tiers."""
-    host, stopped = context.host(plane.address), threading.Event()
-
-    def fill() -> None:
-        for number in itertools.takewhile(lambda _: not stopped.is_set(), itertools.count()):
-            host.store(Prompt(f"{context.seed}/{number}", 6))
-
-    filling = threading.Thread(target=fill, daemon=True)
-    filling.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        filling.join(60)
+    host, numbers = context.host(plane.address), itertools.count()
+    return context.beside(lambda: host.store(Prompt(f"{context.seed}/{next(numbers)}", 6)))
 
 
 @case(
@@ -209,11 +134,7 @@ def preempted_storage_killed(context: Context) -> None:
     storage = context.storage()
     pressed = _Pressed(context, context.data_plane(storage.port))
     with pressed.serving():
-        for _ in range(2):
-            context.pause(0.3, 0.8)
-            storage.kill()
-            context.pause(0.3, 0.8)
-            storage.start()
+        context.kills(storage, 2, (0.3, 0.8), (0.3, 0.8))
     pressed.mended()
 
 
@@ -258,8 +179,9 @@ def preempted_records_flip(context: Context) -> None:
     repetitions=1,
 )
 def preempted_records_rot(context: Context) -> None:
-    plane = context.data_plane(0, **_tiers(context, "1MiB", device=True))
-    pressed, disk, rotten = _Pressed(context, plane), context.folder / "tier" / "disk", set[tuple[int, int]]()
+    disk = context.folder / "tier" / "disk"
+    plane = context.data_plane(0, tiers=tiers("1MiB", disk, "64MiB", objects_max=4000))
+    pressed, rotten = _Pressed(context, plane), set[tuple[int, int]]()
     with pressed.serving(), _filling(context, plane):  # so that little of it is found in memory
         ends = time.monotonic() + 3
         while time.monotonic() < ends:
@@ -279,7 +201,7 @@ def preempted_records_rot(context: Context) -> None:
     repetitions=1,
 )
 def preempted_records_evicted(context: Context) -> None:
-    plane = context.data_plane(0, **_tiers(context, "1MiB"))
+    plane = context.data_plane(0, tiers=tiers("1MiB"))
     pressed = _Pressed(context, plane)
     with pressed.serving(), _filling(context, plane):
         time.sleep(3)
@@ -293,13 +215,10 @@ def preempted_records_evicted(context: Context) -> None:
     repetitions=2,
 )
 def preempted_daemon_killed(context: Context) -> None:
-    pressed = _Pressed(context, context.data_plane(0, **_tiers(context)))
+    plane = context.data_plane(0, tiers=tiers("16MiB"))
+    pressed = _Pressed(context, plane)
     with pressed.serving():
-        for _ in range(4):
-            context.pause(0.1, 0.8)
-            pressed.plane.kill()
-            context.pause(0.0, 0.3)
-            pressed.plane.start()
+        context.kills(plane, 4, (0.1, 0.8), (0.0, 0.3))
     pressed.mended()
 
 
@@ -310,7 +229,7 @@ def preempted_daemon_killed(context: Context) -> None:
     repetitions=1,
 )
 def preempted_tiers_away(context: Context) -> None:
-    plane = context.data_plane(context.storage().port, **_tiers(context))
+    plane = context.data_plane(context.storage().port, tiers=tiers("16MiB"))
     pressed = _Pressed(context, plane)
     with pressed.serving():
         context.pause(0.3, 0.8)
@@ -328,13 +247,11 @@ def preempted_tiers_away(context: Context) -> None:
     repetitions=1,
 )
 def preempted_daemon_frozen(context: Context) -> None:
-    pressed = _Pressed(context, context.data_plane(0, **_tiers(context)))
-    process = pressed.plane.process
-    assert process is not None
+    plane = context.data_plane(0, tiers=tiers("16MiB"))
+    pressed = _Pressed(context, plane)
     with pressed.serving():
         for _ in range(2):
             context.pause(0.1, 0.6)
-            process.send_signal(signal.SIGSTOP)
-            time.sleep(2 * _FETCH_TIMEOUT_S)
-            process.send_signal(signal.SIGCONT)
+            with plane.frozen():
+                time.sleep(2 * _FETCH_TIMEOUT_S)
     pressed.mended()

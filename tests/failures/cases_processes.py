@@ -1,6 +1,5 @@
 """Processes that end: killed, restarted, frozen."""
 
-import signal
 import time
 
 from cases import KEYS, Context, case
@@ -79,8 +78,7 @@ def frozen(context: Context) -> None:
     context.fill(storage)
     with context.load(storage.port, deadline_s=0.5, silence="the server stands still"):
         context.pause(0.1, 0.3)
-        storage.signal(signal.SIGSTOP)
-        time.sleep(1.2)
-        storage.signal(signal.SIGCONT)
+        with storage.frozen():
+            time.sleep(1.2)
         context.pause(0.1, 0.3)
     context.verify(storage, KEYS)

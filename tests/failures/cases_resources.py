@@ -22,7 +22,6 @@ _HOUR_NS = 3600 * 10**9
 )
 def clock_jumps(context: Context) -> None:
     storage = context.storage(faulty=True)
-    assert storage.faults is not None
     lasting = [f"lasting {number}" for number in range(10)]
     expiring = [f"expiring {number}" for number in range(10)]
     caller = context.caller(storage.port)
@@ -56,7 +55,6 @@ def clock_jumps(context: Context) -> None:
 )
 def clock_jumps_while_down(context: Context) -> None:
     storage = context.storage(faulty=True)
-    assert storage.faults is not None
     expiring = [f"expiring {number}" for number in range(10)]
     lasting = [f"lasting {number}" for number in range(10)]
     context.fill(storage, lasting)
@@ -83,11 +81,8 @@ def clock_jumps_while_down(context: Context) -> None:
     repetitions=2,
 )
 def little_address_space(context: Context) -> None:
-    storage = context.storage(device_bytes=256 * MIB, memory_bytes=64 * MIB)
-    if context.engine == "memory":
-        storage.kill()
-        storage.options["memory_budget_bytes"] = 4 << 30
-        storage.start()
+    memory = 64 * MIB if context.engine == "pool" else 4 << 30
+    storage = context.storage(device_bytes=256 * MIB, memory_bytes=memory)
     size = int(Path(f"/proc/{storage.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     context.expected.sizes = (300_000, 8_000_000, 8_000_000)
     context.expected.losable = "the engine evicted it, or had no memory to read it into"
@@ -105,11 +100,8 @@ def little_address_space(context: Context) -> None:
     repetitions=2,
 )
 def killed_for_memory(context: Context) -> None:
-    storage = context.storage(device_bytes=256 * MIB, memory_bytes=16 * MIB)
-    if context.engine == "memory":
-        storage.kill()
-        storage.options["memory_budget_bytes"] = 1 << 30
-        storage.start()
+    memory = 16 * MIB if context.engine == "pool" else 1 << 30
+    storage = context.storage(device_bytes=256 * MIB, memory_bytes=memory)
     context.expected.sizes = (300_000, 3_000_000)
     with _memory_group(storage, storage.resident_bytes() + 40 * MIB):
         context.expected.losable = "evicted to make room"

@@ -6,19 +6,18 @@ Likewise while they are filled ahead of requests that wait.
 import contextlib
 import errno
 import itertools
-import json
-import threading
-from collections.abc import Iterator, Mapping
-from typing import Any
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import images
 from callers import SHAPE
 from cases import Context, case
-from cases_dataplane import Work, await_storage, prompts_of
+from cases_dataplane import Work, prompts_of
 from faults import Faults
 from machine import wait_for
-from nodes import DataPlane
+from nodes import DataPlane, tiers
 
 from host_control.client import DataPlaneClient
 from host_control.waiting import WaitingQueue
@@ -27,26 +26,22 @@ from shadowserve.proto import dataplane_pb2 as pb
 _PROMPTS = 10
 
 
-def _tiers(context: Context, memory: str = "2MiB", size: str = "32MiB") -> dict[str, Any]:
-    """Options of a data plane whose tiers hold all prompts on a file, and few of them in memory."""
-    folder = context.folder / "tier"
-    folder.mkdir(exist_ok=True)
-    device = {"path": str(folder / "disk"), "size": size, "objects_max": 600, "access": "threads"}
-    tiers = {"memory_budget_bytes": memory, "memory_bandwidth": 1, "scrub_bytes_per_s": 0, "devices": [device]}
-    return {"tiers": json.dumps(tiers)}
-
-
 def _filled(
-    context: Context, prompts_count: int = _PROMPTS, tiers: Mapping[str, Any] | None = None, **options: Any
+    context: Context, prompts: int = _PROMPTS, memory: str = "2MiB", size: str = "32MiB", faults: Faults | None = None
 ) -> tuple[DataPlane, Work]:
-    storage = context.storage(memory_bytes=64 << 20)
-    plane = context.data_plane(storage.port, **(tiers or _tiers(context)), **options)
-    prompts = prompts_of(context, prompts_count)
-    work = Work(context, plane.address, prompts)
-    host = context.host(plane.address)
-    for prompt in prompts:
-        work.stored[id(prompt)] = host.store(prompt)
+    """Return a data plane whose tiers hold prompts on a file, and few of them in memory; and what uses it."""
+    plane = context.data_plane(
+        context.storage(memory_bytes=64 << 20).port,
+        faults,
+        tiers=tiers(memory, _disk(context), size, access="threads"),
+    )
+    work = Work(context, plane.address, prompts_of(context, prompts))
+    work.fill()
     return plane, work
+
+
+def _disk(context: Context) -> Path:
+    return context.folder / "tier" / "disk"
 
 
 @case(
@@ -57,20 +52,15 @@ def _filled(
     short=("memory",),
 )
 def tier_reads_fail(context: Context) -> None:
-    (context.folder / "tier").mkdir()
-    faults = Faults(context.folder, context.folder / "tier")
-    try:
-        plane, work = _filled(context, environment=faults.environment)
-        faults.set(read_error=errno.EIO, one_in=3)
-        host = context.host(plane.address)
-        with work.running():
-            work.verify(host)
-            context.pause(0.3, 0.6)
-            wait_for(lambda: faults.met)
-        faults.clear()
-        work.verify(host)
-    finally:
-        faults.close()
+    faults = context.faults(_disk(context).parent)
+    _, work = _filled(context, faults=faults)
+    faults.set(read_error=errno.EIO, one_in=3)
+    with work.running():
+        work.verify()
+        context.pause(0.3, 0.6)
+        wait_for(lambda: faults.met)
+    faults.clear()
+    work.verify()
 
 
 @case(
@@ -80,21 +70,16 @@ def tier_reads_fail(context: Context) -> None:
     repetitions=2,
 )
 def tier_writes_fail(context: Context) -> None:
-    (context.folder / "tier").mkdir()
-    faults = Faults(context.folder, context.folder / "tier")
-    try:
-        plane, work = _filled(context, environment=faults.environment)
-        faults.set(write_error=errno.EIO, flush_error=errno.EIO)
-        host, more = context.host(plane.address), prompts_of(context, 2 * _PROMPTS)[_PROMPTS:]
-        with work.running():
-            stored = [host.store(prompt) for prompt in more]
-            wait_for(lambda: faults.met)
-            context.pause(0.4, 0.8)
-        work.verify(host)
-        for prompt, chunks in zip(more, stored, strict=True):
-            host.fetch(prompt, stored=chunks)
-    finally:
-        faults.close()
+    faults = context.faults(_disk(context).parent)
+    plane, work = _filled(context, faults=faults)
+    faults.set(write_error=errno.EIO, flush_error=errno.EIO)
+    more = Work(context, plane.address, prompts_of(context, 2 * _PROMPTS)[_PROMPTS:])
+    with work.running():
+        more.fill()
+        wait_for(lambda: faults.met)
+        context.pause(0.4, 0.8)
+    work.verify()
+    more.verify()
 
 
 @case(
@@ -106,17 +91,9 @@ def tier_writes_fail(context: Context) -> None:
 def tier_daemon_killed(context: Context) -> None:
     plane, work = _filled(context)
     with work.running():
-        _kill_again_and_again(context, plane)
-    await_storage(context, plane.address)
-    work.verify(context.host(plane.address))
-
-
-def _kill_again_and_again(context: Context, plane: DataPlane) -> None:
-    for _ in range(3):
-        context.pause(0.2, 0.6)
-        plane.kill()
-        plane.start()
-    context.pause(0.3, 0.6)
+        context.kills(plane, 3, (0.2, 0.6))
+        context.pause(0.3, 0.6)
+    work.verify_again()
 
 
 @case(
@@ -127,16 +104,15 @@ def _kill_again_and_again(context: Context, plane: DataPlane) -> None:
 )
 def tier_rotten(context: Context) -> None:
     plane, work = _filled(context)
-    plane.stop()
-    stored = list(images.objects([context.folder / "tier" / "disk"]))
+    assert plane.stop()
+    stored = list(images.objects([_disk(context)]))
     for chosen in context.chance.sample(stored, 20):
         images.rot(chosen, context.chance)
     plane.start()
-    await_storage(context, plane.address)
-    work.verify(context.host(plane.address))
+    work.verify_again()
     with work.running():
         context.pause(0.4, 0.8)
-    work.verify(context.host(plane.address))
+    work.verify()
 
 
 @case(
@@ -146,10 +122,10 @@ def tier_rotten(context: Context) -> None:
     repetitions=2,
 )
 def tier_full(context: Context) -> None:
-    plane, work = _filled(context, 4 * _PROMPTS, _tiers(context, size="8MiB"))
+    _, work = _filled(context, 4 * _PROMPTS, size="8MiB")
     with work.running():
         context.pause(0.6, 1.0)
-    work.verify(context.host(plane.address))
+    work.verify()
 
 
 @case(
@@ -159,53 +135,41 @@ def tier_full(context: Context) -> None:
     repetitions=2,
 )
 def tier_silent(context: Context) -> None:
-    (context.folder / "tier").mkdir()
-    faults = Faults(context.folder, context.folder / "tier")
-    try:
-        plane, work = _filled(context, environment=faults.environment)
-        faults.set(hold=1)
-        with work.running():
-            wait_for(lambda: faults.held)
-            context.pause(2.0, 4.0)
-            faults.clear()
-            context.pause(0.3, 0.6)
-        work.verify(context.host(plane.address))
-    finally:
+    faults = context.faults(_disk(context).parent)
+    _, work = _filled(context, faults=faults)
+    faults.set(hold=1)
+    with work.running():
+        wait_for(lambda: faults.held)
+        context.pause(2.0, 4.0)
         faults.clear()
-        faults.close()
+        context.pause(0.3, 0.6)
+    work.verify()
 
 
 @contextlib.contextmanager
 def _waiting(context: Context, work: Work, address: str) -> Iterator[None]:
     """Have an engine's queue told to a data plane, of prompts that are fetched meanwhile, or never are."""
     client = DataPlaneClient(address, backoff=0.02, backoff_max=0.2)
-    prompts = [prompt for prompt in work.prompts if work.stored[id(prompt)]]
-    keys = {f"{prompt.keys[0].hex()} {turn}": prompt.keys for turn in range(40) for prompt in prompts}
+    keys = {f"{prompt.keys[0].hex()} {turn}": prompt.keys for turn in range(40) for prompt in work.prompts}
     queue = WaitingQueue(lambda name: {client: [(SHAPE.namespace, keys[name])]}, [client])
-    stopped = threading.Event()
+    names = itertools.cycle(context.chance.sample(list(keys), len(keys)))
+    waits: list[str] = []
 
     def tell() -> None:
-        waits: list[str] = []
-        for name in itertools.cycle(context.chance.sample(list(keys), len(keys))):
-            if stopped.wait(0.02):
-                return
-            if client.peer is None:
-                client.wait_ready(0.2)
-            queue.arrived(name)
-            waits.append(name)
-            if len(waits) > 6:
-                begun = waits.pop(0)
-                queue.begun(begun)
-                queue.ended(begun)
+        time.sleep(0.02)
+        if client.peer is None:
+            client.wait_ready(0.2)
+        waits.append(next(names))
+        queue.arrived(waits[-1])
+        if len(waits) > 6:
+            begun = waits.pop(0)
+            queue.begun(begun)
+            queue.ended(begun)
 
-    telling = threading.Thread(target=tell, daemon=True)
-    telling.start()
     try:
-        with work.running():
+        with context.beside(tell), work.running():
             yield
     finally:
-        stopped.set()
-        telling.join(60)
         queue.close()
         client.close()
 
@@ -218,18 +182,14 @@ def _waiting(context: Context, work: Work, address: str) -> Iterator[None]:
     short=("memory",),
 )
 def promoting_device_fails(context: Context) -> None:
-    (context.folder / "tier").mkdir()
-    faults = Faults(context.folder, context.folder / "tier")
-    try:
-        plane, work = _filled(context, environment=faults.environment)
-        faults.set(read_error=errno.EIO, one_in=3)
-        with _waiting(context, work, plane.address):
-            context.pause(0.4, 0.8)
-            wait_for(lambda: faults.met)
-        faults.clear()
-        work.verify(context.host(plane.address))
-    finally:
-        faults.close()
+    faults = context.faults(_disk(context).parent)
+    plane, work = _filled(context, faults=faults)
+    faults.set(read_error=errno.EIO, one_in=3)
+    with _waiting(context, work, plane.address):
+        context.pause(0.4, 0.8)
+        wait_for(lambda: faults.met)
+    faults.clear()
+    work.verify()
 
 
 @case(
@@ -239,10 +199,10 @@ def promoting_device_fails(context: Context) -> None:
     repetitions=2,
 )
 def promoting_memory_short(context: Context) -> None:
-    plane, work = _filled(context, 3 * _PROMPTS, _tiers(context, "1MiB"))
+    plane, work = _filled(context, 3 * _PROMPTS, "1MiB")
     with _waiting(context, work, plane.address):
         context.pause(0.8, 1.2)
-    work.verify(context.host(plane.address))
+    work.verify()
 
 
 @case(
@@ -280,7 +240,7 @@ def promoting_told_lies(context: Context) -> None:
                 assert answer is not None
                 with contextlib.suppress(grpc.RpcError):  # absurd ones are refused
                     answer.result(timeout=60)
-        work.verify(context.host(plane.address))
+        work.verify()
     finally:
         client.close()
 
@@ -294,9 +254,9 @@ def promoting_told_lies(context: Context) -> None:
 def promoting_daemon_killed(context: Context) -> None:
     plane, work = _filled(context)
     with _waiting(context, work, plane.address):
-        _kill_again_and_again(context, plane)
-    await_storage(context, plane.address)
-    work.verify(context.host(plane.address))
+        context.kills(plane, 3, (0.2, 0.6))
+        context.pause(0.3, 0.6)
+    work.verify_again()
 
 
 @case(
@@ -307,17 +267,10 @@ def promoting_daemon_killed(context: Context) -> None:
 )
 def promoting_storage_killed(context: Context) -> None:
     storage = context.storage()
-    plane = context.data_plane(storage.port, tiers=json.dumps({"memory_budget_bytes": "1MiB"}))
-    prompts = prompts_of(context, _PROMPTS)
-    work, host = Work(context, plane.address, prompts), context.host(plane.address)
-    for prompt in prompts:
-        work.stored[id(prompt)] = host.store(prompt)
+    plane = context.data_plane(storage.port, tiers=tiers("1MiB"))
+    work = Work(context, plane.address, prompts_of(context, _PROMPTS))
+    work.fill()
     with _waiting(context, work, plane.address):
-        for _ in range(2):
-            context.pause(0.3, 0.6)
-            storage.kill()
-            context.pause(0.1, 0.3)
-            storage.start()
+        context.kills(storage, 2, (0.3, 0.6), (0.1, 0.3))
         context.pause(0.4, 0.8)
-    await_storage(context, plane.address)
-    work.verify(context.host(plane.address))
+    work.verify_again()

@@ -109,8 +109,7 @@ def flips_under_a_data_plane(context: Context) -> None:
     sound = context.data_plane(storage.port)
     prompts = [Prompt(f"{context.seed}/{number}", 6) for number in range(4)]
     writer = context.host(sound.address)
-    for prompt in prompts:
-        assert writer.store(prompt) == 6
+    writer.store_whole(prompts)
     proxy = context.proxy(storage.port)
     plane = context.data_plane(proxy.port, command_timeout=0.7, delete_corrupt="false")
     host = context.host(plane.address, deadline_s=2)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from machine import PATIENCE_S
+from machine import PATIENCE_S, wait_for
 from tiny_models import with_another_first_chunk
 
 __all__ = ["BLOCK", "IMPATIENCE_S", "PATIENT", "Engine"]
@@ -158,6 +158,15 @@ class Engine:
             for part, name in parts:
                 assert getattr(part, name) == PATIENCE_S
                 patch.setattr(part, name, IMPATIENCE_S)
+            yield
+
+    @contextmanager
+    def awaiting_lookups(self) -> Iterator[None]:
+        """Have the step that asks for a lookup's answer wait for it: which of several comes first decides nothing."""
+        lookup = self.connector._scheduler._lookup
+        poll = lookup.poll
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lookup, "poll", lambda name: wait_for(lambda: poll(name)))
             yield
 
     def forget(self) -> None:

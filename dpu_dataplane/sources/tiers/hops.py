@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Final, NamedTuple
 
 from shadowserve.pool.promotion import Hop
@@ -31,7 +31,6 @@ class Carrier:
     Args:
         label: for metrics.
         at_a_time: records under way.
-        clock: seconds, monotonic.
 
     Attributes:
         promised: bytes that wait, or are under way.
@@ -39,14 +38,13 @@ class Carrier:
         assumed: what it carries, as long as nothing was measured.
     """
 
-    def __init__(self, label: str, at_a_time: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, label: str, at_a_time: int) -> None:
         self.label = label
         self.at_a_time = at_a_time
         self.promised = 0
         self.carried_bytes = 0
         self.carried_s = 0.0
         self.assumed = UNKNOWN
-        self._clock = clock
         self._waiting: asyncio.Queue[Carried | None] = asyncio.Queue()
         self._under_way = 0
         self._since = 0.0
@@ -82,12 +80,12 @@ class Carrier:
     def begin(self) -> None:
         """Some bytes are under way from now on."""
         if not self._under_way:
-            self._since = self._clock()
+            self._since = time.monotonic()
         self._under_way += 1
 
     def ended(self, size: int) -> None:
         """They are over, and so many have come."""
-        now = self._clock()
+        now = time.monotonic()
         passed, self._since = now - self._since, now
         self._under_way -= 1
         self.carried_s += passed

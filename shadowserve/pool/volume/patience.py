@@ -7,7 +7,6 @@ writes and flushes may decide whether the device goes on.
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,10 +36,9 @@ class Patience:
         met: errors that were taken for passing ones.
     """
 
-    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self) -> None:
         """Have none."""
         self.met = 0
-        self._clock_ns = clock_ns
         self._tried: dict[int, _Tried] = {}
         self._waiting: deque[_Tried] = deque()
 
@@ -59,7 +57,7 @@ class Patience:
         """Return what is to be begun again now."""
         if not self._waiting:
             return []
-        now_ns = self._clock_ns()
+        now_ns = time.monotonic_ns()
         due = [tried for tried in self._waiting if tried.due_ns <= now_ns]
         for tried in due:
             self._waiting.remove(tried)
@@ -75,7 +73,7 @@ class Patience:
         if not is_passing(operation.error, flushing=flushing):
             return False
         self.met += 1
-        now_ns = self._clock_ns()
+        now_ns = time.monotonic_ns()
         if tried is None:
             tried = _Tried(operation, now_ns, _FIRST_NS, 0)
         elif now_ns - tried.since_ns > (_READ_NS if operation.kind is OperationKind.READ else _WRITE_NS):

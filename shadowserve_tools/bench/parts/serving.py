@@ -42,6 +42,7 @@ __all__ = [
     "model_options_with",
     "p95",
     "plugin",
+    "shape_options",
     "started_engine",
 ]
 
@@ -342,11 +343,32 @@ def plugin(config: dict[str, Any]) -> dict[str, Any]:
 
 
 _Command = Callable[..., None]
+_Decorator = Callable[[_Command], _Command]
 
 
-def model_options_with(
-    *, layers: int = 8, chunks: int = 6, requests_max: int = 8
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def shape_options(layers: int, hidden: int, heads: int, head_size: int) -> _Decorator:
+    """Return what gives a command the engine's model, of this shape by default: its argument ``model``."""
+    count, width = click.IntRange(1), click.IntRange(32)
+    options = (
+        click.option("--layers", default=layers, show_default=True, type=count, help="Of the engine's model."),
+        click.option("--hidden", default=hidden, show_default=True, type=width, help="Its hidden size."),
+        click.option("--heads", default=heads, show_default=True, type=count, help="Its heads, KV heads too."),
+        click.option("--head-size", default=head_size, show_default=True, type=width, help="Of each head."),
+    )
+
+    def decorate(command: _Command) -> _Command:
+        @functools.wraps(command)
+        def with_shape(layers: int, hidden: int, heads: int, head_size: int, **options: Any) -> None:
+            command(model=Model(layers=layers, hidden=hidden, heads=heads, head_size=head_size), **options)
+
+        for option in reversed(options):
+            with_shape = option(with_shape)
+        return with_shape
+
+    return decorate
+
+
+def model_options_with(*, layers: int = 8, chunks: int = 6, requests_max: int = 8) -> _Decorator:
     """Return what gives a command the engine's model and prompts: its arguments ``model``, ``load``, ``requests_max``.
 
     Args:
@@ -356,10 +378,6 @@ def model_options_with(
     """
     count = click.IntRange(1)
     options = (
-        click.option("--layers", default=layers, show_default=True, type=count, help="Of the engine's model."),
-        click.option("--hidden", default=512, show_default=True, type=click.IntRange(32), help="Its hidden size."),
-        click.option("--heads", default=16, show_default=True, type=count, help="Its heads, KV heads too."),
-        click.option("--head-size", default=128, show_default=True, type=click.IntRange(32), help="Of each head."),
         click.option("--prompt-chunks", "chunks", default=chunks, show_default=True, type=count, help="Of 256 tokens."),
         click.option("--documents", default=4, show_default=True, type=count, help="That prompts are about."),
         click.option("--requests-max", default=requests_max, show_default=True, type=count, help="Served at one time."),
@@ -367,15 +385,12 @@ def model_options_with(
 
     def decorate(command: _Command) -> _Command:
         @functools.wraps(command)
-        def with_model(
-            layers: int, hidden: int, heads: int, head_size: int, chunks: int, documents: int, **options: Any
-        ) -> None:
-            model = Model(layers=layers, hidden=hidden, heads=heads, head_size=head_size)
-            command(model=model, load=Load(chunks=chunks, documents=documents), **options)
+        def with_load(chunks: int, documents: int, **options: Any) -> None:
+            command(load=Load(chunks=chunks, documents=documents), **options)
 
         for option in reversed(options):
-            with_model = option(with_model)
-        return with_model
+            with_load = option(with_load)
+        return shape_options(layers, 512, 16, 128)(with_load)
 
     return decorate
 
