@@ -60,6 +60,14 @@ struct ss_index_counts {
     uint64_t refused; /* some field is impossible */
 };
 
+/* Where an object lies. */
+struct ss_index_place {
+    uint32_t slot;
+    uint32_t extent;
+    uint32_t generation;
+    uint32_t device;
+};
+
 struct ss_index;
 
 /*
@@ -102,12 +110,15 @@ SS_API enum ss_result ss_index_read(const struct ss_index *index, uint32_t slot,
  */
 SS_API uint32_t ss_index_get(struct ss_index *index, uint16_t tenant, const uint8_t *key, uint32_t now_s,
                              struct ss_index_record *record);
+
 /*
- * ss_index_get_each() does the same for the leading ones of 'count' keys of a tenant, 32 bytes each, one behind the
- * other: for those before the first that is absent. It stores their slots, and returns how many they are.
+ * ss_index_places() says where the leading ones of 'count' chunks of a tenant lie on devices, and counts a use of each.
+ * Those are before the first that is absent, of another length than 'lengths' has, in memory alone, or over at
+ * 'now_ms', and are stored in 'places'. Keys have 32 bytes each, one behind the other; that of a name is no chunk's.
+ * One call for a whole prefix.
  */
-SS_API size_t ss_index_get_each(struct ss_index *index, uint16_t tenant, const uint8_t *keys, size_t count,
-                                uint32_t now_s, uint32_t *slots, struct ss_index_record *records);
+SS_API size_t ss_index_places(struct ss_index *index, uint16_t tenant, const uint8_t *keys, const uint32_t *lengths,
+                              size_t count, uint64_t now_ms, struct ss_index_place *places);
 
 /*
  * ss_index_set_name() gives an object put with SS_INDEX_NAMED its key's text, at most 64 KiB, which

@@ -3,6 +3,7 @@
 import enum
 import os
 import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ __all__ = [
     "Index",
     "IndexEntry",
     "IndexFlag",
+    "IndexPlace",
     "IndexPolicy",
     "IndexRecordKind",
     "IndexSift",
@@ -61,6 +63,7 @@ INDEX_RECORD_DTYPE: Final = np.dtype(
 _NULL: Final = ffi.NULL
 _RIVALS_AT_ONCE: Final = 256
 _RECORD: Final = struct.Struct("<BBBBHxxIIIIIIQ32s32s24x")
+_PLACE: Final = struct.Struct("<IIII")
 
 
 class IndexPolicy(enum.IntEnum):
@@ -140,6 +143,15 @@ class IndexEntry(NamedTuple):
     def unpack(cls, record: bytes) -> "IndexEntry":
         """Return what 128 bytes say, of any kind of record."""
         return cls._make(_RECORD.unpack(record))
+
+
+class IndexPlace(NamedTuple):
+    """Where an object lies: of an :class:`IndexEntry`, what a reader of its device needs."""
+
+    slot: int
+    extent: int
+    generation: int
+    device: int
 
 
 class IndexTotals(NamedTuple):
@@ -224,16 +236,24 @@ class Index:
         slot = lib.ss_index_get(self._index, tenant, key, now_s, self._record)
         return (slot, self._entry()) if slot else None
 
-    def get_each(self, tenant: int, keys: bytes, now_s: int = 0) -> list[tuple[int, IndexEntry]]:
-        """Return what get() does of the leading ones of many keys, which lie one behind the other.
+    def places(self, tenant: int, keys: bytes, lengths: Sequence[int], now_ms: int) -> list[IndexPlace]:
+        """Return where the leading ones of many chunks lie on devices, and count a use of each.
 
-        Those are before the first that is absent.
+        Those are before the first that is absent, of another length, in memory alone, or has expired.
+
+        Args:
+            tenant: whose.
+            keys: of 32 bytes each, one behind the other.
+            lengths: that they are expected to have.
+            now_ms: Unix time in milliseconds.
         """
-        count = len(keys) // INDEX_KEY_BYTES
-        slots, records = ffi.new("uint32_t[]", count), ffi.new("struct ss_index_record[]", count)
-        found = lib.ss_index_get_each(self._index, tenant, keys, count, now_s, slots, records)
-        entries = map(IndexEntry._make, _RECORD.iter_unpack(ffi.buffer(records, found * _RECORD.size)))
-        return list(zip(slots[0:found], entries, strict=True))
+        count = len(lengths)
+        if len(keys) != count * INDEX_KEY_BYTES:
+            raise ValueError(f"{len(keys)} bytes are no {count} index keys, of {INDEX_KEY_BYTES} bytes each")
+        places = ffi.new("struct ss_index_place[]", count)
+        lengths = ffi.new("uint32_t[]", lengths)
+        found = lib.ss_index_places(self._index, tenant, keys, lengths, count, now_ms, places)
+        return list(map(IndexPlace._make, _PLACE.iter_unpack(ffi.buffer(places, found * _PLACE.size))))
 
     def find_many(self, tenant: int, keys: "bytes | memoryview | NDArray[np.uint8]") -> "NDArray[np.uint32]":
         """Return the slot of each of many keys, which lie one behind the other; 0: absent."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from shadowserve.native import NO_PARENT, IndexEntry, IndexFlag
+from shadowserve.native import NO_PARENT, IndexFlag, IndexPlace
 from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer, object_blocks
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk, Place
@@ -112,7 +112,7 @@ class DevicePool(Pool):
         for disk in self._core.disks:
             disk.volume.device.unregister(memory)
 
-    def lend_extents(self, keys: Sequence[bytes], lengths: Sequence[int]) -> list[IndexEntry]:
+    def lend_extents(self, keys: Sequence[bytes], lengths: Sequence[int]) -> list[IndexPlace]:
         """Leave records where they lie on devices until return_extents(), whatever becomes of them.
 
         Counts as a use of each. Whoever reads there checks what comes.
@@ -122,29 +122,27 @@ class DevicePool(Pool):
             lengths: that they are expected to have.
 
         Returns:
-            What the index says of the leading ones: those before the first that is absent, of another length, on no
-            device that works, or not durable there yet.
+            Where the leading ones are: those before the first that is absent, of another length, on no device that
+            works, or not durable there yet.
         """
-        core, now_ms, ticket = self._core, self._clock_ms(), self._writer.ticket
-        disks, clears, lent = core.disks, core.clears, list[IndexEntry]()
+        core, ticket, lent = self._core, self._writer.ticket, list[IndexPlace]()
+        disks, clears = core.disks, core.clears
         began = core.ticks()
-        found = self._index.get_each(DEFAULT_TENANT, b"".join(keys), now_ms // 1000)
-        for (slot, entry), length in zip(found, lengths, strict=False):
-            if entry.flags & _NAMED or entry.length != length or 0 < entry.expires_at_ms <= now_ms:
+        for place in self._index.places(DEFAULT_TENANT, b"".join(keys), lengths, self._clock_ms()):
+            slot, extent, generation, device = place
+            if disks[device].gone is not None or ticket(slot) is not None:
                 break
-            if entry.device == MEMORY_ONLY or disks[entry.device].gone is not None or ticket(slot) is not None:
+            if clears.under_way and clears.covers(DEFAULT_TENANT, generation):
                 break
-            if clears.under_way and clears.covers(DEFAULT_TENANT, entry.generation):
-                break
-            disks[entry.device].use(entry.extent)
-            lent.append(entry)
+            disks[device].use(extent)
+            lent.append(place)
         core.counters.lookups += len(lent)
         core.counters.lookup_ns += core.ticks() - began
         if len(lent) < len(keys):  # what has expired, say, goes as it does when anybody else comes upon it
             self.get((DEFAULT_TENANT, chunk_key(keys[len(lent)])))
         return lent
 
-    def return_extents(self, lent: Sequence[IndexEntry]) -> None:
+    def return_extents(self, lent: Sequence[IndexPlace]) -> None:
         """Undo lend_extents(); no read of these is under way. No more than :data:`ENTRIES_PER_HOLD`."""
         disks = self._core.disks
         for entry in lent:

@@ -1,6 +1,7 @@
 """``shadowserve bench pages``: an engine's pages from an SSD as they are, what asking for them costs, compression."""
 
 import contextlib
+import functools
 import json
 import mmap
 import secrets
@@ -41,7 +42,10 @@ FEW, MANY = CHUNK_BLOCKS, 512
 """Blocks of the two retrievals that are compared: one chunk, and 8,192 tokens."""
 TIMEOUT_S: Final = 60.0
 WRITTEN_S: Final = 60.0
-IDLE_S: Final = 2.0
+SLOT: Final = 1.2
+"""Of time, for a retrieval whose control is measured: so many times the longest one."""
+ASKED: Final = 8
+"""Slots that make a pair, in turns: what threads take that nobody asks anything comes in fits, ten times a second."""
 CPU_CLOCK: Final = 2
 """Of another process: the kernel's number of its clock is made of that and the process' own (clock_getcpuclockid)."""
 PAGES, COMPRESSED = "pages", "compressed"
@@ -68,8 +72,8 @@ def pages(layers: int, heads: int, repeats: int, folder: Path | None, output: Ou
 
     Through the host's own client and a data plane with one device. ``control_growth`` counts requests to devices;
     ``control_cpu_growth`` is the CPU time of all threads of the data plane but the device's own, which reads and
-    checks, less what they take of that time while nothing is asked. Beside them, the device alone: a layer's pages as
-    one vectored request, and as a request for each page.
+    checks, less what they take while nothing is asked: all in turns, in equal slots of time. Beside them, the device
+    alone: a layer's pages as one vectored request, and as a request for each page.
     """
     report = Report("pages", ["what", "blocks", "wall_ms", "GB_per_s", "cpu_s_per_GB", "control_ms", "requests"])
     with ExitStack() as stack:
@@ -78,27 +82,25 @@ def pages(layers: int, heads: int, repeats: int, folder: Path | None, output: Ou
         kv = _Kv(layers, heads)
         paged = _Paged(stack, logs, disk / PAGES, kv)
         compressed = _Compressed(stack, logs, disk / COMPRESSED, kv)
-        few: list[tuple[float, float]] = []
-        many: list[tuple[float, float]] = []
+        requests: dict[int, list[float]] = {FEW: [], MANY: []}
         costs = repeat(
             repeats,
-            lambda: paged.measured(FEW, few),
-            lambda: paged.measured(MANY, many),
+            lambda: paged.measured(FEW, requests),
+            lambda: paged.measured(MANY, requests),
             compressed.measured,
             description="pages",
         )
-        few, many = few[-repeats:], many[-repeats:]
+        slot_s = SLOT * max(each.wall_s for each in costs[1])
+        slots = (functools.partial(paged.control, count, slot_s) for count in (0, FEW, MANY))
+        idle, few, many = repeat(repeats * ASKED, *slots, description="control")
         by = _by_pages(disk / "alone", kv, repeats)
     raw = {count: count * kv.page_bytes * layers for count in (FEW, MANY)}
-    for what, count, own, asked in (
-        (PAGES, FEW, costs[0], few),
-        (PAGES, MANY, costs[1], many),
-        (COMPRESSED, MANY, costs[2], []),
-    ):
+    control = {FEW: _control_ms(few, idle), MANY: _control_ms(many, idle)}
+    for what, count, own in ((PAGES, FEW, costs[0]), (PAGES, MANY, costs[1]), (COMPRESSED, MANY, costs[2])):
         wall_s, cpu_s = statistics.median(each.wall_s for each in own), statistics.median(each.cpu_s for each in own)
         more: dict[str, Any] = {}
-        if asked:
-            more = {"control_ms": 1e3 * statistics.median(s for s, _ in asked), "requests": asked[0][1]}
+        if what == PAGES:
+            more = {"control_ms": statistics.median(control[count]), "requests": statistics.median(requests[count])}
         report.row(
             what=what, blocks=count, wall_ms=1e3 * wall_s, GB_per_s=raw[count] / wall_s / 1e9,
             cpu_s_per_GB=cpu_s / raw[count] * 1e9, **more,
@@ -109,11 +111,12 @@ def pages(layers: int, heads: int, repeats: int, folder: Path | None, output: Ou
             GB_per_s=raw[MANY] / statistics.median(each.wall_s for each in runs) / 1e9,
             control_ms=1e3 * statistics.median(each.cpu_s for each in runs),
         )  # fmt: skip
-    report.ratio(
-        "control_growth", [after / before for (_, before), (_, after) in zip(few, many, strict=True)], "exactly 1"
-    )
-    growth = [after / before for (before, _), (after, _) in zip(few, many, strict=True)]
+    asked = [after / before for before, after in zip(requests[FEW], requests[MANY], strict=True)]
+    report.ratio("control_growth", asked, "exactly 1")
+    growth = [after / before for before, after in zip(control[FEW], control[MANY], strict=True)]
     report.ratio("control_cpu_growth", growth, "at most 1.05; 512 blocks over 16")
+    idle_ms = [1e3 * cost.cpu_s / cost.wall_s for cost in idle]
+    report.more["idle_ms_per_s"] = {"median": statistics.median(idle_ms), "from": min(idle_ms), "to": max(idle_ms)}
     pairs = list(zip(by[VECTORED], by[PAGE_BY_PAGE], by[ONE_BY_ONE], strict=True))
     goal = "at least 3; CPU time of the thread that asks"
     report.ratio("vectored_over_page_by_page", [other.cpu_s / own.cpu_s for own, other, _ in pairs], goal)
@@ -123,6 +126,12 @@ def pages(layers: int, heads: int, repeats: int, folder: Path | None, output: Ou
     report.ratio("pages_cpu_over_compressed", [a.cpu_s / b.cpu_s for a, b in zip(*costs[1:], strict=True)], "none")
     _what_wins(report, costs[1], costs[2], raw[MANY], compressed.stored_share)
     report.finish(output)
+
+
+def _control_ms(own: Sequence[Cost], idle: Sequence[Cost]) -> list[float]:
+    """Return what a retrieval's control takes beyond what is taken while nothing is asked, of ASKED at a time."""
+    more = [1e3 * (with_.cpu_s - without.cpu_s) for with_, without in zip(own, idle, strict=True)]
+    return [statistics.mean(more[first : first + ASKED]) for first in range(0, len(more), ASKED)]
 
 
 def _what_wins(report: Report, plain: Sequence[Cost], coded: Sequence[Cost], raw: int, stored: float) -> None:
@@ -246,9 +255,6 @@ class _Paged:
         stack.callback(self._delivery.close)
         self._order = np.random.default_rng(3).permutation(blocks)[:MANY]
         self._await_written()
-        before_s = self._plane.control_s()
-        time.sleep(IDLE_S)
-        self._idle_share = (self._plane.control_s() - before_s) / IDLE_S  # its clocks go on while devices read
 
     def _await_written(self) -> None:
         """What was stored is on its way to the device: until then it is not there to be read."""
@@ -265,20 +271,29 @@ class _Paged:
         answer = self._delivery.fetch(keys, blocks, ends, lambda: False, lambda layers: None)
         return 0 if answer is None else answer.chunks[0]
 
-    def measured(self, count: int, asked: list[tuple[float, float]]) -> Cost:
-        """Retrieve some blocks, compare every byte, and note the control's CPU time, and requests to the device."""
+    def measured(self, count: int, requests: dict[int, list[float]]) -> Cost:
+        """Retrieve some blocks, compare every byte, and note how many requests to the device that took."""
         self._memory.fill_(0xA5)
         plane = self._plane
-        requests = plane.count("page_requests_total")
-        before_s = plane.control_s()
+        before = plane.count("page_requests_total")
         cost = measure(lambda: self._whole(count), [plane.process])
-        control_s = plane.control_s() - before_s - self._idle_share * cost.wall_s
-        asked.append((control_s, plane.count("page_requests_total") - requests))
+        requests[count].append(plane.count("page_requests_total") - before)
         for index in range(count // CHUNK_BLOCKS):
             place = self._order[index * CHUNK_BLOCKS : (index + 1) * CHUNK_BLOCKS]
             if self._memory[:, place].numpy().tobytes() != self._kv.chunk(index).tobytes():
                 raise ShadowServeError(f"chunk {index} in pages is not what was stored; please report this")
         return cost
+
+    def control(self, count: int, slot_s: float) -> Cost:
+        """Return the CPU time of the control in a slot of time, in which some blocks are retrieved, or none.
+
+        A slot is as long for any number of blocks, so that what idle threads take is the same in it.
+        """
+        begin_s, before_s = time.perf_counter(), self._plane.control_s()
+        if count:
+            self._whole(count)
+        time.sleep(max(begin_s + slot_s - time.perf_counter(), 0.0))
+        return Cost(time.perf_counter() - begin_s, self._plane.control_s() - before_s)
 
     def _whole(self, count: int) -> None:
         if (chunks := self._retrieve(count)) != count // CHUNK_BLOCKS:

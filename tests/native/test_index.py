@@ -396,12 +396,24 @@ def test_what_pinned_objects_descend_from_goes_when_nothing_else_may() -> None:
     assert index.victim(2_000) == index.find(1, keys[19])
 
 
-def test_the_leading_ones_of_many_keys_are_described_and_used_by_one_call(index: Index) -> None:
-    slots = [index.insert(1, key, device=0, length=number, now_s=1) for number, key in enumerate(KEYS[:5])]
-    index.remove(slots[3])
-    assert [slot for slot, _ in index.get_each(1, b"".join(KEYS), 9)] == slots[:3]
-    assert [(entry.key, entry.length) for _, entry in index.get_each(1, b"".join(KEYS))] == [
-        (key, number) for number, key in enumerate(KEYS[:3])
-    ]
+@pytest.mark.parametrize("end", ["absent", "length", "memory", "expired", "a name"])
+def test_places_of_a_chain_end_before_the_first_that_cannot_be_read_and_count_as_uses(index: Index, end: str) -> None:
+    lengths = list(range(10, 15))
+    for number, (key, length) in enumerate(zip(KEYS[:5], lengths, strict=True)):
+        odd = number == 3
+        index.insert(
+            1, key, device=255 if odd and end == "memory" else number, extent=100 + number, length=length,
+            now_s=1, generation=200 + number,
+            expires_at_ms=9_000 if odd and end == "expired" else 0, name=b"n" if odd and end == "a name" else None,
+        )  # fmt: skip
+    if end == "absent":
+        index.remove(index.find(1, KEYS[3]))
+    elif end == "length":
+        lengths[3] += 1
+    slots = [index.find(1, key) for key in KEYS[:5]]
+    places = index.places(1, b"".join(KEYS[:5]), lengths, 9_000)
+    assert places == list(zip(slots[:3], (100, 101, 102), (200, 201, 202), (0, 1, 2), strict=True))
     assert [index.read(slot).accessed_s for slot in (*slots[:3], slots[4])] == [9, 9, 9, 1]
-    assert index.get_each(0, b"".join(KEYS)) == index.get_each(1, b"") == []
+    assert index.places(0, b"".join(KEYS[:5]), lengths, 9_000) == index.places(1, b"", [], 9_000) == []
+    with pytest.raises(ValueError, match="no 5 index keys"):
+        index.places(1, b"".join(KEYS[:4]), lengths, 9_000)

@@ -45,7 +45,7 @@ def test_a_chain_is_lent_where_it_lies_and_as_often_as_it_is_asked_for() -> None
     assert {device for device, _ in places} == {0, 1}
     clock.now_ms += 50_000
     first, second = lend(pool), lend(pool)
-    assert [(entry.device, entry.extent) for entry in first] == places and used(pool) == len(CHAIN)
+    assert [(place.device, place.extent) for place in first] == places and used(pool) == len(CHAIN)
     accessed = [pool.store._index.get(0, name)[1].accessed_s for name in CHAIN]  # type: ignore[index]
     assert accessed == [clock.now_ms // 1000] * len(CHAIN)
     give_back(pool, first)

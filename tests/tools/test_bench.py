@@ -130,7 +130,7 @@ RATIOS = {
         "lossless_throughput_over_uncompressed",
         "lossless_stored_over_raw",
     },
-    "tiers": {"ssd_over_limit", "mixed_over_sum"},
+    "tiers": {"ssd_over_limit", "mixed_over_sum", "mixed_over_divided", "memory_busy", "mixed_busy"},
     "pages": {
         *("control_growth", "control_cpu_growth", "pages_over_compressed", "pages_cpu_over_compressed"),
         *("vectored_over_page_by_page", "vectored_over_page_by_page_time", "vectored_over_one_by_one_time"),

@@ -86,14 +86,9 @@ class DevicePages(Placing):
 
     async def _learn(self, order: PageOrder) -> list[_Known]:
         """Return how to read the leading ones that are there as pages; find out what is not known."""
-        unknown, layout = [], order.layout
-        for key in order.keys:
-            if (known := self._knows(key, layout)) is None:
-                unknown.append(key)
-            else:
-                self._known.move_to_end(key)
-                layout = known.layout  # the same object, most often, of the next one
-        if unknown and isinstance(self._tiers.pool, DevicePool):
+        known = self._leading(order)
+        if len(known) < len(order.keys) and isinstance(self._tiers.pool, DevicePool):
+            unknown = [key for key in order.keys if self._knows(key, order.layout) is None]
             found, reads = await self._tiers.look(unknown)
             await self._tiers.await_heads(reads)
             for key, stored in zip(unknown, found, strict=True):
@@ -101,11 +96,17 @@ class DevicePages(Placing):
                     self._known[key] = learnt
             while len(self._known) > max(_KNOWN_MAX, len(order.keys)):
                 self._known.popitem(last=False)
+            known = self._leading(order)
+        return known
+
+    def _leading(self, order: PageOrder) -> list[_Known]:
+        """Return how to read those before the first of which that is not known; each is used now."""
         leading, layout = list[_Known](), order.layout
         for key in order.keys:
             if (known := self._knows(key, layout)) is None:
                 break
-            layout = known.layout
+            self._known.move_to_end(key)
+            layout = known.layout  # the same object, most often, of the next one
             leading.append(known)
         return leading
 
@@ -114,9 +115,9 @@ class DevicePages(Placing):
         known = self._known.get(key)
         return known if known is not None and (known.layout is layout or known.layout == layout) else None
 
-    def _lend(self, keys: Sequence[bytes], known: Sequence[_Known]) -> list[native.IndexEntry]:
+    def _lend(self, keys: Sequence[bytes], known: Sequence[_Known]) -> list[native.IndexPlace]:
         """Keep the leading records that are on devices where they are."""
-        pool, lent = self._tiers.pool, list[native.IndexEntry]()
+        pool, lent = self._tiers.pool, list[native.IndexPlace]()
         for part in parts_of(len(known)):
             assert isinstance(pool, DevicePool)
             lengths = [each.length for each in known[part.start : part.stop]]
@@ -126,7 +127,7 @@ class DevicePages(Placing):
                 break
         return lent
 
-    def _return(self, lent: Sequence[native.IndexEntry]) -> None:
+    def _return(self, lent: Sequence[native.IndexPlace]) -> None:
         pool = self._tiers.pool
         for part in parts_of(len(lent)):
             assert isinstance(pool, DevicePool)
@@ -167,7 +168,7 @@ class _Reading:
         metrics: Metrics,
         job: Job,
         order: PageOrder,
-        lent: Sequence[native.IndexEntry],
+        lent: Sequence[native.IndexPlace],
         known: Sequence[_Known],
     ) -> None:
         self._tiers = tiers
@@ -181,7 +182,7 @@ class _Reading:
         self._under_way = 0
         self._quiet = asyncio.Event()
 
-    def _divided(self, lent: Sequence[native.IndexEntry], known: Sequence[_Known]) -> list[_Share]:
+    def _divided(self, lent: Sequence[native.IndexPlace], known: Sequence[_Known]) -> list[_Share]:
         order, pool, shares = self._order, self._tiers.pool, list[_Share]()
         layers = np.array(order.first, np.uint64)
         bodies = [

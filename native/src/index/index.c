@@ -363,15 +363,20 @@ uint32_t ss_index_get(struct ss_index *index, uint16_t tenant, const uint8_t *ke
     return slot;
 }
 
-size_t ss_index_get_each(struct ss_index *index, uint16_t tenant, const uint8_t *keys, size_t count, uint32_t now_s,
-                         uint32_t *slots, struct ss_index_record *records) {
+size_t ss_index_places(struct ss_index *index, uint16_t tenant, const uint8_t *keys, const uint32_t *lengths,
+                       size_t count, uint64_t now_ms, struct ss_index_place *places) {
     size_t found = 0;
-    while (found < count) {
-        slots[found] = ss_index_get(index, tenant, keys + found * KEY_SIZE, now_s, &records[found]);
-        if (slots[found] == 0) {
+    for (; found < count; found++) {
+        uint32_t slot = ss_index_find(index, tenant, keys + found * KEY_SIZE);
+        const struct entry *entry = &index->entries[slot];
+        uint64_t ends_ms = slot == 0 ? 0 : ss_index_expires_at(index, slot);
+        if (slot == 0 || (entry->flags & SS_INDEX_NAMED) != 0 || entry->length != lengths[found] ||
+            entry->device == MEMORY || (ends_ms != 0 && ends_ms <= now_ms)) {
             break;
         }
-        found++;
+        places[found] = (struct ss_index_place){
+            .slot = slot, .extent = entry->extent, .generation = entry->generation, .device = entry->device};
+        ss_index_touch(index, slot, (uint32_t)(now_ms / 1000));
     }
     return found;
 }
