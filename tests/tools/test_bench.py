@@ -237,7 +237,7 @@ RATIOS = {
         *("no_af_tpot", "no_cp_ttft", "no_mm_ttft"),
         *("no_mm_card_ttft", "no_mm_card_ttft_least", "no_mm_card_ttft_largest"),
     },
-    "handover": {"handover_ttft_over_warm_hit", "handover_ttft_over_prefill"},
+    "handover": {f"handover_ttft_over_{other}" for other in ("warm_hit", "hit_beside_storing", "prefill")},
     "layers": {
         f"{ratio}{of}"
         for ratio in ("chunkwise_over_layerwise", "remote_over_local", "chunkwise_over_layerwise_local")
