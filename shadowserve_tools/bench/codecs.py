@@ -30,6 +30,8 @@ BINS: Final = 32
 OTHER_BINS: Final = (16, 64, 256)
 OURS: Final = ("kvrans", "deflate", "zstd")
 """Codecs that are shown in every treatment; all others only with 32 bins."""
+COMPARED_MORE: Final = 5
+"""Turns of those that ratios compare, for each turn of all."""
 LLAMA, SMALL, REAL = "llama-8b", "made up, vectors of 128", "real"
 TITLES: Final = {LLAMA: "Llama-8B's shape", REAL: "Real KV, own model"}
 Patterns = npt.NDArray[np.uint16]
@@ -59,7 +61,8 @@ def codecs(layers: int, mebibytes: int, repeats: int, output: Output) -> None:
             full, isas = bins == BINS and data != SMALL, bins in (BINS, 0) and data != SMALL
             subjects = _subjects(treated, full=full, isas=isas)
             treatment = f"{bins} bins" if bins else "lossless"
-            everything[data, bins] = _measured(report, data, treatment, treated, subjects, repeats)
+            compared = COMPARED_MORE * repeats if data == LLAMA and isas else 0
+            everything[data, bins] = _measured(report, data, treatment, treated, subjects, repeats, compared)
     _other_dtypes(report, _made_up(layers, 1024), mebibytes << 20, repeats)
     _sizes_by_repeats(report, real)
     _real_ratio(report, everything[REAL, BINS], everything[SMALL, BINS])
@@ -72,7 +75,10 @@ def codecs(layers: int, mebibytes: int, repeats: int, output: Output) -> None:
 
 @dataclass
 class _Subject:
-    """One codec in one instruction set, and its speeds in every turn, GB/s; those of symbols but for ``to_bf16``."""
+    """One codec in one instruction set, and its speeds in every turn, GB/s.
+
+    Those of symbols, but for ``to_bf16`` and ``compared``: the same in short turns of those that ratios compare.
+    """
 
     label: str
     isa: str
@@ -250,9 +256,20 @@ def _zstd_compressor(level: int) -> Callable[[bytes], bytes] | None:
 
 
 def _measured(
-    report: Report, data: str, treatment: str, treated: Treated, subjects: Sequence[_Subject], repeats: int, **more: Run
+    report: Report,
+    data: str,
+    treatment: str,
+    treated: Treated,
+    subjects: Sequence[_Subject],
+    repeats: int,
+    compared: int,
+    **more: Run,
 ) -> dict[str, _Subject]:
-    """Time all of them in turns beside memcpy, dequantization alone and more, add their rows, return them by name."""
+    """Time all of them in turns beside memcpy, dequantization alone and more, add their rows, return them by name.
+
+    A turn of all takes many seconds, in which a shared machine becomes another one. So those that ratios compare then
+    take ``compared`` turns more, of a fifth of a second.
+    """
     raw_bits = 8 * treated.raw_bytes / treated.elements_each
     beside = {"memcpy": memcpy(len(treated.target), treated.raw_bytes)}
     beside |= {"dequantize": Slices(treated, native.Codec.NONE).dequantize(), **more}
@@ -265,9 +282,14 @@ def _measured(
     }
     for (subject, what), own in zip(keys, speeds[len(beside) :], strict=True):
         subject.speeds[what] = own
+    found |= {subject.name: subject for subject in subjects}
+    if compared:
+        close = {name: beside.get(name) or found[name].runs["to_bf16"] for name in _compared(found)}
+        again = in_turns([*close.values()], compared, f"{data}, {treatment}, ratios")
+        for name, own in zip(close, again, strict=True):
+            found[name].speeds["compared"] = own
     for subject in subjects:
         subject.runs.clear()  # with the memory that they hold
-    found |= {subject.name: subject for subject in subjects}
     for subject in found.values():
         median = {what: float(np.median(own)) for what, own in subject.speeds.items()}
         report.row(
@@ -284,6 +306,12 @@ def _measured(
     return found
 
 
+def _compared(found: dict[str, _Subject]) -> list[str]:
+    """Return the names of those that are compared with each other, and are as fast."""
+    names = ("memcpy", "dequantize", "bfloat16", "zstd", _best(found) or "", "kvrans avx2")
+    return [name for name in dict.fromkeys(names) if name in found]
+
+
 def _other_dtypes(report: Report, elements: Patterns, size: int, repeats: int) -> None:
     """Add lossless float32 and float8_e4m3, beside the decoder of lossless bfloat16, and their ratios."""
     bfloat16 = Treated(elements, 0, size)
@@ -291,7 +319,8 @@ def _other_dtypes(report: Report, elements: Patterns, size: int, repeats: int) -
         name, treated = dtype.name.lower(), Treated(bits, 0, size, dtype)
         beside = Slices(bfloat16, native.Codec.KVRANS).decode()
         subjects = _subjects(treated, full=False, isas=True)
-        found = _measured(report, LLAMA, f"lossless {name}", treated, subjects, repeats, bfloat16=beside)
+        treatment, compared = f"lossless {name}", COMPARED_MORE * repeats
+        found = _measured(report, LLAMA, treatment, treated, subjects, repeats, compared, bfloat16=beside)
         if best := _best(found):
             report.ratio(f"lossless_{name}_over_memcpy", _pairs(found, best, "memcpy"), "none")
             report.ratio(f"lossless_{name}_over_bfloat16", _pairs(found, best, "bfloat16"), "none; bytes out a second")
@@ -364,7 +393,9 @@ def _best(subjects: dict[str, _Subject]) -> str | None:
 
 def _pairs(subjects: dict[str, _Subject], one: str, other: str) -> list[float]:
     """Return how many times as fast one is as the other, to bfloat16, turn by turn."""
-    speeds = (subjects[one].speeds["to_bf16"], subjects[other].speeds["to_bf16"])
+    both = (subjects[one].speeds, subjects[other].speeds)
+    what = "compared" if all("compared" in each for each in both) else "to_bf16"
+    speeds = (each[what] for each in both)
     return [a / b for a, b in zip(*speeds, strict=True)]
 
 

@@ -18,6 +18,7 @@ from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools import main, provenance
 from shadowserve_tools.bench.parts.disks import Disks
+from shadowserve_tools.bench.parts.kernels import Run, in_turns, nothing
 from shadowserve_tools.bench.peers.network import linked
 from shadowserve_tools.report import half_width, verdict
 
@@ -370,3 +371,19 @@ def test_an_interval_of_the_median_holds_it_and_no_more_than_needed() -> None:
 )
 def test_a_goal_in_words_is_judged(value: float, goal: str, reached: bool | None) -> None:
     assert verdict(value, goal) is reached
+
+
+def test_on_a_machine_that_slows_down_what_is_timed_first_is_not_ahead() -> None:
+    order = []
+
+    def run(name: str) -> Run:
+        def work() -> None:
+            sum(range(100_000))
+            if order[-1:] != [name]:
+                order.append(name)
+
+        return Run(1, work, nothing)
+
+    speeds = in_turns([run("one"), run("other")], repeats=2)
+    assert [len(own) for own in speeds] == [2, 2]
+    assert order == ["one", "other", "one", "other"]  # the second turn of three went backwards

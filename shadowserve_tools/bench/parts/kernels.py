@@ -58,11 +58,13 @@ def nothing() -> None:
 def in_turns(runs: Sequence[Run], repeats: int, description: str = "measuring") -> list[list[float]]:
     """Time all runs in turn, ``repeats`` times after a warm-up; return GB/s of each, one list for each run.
 
-    Short ones are repeated within their turn, so that clock and scheduler do not show.
+    Every other turn goes backwards, so that a machine that becomes faster or slower does not favour the first ones.
+    Short runs are repeated within their turn, so that clock and scheduler do not show.
     """
     speeds: list[list[float]] = [[] for _ in runs]
     active = native.isa_active()
-    turns = [(turn, index) for turn in range(repeats + 1) for index in range(len(runs))]
+    order = range(len(runs))
+    turns = [(turn, index) for turn in range(repeats + 1) for index in (reversed(order) if turn % 2 else order)]
     for turn, index in tracked(turns, description):
         run = runs[index]
         native.isa_force(run.isa if run.isa is not None else active)

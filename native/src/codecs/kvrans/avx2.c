@@ -33,119 +33,130 @@ static void differences_all(struct ss_kvrans_decoding *decoding) {
     }
 }
 
-/* rank_of() counts the breaks up to each slot: those of the eights before are in 'base'. */
-TARGET_INLINE __m256i rank_of(const struct ss_kvrans_ranks *table, __m256i slot) {
+/*
+ * Groups of 32 rows go through every step together, since each step waits for the one before: with the work of all of
+ * them side by side there is always something to do meanwhile. Further ahead the CPU does not look.
+ */
+enum { GROUPS_MAX = 4 };
+
+/* lookups() is lookup() for 'count' groups. */
+TARGET_INLINE void lookups(const uint8_t *table, const __m256i *indices, int count, int steps, __m256i *found) {
+    __m256i entries = twice(table), index[GROUPS_MAX];
+
+    for (int each = 0; each < count; each++) {
+        index[each] = indices[each];
+        found[each] = _mm256_shuffle_epi8(entries, index[each]);
+    }
+    for (int step = 1; step < steps; step++) {
+        entries = twice(table + STEP * step);
+        for (int each = 0; each < count; each++) {
+            index[each] = _mm256_sub_epi8(index[each], _mm256_set1_epi8(STEP));
+            found[each] = _mm256_xor_si256(found[each], _mm256_shuffle_epi8(entries, index[each]));
+        }
+    }
+}
+
+/* ranks_of() counts the breaks up to each slot: those of the eights before are in 'base'. */
+TARGET_INLINE void ranks_of(const struct ss_kvrans_ranks *table, const __m256i *slots, int count, __m256i *ranks) {
     const __m256i before = _mm256_setr_epi8(0, 1, 3, 7, 15, 31, 63, 127, 0, 1, 3, 7, 15, 31, 63, 127, 0, 1, 3, 7, 15,
                                             31, 63, 127, 0, 1, 3, 7, 15, 31, 63, 127);
     const __m256i ones = _mm256_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4, 0, 1, 1, 2, 1, 2, 2, 3, 1, 2,
                                           2, 3, 2, 3, 3, 4);
     const __m256i nibble = _mm256_set1_epi8(15);
-    const __m256i eighth = _mm256_and_si256(_mm256_srli_epi16(slot, 3), _mm256_set1_epi8(31));
-    const __m256i earlier = _mm256_shuffle_epi8(before, _mm256_and_si256(slot, nibble));
-    const __m256i breaks = _mm256_and_si256(lookup(table->breaks, eighth, 2), earlier);
-    const __m256i low = _mm256_shuffle_epi8(ones, breaks); /* bit 7 is never set */
-    const __m256i high = _mm256_shuffle_epi8(ones, _mm256_and_si256(_mm256_srli_epi16(breaks, 4), nibble));
-    return _mm256_add_epi8(lookup(table->base, eighth, 2), _mm256_add_epi8(low, high));
+    __m256i eighths[GROUPS_MAX], breaks[GROUPS_MAX];
+
+    for (int each = 0; each < count; each++)
+        eighths[each] = _mm256_and_si256(_mm256_srli_epi16(slots[each], 3), _mm256_set1_epi8(31));
+    lookups(table->breaks, eighths, count, 2, breaks);
+    for (int each = 0; each < count; each++) {
+        const __m256i earlier = _mm256_shuffle_epi8(before, _mm256_and_si256(slots[each], nibble));
+        breaks[each] = _mm256_and_si256(breaks[each], earlier);
+    }
+    lookups(table->base, eighths, count, 2, ranks);
+    for (int each = 0; each < count; each++) {
+        const __m256i low = _mm256_shuffle_epi8(ones, breaks[each]); /* bit 7 is never set */
+        const __m256i high = _mm256_shuffle_epi8(ones, _mm256_and_si256(_mm256_srli_epi16(breaks[each], 4), nibble));
+        ranks[each] = _mm256_add_epi8(ranks[each], _mm256_add_epi8(low, high));
+    }
 }
 
 /* ---- Decode: one column -------------------------------------------------------------------------------------- */
 
-#define BIT(mask, lane) ((mask) >> (lane)&1)
-#define BITS(mask)                                                                                                     \
-    (BIT(mask, 0) + BIT(mask, 1) + BIT(mask, 2) + BIT(mask, 3) + BIT(mask, 4) + BIT(mask, 5) + BIT(mask, 6))
-#define LANE(mask, lane) (BIT(mask, lane) ? BITS((mask) & ((1 << (lane)) - 1)) : 128)
-#define MASK(mask)                                                                                                     \
-    {                                                                                                                  \
-        LANE(mask, 0), LANE(mask, 1), LANE(mask, 2), LANE(mask, 3), LANE(mask, 4), LANE(mask, 5), LANE(mask, 6),       \
-            LANE(mask, 7)                                                                                              \
-    }
-#define MASKS4(mask) MASK(mask), MASK((mask) + 1), MASK((mask) + 2), MASK((mask) + 3)
-#define MASKS16(mask) MASKS4(mask), MASKS4((mask) + 4), MASKS4((mask) + 8), MASKS4((mask) + 12)
-#define MASKS64(mask) MASKS16(mask), MASKS16((mask) + 16), MASKS16((mask) + 32), MASKS16((mask) + 48)
+/*
+ * spread() gives the lanes that 'mask' selects, those whose 'high' is 0, the next bytes, in order; what the others get
+ * is of no meaning. Which of 16 bytes a lane gets is how many of the 16 lanes before it are selected: its own number
+ * less those that are not, itself included. Lanes that no row uses come last. Reads 16 bytes for each half.
+ */
+TARGET_INLINE __m256i spread(const uint8_t *next, __m256i high, uint32_t mask) {
+    const __m256i numbers = _mm256_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6,
+                                             7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m256i fours = _mm256_setr_epi8(-1, -1, -1, -1, 3, 3, 3, 3, -1, -1, -1, -1, 11, 11, 11, 11, -1, -1, -1, -1,
+                                           3, 3, 3, 3, -1, -1, -1, -1, 11, 11, 11, 11);
+    const __m256i eights = _mm256_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, 7, 7, 7, 7, 7, 7, 7, 7, -1, -1, -1, -1, -1,
+                                            -1, -1, -1, 7, 7, 7, 7, 7, 7, 7, 7);
+    const __m256i full = _mm256_min_epu8(high, _mm256_set1_epi8(1));
+    const __m128i lower = _mm_loadu_si128((const __m128i *)next);
+    const __m128i upper = _mm_loadu_si128((const __m128i *)(next + _mm_popcnt_u32(mask & 0xFFFF)));
+    __m256i sum = _mm256_mullo_epi32(full, _mm256_set1_epi32(0x01010101)); /* of each four: what is up to each */
 
-/* For each mask of eight lanes, which of the next bytes each of them gets; 128, so zero, for those not in the mask. */
-static const uint8_t spread_order[256][8] = {MASKS64(0), MASKS64(64), MASKS64(128), MASKS64(192)};
-
-/* How far the bytes of the upper eight of 16 lanes begin behind those of the lower eight, which take that many. */
-#define LATER(count)                                                                                                   \
-    { 0, 0, 0, 0, 0, 0, 0, 0, count, count, count, count, count, count, count, count }
-static const _Alignas(16) uint8_t spread_later[9][16] = {LATER(0), LATER(1), LATER(2), LATER(3), LATER(4),
-                                                         LATER(5), LATER(6), LATER(7), LATER(8)};
-
-/* spread16() gives the lanes that 'mask' selects the next bytes, in order, and all others 0. Reads 16 bytes. */
-TARGET_INLINE __m128i spread16(const uint8_t *next, uint32_t low, uint32_t high) {
-    const __m128i lower = _mm_loadl_epi64((const __m128i *)spread_order[low]);
-    const __m128i both = _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(lower), (const __m64 *)spread_order[high]));
-    const __m128i later = _mm_load_si128((const __m128i *)spread_later[_mm_popcnt_u32(low)]);
-    return _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)next), _mm_add_epi8(both, later));
+    sum = _mm256_add_epi8(sum, _mm256_shuffle_epi8(sum, fours));
+    sum = _mm256_add_epi8(sum, _mm256_shuffle_epi8(sum, eights));
+    return _mm256_shuffle_epi8(_mm256_set_m128i(upper, lower), _mm256_sub_epi8(numbers, sum));
 }
-
-/* spread() does so for 32 lanes. Reads 32 bytes. */
-TARGET_INLINE __m256i spread(const uint8_t *next, uint32_t mask) {
-    const uint8_t *later = next + _mm_popcnt_u32(mask & 0xFFFF);
-    return _mm256_set_m128i(spread16(later, mask >> 16 & 0xFF, mask >> 24),
-                            spread16(next, mask & 0xFF, mask >> 8 & 0xFF));
-}
-
-/* What a group of 32 rows goes through; both bytes of a state become those of the next one, but for bytes to come. */
-struct group {
-    __m256i slot, factor, rank, frequency, rest, low, high, short_of;
-    uint32_t mask; /* of what is short of a byte */
-};
 
 /* multiply() makes the states' bytes: frequency * factor + rest. */
-TARGET_INLINE void multiply(struct group *group) {
+TARGET_INLINE void multiply(const __m256i *frequency, const __m256i *factor, const __m256i *rest, int count,
+                            __m256i *low, __m256i *high) {
     const __m256i low_byte = _mm256_set1_epi16(0xFF), high_byte = _mm256_set1_epi16((short)0xFF00);
-    __m256i even =
-        _mm256_mullo_epi16(_mm256_and_si256(group->frequency, low_byte), _mm256_and_si256(group->factor, low_byte));
-    __m256i odd = _mm256_mullo_epi16(_mm256_srli_epi16(group->frequency, 8), _mm256_srli_epi16(group->factor, 8));
+    __m256i even[GROUPS_MAX], odd[GROUPS_MAX];
 
-    even = _mm256_add_epi16(even, _mm256_and_si256(group->rest, low_byte));
-    odd = _mm256_add_epi16(odd, _mm256_srli_epi16(group->rest, 8));
-    group->high = _mm256_or_si256(_mm256_and_si256(odd, high_byte), _mm256_srli_epi16(even, 8));
-    group->low = _mm256_or_si256(_mm256_slli_epi16(odd, 8), _mm256_and_si256(even, low_byte));
+    for (int each = 0; each < count; each++) {
+        even[each] =
+            _mm256_mullo_epi16(_mm256_and_si256(frequency[each], low_byte), _mm256_and_si256(factor[each], low_byte));
+        odd[each] = _mm256_mullo_epi16(_mm256_srli_epi16(frequency[each], 8), _mm256_srli_epi16(factor[each], 8));
+    }
+    for (int each = 0; each < count; each++) {
+        even[each] = _mm256_add_epi16(even[each], _mm256_and_si256(rest[each], low_byte));
+        odd[each] = _mm256_add_epi16(odd[each], _mm256_srli_epi16(rest[each], 8));
+    }
+    for (int each = 0; each < count; each++) {
+        high[each] = _mm256_or_si256(_mm256_and_si256(odd[each], high_byte), _mm256_srli_epi16(even[each], 8));
+        low[each] = _mm256_or_si256(_mm256_slli_epi16(odd[each], 8), _mm256_and_si256(even[each], low_byte));
+    }
 }
 
-/*
- * groups_decode() decodes 32 rows, or twice as many: what they wait for is then waited for once. Those that 'active'
- * does not select leave their states as they are.
- */
-TARGET_INLINE const uint8_t *groups_decode(const struct ss_kvrans_ranks *table, uint8_t *low, uint8_t *high,
+/* groups_decode() decodes 'count' groups. Rows that 'active' does not select leave their states as they are. */
+TARGET_INLINE const uint8_t *groups_decode(const struct ss_kvrans_ranks *table, uint8_t *lows, uint8_t *highs,
                                            uint32_t active, int partial, int count, int steps, const uint8_t *next,
                                            uint8_t *target) {
-    struct group groups[2];
+    __m256i slot[GROUPS_MAX], factor[GROUPS_MAX], rank[GROUPS_MAX], frequency[GROUPS_MAX], rest[GROUPS_MAX];
+    __m256i value[GROUPS_MAX], low[GROUPS_MAX], high[GROUPS_MAX];
 
+    for (int each = 0; each < count; each++)
+        slot[each] = load256(lows + 32 * each);
+    ranks_of(table, slot, count, rank);
+    lookups(table->frequency, rank, count, steps, frequency);
+    lookups(table->start, rank, count, steps, rest);
+    lookups(table->value, rank, count, steps, value);
     for (int each = 0; each < count; each++) {
-        groups[each].slot = load256(low + 32 * each);
-        groups[each].rank = rank_of(table, groups[each].slot);
+        store256(target + 32 * each, value[each]);
+        rest[each] = _mm256_sub_epi8(slot[each], rest[each]);
+        factor[each] = load256(highs + 32 * each);
     }
+    multiply(frequency, factor, rest, count, low, high);
     for (int each = 0; each < count; each++) {
-        struct group *group = &groups[each];
-        group->frequency = lookup(table->frequency, group->rank, steps);
-        group->rest = _mm256_sub_epi8(group->slot, lookup(table->start, group->rank, steps));
-        store256(target + 32 * each, lookup(table->value, group->rank, steps));
-    }
-    for (int each = 0; each < count; each++) {
-        struct group *group = &groups[each];
-        group->factor = load256(high + 32 * each);
-        multiply(group);
-        group->short_of = _mm256_cmpeq_epi8(group->high, _mm256_setzero_si256());
-        group->mask = (uint32_t)_mm256_movemask_epi8(group->short_of);
-        if (partial)
-            group->mask &= active;
-    }
-    for (int each = 0; each < count; each++) {
-        const struct group *group = &groups[each];
-        __m256i new_high = _mm256_or_si256(group->high, _mm256_and_si256(group->low, group->short_of));
-        __m256i new_low = _mm256_or_si256(_mm256_andnot_si256(group->short_of, group->low), spread(next, group->mask));
-        next += _mm_popcnt_u32(group->mask);
+        const __m256i short_of = _mm256_cmpeq_epi8(high[each], _mm256_setzero_si256());
+        const uint32_t mask = (uint32_t)_mm256_movemask_epi8(short_of) & (partial ? active : ~0u);
+        __m256i new_high = _mm256_or_si256(high[each], _mm256_and_si256(low[each], short_of));
+        __m256i new_low = _mm256_blendv_epi8(low[each], spread(next, high[each], mask), short_of);
+        next += _mm_popcnt_u32(mask);
         if (partial) {
             __m256i keep = load256(edge + 32 - __builtin_popcount(active));
-            new_low = _mm256_blendv_epi8(group->slot, new_low, keep);
-            new_high = _mm256_blendv_epi8(group->factor, new_high, keep);
+            new_low = _mm256_blendv_epi8(slot[each], new_low, keep);
+            new_high = _mm256_blendv_epi8(factor[each], new_high, keep);
         }
-        store256(low + 32 * each, new_low);
-        store256(high + 32 * each, new_high);
+        store256(lows + 32 * each, new_low);
+        store256(highs + 32 * each, new_high);
     }
     return next;
 }
@@ -156,6 +167,9 @@ TARGET_INLINE void column_decode(struct ss_kvrans_decoding *decoding, const stru
     const uint8_t *next = decoding->next;
     uint32_t row = 0;
 
+    for (; block->lanes >= 128 && row + 128 <= rows; row += 128)
+        next = groups_decode(table, decoding->low + (row & lane_mask), decoding->high + (row & lane_mask), 0, 0, 4,
+                             steps, next, target + row);
     for (; row + 64 <= rows; row += 64)
         next = groups_decode(table, decoding->low + (row & lane_mask), decoding->high + (row & lane_mask), 0, 0, 2,
                              steps, next, target + row);
@@ -242,17 +256,17 @@ static uint32_t place_of(uint32_t column, uint32_t size) {
 }
 
 /* elements_lay() parts the bytes of elements, each laid out for lookup(). */
-TARGET static void elements_lay(const uint16_t *elements, uint32_t index_count, uint8_t (*bytes)[SS_KVRANS_INDEX_MAX]) {
+TARGET static void elements_lay(const uint16_t *elements, uint32_t count, uint8_t *bytes) {
     const __m128i low_byte = _mm_set1_epi16(0xFF);
     __m128i low_before = _mm_setzero_si128(), high_before = low_before;
 
-    for (uint32_t index = 0; index < index_count; index += STEP) {
+    for (uint32_t index = 0; index < count; index += STEP) {
         const __m128i first = _mm_loadu_si128((const __m128i *)(const void *)(elements + index));
         const __m128i second = _mm_loadu_si128((const __m128i *)(const void *)(elements + index + 8));
         const __m128i low = _mm_packus_epi16(_mm_and_si128(first, low_byte), _mm_and_si128(second, low_byte));
         const __m128i high = _mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8));
-        _mm_store_si128((__m128i *)(void *)(bytes[0] + index), _mm_xor_si128(low, low_before));
-        _mm_store_si128((__m128i *)(void *)(bytes[1] + index), _mm_xor_si128(high, high_before));
+        _mm_store_si128((__m128i *)(void *)(bytes + index), _mm_xor_si128(low, low_before));
+        _mm_store_si128((__m128i *)(void *)(bytes + count + index), _mm_xor_si128(high, high_before));
         low_before = low;
         high_before = high;
     }
@@ -263,13 +277,27 @@ TARGET_INLINE void stream(uint8_t *target, __m256i value) {
     _mm256_stream_si256((__m256i *)(void *)target, value);
 }
 
-/* binned2() writes 32 elements of the indices 'index'. */
-TARGET_INLINE void binned2(const uint8_t (*bytes)[SS_KVRANS_INDEX_MAX], int steps_each, __m256i index,
-                           uint8_t *target) {
-    const __m256i low = lookup(bytes[0], index, steps_each), high = lookup(bytes[1], index, steps_each);
+/* rows_bin() makes elements of lines of indices, which are under 16 * steps; see rows_make(). */
+TARGET_INLINE void rows_bin(const struct ss_kvrans_making *making, int steps, const uint8_t *lines, uint32_t row,
+                            uint32_t count, size_t at) {
+    const size_t size = (size_t)steps * STEP;
+    const uint8_t *bytes = (const uint8_t *)making->elements->bytes + row * 2 * size;
+    const uint8_t *line = lines + (size_t)row * SS_KVRANS_TILE;
+    uint8_t *target = making->target + 2 * (row * making->columns + at);
 
-    stream(target, _mm256_unpacklo_epi8(low, high));
-    stream(target + 32, _mm256_unpackhi_epi8(low, high));
+    for (; count > 0; count--) {
+        const __m256i index[2] = {load256(line), load256(line + 32)};
+        __m256i low[2], high[2];
+        lookups(bytes, index, 2, steps, low);
+        lookups(bytes + size, index, 2, steps, high);
+        for (int half = 0; half < 2; half++) {
+            stream(target + 64 * half, _mm256_unpacklo_epi8(low[half], high[half]));
+            stream(target + 64 * half + 32, _mm256_unpackhi_epi8(low[half], high[half]));
+        }
+        bytes += 2 * size;
+        line += SS_KVRANS_TILE;
+        target += 2 * making->columns;
+    }
 }
 
 /* merge1(), merge2() and merge4() write 32 lossless elements, whose first bytes are in 'first'. */
@@ -304,17 +332,13 @@ TARGET_INLINE void merge4(__m256i first, const uint8_t *const *lower, size_t at,
     }
 }
 
-/* line_make() makes 32 elements, the first of them number 'at' of the block, in row 'row'. */
-TARGET_INLINE void line_make(const struct ss_kvrans_making *making, const struct ss_kvrans_planes *planes,
-                             const uint8_t *line, uint32_t row, size_t at) {
+/* line_merge() makes 32 lossless elements, the first of them number 'at' of the block. */
+TARGET_INLINE void line_merge(const struct ss_kvrans_making *making, const struct ss_kvrans_planes *planes,
+                              const uint8_t *line, size_t at) {
     uint8_t *target = making->target + at * making->size;
     const __m256i first = load256(line);
 
-    if (making->elements != NULL && making->index_count <= 2 * STEP)
-        binned2(making->elements->bytes[row], 2, first, target);
-    else if (making->elements != NULL)
-        binned2(making->elements->bytes[row], 4, first, target);
-    else if (making->size == 2)
+    if (making->size == 2)
         merge2(first, planes->lower[0] + at, target);
     else if (making->size == 4)
         merge4(first, planes->lower, at, target);
@@ -322,21 +346,32 @@ TARGET_INLINE void line_make(const struct ss_kvrans_making *making, const struct
         merge1(first, target);
 }
 
-TARGET static void rows_make(const struct ss_kvrans_making *making, const uint8_t *lines, uint32_t row, uint32_t count,
-                             size_t at) {
-    const struct ss_kvrans_making here = *making; /* in registers, whatever is written */
-    struct ss_kvrans_planes planes = {.count = 1};
+TARGET_INLINE void rows_merge(const struct ss_kvrans_making *making, const uint8_t *lines, uint32_t row, uint32_t count,
+                              size_t at) {
+    const struct ss_kvrans_planes planes = *making->planes; /* in registers, whatever is written */
 
-    if (here.planes != NULL)
-        planes = *here.planes;
     for (const uint32_t end = row + count; row < end; row++) {
         const uint8_t *line = lines + (size_t)row * SS_KVRANS_TILE;
-        const size_t first = row * here.columns + at;
-        line_make(&here, &planes, line, row, first);
-        line_make(&here, &planes, line + 32, row, first + 32);
+        const size_t first = row * making->columns + at;
+        line_merge(making, &planes, line, first);
+        line_merge(making, &planes, line + 32, first + 32);
         for (uint32_t plane = 0; plane + 1 < planes.count; plane++) /* of the next tile */
             _mm_prefetch((const char *)((uintptr_t)planes.lower[plane] + first + 2 * SS_KVRANS_TILE - 1), _MM_HINT_T0);
     }
+}
+
+TARGET static void rows_make(const struct ss_kvrans_making *making, const uint8_t *lines, uint32_t row, uint32_t count,
+                             size_t at) {
+    const struct ss_kvrans_making here = *making; /* in registers, whatever is written */
+
+    if (here.elements == NULL)
+        rows_merge(&here, lines, row, count, at);
+    else if (here.table_size == STEP)
+        rows_bin(&here, 1, lines, row, count, at);
+    else if (here.table_size == 2 * STEP)
+        rows_bin(&here, 2, lines, row, count, at);
+    else
+        rows_bin(&here, 4, lines, row, count, at);
 }
 
 /* ---- Decode: a block ----------------------------------------------------------------------------------------- */

@@ -64,7 +64,7 @@ struct ss_kvrans_block {
 
 /*
  * The elements of a block's symbols: for each row, the lower and the upper byte of what each index stands for. The
- * scratch of ss_kvrans_kernels.decode_elements(), which fills it.
+ * scratch of ss_kvrans_kernels.decode_elements(), which fills it; not always as wide as this, see ss_kvrans_making.
  */
 struct ss_kvrans_elements {
     _Alignas(64) uint8_t bytes[SS_KVRANS_ROWS_MAX][2][SS_KVRANS_INDEX_MAX];
@@ -83,8 +83,8 @@ struct ss_kvrans_making {
     const struct ss_kvrans_planes *planes;
     uint8_t *target; /* of the block, its first row */
     size_t columns;
-    uint32_t size;        /* of an element, in bytes */
-    uint32_t index_count; /* of binned, where it matters: no index is larger */
+    uint32_t size;       /* of an element, in bytes */
+    uint32_t table_size; /* of binned, but with AVX-512: entries that each row has in 'elements', close together */
 };
 
 /* ---- Encoding ------------------------------------------------------------------------------------------------ */

@@ -4,8 +4,8 @@
 
 #include <string.h>
 
-/* ranks_make() lays out one table; 'values' are by index. */
-static void ranks_make(const uint8_t *values, const struct ss_kvrans_table *table, struct ss_kvrans_ranks *ranks) {
+/* ranks_make() lays out one table, and returns how many symbols it has; 'values' are by index. */
+static uint32_t ranks_make(const uint8_t *values, const struct ss_kvrans_table *table, struct ss_kvrans_ranks *ranks) {
     uint32_t rank = 0;
 
     memset(ranks, 0, sizeof(*ranks));
@@ -20,7 +20,7 @@ static void ranks_make(const uint8_t *values, const struct ss_kvrans_table *tabl
             ranks->base[eight] = (uint8_t)rank;
         slot = end;
     }
-    ranks->symbols = rank;
+    return rank;
 }
 
 /* decoding_begin() fills everything but the tile from a block, of which 'values' are wanted. */
@@ -32,12 +32,12 @@ static void decoding_begin(const struct ss_kvrans_decode_steps *steps, struct ss
     for (uint32_t column = 0; column < block->columns; column++)
         last = block->column_table[column] > last ? block->column_table[column] : last;
     decoding->table_count = last + 1;
-    for (uint32_t number = 0; number <= last; number++)
-        ranks_make(values, &block->tables[number], &decoding->tables[number]);
-    decoding->index_count = 0;
+    decoding->index_count = decoding->symbols = 0;
     for (uint32_t number = 0; number <= last; number++) {
+        const uint32_t symbols = ranks_make(values, &block->tables[number], &decoding->tables[number]);
         const uint32_t most = block->tables[number].index[SS_KVRANS_SLOTS - 1]; /* slots are in their symbols' order */
         decoding->index_count = most >= decoding->index_count ? most + 1 : decoding->index_count;
+        decoding->symbols = symbols > decoding->symbols ? symbols : decoding->symbols;
     }
     if (steps->prepare != NULL)
         steps->prepare(decoding);
@@ -84,7 +84,7 @@ static int column_decode(const struct ss_kvrans_decode_steps *steps, struct ss_k
 
     if (decoding->end - decoding->next < SS_KVRANS_ROWS_MAX + SS_KVRANS_READ_BEYOND && !decoding->in_tail)
         tail_begin(decoding);
-    steps->column[(table->symbols - 1) / 16](decoding, block, table, target);
+    steps->column[(decoding->symbols - 1) / 16](decoding, block, table, target);
     if (decoding->next > decoding->end)
         return 0;
     if (block->shift > 0)
@@ -142,7 +142,7 @@ enum ss_result ss_kvrans_elements_by_steps(const struct ss_kvrans_decode_steps *
     for (uint32_t index = 0; index < SS_KVRANS_INDEX_MAX; index++)
         indices[index] = (uint8_t)index;
     decoding_begin(steps, &decoding, block, indices);
-    making.index_count = count = (decoding.index_count + 15) / 16 * 16;
+    making.table_size = count = decoding.index_count <= 16 ? 16 : decoding.index_count <= 32 ? 32 : SS_KVRANS_INDEX_MAX;
     for (uint32_t row = 0; row < TOGETHER; row++)
         memcpy(values + row * count, block->value, count);
     for (uint32_t first = 0; first < SS_KVRANS_ROWS_MAX; first += TOGETHER) {
@@ -151,7 +151,7 @@ enum ss_result ss_kvrans_elements_by_steps(const struct ss_kvrans_decode_steps *
         if (result != SS_OK)
             return result;
         for (uint32_t row = 0; row < TOGETHER; row++)
-            steps->elements_lay(elements + row * count, count, scratch->bytes[first + row]);
+            steps->elements_lay(elements + row * count, count, (uint8_t *)scratch->bytes + (first + row) * 2 * count);
     }
     return rows_by_steps(steps, &decoding, block, &making);
 }

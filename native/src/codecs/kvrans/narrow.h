@@ -25,7 +25,6 @@ struct ss_kvrans_ranks {
     uint8_t frequency[SS_KVRANS_INDEX_MAX];      /* these by rank */
     uint8_t start[SS_KVRANS_INDEX_MAX];
     uint8_t value[SS_KVRANS_INDEX_MAX];
-    uint32_t symbols; /* 2 to 64 */
 };
 
 /* A block that is being decoded. All arrays may be read, and written, in whole registers. */
@@ -40,13 +39,17 @@ struct ss_kvrans_decoding {
     uint32_t in_tail;
     uint32_t table_count;
     uint32_t index_count; /* behind the last index that any table has */
+    uint32_t symbols;     /* of the table with the most of them: 2 to 64 */
 };
 
 /* What is done in vectors, so by each instruction set on its own. */
 struct ss_kvrans_decode_steps {
     void (*prepare)(struct ss_kvrans_decoding *decoding); /* lays out the block's tables anew; may be NULL */
 
-    /* column[n] decodes one column to 'target', with a table of up to 16 * (n + 1) symbols. */
+    /*
+     * column[n] decodes one column to 'target', with a table of up to 16 * (n + 1) symbols. All columns of a block take
+     * the same: a jump that changes from column to column is guessed wrong, which costs more than steps in vain.
+     */
     void (*column[SS_KVRANS_INDEX_MAX / 16])(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
                                              const struct ss_kvrans_ranks *table, uint8_t *target);
 
@@ -59,8 +62,11 @@ struct ss_kvrans_decode_steps {
     /* place() returns which column of a tile is decoded to where 'column' would be, for elements of 'size' bytes. */
     uint32_t (*place)(uint32_t column, uint32_t size);
 
-    /* elements_lay() lays out the elements of a row for rows_make(), which looks them up by their index. */
-    void (*elements_lay)(const uint16_t *elements, uint32_t index_count, uint8_t (*bytes)[SS_KVRANS_INDEX_MAX]);
+    /*
+     * elements_lay() lays out the elements of a row for rows_make(), which looks them up by their index: 'count' lower
+     * bytes, and as many upper ones.
+     */
+    void (*elements_lay)(const uint16_t *elements, uint32_t count, uint8_t *bytes);
 
     /* rows_make() makes elements of 'count' lines of a tile's columns, which are the block's from 'at' on. */
     void (*rows_make)(const struct ss_kvrans_making *making, const uint8_t *lines, uint32_t row, uint32_t count,
