@@ -202,8 +202,9 @@ class SchedulerSide:
         assert self._lookup is not None
         request, handover, size = tracked.request, tracked.handover, tracked.handover.tail_tokens
         if (saved := self._saved(request)) is not None:
-            # With one token behind it, as the last one of what is looked up is never loaded.
-            tokens, handover, size = tokens[: saved.tokens + 1], Handover(tail_tokens=saved.tail_tokens), 0
+            # Without a tail with one token behind it, as the last one of what is looked up is never loaded.
+            handover, size = Handover(tail_tokens=saved.tail_tokens), 0
+            tokens = tokens[: saved.tokens + (not saved.tail_tokens)]
         elif len(tokens) != request.num_prompt_tokens:
             handover, size = Handover(), 0  # it goes on here
         tracked.tail_stored = tracked.foreseen = False

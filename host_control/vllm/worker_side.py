@@ -361,10 +361,13 @@ class WorkerSide:
         assert self._store is not None
         part, namespace = self._parts[0][place], self._shapes[0][place].namespace
         blocks = part.kernel_blocks(operation.blocks)
-        each = part.record_blocks
+        each, rows = part.record_blocks, None
+        if operation.tail_tokens:  # a row is a token, or, where nobody knows what pages hold, a page
+            assert self._groups is not None
+            rows = -(-operation.tail_tokens * self._shapes[0][place].tokens // self._groups.chunk_tokens)
 
         def copy(index: int, chunk: Any) -> Callable[[], str]:
-            part.layout.gather(chunk, blocks[index * each : (index + 1) * each])
+            part.layout.gather(chunk, blocks[index * each : (index + 1) * each], rows)
             return _finished(self._device, lasts)
 
         absent = operation.absent_seconds
