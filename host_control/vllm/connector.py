@@ -166,10 +166,9 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the workers report."""
         assert self._scheduler is not None
-        report = connector_output.kv_connector_worker_meta
-        self._scheduler.worker_output(
-            connector_output.finished_recving, report if isinstance(report, WorkerReport) else WorkerReport()
-        )
+        finished, report = connector_output.finished_recving, connector_output.kv_connector_worker_meta
+        if finished or report is not None:  # as in few steps
+            self._scheduler.worker_output(finished, report if isinstance(report, WorkerReport) else WorkerReport())
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

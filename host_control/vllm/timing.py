@@ -63,6 +63,10 @@ class _Step:
     beside: bool = False
 
 
+_UNSEEN: Final = _Step(0.0)
+"""A step of which nothing is learnt."""
+
+
 class Timing:
     """Times the steps of an engine. On the engine's thread alone.
 
@@ -135,9 +139,14 @@ class Timing:
             begin: of these, those that begin with it: on some engines before what it computes, on some behind.
         """
         scheduled = output.num_scheduled_tokens
+        requests, tokens = len(scheduled), output.total_num_scheduled_tokens
+        calm = tokens == requests > 0 and not (loads or waits or self._loads or output.scheduled_new_reqs)
+        if calm and self._quiet >= _QUIET_STEPS and (self._quiet + 1) % _QUIET_EVERY:
+            self._quiet += 1
+            self._steps.append(_UNSEEN)
+            return
         step = _Step(self._clock(), beside=loads > begin)
         self._steps.append(step)
-        requests, tokens = len(scheduled), output.total_num_scheduled_tokens
         decodes = requests > 0 and min(scheduled.values()) <= _DECODED_TOKENS_MAX
         policy = self.interference if decodes and not waits else None
         self.rate = policy.rate if policy is not None else 0

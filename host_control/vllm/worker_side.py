@@ -90,6 +90,7 @@ class WorkerSide:
         self._stream = SideStream(torch.device("cpu"), None)
         self._managers: dict[int, KVCacheManager] = {}
         self._store: StoreQueue | None = None
+        self._moving = False  # some manager has a job, or an outcome that nobody has taken
         self._results: list[FetchResult] = []
         self._synchronous: set[str] = set()
         self._layers: dict[str, int] = {}  # numbers of those that can be loaded one by one; none where none can
@@ -256,7 +257,7 @@ class WorkerSide:
     def exchange(self, metadata: ShadowServeMetadata) -> None:
         """Hand this step's loads to the manager and take those that have ended: all, where fetching is synchronous."""
         self._watch.follow(metadata.epoch)
-        if not metadata.loads and all(manager.idle for manager in self._managers.values()):
+        if not metadata.loads and not self._moving:
             return  # as in most steps
         if metadata.loads:
             self._stream.follow()
@@ -281,6 +282,7 @@ class WorkerSide:
                     self._results += manager.exchange()
             except ValueError as error:  # vLLM handed over a request twice; computing it is always right
                 self._results += [self._failed(load, "internal", str(error)) for load in loads]
+        self._moving = not all(manager.idle for manager in self._managers.values())
 
     def _job(self, load: LoadOperation) -> FetchJob:
         keys = tuple(
@@ -393,6 +395,8 @@ class WorkerSide:
         self._end_layerwise()
         if self._pages is not None:
             self._pages.renew()  # before anybody hears of a load into them that ended without an answer
+        if not self._results and not self._synchronous:
+            return set(), set()  # as in most steps
         results, self._results = self._results, []
         for result in results:
             self._account(result)
@@ -458,8 +462,8 @@ class WorkerSide:
     def take_report(self) -> WorkerReport | None:
         """Return what the scheduler has to know of the loads that ended since the last call, and of the weights."""
         outlived = self._watch.outlived
-        loads = self._ended, self._seconds, self._delivered_bytes, self._layer_seconds
-        if not any(loads) and not self._saves and not outlived:
+        loads = self._ended or self._seconds or self._delivered_bytes or self._layer_seconds
+        if not (loads or self._saves or outlived):
             return None  # as in most steps
         ended, self._ended = self._ended, {}
         seconds, self._seconds = self._seconds, {}
