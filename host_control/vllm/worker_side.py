@@ -57,6 +57,9 @@ class WorkerSide:
         fetch, store: whether this engine does either at all.
         problem: why this engine is served without the cache, or empty.
         logger: where failures are logged.
+
+    Attributes:
+        layerwise: requests whose loads this step waits for layer by layer.
     """
 
     def __init__(
@@ -94,7 +97,6 @@ class WorkerSide:
         self._results: list[FetchResult] = []
         self._synchronous: set[str] = set()
         self._layers: dict[str, int] = {}  # numbers of those that can be loaded one by one; none where none can
-        self._layerwise: set[str] = set()  # of this step's synchronous loads
         self._awaited: set[int] = set()  # layers, by this step
         self._layer_times, self._layer_seconds = LayerTimes(), 0.0
         self._window_s = 0.0
@@ -107,6 +109,7 @@ class WorkerSide:
         self._seconds: dict[str, float] = {}  # of loads, for whoever predicts how long the next one takes
         self._saves: dict[str, int] = {}  # request -> how much had been staged when it was saved
         self._watch = WeightsWatch(None)
+        self.layerwise: set[str] = set()
         self.counts = Counts()
         self.problem = problem
 
@@ -261,10 +264,10 @@ class WorkerSide:
             return  # as in most steps
         if metadata.loads:
             self._stream.follow()
-        self._layerwise = {load.request_id for load in metadata.loads if load.layerwise}
+        self.layerwise = {load.request_id for load in metadata.loads if load.layerwise}
         self._awaited = set()
         self._window_s = metadata.window_s
-        self._synchronous |= self._layerwise
+        self._synchronous |= self.layerwise
         if not self._config.asynchronous_fetch:
             self._synchronous.update(load.request_id for load in metadata.loads)
         if not self._managers:
@@ -277,7 +280,7 @@ class WorkerSide:
             manager.rate, manager.held = metadata.rate, metadata.held
             try:
                 self._results += manager.exchange(map(self._job, loads), metadata.cancels, metadata.arrived)
-                if waited := self._synchronous - self._layerwise:
+                if waited := self._synchronous - self.layerwise:
                     manager.wait(waited)
                     self._results += manager.exchange()
             except ValueError as error:  # vLLM handed over a request twice; computing it is always right
@@ -305,9 +308,9 @@ class WorkerSide:
 
     def wait_layer(self, name: str) -> None:
         """Wait until a layer is in place of this step's loads that go layer by layer, or they have ended."""
-        if self._layerwise and (layer := self._layers.get(name)) is not None and self._managers:
+        if (layer := self._layers.get(name)) is not None and self._managers:
             began_s = time.monotonic()
-            self._managers[0].wait_layer(self._layerwise, layer)
+            self._managers[0].wait_layer(self.layerwise, layer)
             self._awaited.add(layer)
             if self._device.type == "cpu":
                 self._layer_times.waited(began_s, time.monotonic())
@@ -317,7 +320,7 @@ class WorkerSide:
 
         An engine that did not ask for each layer has computed on what was not there: nothing of it is used.
         """
-        layerwise, self._layerwise = self._layerwise, set()
+        layerwise, self.layerwise = self.layerwise, set()
         if not layerwise or not self._managers:
             return
         self._managers[0].wait(layerwise)
