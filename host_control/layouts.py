@@ -151,7 +151,7 @@ class PagedLayout:
             first, end = (self.kinds * layer for layer in layers) if layers else (0, len(view[0]))
             self._mover.scatter(view[:, first:end], list(blocks), first)
 
-    def gather(self, chunk: Any, blocks: Sequence[int]) -> None:
+    def gather(self, chunk: Any, blocks: Sequence[int], rows: int | None = None) -> None:
         """Copy paged memory into one chunk.
 
         On a device: on the current stream, to memory of the host without waiting for the copy's end.
@@ -159,8 +159,9 @@ class PagedLayout:
         Args:
             chunk: its bytes, to be written: a buffer, or a tensor in the CPU's or the device's memory.
             blocks: block numbers, or :data:`NOWHERE` for zeros.
+            rows: leading tokens of the chunk that are there, the rest are zeros; by default all that blocks hold.
         """
-        self._mover.gather(self._chunk_view(chunk, len(blocks), None), list(blocks))
+        self._mover.gather(self._chunk_view(chunk, len(blocks), None), list(blocks), rows)
 
     def _chunk_view(self, chunks: Any, blocks: int, chunk_blocks: int | None) -> Any:
         """Return [chunk, layer x kind, block, token, head, dimension] over what moves of chunks' bytes."""
@@ -205,11 +206,12 @@ class _NativeMover:
         for pages, held, scatter, _ in self._addresses(chunks, blocks, first):
             scatter(pages, held)
 
-    def gather(self, chunks: Any, blocks: list[int]) -> None:
+    def gather(self, chunks: Any, blocks: list[int], rows: int | None = None) -> None:
         if NOWHERE in blocks:
             chunks.zero_()
         for pages, held, _, gather in self._addresses(chunks, blocks):
             gather(held, pages)
+        _end_after(chunks, rows)
 
     def _addresses(self, chunks: Any, blocks: list[int], first: int = 0) -> Iterator[tuple[Any, Any, Any, Any]]:
         """Yield, for each order of dimensions, where blocks are in pages and in chunks, and what copies them."""
@@ -254,13 +256,14 @@ class _DeviceMover(abc.ABC):
                 part = room.copy_(part, non_blocking=True)
             self._to_pages(part, blocks[first * each : (first + len(part)) * each], first_part)
 
-    def gather(self, chunks: Any, blocks: list[int]) -> None:
+    def gather(self, chunks: Any, blocks: list[int], rows: int | None = None) -> None:
         target = chunks
         if chunks.device != self._device:
             self._gathered, target = _room(self._gathered, chunks, self._device)
         if NOWHERE in blocks:
             target.zero_()
         self._from_pages(target, blocks)
+        _end_after(target, rows)
         if target is not chunks:
             chunks.copy_(target, non_blocking=True)
 
@@ -333,6 +336,14 @@ class _TritonMover(_DeviceMover):
         slots = numbers[:, None] * self._block_tokens + torch.arange(self._block_tokens, device=self._device)
         slots[numbers == NOWHERE] = -1
         return slots.flatten()
+
+
+def _end_after(chunks: Any, rows: int | None) -> None:
+    """Clear what is behind so many tokens of each chunk: in the block that they end in, other requests' may be left."""
+    if rows is not None:
+        whole, rest = divmod(rows, chunks.shape[3])
+        chunks[:, :, whole : whole + 1, rest:] = 0
+        chunks[:, :, whole + 1 :] = 0
 
 
 def _room(room: Any, chunks: Any, device: Any) -> tuple[Any, Any]:

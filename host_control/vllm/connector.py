@@ -166,10 +166,9 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the workers report."""
         assert self._scheduler is not None
-        report = connector_output.kv_connector_worker_meta
-        self._scheduler.worker_output(
-            connector_output.finished_recving, report if isinstance(report, WorkerReport) else WorkerReport()
-        )
+        finished, report = connector_output.finished_recving, connector_output.kv_connector_worker_meta
+        if finished or report is not None:  # as in few steps
+            self._scheduler.worker_output(finished, report if isinstance(report, WorkerReport) else WorkerReport())
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -230,7 +229,8 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait until a layer is in place of what this step loads layer by layer, or that has ended, by its deadline."""
         assert self._worker is not None
-        self._worker.wait_layer(layer_name)
+        if self._worker.layerwise:
+            self._worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: chunks are gathered after the step, all layers at once."""

@@ -127,6 +127,8 @@ class WeightsWatch:
     @property
     def outlived(self) -> set[str]:
         """The scheduler's epoch, if the weights have changed since it began."""
+        if not self._outlived:
+            return set()
         with self._lock:
             return {self.epoch} if self._outlived else set()
 

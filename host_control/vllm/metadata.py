@@ -64,6 +64,7 @@ class StoreOperation:
         announced: others may wait for them.
         absent_seconds: so long ago the chunks were found absent; ``None`` where they were not looked up.
         lasts_s: seconds after which nobody needs them any more; 0: for good.
+        tail_tokens: where it is a tail, its tokens, which may end within a block; else 0.
     """
 
     request_id: str
@@ -75,6 +76,7 @@ class StoreOperation:
     announced: bool = False
     absent_seconds: float | None = None
     lasts_s: float = 0.0
+    tail_tokens: int = 0
 
 
 @dataclass

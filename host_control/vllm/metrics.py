@@ -21,7 +21,7 @@ _COUNTERS: Final = {
     "beside_fetching_seconds": "Seconds of decode steps that KV was fetched beside.",
     "beside_fetching_predicted_seconds": "Seconds that these were predicted to take beside nothing.",
     "preempted_tokens": "Tokens whose KV preempted requests held.",
-    "saved_tokens": "Of those, tokens that were saved or are stored, in whole blocks.",
+    "saved_tokens": "Of those, tokens that were saved or are stored.",
     "restored_tokens": "Tokens that preempted requests were to load when they ran again.",
     "stored_chunks": "Chunks that the data plane stored.",
     "stored_raw_bytes": "Bytes of those chunks as the engine holds them.",

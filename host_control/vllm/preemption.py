@@ -4,7 +4,8 @@ While vLLM schedules a step it frees the blocks of requests that it preempts, an
 them in that step. A preempted request is nothing then but its tokens: its table of blocks is gone before the connector
 hears of it, so that tables are followed here, step by step. At the beginning of that step, before anybody writes, the
 workers copy what the request holds and storage does not to where chunks wait to be stored: chunks that were not stored
-as they were completed, and behind the last the whole blocks, a *tail* (:mod:`host_control.handover`).
+as they were completed, and all tokens behind the last, a *tail* (:mod:`host_control.handover`). Then the step in which
+it runs again computes one token of it, like any that decodes.
 
 Nobody but this request will ask for that tail, and only until it runs again. So it goes to the tiers of this host,
 where there are any, and ends by itself.
@@ -46,7 +47,7 @@ class Saved:
     """What was saved of a request when it was preempted.
 
     Attributes:
-        tokens: leading ones, whole blocks of them.
+        tokens: leading ones.
         chunk_tokens: tokens in a chunk.
         links: of its chunks, and then of its tail if it has one.
         preemptions: of the request, this one included.
@@ -147,7 +148,8 @@ class Preemption:
         tokens = min(held.tokens, request.num_tokens - 1)
         if tokens_max is not None:
             tokens = min(tokens, tokens_max)
-        tokens -= tokens % self._group.block_tokens
+        if tokens % self._chunk_tokens < self._group.block_tokens:
+            tokens -= tokens % self._chunk_tokens  # a few behind a chunk are sooner computed than fetched
         if links is None or tokens <= 0:
             return []
         end = tokens // self._chunk_tokens

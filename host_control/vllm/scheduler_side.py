@@ -30,7 +30,7 @@ from host_control.vllm.metadata import (
     WorkerReport,
 )
 from host_control.vllm.metrics import Counts, FailureLog
-from host_control.vllm.preemption import Preemption, Saved
+from host_control.vllm.preemption import Held, Preemption, Saved
 from host_control.vllm.stores import Stores
 from host_control.vllm.support import request_problem
 from host_control.vllm.timing import Timing
@@ -202,8 +202,9 @@ class SchedulerSide:
         assert self._lookup is not None
         request, handover, size = tracked.request, tracked.handover, tracked.handover.tail_tokens
         if (saved := self._saved(request)) is not None:
-            # With one token behind it, as the last one of what is looked up is never loaded.
-            tokens, handover, size = tokens[: saved.tokens + 1], Handover(tail_tokens=saved.tail_tokens), 0
+            # Without a tail with one token behind it, as the last one of what is looked up is never loaded.
+            handover, size = Handover(tail_tokens=saved.tail_tokens), 0
+            tokens = tokens[: saved.tokens + (not saved.tail_tokens)]
         elif len(tokens) != request.num_prompt_tokens:
             handover, size = Handover(), 0  # it goes on here
         tracked.tail_stored = tracked.foreseen = False
@@ -499,7 +500,7 @@ class SchedulerSide:
         if self._loading:
             metadata.arrived = dict(self._more())
         if self._lookup is not None:
-            begin = len(self._new_loads.keys() & self._loading.keys())
+            begin = len(self._new_loads.keys() & self._loading.keys()) if self._new_loads else 0
             self._timing.step(output, waits=bool(self._unconfirmed), loads=len(self._loading), begin=begin)
             metadata.rate, metadata.held = self._timing.rate, self._timing.held
         if self._new_loads:
@@ -510,8 +511,8 @@ class SchedulerSide:
             metadata.cancels, self._cancels = self._cancels, []
         if self._deciding is not None:
             self._deciding.step(output)
-        if self._preemption is not None:
-            metadata.saves = dict(self._saves(self._preemption, output))
+        if self._preemption is not None and (lost := self._preemption.follow(output)):
+            metadata.saves = dict(self._saves(self._preemption, lost))
         if not self._store or self._lookup is None or self._unconfirmed:
             return metadata  # what is complete now is stored after a later step
         if self._states:
@@ -530,9 +531,9 @@ class SchedulerSide:
                 self._complete(output, metadata, request_id, computed + scheduled[request_id])
         return metadata
 
-    def _saves(self, preemption: Preemption, output: Any) -> Iterator[tuple[str, list[StoreOperation]]]:
+    def _saves(self, preemption: Preemption, lost: Sequence[Held]) -> Iterator[tuple[str, list[StoreOperation]]]:
         """Have what requests hold saved that this step preempts, before anybody else writes there."""
-        for held in preemption.follow(output):
+        for held in lost:
             tracked = self._tracked.get(held.request_id)
             if tracked is None or tracked.mixed or self._unconfirmed:
                 continue

@@ -1,4 +1,4 @@
-"""What the workers are told to store of a request: records of whole chunks, and of the whole blocks behind the last."""
+"""What the workers are told to store of a request: records of whole chunks, and of the tail behind the last."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -94,7 +94,7 @@ class Stores:
         announced: bool = False,
         lasts_s: float = 0.0,
     ) -> StoreOperation:
-        """Have the whole blocks stored behind the last whole chunk: a chunk's record, with nothing behind them.
+        """Have the tokens stored behind the last whole chunk: a chunk's record, with nothing behind them.
 
         Args:
             request_id, group, table, links, announced: as of :meth:`chunks`.
@@ -103,7 +103,7 @@ class Stores:
             lasts_s: seconds after which nobody needs it any more; 0: it is stored as chunks are.
         """
         before = end_tokens // self._chunk_tokens
-        there = list(table[before * group.chunk_blocks : end_tokens // group.block_tokens])
+        there = list(table[before * group.chunk_blocks : -(-end_tokens // group.block_tokens)])
         present = self._lookup.present(request_id)
         return StoreOperation(
             request_id=request_id,
@@ -115,6 +115,7 @@ class Stores:
             announced=announced,
             absent_seconds=self.absent_seconds(request_id),
             lasts_s=lasts_s,
+            tail_tokens=end_tokens - before * self._chunk_tokens,
         )
 
     def tail_link(self, links: Sequence[bytes], request: Any, end_tokens: int) -> bytes:

@@ -36,9 +36,9 @@ _ALONE_STEPS: Final = 16
 _SETTLE_S: Final = 0.5
 """Calls that have begun end within it: a tenth of a second's bytes, or a chunk."""
 _QUIET_STEPS: Final = 64
-_QUIET_EVERY: Final = 8
-"""Behind so many decode steps without any load one in so many is learnt from: that takes 40 us of the engine's thread,
-and tells little that those before it have not."""
+_QUIET_EVERY: Final = 32
+"""Behind so many decode steps without any load one in so many is learnt from: that takes 0.2 ms of the engine's thread,
+as nothing of it is in caches, and tells little that those before it have not."""
 _HELD_MAX_S: Final = 2.0
 """A fifth of what a load may take by default: beside a long prompt no step decodes alone, and steps may be slow."""
 _BESIDE_MAX: Final = 4096
@@ -61,6 +61,10 @@ class _Step:
     tokens: int = 0
     pairs: float = 0.0
     beside: bool = False
+
+
+_UNSEEN: Final = _Step(0.0)
+"""A step of which nothing is learnt."""
 
 
 class Timing:
@@ -135,9 +139,14 @@ class Timing:
             begin: of these, those that begin with it: on some engines before what it computes, on some behind.
         """
         scheduled = output.num_scheduled_tokens
+        requests, tokens = len(scheduled), output.total_num_scheduled_tokens
+        calm = tokens == requests > 0 and not (loads or waits or self._loads or output.scheduled_new_reqs)
+        if calm and self._quiet >= _QUIET_STEPS and (self._quiet + 1) % _QUIET_EVERY:
+            self._quiet += 1
+            self._steps.append(_UNSEEN)
+            return
         step = _Step(self._clock(), beside=loads > begin)
         self._steps.append(step)
-        requests, tokens = len(scheduled), output.total_num_scheduled_tokens
         decodes = requests > 0 and min(scheduled.values()) <= _DECODED_TOKENS_MAX
         policy = self.interference if decodes and not waits else None
         self.rate = policy.rate if policy is not None else 0

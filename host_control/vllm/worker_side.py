@@ -57,6 +57,9 @@ class WorkerSide:
         fetch, store: whether this engine does either at all.
         problem: why this engine is served without the cache, or empty.
         logger: where failures are logged.
+
+    Attributes:
+        layerwise: requests whose loads this step waits for layer by layer.
     """
 
     def __init__(
@@ -90,10 +93,10 @@ class WorkerSide:
         self._stream = SideStream(torch.device("cpu"), None)
         self._managers: dict[int, KVCacheManager] = {}
         self._store: StoreQueue | None = None
+        self._moving = False  # some manager has a job, or an outcome that nobody has taken
         self._results: list[FetchResult] = []
         self._synchronous: set[str] = set()
         self._layers: dict[str, int] = {}  # numbers of those that can be loaded one by one; none where none can
-        self._layerwise: set[str] = set()  # of this step's synchronous loads
         self._awaited: set[int] = set()  # layers, by this step
         self._layer_times, self._layer_seconds = LayerTimes(), 0.0
         self._window_s = 0.0
@@ -106,6 +109,7 @@ class WorkerSide:
         self._seconds: dict[str, float] = {}  # of loads, for whoever predicts how long the next one takes
         self._saves: dict[str, int] = {}  # request -> how much had been staged when it was saved
         self._watch = WeightsWatch(None)
+        self.layerwise: set[str] = set()
         self.counts = Counts()
         self.problem = problem
 
@@ -256,14 +260,14 @@ class WorkerSide:
     def exchange(self, metadata: ShadowServeMetadata) -> None:
         """Hand this step's loads to the manager and take those that have ended: all, where fetching is synchronous."""
         self._watch.follow(metadata.epoch)
-        if not metadata.loads and all(manager.idle for manager in self._managers.values()):
+        if not metadata.loads and not self._moving:
             return  # as in most steps
         if metadata.loads:
             self._stream.follow()
-        self._layerwise = {load.request_id for load in metadata.loads if load.layerwise}
+        self.layerwise = {load.request_id for load in metadata.loads if load.layerwise}
         self._awaited = set()
         self._window_s = metadata.window_s
-        self._synchronous |= self._layerwise
+        self._synchronous |= self.layerwise
         if not self._config.asynchronous_fetch:
             self._synchronous.update(load.request_id for load in metadata.loads)
         if not self._managers:
@@ -276,11 +280,12 @@ class WorkerSide:
             manager.rate, manager.held = metadata.rate, metadata.held
             try:
                 self._results += manager.exchange(map(self._job, loads), metadata.cancels, metadata.arrived)
-                if waited := self._synchronous - self._layerwise:
+                if waited := self._synchronous - self.layerwise:
                     manager.wait(waited)
                     self._results += manager.exchange()
             except ValueError as error:  # vLLM handed over a request twice; computing it is always right
                 self._results += [self._failed(load, "internal", str(error)) for load in loads]
+        self._moving = not all(manager.idle for manager in self._managers.values())
 
     def _job(self, load: LoadOperation) -> FetchJob:
         keys = tuple(
@@ -303,9 +308,9 @@ class WorkerSide:
 
     def wait_layer(self, name: str) -> None:
         """Wait until a layer is in place of this step's loads that go layer by layer, or they have ended."""
-        if self._layerwise and (layer := self._layers.get(name)) is not None and self._managers:
+        if (layer := self._layers.get(name)) is not None and self._managers:
             began_s = time.monotonic()
-            self._managers[0].wait_layer(self._layerwise, layer)
+            self._managers[0].wait_layer(self.layerwise, layer)
             self._awaited.add(layer)
             if self._device.type == "cpu":
                 self._layer_times.waited(began_s, time.monotonic())
@@ -315,7 +320,7 @@ class WorkerSide:
 
         An engine that did not ask for each layer has computed on what was not there: nothing of it is used.
         """
-        layerwise, self._layerwise = self._layerwise, set()
+        layerwise, self.layerwise = self.layerwise, set()
         if not layerwise or not self._managers:
             return
         self._managers[0].wait(layerwise)
@@ -361,10 +366,13 @@ class WorkerSide:
         assert self._store is not None
         part, namespace = self._parts[0][place], self._shapes[0][place].namespace
         blocks = part.kernel_blocks(operation.blocks)
-        each = part.record_blocks
+        each, rows = part.record_blocks, None
+        if operation.tail_tokens:  # a row is a token, or, where nobody knows what pages hold, a page
+            assert self._groups is not None
+            rows = -(-operation.tail_tokens * self._shapes[0][place].tokens // self._groups.chunk_tokens)
 
         def copy(index: int, chunk: Any) -> Callable[[], str]:
-            part.layout.gather(chunk, blocks[index * each : (index + 1) * each])
+            part.layout.gather(chunk, blocks[index * each : (index + 1) * each], rows)
             return _finished(self._device, lasts)
 
         absent = operation.absent_seconds
@@ -390,6 +398,8 @@ class WorkerSide:
         self._end_layerwise()
         if self._pages is not None:
             self._pages.renew()  # before anybody hears of a load into them that ended without an answer
+        if not self._results and not self._synchronous:
+            return set(), set()  # as in most steps
         results, self._results = self._results, []
         for result in results:
             self._account(result)
@@ -455,8 +465,8 @@ class WorkerSide:
     def take_report(self) -> WorkerReport | None:
         """Return what the scheduler has to know of the loads that ended since the last call, and of the weights."""
         outlived = self._watch.outlived
-        loads = self._ended, self._seconds, self._delivered_bytes, self._layer_seconds
-        if not any(loads) and not self._saves and not outlived:
+        loads = self._ended or self._seconds or self._delivered_bytes or self._layer_seconds
+        if not (loads or self._saves or outlived):
             return None  # as in most steps
         ended, self._ended = self._ended, {}
         seconds, self._seconds = self._seconds, {}

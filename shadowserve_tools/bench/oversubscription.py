@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+import numpy as np
 from rich.progress import Progress
 
 from shadowserve.cores import on_cores
@@ -21,10 +22,12 @@ from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition
 from shadowserve_tools.processes import start_data_plane
 from shadowserve_tools.report import Chart, Output, Report, output_options
 
-__all__ = ["oversubscription"]
+__all__ = ["limit", "oversubscription"]
 
 _OFF, _TIER = "recompute", "tier"
 _TIMEOUT_S: Final = 600.0
+_ALONE: Final = 3
+"""Times that the requests that fit are asked for in a turn: one per cent is to be seen, and a turn varies by two."""
 _KV_SCALE: Final = 2
 """Of float32 over bfloat16: what is computed behind other KV is rounded otherwise, and float32 leaves answers alone."""
 
@@ -38,6 +41,7 @@ class _Cell:
         requests: at once.
         seconds: until the last answer was complete.
         preemptions, computed: of requests; tokens.
+        limits: see :func:`limit`.
     """
 
     system: str
@@ -46,6 +50,7 @@ class _Cell:
     seconds: list[float] = field(default_factory=list)
     preemptions: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
+    limits: list[float] = field(default_factory=list)
 
     @property
     def rates(self) -> list[float]:
@@ -104,11 +109,12 @@ def oversubscription(
     equal: list[float] = []
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(transient=True))
-        task = progress.add_task("starting", total=1 + repeats * len(cells))
+        more = (_ALONE - 1) * sum(cell.demand == 1 for cell in cells)
+        task = progress.add_task("starting", total=1 + repeats * (len(cells) + more))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         engines = _engines(stack, folder, model, requests, max(demands))
         for engine in engines.values():  # connections, and memory that is used for the first time
-            _serve(engine, requests.orders(1, repeats))
+            _serve(engine, requests.orders(1, _ALONE * repeats))
         progress.advance(task)
         for turn in range(repeats):
             answers: dict[tuple[str, int], list[list[int]]] = {}
@@ -118,6 +124,11 @@ def oversubscription(
             for demand in demands:
                 pairs = list(zip(answers[_OFF, demand], answers[_TIER, demand], strict=True))
                 equal.append(sum(mine == its for mine, its in pairs) / len(pairs))
+        alone = [cell for cell in cells if cell.demand == 1]
+        for turn in range(repeats, _ALONE * repeats):
+            for cell in alone if turn % 2 == 0 else reversed(alone):
+                progress.update(task, advance=1, description=f"{cell.system}, {cell.demand} times")
+                _measure(engines[cell.system], cell, requests, turn)
     _report(cells, equal).finish(output)
 
 
@@ -177,10 +188,27 @@ def _measure(engine: Engine, cell: _Cell, requests: _Requests, turn: int) -> lis
         raise ShadowServeError(f"{times}: give other --prompt-tokens, --output-tokens or --fit")
     cell.seconds.append(max(result["end_s"] for result in results))
     cell.preemptions.append(pressure["preemptions"])
-    cell.computed.append(pressure["tokens"])
+    cell.computed.append(sum(tokens for _, _, tokens, _ in pressure["steps"]))
+    cell.limits.append(limit(pressure["steps"]))
     if cell.system == _TIER:
         engine.ask("settle")
     return answers
+
+
+def limit(steps: Sequence[tuple[float, int, int, int]]) -> float:
+    """Return how many times as fast a turn were, had it computed nothing twice, and were all else as it was.
+
+    A step's seconds are taken for a sum of its own, of each request's, and of each token's beyond one of a request:
+    that is what a token costs which is computed again.
+
+    Args:
+        steps: seconds, requests, their tokens, tokens of these that are computed again.
+    """
+    seconds, requests, tokens, again = np.array(steps).T
+    terms = np.stack([np.ones_like(seconds), requests, tokens - requests], axis=1)
+    each = max(np.linalg.lstsq(terms, seconds, rcond=None)[0][2], 0.0)
+    total = float(seconds.sum())
+    return total / (total - float(each * again.sum()))
 
 
 def _report(cells: Sequence[_Cell], equal: Sequence[float]) -> Report:
@@ -197,10 +225,13 @@ def _report(cells: Sequence[_Cell], equal: Sequence[float]) -> Report:
     for demand in sorted({cell.demand for cell in cells} - {1}, reverse=True):
         tier, one, off = of[_TIER, demand], of.get((_TIER, 1)), of[_OFF, demand]
         if one is not None:
-            pairs = [mine / its for mine, its in zip(tier.rates, one.rates, strict=True)]
+            pairs = [mine / its for mine, its in zip(tier.rates, one.rates, strict=False)]  # those of its turn
             report.ratio(f"throughput_{demand}x_over_1x", pairs, goals.get((demand, "1x"), "none"))
         pairs = [mine / its for mine, its in zip(tier.rates, off.rates, strict=True)]
         report.ratio(f"throughput_{demand}x_over_recompute", pairs, goals.get((demand, "recompute"), "none"))
+        report.ratio(f"limit_{demand}x_over_recompute", off.limits, "none")
+        pairs = [mine / its for mine, its in zip(pairs, off.limits, strict=True)]
+        report.ratio(f"throughput_{demand}x_over_limit", pairs, "none")
     if (one := of.get((_TIER, 1))) is not None:
         pairs = [mine / its for mine, its in zip(one.rates, of[_OFF, 1].rates, strict=True)]
         report.ratio("throughput_1x_over_off", pairs, "at least 0.99")

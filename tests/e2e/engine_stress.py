@@ -291,7 +291,7 @@ def left_behind(engine: Any) -> dict[str, Any]:
 
 _OF_SCHEDULER: Final = ("_tracked", "_boundary", "_new_loads", "_loading", "_unconfirmed", "_requests", "_cancels")
 _OF_WORKER: Final = (
-    *("_results", "_synchronous", "_layerwise", "_bad_blocks"),
+    *("_results", "_synchronous", "layerwise", "_bad_blocks"),
     *("_failed_loads", "_ended", "_seconds", "_saves"),
 )
 _OF_DECIDING: Final = ("_waiting", "_loads", "_in_steps", "_load_seconds")

@@ -94,7 +94,7 @@ def fetched_keys(plane: Any) -> set[bytes]:
     return {key for part in plane.fetches for key in part.keys}
 
 
-def test_a_preempted_request_goes_on_behind_its_last_whole_block(
+def test_a_preempted_request_goes_on_where_it_was(
     engine: Any, plane: Any, prompts: Any, reference: Any, steps: Steps
 ) -> None:
     engine.reset(plane, records=True)
@@ -102,7 +102,7 @@ def test_a_preempted_request_goes_on_behind_its_last_whole_block(
     times = sum(steps.preemptions.values())
     assert times, "the test wants preemptions"
     assert saved_keys(plane) and saved_keys(plane) <= fetched_keys(plane), "its last tokens were saved, and loaded"
-    assert steps.tokens <= sum(len(each) + GENERATED - 1 for each in prompts) + 32 * times, "nothing more was computed"
+    assert steps.tokens == sum(len(each) + GENERATED - 1 for each in prompts), "nothing was computed twice"
     counted = engine.counted_since()
     assert counted["restored_tokens"] == counted["saved_tokens"] <= counted["preempted_tokens"]
     assert engine.free_blocks() == BLOCKS - 1

@@ -263,6 +263,23 @@ def test_what_is_gathered_from_nowhere_is_zeros(mover: Any) -> None:
     assert not found[:, 0].any() and torch.equal(found[:, 1], both[:, 1]) and both[:, 0].any()
 
 
+@pytest.mark.parametrize("mover", ["native", "torch"])
+@pytest.mark.parametrize("rows", [1, BLOCK - 1, BLOCK, BLOCK + 1])
+def test_behind_a_tail_that_ends_within_a_block_nothing_is_gathered(mover: Any, rows: int) -> None:
+    """The symptom would be a record that holds what the block's last owner has left there."""
+    caches = caches_of("cpu_pages", "LBHNC", torch.float32)
+    for cache in caches:
+        cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(6)))
+    layout = PagedLayout(caches, "cpu_pages", mover)
+    chunk = torch.full((layout.chunk_bytes(3 * BLOCK),), 7, dtype=torch.uint8)
+    layout.gather(chunk, [5, 3, NOWHERE], rows)
+    there = torch.zeros_like(chunk)
+    layout.gather(there, [5, 3, NOWHERE])
+    found, whole = (each.view(torch.float32).view(len(caches) * 2, 3 * BLOCK, -1) for each in (chunk, there))
+    assert torch.equal(found[:, :rows], whole[:, :rows]) and whole[:, rows].any()
+    assert not found[:, rows:].any()
+
+
 @pytest.mark.parametrize("kind", ["cpu_pages", "cpu_tiles"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_speed_of_the_cpu_layouts_stays_in_sight(kind: LayoutKind, dtype: Any) -> None:

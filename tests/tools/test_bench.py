@@ -254,6 +254,7 @@ RATIOS = {
     },
     "oversubscription": {
         *("throughput_2x_over_1x", "throughput_2x_over_recompute", "throughput_1x_over_off", "equal_answers"),
+        *("limit_2x_over_recompute", "throughput_2x_over_limit"),
     },
     "gpu": {
         "scatter_over_device_copy",

@@ -2,7 +2,9 @@
 
 import json
 import os
+import random
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from shadowserve.errors import ShadowServeError
+from shadowserve_tools.bench.oversubscription import limit
 from shadowserve_tools.bench.parts import engine
 from shadowserve_tools.bench.parts.engine import Watch, model_config, write_weights
 from shadowserve_tools.bench.parts.serving import Load, Model, Partition, Served, arrivals, p95
@@ -83,14 +86,48 @@ class Connector:
         pass
 
 
+def planned(*, preempted: Sequence[str] = (), **requests: tuple[int, int]) -> Any:
+    """Return what a scheduler plans of requests: tokens that each has computed before, and computes now."""
+    before = [each for each, _ in requests.values()]
+    return SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=list(requests), num_computed_tokens=before),
+        num_scheduled_tokens={name: now for name, (_, now) in requests.items()},
+        total_num_scheduled_tokens=sum(now for _, now in requests.values()),
+        preempted_req_ids=set(preempted),
+    )
+
+
+def test_what_is_computed_again_is_told_from_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(engine, "time", clock)
+    steps = iter([planned(a=(0, 10), b=(0, 5)), planned(preempted="a", b=(5, 1)), planned(a=(4, 7), b=(6, 1))])
+    scheduler = SimpleNamespace(connector=None, schedule=lambda: next(steps))
+    watch = Watch(scheduler)
+    for number in range(3):
+        scheduler.schedule()
+        clock.now = 2.0 * number + 1.0
+        watch.stepped(2.0 * number)
+    assert watch.computed == [(1.0, 2, 15, 0), (1.0, 1, 1, 0), (1.0, 2, 8, 6)] and watch.preemptions == 1
+
+
+def test_the_limit_is_a_turn_without_what_was_computed_twice() -> None:
+    """Of steps of 10 ms, 0.5 for each request and 0.4 for each token beyond one: of 10 s, 2 are of 5,000 tokens."""
+    generator, steps = random.Random(3), []
+    for number in range(400):
+        requests, again = generator.randrange(8, 24), 100 if number % 8 == 0 else 0
+        new = generator.randrange(90) if number % 5 == 0 else 0
+        seconds = 0.010 + 0.0005 * requests + 0.0004 * (again + new)
+        steps.append((seconds * generator.gauss(1.0, 0.01), requests, requests + again + new, again))
+    total = sum(step[0] for step in steps)
+    assert limit(steps) == pytest.approx(total / (total - 0.0004 * 5000), rel=0.01)
+
+
 def test_blocked_is_what_of_a_retrieval_no_computing_hid(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, connector = Clock(), Connector()
     monkeypatch.setattr(engine, "time", clock)
-    steps = iter([1, 0, 1])
-    scheduler = SimpleNamespace(
-        connector=connector,
-        schedule=lambda: SimpleNamespace(total_num_scheduled_tokens=next(steps), preempted_req_ids=None),
-    )
+    steps = iter([planned(other=(0, 1)), planned(), planned(other=(1, 1))])
+    scheduler = SimpleNamespace(connector=connector, schedule=lambda: next(steps))
     watch = Watch(scheduler)
     request = SimpleNamespace(request_id="request-1-0a1b2c3d", found=False)
 

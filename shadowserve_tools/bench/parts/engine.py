@@ -266,9 +266,9 @@ class _Engine:
         self._core.engine_core.engine_core.scheduler.connector._scheduler._store = not only
         return only
 
-    def pressure(self) -> dict[str, int]:
-        """Return how many requests were preempted since the last call of :meth:`serve`, and tokens computed."""
-        return {"preemptions": self._watch.preemptions, "tokens": self._watch.tokens}
+    def pressure(self) -> dict[str, Any]:
+        """Return how many requests were preempted since the last call of :meth:`serve`, and :attr:`Watch.computed`."""
+        return {"preemptions": self._watch.preemptions, "steps": self._watch.computed}
 
     def counters(self) -> dict[str, int]:
         """Return the plugin's counters, ``name`` or ``name/reason``, as of the last step."""
@@ -334,7 +334,8 @@ class Watch:
     """When requests' KV was retrieved, and when the engine computed; seen where vLLM talks to its connector.
 
     Attributes:
-        tokens: that steps have computed since :meth:`clear`.
+        computed: steps that have, since :meth:`clear`: seconds, requests, their tokens, and tokens of these whose KV an
+            earlier step had computed.
         preemptions: of requests, since then.
     """
 
@@ -343,8 +344,10 @@ class Watch:
         self._allocated: dict[str, float] = {}
         self._in_place: dict[str, float] = {}
         self._computing: list[tuple[float, float]] = []
-        self._computes = False
-        self.tokens = self.preemptions = 0
+        self._planned = (0, 0, 0)
+        self._reached: dict[str, int] = {}
+        self.computed: list[tuple[float, int, int, int]] = []
+        self.preemptions = 0
         self._schedule = scheduler.schedule
         scheduler.schedule = self._scheduled
         if scheduler.connector is not None:
@@ -358,19 +361,26 @@ class Watch:
     def clear(self) -> None:
         """Forget what is over."""
         self._found, self._allocated, self._in_place, self._computing = {}, {}, {}, []
-        self.tokens = self.preemptions = 0
+        self._reached, self.computed, self.preemptions = {}, [], 0
 
     def _scheduled(self, *arguments: Any, **more: Any) -> Any:
         output = self._schedule(*arguments, **more)
-        self._computes = output.total_num_scheduled_tokens > 0
-        self.tokens += output.total_num_scheduled_tokens
         self.preemptions += len(output.preempted_req_ids or ())
+        new, cached, again = output.scheduled_new_reqs, output.scheduled_cached_reqs, 0
+        planned = [(each.req_id, each.num_computed_tokens) for each in new]
+        for name, begin in [*planned, *zip(cached.req_ids, cached.num_computed_tokens, strict=True)]:
+            end, reached = begin + output.num_scheduled_tokens[name], self._reached.get(name, 0)
+            again += max(min(end, reached) - begin, 0)
+            self._reached[name] = max(end, reached)
+        self._planned = (len(output.num_scheduled_tokens), output.total_num_scheduled_tokens, again)
         return output
 
     def stepped(self, begin: float) -> None:
         """Take note of a step that is over; it began at ``begin``."""
-        if self._computes:
-            self._computing.append((begin, time.perf_counter()))
+        if self._planned[1]:
+            end = time.perf_counter()
+            self._computing.append((begin, end))
+            self.computed.append((end - begin, *self._planned))
 
     def _matching(self, request: Any, local: int) -> Any:
         found = self._match(request, local)

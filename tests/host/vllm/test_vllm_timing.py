@@ -78,8 +78,8 @@ def decoding(requests: int = 2) -> Any:
 
 
 def test_where_nothing_was_loaded_for_long_few_steps_are_learnt_from(engine: Any) -> None:
-    """Symptom: learning took 40 us of each step of an engine that never loaded anything."""
-    for _ in range(64 + 10 * 8):
+    """Symptom: learning took 25 us of each step of an engine that never loaded anything."""
+    for _ in range(64 + 10 * 32):
         engine.step(decoding(), DECODED_S)
     assert len(engine.timing.table.told) == len(engine.timing.interference.told) == 64 + 10
     engine.step(decoding(), DECODED_S, loads=1, begin=1)
