@@ -54,6 +54,7 @@ _ROUND_BYTES_MIN: Final = 32 << 20
 """A round costs some milliseconds, whatever it moves: less than scattering so much on a CPU takes."""
 _SCATTER_BYTES_MIN: Final = 8 << 20
 """Less of a round is not worth scattering while more of it arrives."""
+_EVERY_LAYER: Final = 1 << 62
 _LOOK_INTERVAL: Final = 0.005
 """Seconds between two looks whether a call has ended, or shall, while no chunk of it arrives."""
 
@@ -351,11 +352,14 @@ class KVCacheManager:
 
         What they ended in comes with the next :meth:`exchange`. For engines that fetch synchronously.
         """
-        waiting = set(request_ids)
+        self.wait_layer(request_ids, _EVERY_LAYER)
+
+    def wait_any(self, timeout: float) -> None:
+        """Block until there are outcomes to be taken, or while no job waits to be told of more, for so many seconds."""
         with self._condition:
-            while not waiting.isdisjoint(self._outstanding):
-                self._condition.wait(_WAIT_INTERVAL)
-                self._sweep(time.monotonic())
+            jobs = self._outstanding.values()
+            if all(job.there is None or job.there.ended for job in jobs):
+                self._condition.wait_for(lambda: self._completion, timeout)
 
     def wait_layer(self, request_ids: Iterable[str], layer: int) -> None:
         """Block until a layer is in place of all that these requests load, or their job has ended, by its deadline."""
@@ -531,10 +535,6 @@ class KVCacheManager:
             self._end(progress, "complete")
             return
         progress.place_from = None
-
-        def told(layers: int) -> None:
-            self._tell(progress, layers)
-
         job, scatter = progress.job, self._scatter_layers
         assert scatter is not None, "a job in the order of layers, and nothing that moves them"
         fetch = LayerFetch(
@@ -544,7 +544,7 @@ class KVCacheManager:
             progress.deadline,
             cancelled=lambda: progress.cancelled,
             scatter=lambda chunks, layers: scatter(job, chunks, layers),
-            told=told,
+            told=lambda layers: self._tell(progress, layers),
             window_s=job.window_s,
         )
         progress.chunks[0], reason, detail = fetch.run()
