@@ -54,7 +54,6 @@ _ROUND_BYTES_MIN: Final = 32 << 20
 """A round costs some milliseconds, whatever it moves: less than scattering so much on a CPU takes."""
 _SCATTER_BYTES_MIN: Final = 8 << 20
 """Less of a round is not worth scattering while more of it arrives."""
-_EVERY_LAYER: Final = 1 << 62
 _LOOK_INTERVAL: Final = 0.005
 """Seconds between two looks whether a call has ended, or shall, while no chunk of it arrives."""
 
@@ -352,7 +351,7 @@ class KVCacheManager:
 
         What they ended in comes with the next :meth:`exchange`. For engines that fetch synchronously.
         """
-        self.wait_layer(request_ids, _EVERY_LAYER)
+        self.wait_layer(request_ids, 1 << 62)  # of all layers
 
     def wait_any(self, timeout: float) -> None:
         """Block until there are outcomes to be taken, or while no job waits to be told of more, for so many seconds."""
@@ -590,7 +589,8 @@ class KVCacheManager:
     def _follow(self, call: FetchCall, progress: _Progress, memory: Memory, runs: Sequence[_Run], told_at: int) -> int:
         """Scatter leading chunks of a round as a word says that they are there; return how many of each part.
 
-        Half of what is left at a time: each costs the engine's core something, and the last is hidden behind nothing.
+        A third of what is left at a time, so that it is in place before the next third is there: each costs the
+        engine's core something, and the last is hidden behind nothing.
         """
         from shadowserve import native  # an engine loads the C core only where it has to
 
@@ -599,7 +599,7 @@ class KVCacheManager:
         least = -(-self._scatter_bytes_min // sum(self._chunk_bytes[run.part] for run in runs))
         while taken < most and not (call.done() or progress.cancelled or progress.scatter_error):
             there = min(native.progress_wait(word, there, _LOOK_INTERVAL), most)
-            if there == most or there - taken >= max(least, -(-(most - taken) // 2)):
+            if there == most or there - taken >= max(least, -(-(most - taken) // 3)):
                 self._landed = _Landed(progress, memory, self._between(runs, taken, there))
                 self._flush()
                 taken = there
