@@ -351,11 +351,14 @@ class KVCacheManager:
 
         What they ended in comes with the next :meth:`exchange`. For engines that fetch synchronously.
         """
-        waiting = set(request_ids)
+        self.wait_layer(request_ids, 1 << 62)  # of all layers
+
+    def wait_any(self, timeout: float) -> None:
+        """Block until there are outcomes to be taken, or while no job waits to be told of more, for so many seconds."""
         with self._condition:
-            while not waiting.isdisjoint(self._outstanding):
-                self._condition.wait(_WAIT_INTERVAL)
-                self._sweep(time.monotonic())
+            jobs = self._outstanding.values()
+            if all(job.there is None or job.there.ended for job in jobs):
+                self._condition.wait_for(lambda: self._completion, timeout)
 
     def wait_layer(self, request_ids: Iterable[str], layer: int) -> None:
         """Block until a layer is in place of all that these requests load, or their job has ended, by its deadline."""
@@ -531,10 +534,6 @@ class KVCacheManager:
             self._end(progress, "complete")
             return
         progress.place_from = None
-
-        def told(layers: int) -> None:
-            self._tell(progress, layers)
-
         job, scatter = progress.job, self._scatter_layers
         assert scatter is not None, "a job in the order of layers, and nothing that moves them"
         fetch = LayerFetch(
@@ -544,7 +543,7 @@ class KVCacheManager:
             progress.deadline,
             cancelled=lambda: progress.cancelled,
             scatter=lambda chunks, layers: scatter(job, chunks, layers),
-            told=told,
+            told=lambda layers: self._tell(progress, layers),
             window_s=job.window_s,
         )
         progress.chunks[0], reason, detail = fetch.run()
@@ -590,7 +589,8 @@ class KVCacheManager:
     def _follow(self, call: FetchCall, progress: _Progress, memory: Memory, runs: Sequence[_Run], told_at: int) -> int:
         """Scatter leading chunks of a round as a word says that they are there; return how many of each part.
 
-        Half of what is left at a time: each costs the engine's core something, and the last is hidden behind nothing.
+        A third of what is left at a time, so that it is in place before the next third is there: each costs the
+        engine's core something, and the last is hidden behind nothing.
         """
         from shadowserve import native  # an engine loads the C core only where it has to
 
@@ -599,7 +599,7 @@ class KVCacheManager:
         least = -(-self._scatter_bytes_min // sum(self._chunk_bytes[run.part] for run in runs))
         while taken < most and not (call.done() or progress.cancelled or progress.scatter_error):
             there = min(native.progress_wait(word, there, _LOOK_INTERVAL), most)
-            if there == most or there - taken >= max(least, -(-(most - taken) // 2)):
+            if there == most or there - taken >= max(least, -(-(most - taken) // 3)):
                 self._landed = _Landed(progress, memory, self._between(runs, taken, there))
                 self._flush()
                 taken = there

@@ -94,6 +94,7 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
         rate: bytes a second that loads may be delivered at from now on, in calls that begin; 0: no bound.
         saves: request -> to gather before this step writes any KV, of requests that it preempts.
         held: no call begins for the time being.
+        idle: nothing is computed, and every request of the engine waits for its load.
     """
 
     epoch: str = ""
@@ -105,6 +106,7 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
     rate: int = 0
     saves: dict[str, list[StoreOperation]] = field(default_factory=dict)
     held: bool = False
+    idle: bool = False
 
 
 @dataclass

@@ -499,6 +499,7 @@ class SchedulerSide:
                 self.waiting.sent_back(request_id)
         if self._loading:
             metadata.arrived = dict(self._more())
+            metadata.idle = not output.total_num_scheduled_tokens and self._requests.keys() <= self._loading.keys()
         if self._lookup is not None:
             begin = len(self._new_loads.keys() & self._loading.keys()) if self._new_loads else 0
             self._timing.step(output, waits=bool(self._unconfirmed), loads=len(self._loading), begin=begin)

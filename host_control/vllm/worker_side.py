@@ -44,6 +44,9 @@ __all__ = ["WorkerSide"]
 
 _BUFFER_CHUNKS_MAX: Final = 128
 """Larger buffers do not pay: a round of 64 chunks hides its round trip many times over."""
+_IDLE_S: Final = 0.002
+"""That a step without work waits for the end of a load, and what arrives meanwhile for the next step: between two such
+steps vLLM sleeps half as long."""
 
 
 class WorkerSide:
@@ -285,7 +288,18 @@ class WorkerSide:
                     self._results += manager.exchange()
             except ValueError as error:  # vLLM handed over a request twice; computing it is always right
                 self._results += [self._failed(load, "internal", str(error)) for load in loads]
+        if metadata.idle and not self._results:
+            self._await_end()
         self._moving = not all(manager.idle for manager in self._managers.values())
+
+    def _await_end(self) -> None:
+        """Wait for a load's end for a moment: seen at once it is seen sooner than by the next step, and steps take time
+        from the core that scatters."""
+        manager = next((manager for manager in self._managers.values() if not manager.idle), None)
+        # Engines that step together wait for each other, and the others may have work.
+        if manager is not None and self._vllm_config.parallel_config.data_parallel_size == 1:
+            manager.wait_any(_IDLE_S)
+            self._results += manager.exchange()
 
     def _job(self, load: LoadOperation) -> FetchJob:
         keys = tuple(

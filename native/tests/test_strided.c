@@ -45,8 +45,8 @@ int main(void) {
         const uint32_t element = 1u << random_below(4);
         const uint32_t count = (uint32_t)random_below(DIMENSIONS + 1);
         for (uint32_t i = 0; i < count; i++) {
-            const size_t limits[] = {2, 4, 9, 19};
-            sizes[i] = 1 + random_below(limits[random_below(count > 3 ? 2 : 4)]);
+            const size_t limits[] = {2, 4, 9, 19, 150};
+            sizes[i] = 1 + random_below(limits[random_below(count > 3 ? 2 : count == 3 ? 4 : 5)]);
         }
         const uint64_t bytes = order(count, sizes, element, to_strides);
         order(count, sizes, element, from_strides);

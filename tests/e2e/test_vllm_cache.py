@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
-from machine import PATIENCE_S
+from machine import NEVER_S, PATIENCE_S
 
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -333,6 +333,61 @@ def test_abort_while_loading_frees_the_blocks_once_quiet(engine: Any, plane: Any
     assert internal not in engine.worker._managers[0]._outstanding
     plane.script.fetch_delay = 0.0
     assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
+
+
+@pytest.fixture
+def patient_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have idle steps wait for the end of a load however long that takes."""
+    monkeypatch.setattr("host_control.vllm.worker_side._IDLE_S", NEVER_S)
+
+
+@pytest.mark.usefixtures("patient_steps")
+def test_an_idle_step_ends_with_the_load_that_it_waits_for(
+    engine: Any, plane: Any, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.script.fetch_delay = 0.2
+    plane.script.fail_fetch_at = 2
+    idle: list[bool] = []
+    step = engine.connector._scheduler.step
+
+    def counted(output: Any) -> Any:
+        metadata = step(output)
+        idle.append(metadata.idle)
+        return metadata
+
+    monkeypatch.setattr(engine.connector._scheduler, "step", counted)
+    assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
+    assert idle.count(True) == 1, "it began in one, and had ended in the same"
+
+
+@pytest.mark.usefixtures("patient_steps")
+def test_an_idle_step_of_several_loads_ends_with_the_first(
+    engine: Any, plane: Any, reference: Any, prompt: Any
+) -> None:
+    plane.script.fetch_delay = 0.1
+    prompts = [prompt(1000), prompt(700), prompt(512)]
+    assert engine.outputs(prompts) == reference(prompts)
+
+
+@pytest.mark.usefixtures("patient_steps")
+def test_a_request_that_computes_is_not_held_up_by_one_that_loads(
+    engine: Any, plane: Any, reference: Any, prompt: Any
+) -> None:
+    from vllm import SamplingParams
+
+    plane.script.stall.add("Fetch")
+    llm_engine, found = engine.llm.llm_engine, dict[str, list[int]]()
+    for name, length, tokens in (("loads", 1000, 8), ("computes", 200, 150)):
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        llm_engine.add_request(name, {"prompt_token_ids": prompt(length)}, sampling)
+    while llm_engine.has_unfinished_requests():
+        for output in llm_engine.step():
+            if output.finished:
+                found[output.request_id] = list(output.outputs[0].token_ids)
+        if "computes" in found and not plane.script.unstall.is_set():
+            assert "Fetch" in plane.calls and not engine.worker._managers[0].idle, "its load has not ended"
+            plane.script.unstall.set()
+    assert found == {"computes": reference([prompt(200)], 150)[0], "loads": reference([prompt(1000)])[0]}
 
 
 def test_full_staging_drops_and_counts(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:

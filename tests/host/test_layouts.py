@@ -126,6 +126,25 @@ def test_a_round_of_chunks_is_scattered_as_one_chunk_after_the_other(
         assert bool(expected[0][block].any()) == (place not in nowhere)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize(("tokens", "size"), [(32, 128), (16, 80), (48, 36), (128, 64)], ids=str)
+def test_pages_of_the_size_that_engines_have_are_moved_by_lines_as_element_by_element(
+    dtype: Any, tokens: int, size: int
+) -> None:
+    shape, kind, blocks = (5, 3, tokens, 2 * size), "cpu_pages", [3, 0, 4]
+    generator = torch.Generator().manual_seed(11)
+    held = [torch.randint(0, 120, shape, generator=generator).to(dtype) for _ in range(2)]
+    moved, expected = [[cache.clone() for cache in held] for _ in range(2)]
+    native, plain = (PagedLayout(caches, kind, mover) for caches, mover in ((moved, "native"), (expected, "torch")))
+    chunks = [torch.zeros(native.chunk_bytes(3 * tokens), dtype=torch.uint8) for _ in range(2)]
+    for layout, chunk in zip((native, plain), chunks, strict=True):
+        layout.gather(chunk, blocks)
+    assert torch.equal(*chunks)
+    for layout in (native, plain):
+        layout.scatter(chunks[0], [2, 1, 0])
+    assert all(map(torch.equal, moved, expected))
+
+
 @pytest.mark.parametrize(("kind", "order"), CASES)
 @pytest.mark.parametrize(("mover", "reshaping_chunks"), [("native", 0), ("torch", 0), ("torch", 9)])
 def test_some_layers_of_chunks_are_scattered_and_the_others_left(

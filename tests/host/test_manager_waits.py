@@ -1,10 +1,11 @@
 """Jobs of which some chunks are still being stored by others, in the KV cache manager."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from machine import PATIENCE_S, wait_for
+from machine import NEVER_S, PATIENCE_S, wait_for
 from manager_support import Paged, collect, job
 from scripted import ScriptedDataPlane
 
@@ -47,6 +48,47 @@ def test_what_is_there_is_fetched_at_once_and_the_rest_as_it_arrives(
     assert [paged.chunks["mine", index] for index in range(6)] == [plane.records[key] for key in mine.keys[0]]
     asked = [key for fetch in plane.fetches for key in fetch.keys if key in mine.keys[0]]
     assert asked == list(mine.keys[0]), "none is asked for that is not there, and none twice"
+
+
+def test_waiting_for_any_outcome_ends_with_the_first(
+    manager: KVCacheManager, plane: ScriptedDataPlane, fill: Fill
+) -> None:
+    plane.script.stall.add("Fetch")
+    manager.exchange([job("first", 2, fill), job("second", 2, fill)])
+    plane.wait_for_call("Fetch")
+    manager.wait_any(0.01)
+    assert manager.exchange() == [], "its time is over, and no job's is"
+    later = threading.Timer(0.05, plane.script.unstall.set)
+    later.start()
+    ended: list[str] = []
+    while len(ended) < 2:
+        manager.wait_any(NEVER_S)
+        ended += (now := [result.job.request_id for result in manager.exchange()])
+        assert now, "nothing had ended yet"
+    assert ended == ["first", "second"]
+    later.join()
+
+
+def test_an_outcome_that_nobody_took_is_not_waited_for(manager: KVCacheManager, fill: Fill) -> None:
+    manager.exchange([job("a", 2, fill)])
+    manager.wait(["a"])
+    manager.wait_any(NEVER_S)
+    assert [result.job.request_id for result in manager.exchange()] == ["a"]
+
+
+def test_nobody_waits_for_the_end_of_a_job_that_has_to_be_told_of_more(
+    manager: KVCacheManager, plane: ScriptedDataPlane, fill: Fill
+) -> None:
+    """Whoever could tell it would be the one who waits."""
+    mine = coming(plane, fill, "mine", 4, there=2)
+    manager.exchange([mine])
+    manager.wait_any(NEVER_S)
+    waits(manager, plane, 1)
+    manager.wait_any(NEVER_S)
+    fill(list(mine.keys[0]))
+    assert manager.exchange(arrived={"mine": Arrived(4, "complete")}) == []
+    manager.wait_any(NEVER_S)
+    assert [result.chunks for result in manager.exchange()] == [(4,)]
 
 
 @pytest.mark.parametrize("there", [0, 1, 3])

@@ -13,4 +13,11 @@
 
 #define SS_ABI_VERSION 11
 
+/* ss_streams_order() orders this thread's streaming stores before all that it does next. */
+static inline void ss_streams_order(void) {
+#ifdef SS_ARCH_X86_64
+    __builtin_ia32_sfence();
+#endif
+}
+
 #endif /* SS_CPU_H */

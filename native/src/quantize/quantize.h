@@ -80,13 +80,6 @@ extern const struct ss_quantize_kernels ss_quantize_kernels_neon;
 enum ss_result ss_dequantize_streamed(enum ss_quantizer quantizer, enum ss_dtype dtype, const uint8_t *symbols,
                                       const void *scales, size_t vectors, size_t vector_length, void *target);
 
-/* ss_streams_order() orders this thread's streaming stores before all that it does next. */
-static inline void ss_streams_order(void) {
-#ifdef SS_ARCH_X86_64
-    __builtin_ia32_sfence();
-#endif
-}
-
 /* ---- Scalar arithmetic --------------------------------------------------------------------------------------- */
 
 static inline uint16_t ss_load16(const void *source, size_t index) {

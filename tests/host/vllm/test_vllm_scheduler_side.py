@@ -132,6 +132,26 @@ def test_abort_while_loading_cancels_at_the_workers(make_side: Any, plane: Scrip
     assert not side._loading and not side._tracked and not side._boundary
 
 
+def test_a_step_is_idle_only_while_every_request_waits_for_its_load(make_side: Any, plane: ScriptedDataPlane) -> None:
+    """In an idle step workers may wait, so there must be nothing else that the next step could do."""
+    side = make_side()
+    assert not side.step(step()).idle, "there is nothing to wait for"
+    request = arrive(side, plane, TOKENS, stored=4)
+    assert not side.step(step()).idle, "it waits for its lookup"
+    side.allocated(request, [list(range(100, 140))], matched(side, request))
+    assert side.step(step()).idle and side.step(step()).idle
+    other = arrive(side, plane, list(range(CHUNK - 1)), name="short")
+    assert not side.step(step()).idle, "another one may be scheduled"
+    assert not side.step(step(new={"short": (0, CHUNK - 1)})).idle
+    assert not side.step(step(cached={"short": (CHUNK - 1, 1)})).idle
+    side.finished(other)
+    assert side.step(step()).idle
+    side.finished(request)
+    assert side.step(step()).idle, "the load of one that was aborted is still to end"
+    side.worker_output({"r"}, report())
+    assert not side.step(step()).idle
+
+
 def test_abort_between_allocation_and_step_still_reaches_the_workers(make_side: Any, plane: ScriptedDataPlane) -> None:
     """Without the load the workers would never report the request, and its blocks would stay taken for good."""
     side = make_side()
