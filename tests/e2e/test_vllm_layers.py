@@ -6,7 +6,6 @@ What goes wrong then goes wrong while a step computes: whatever layer it is, nob
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -247,12 +246,43 @@ def test_an_engine_that_does_not_ask_for_every_layer_uses_none(
     assert engine.counted_since()["load_failures/not_awaited"] == 1
 
 
+class Stepped:
+    """An engine one step at a time, and what its requests have been answered so far."""
+
+    def __init__(self, engine: Any) -> None:
+        self._core = engine.llm.llm_engine
+        self.answers: dict[str, list[int]] = {}
+
+    def ask(self, name: str, tokens: list[int], count: int = 8) -> None:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+        self._core.add_request(name, {"prompt_token_ids": tokens}, sampling)
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        ends = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < ends, "it did not happen in time"
+            for output in self._core.step():
+                self.answers[output.request_id] = list(output.outputs[0].token_ids)
+
+    def end(self, *aborted: str) -> None:
+        self._core.abort_request(list(aborted))
+        self.until(lambda: not self._core.has_unfinished_requests())
+
+
 def test_beside_a_request_that_runs_others_come_chunk_by_chunk(
     engine: Any, plane: Any, reference: Any, prompt: Any
 ) -> None:
     prompts = [prompt(200), prompt(700), prompt(600, 1)]
-    answers = engine.outputs(prompts, 40)  # the first one still runs when a lookup has been answered
-    assert [answer[:8] for answer in answers] == reference(prompts)
+    stepped = Stepped(engine)
+    stepped.ask("runs", prompts[0], 1000)  # whenever a lookup is answered, it still does
+    stepped.until(lambda: len(stepped.answers.get("runs", [])) >= 8)
+    stepped.ask("stored", prompts[1])
+    stepped.ask("new", prompts[2])
+    stepped.until(lambda: "Fetch" in plane.calls)
+    stepped.end("runs")
+    assert [stepped.answers[name][:8] for name in ("runs", "stored", "new")] == reference(prompts)
     assert plane.layerwise_calls == 0 and plane.calls.count("Fetch") == 1
 
 
@@ -264,23 +294,16 @@ def test_beside_another_load_a_request_comes_chunk_by_chunk(
     engine.reset(plane)
     spoil(engine)
     monkeypatch.setattr(engine.connector._scheduler, "_layerwise_chunks", 2)
-
-    def look_up(hits: list[int]) -> list[int]:
-        if hits == [2]:  # the second one's: when the first one loads
-            plane.wait_for_call("Fetch")
-        return hits
-
-    def let_both_end() -> None:
-        wait_for(lambda: len(engine.connector._scheduler._loading) == 2)
-        plane.script.unstall.set()
-
-    plane.script.lookup_hits = look_up
     plane.script.stall.add("Fetch")
     prompts = [prompt(1000), prompt(600, 1)]  # the first is too long to come layer by layer
-    with ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(let_both_end)
-        assert engine.outputs(prompts) == reference(prompts)
-        ended.result(0)
+    stepped = Stepped(engine)
+    stepped.ask("first", prompts[0])
+    stepped.until(lambda: plane.calls.count("Fetch") == 1)
+    stepped.ask("second", prompts[1])
+    stepped.until(lambda: plane.calls.count("Fetch") == 2)
+    plane.script.unstall.set()
+    stepped.end()
+    assert [stepped.answers[name] for name in ("first", "second")] == reference(prompts)
     assert plane.layerwise_calls == 0 and plane.calls.count("Fetch") == 2
     plane.script = type(plane.script)()
     engine.forget()
