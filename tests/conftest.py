@@ -27,6 +27,10 @@ settings.register_profile(
 settings.register_profile("search", settings.get_profile("steady"), derandomize=False)
 settings.load_profile("steady")
 
+# Before a file of tests that is collected imports PyTorch, which looks only then. The models are tiny; beside other
+# tests a second thread is waited for, core in hand, at each of the hundred operations of an engine's step.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # Tests start our programs two thousand times: whatever the environment says, Python keeps what it has compiled.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
