@@ -13,49 +13,108 @@ Measured on Zen 4, sending 2 MiB with a header of 10 bytes: 0.33 CPU s/GB from t
 
 Decision: values of ``MAPPED_BYTES_MIN`` or more get a mapping of their own, smaller ones a bytearray. In a mapping the
 value begins half a page in: no header is that long, and ranges at multiples of a page keep that distance.
+
+A store that is full lets go of a value for each one that comes. The kernel zeroes a page before it gives it out, and
+under a hypervisor that gives out memory as it is touched the page may be new to the machine as well. So a few mappings
+that nobody uses any more are kept for what comes next. Sizes are rounded, so that one fits what hardly differs.
 """
 
 import mmap
-from typing import Final
+from typing import Any, Final
 
-__all__ = ["MAPPED_BYTES_MIN", "allocate"]
+import numpy as np
+
+__all__ = ["KEPT_BYTES_MAX", "MAPPED_BYTES_MIN", "allocate"]
 
 MAPPED_BYTES_MIN: Final = 1 << 20
 """Below 1 MiB the system calls and the rounding to pages outweigh what a mapping saves."""
 
+KEPT_BYTES_MAX: Final = 16 << 20
+"""Of mappings that nobody uses; of a process, beyond what its values take. A full store lets go of one value for each
+that comes, so that one or two are enough; what a store that is emptied held is to go back to the system."""
+
 _LEAD_BYTES: Final = 2048
 _HUGE_PAGE_BYTES: Final = 2 << 20
 _ADVICE_HUGE_PAGE: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
+_ROUNDED_SHARE: Final = 128
+"""A mapping is larger than its value by a page, or by such a part of it, at most."""
+
+_kept: list[mmap.mmap] = []
+"""In the order in which they came. The last view may go in any thread, whatever that holds: so there is no lock, and
+each change is one call, which CPython does as a whole."""
+
+
+class _Lent(np.ndarray[Any, np.dtype[np.uint8]]):
+    """A mapping while there is a view of it."""
+
+    mapping: mmap.mmap | None = None
+
+    def __del__(self) -> None:
+        if self.mapping is not None:
+            _keep(self.mapping)
 
 
 def allocate(size: int) -> memoryview:
-    """Return a writable buffer of ``size`` bytes; it lives as long as any view of it.
+    """Return a writable buffer of ``size`` bytes, of any content; it lives as long as any view of it.
 
     Raises:
         MemoryError: there is not that much memory.
     """
     if size < MAPPED_BYTES_MIN:
         return memoryview(bytearray(size))
-    pages_bytes = _rounded_up(_LEAD_BYTES + size, mmap.PAGESIZE)
-    huge = _ADVICE_HUGE_PAGE is not None and size >= _HUGE_PAGE_BYTES
+    unit = max(size // _ROUNDED_SHARE // mmap.PAGESIZE, 1) * mmap.PAGESIZE
+    pages_bytes = _rounded_up(_LEAD_BYTES + size, unit)
+    mapping = _reused(pages_bytes) or _mapped(pages_bytes)
+    lent = np.ndarray.__new__(_Lent, (pages_bytes,), np.uint8, mapping)
+    lent.mapping = mapping
+    return memoryview(lent)[_LEAD_BYTES : _LEAD_BYTES + size]
+
+
+def _mapped(pages_bytes: int) -> mmap.mmap:
+    huge = _ADVICE_HUGE_PAGE is not None and pages_bytes >= _HUGE_PAGE_BYTES
     try:
         # Linux puts a mapping at a boundary of huge pages only if it is a multiple of them long. So take and give back.
-        mapping = mmap.mmap(
-            -1,
-            _rounded_up(pages_bytes, _HUGE_PAGE_BYTES) if huge else pages_bytes,
-            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
-        )
+        whole = _rounded_up(pages_bytes, _HUGE_PAGE_BYTES) if huge else pages_bytes
+        try:
+            mapping = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError:
+            if not _kept:
+                raise
+            _kept.clear()  # there is too little memory to keep any
+            mapping = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if huge:
             mapping.resize(pages_bytes)
     except OSError as error:
-        raise MemoryError(f"cannot map {size} bytes: {error}") from error
+        raise MemoryError(f"cannot map {pages_bytes} bytes: {error}") from error
     if huge:
         assert _ADVICE_HUGE_PAGE is not None
         try:
             mapping.madvise(_ADVICE_HUGE_PAGE)
         except OSError:  # a kernel built without them: ordinary pages do
             pass
-    return memoryview(mapping)[_LEAD_BYTES : _LEAD_BYTES + size]
+    return mapping
+
+
+def _reused(pages_bytes: int) -> mmap.mmap | None:
+    """Return the smallest mapping that is kept and large enough, cut to size; None where there is none."""
+    for mapping in sorted((each for each in _kept.copy() if len(each) >= pages_bytes), key=len):
+        try:
+            _kept.remove(mapping)
+            if len(mapping) > pages_bytes:
+                mapping.resize(pages_bytes)
+            return mapping
+        except (ValueError, OSError, BufferError):  # another thread has taken it, or is still letting go of it
+            continue
+    return None
+
+
+def _keep(mapping: mmap.mmap) -> None:
+    _kept.append(mapping)
+    while sum(map(len, _kept.copy())) > KEPT_BYTES_MAX:
+        try:
+            del _kept[0]
+        except IndexError:  # another thread was faster
+            return
 
 
 def _rounded_up(size: int, unit: int) -> int:

@@ -1,14 +1,25 @@
-"""Memory for values: where it begins, what it holds, and that it comes back in huge pages and goes."""
+"""Memory for values: where it begins, what it holds, that it comes in huge pages, and what is kept of it."""
 
+import gc
+import mmap
 import re
+import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from shadowserve.pool.buffers import MAPPED_BYTES_MIN, allocate
+from shadowserve.pool.buffers import KEPT_BYTES_MAX, MAPPED_BYTES_MIN, allocate
 
 MIB = 1 << 20
+
+
+def faults_in_writing(size: int) -> int:
+    """Return how often the kernel has to give out a page for a value that is written and let go of."""
+    view = allocate(size)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    np.frombuffer(view, np.uint8)[:] = 1
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, MIB - 1, MIB, MIB + 1, 2 * MIB - 2048, 2 * MIB, 5 * MIB + 7])
@@ -34,3 +45,38 @@ def test_a_value_of_one_huge_page_gets_it() -> None:
     smaps = Path("/proc/self/smaps").read_text()
     huge = sum(int(size) for size in re.findall(r"AnonHugePages: +(\d+) kB", smaps))
     assert huge * 1024 >= 8 * 2 * MIB  # memory may be too fragmented for some
+
+
+def test_a_value_that_comes_when_another_has_gone_takes_its_pages() -> None:
+    size = 11 * MIB + 5000
+    for first in (size, 14 * MIB):  # one a little larger, and one that is made smaller
+        faults_in_writing(first)
+        for other in (size, size - 3000, size + 3000):
+            assert faults_in_writing(other) <= 4, "the kernel has zeroed pages for it"
+
+
+def test_pages_of_a_value_are_nobody_elses_while_there_is_a_view_of_it() -> None:
+    view = allocate(3 * MIB)
+    part = view[MIB : MIB + 10]
+    part[:] = b"some bytes"
+    del view
+    others = [allocate(3 * MIB) for _ in range(3)]
+    for each in others:
+        np.frombuffer(each, np.uint8)[:] = 0xA5
+    assert bytes(part) == b"some bytes"
+
+
+def test_no_more_is_kept_than_may_be() -> None:
+    def mapped() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+    gc.collect()
+    before = mapped()
+    views = [allocate(8 * MIB) for _ in range(4 * KEPT_BYTES_MAX // (8 * MIB))]
+    del views
+    assert mapped() - before <= KEPT_BYTES_MAX
+    del before
+    large = allocate(2 * KEPT_BYTES_MAX)
+    before = mapped()
+    del large
+    assert before - mapped() >= 2 * KEPT_BYTES_MAX, "what is larger than all that may be kept goes at once"
