@@ -137,6 +137,14 @@ class Bound:
         held = self._by_tenant.get(tenant, 0)
         return self.used + more <= bytes_max and (not held or held + more <= self.share(tenant))
 
+    def _admits(self, tenant: int, more: int, promised: int = 0) -> bool:
+        """Return whether somebody may hold so much more beside what others have been promised.
+
+        What is stored may be larger than this bound, and can be sent all the same, alone.
+        """
+        is_alone = not (self._is_ours or self.used or promised)
+        return is_alone or self.has_room(tenant, promised + more)
+
     def is_open(self, tenant: int) -> bool:
         """Return whether a tenant may hold more, and nobody of it waits to."""
         return not self.is_tight or (tenant not in self._queues and self.has_room(tenant, 1))
@@ -212,7 +220,7 @@ class Bound:
         """Count more for an account if there is room, else put it into the queue; see :meth:`Account.admit`."""
         woken, account.woken = account.woken, False
         queue = self._queues.get(account.tenant)
-        if (woken or not queue) and self.has_room(account.tenant, more):
+        if (woken or not queue) and self._admits(account.tenant, more):
             if self._is_ours:
                 account.settle(account.held + more)
             return True
@@ -232,7 +240,7 @@ class Bound:
             while queue:
                 account, more = queue[0]
                 if account.client is not None and account.tenant == tenant:
-                    if not self.has_room(tenant, promised + more):
+                    if not self._admits(tenant, more, promised):
                         break
                     promised += more
                     account.woken = True

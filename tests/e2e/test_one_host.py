@@ -79,9 +79,13 @@ def test_more_requests_than_memory_go_through_the_tiers(
         assert held, "the test wants preemptions"
         assert engine.free_blocks() == 44
         counted = engine.counters()
-        assert counted["saved_tokens"] == sum(each.tokens // 32 * 32 for each in held)
+        # All of a request's tokens, but for fewer than a block behind its last chunk.
+        tails = [each.tokens % 256 for each in held]
+        assert counted["saved_tokens"] == sum(each.tokens for each in held) - sum(tail for tail in tails if tail < 32)
         if not killed:
-            assert counted["loaded_tokens"] == counted["restored_tokens"] == counted["saved_tokens"]
+            assert counted["restored_tokens"] == counted["saved_tokens"]
+            beyond = counted["loaded_tokens"] - counted["restored_tokens"]  # what is loaded is counted in blocks
+            assert 0 <= beyond < 32 * len(held)
     finally:
         if engine is not None:
             engine.close()

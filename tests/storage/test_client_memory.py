@@ -81,6 +81,21 @@ def test_an_mget_of_one_key_many_times_that_is_never_read_costs_little(start: Ca
     assert mget.receive_raw(len(VALUE) + 10).endswith(VALUE + b"\r\n") and mget.call("PING") == b"PONG"
 
 
+def test_a_value_larger_than_what_may_be_sent_at_once_goes_to_one_after_the_other(start: Callable[..., Child]) -> None:
+    """Who waited for the first was never told that it could go on."""
+    child = start("--memory-budget-bytes", "1 MiB", "--stall-timeout-s", "120")
+    value = bytes(850_000)
+    with child.client() as writer, child.client(receive_buffer=4096) as slow:
+        assert writer.call("SET", "a", value) == b"OK"
+        slow.send("GET", "a")
+        commands_of(child, "get", 1)
+        waiting = [child.client() for _ in range(3)]
+        for client in waiting:
+            client.socket.sendall(encode_command("PING") + encode_command("GET", "a"))
+            assert client.receive() == b"PONG"
+        assert [client.receive() for client in (slow, *waiting)] == [value] * 4
+
+
 def test_an_mget_goes_on_where_it_was_while_others_write(start: Callable[..., Child]) -> None:
     child = start()
     with child.client() as client, child.client() as reader:
@@ -107,7 +122,8 @@ def tenants(tmp_path: Path, start: Callable[..., Child]) -> Child:
     config.write_text("storage:\n  tenants: {a: {bytes_max: 16 MiB}}\n")
     return start(
         *("--config", str(config), "--users-file", str(users), *SMALL),
-        *("--clients-memory-bytes-max", "64 MiB", "--stall-timeout-s", "3"),
+        # Who waits is the fourth pair's turn, each of which is closed after a sixth of that and some ticks.
+        *("--clients-memory-bytes-max", "64 MiB", "--stall-timeout-s", "6"),
     )
 
 
