@@ -14,7 +14,7 @@ _COUNTERS: Final = {
     "lookup_tokens": "Prompt tokens in complete chunks that were looked up.",
     "hit_tokens": "Of those, tokens that the remote store holds.",
     "load_requests": "Requests whose KV was loaded, at least in part.",
-    "loaded_tokens": "Tokens whose KV was loaded into blocks, summed over ranks.",
+    "loaded_tokens": "Tokens whose KV was loaded, in whole blocks, summed over ranks.",
     "load_seconds": "Seconds from hand-over to outcome of loads, summed over requests and ranks.",
     "fetched_bytes": "Bytes that the data plane received from the store for loads.",
     "delivered_bytes": "Bytes that the data plane delivered for loads.",
