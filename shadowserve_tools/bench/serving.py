@@ -154,7 +154,7 @@ def serving(
         bench = _Bench(folder, model, plan, requests_max, network, peers_python)
         absent = bench.start(stack, tell) | ({"a link": why_not} if why_not else {})
         bench.fill(results, tell)
-        bench.measure(stack, results, tell)
+        bench.measure(results, tell)
     _report(results, absent, plan).finish(output)
 
 
@@ -272,33 +272,41 @@ class _Bench:
 
     # ---- Measuring ---------------------------------------------------------------------------------------------------
 
-    def measure(self, stack: ExitStack, results: _Results, tell: Tell) -> None:
-        """Restart the engines and ask about the documents again."""
-        engines = [(System(), self._plain)]
-        for index, system in enumerate(self._systems):
-            tell("starting engines")
-            engines.append((system, stack.enter_context(self._engine(system, f"measured-{index}"))))
-        for system, engine in engines:  # connections, and the pages of memory that is used for the first time
-            system.forget()
-            self._ask(engine, 0, 0)
-        near = [each for each in engines if not each[0].linked]
-        far = [each for each in engines if each[0].linked]
-        for rate in (0.0, *self._plan.links) if far else (0.0,):
-            turns = far if rate else near
-            if rate:
-                assert isinstance(self._network, Link)
-                self._network.limit(rate)
-            for number in range(self._plan.repeats):
-                tell(f"asking over {rate:g} Gbit/s" if rate else "asking")
-                there = [each for each in turns if number == 0 or not each[0].brief]
-                for document in range(self._load.documents):
-                    for system, engine in there if (document + number) % 2 else reversed(there):
-                        if document in self._documents(system):
-                            self._alone(results, rate, system, engine, document, 1 + number)
-            tell("recording")
-            self._record(results, rate, turns)
-        for number in range(self._plan.rounds):
-            there = [each for each in near if not each[0].brief]
+    def measure(self, results: _Results, tell: Tell) -> None:
+        """Restart the engines and ask about the documents again: beside the stores, then at the far end of links.
+
+        Those of one place run at one time: all of them would need more memory than machines have that run one.
+        """
+        for linked, rates in ((False, (0.0,)), (True, self._plan.links)):
+            systems = [system for system in self._systems if system.linked == linked]
+            if not systems:
+                continue
+            with ExitStack() as stack:
+                turns = [] if linked else [(System(), self._plain)]
+                for index, system in enumerate(systems):
+                    tell("starting engines")
+                    turns.append((system, stack.enter_context(self._engine(system, f"measured-{index}"))))
+                for system, engine in turns:  # connections, and the pages of memory that is used for the first time
+                    system.forget()
+                    self._ask(engine, 0, 0)
+                for rate in rates:
+                    self._at(results, rate, turns, tell)
+
+    def _at(self, results: _Results, rate: float, turns: Sequence[tuple[System, Engine]], tell: Tell) -> None:
+        if rate:
+            assert isinstance(self._network, Link)
+            self._network.limit(rate)
+        for number in range(self._plan.repeats):
+            tell(f"asking over {rate:g} Gbit/s" if rate else "asking")
+            there = [each for each in turns if number == 0 or not each[0].brief]
+            for document in range(self._load.documents):
+                for system, engine in there if (document + number) % 2 else reversed(there):
+                    if document in self._documents(system):
+                        self._alone(results, rate, system, engine, document, 1 + number)
+        tell("recording")
+        self._record(results, rate, turns)
+        for number in range(0 if rate else self._plan.rounds):
+            there = [each for each in turns if not each[0].brief]
             for system, engine in there if number % 2 else reversed(there):
                 tell(f"asking at {self._load.rate:g}/s")
                 self._arriving(results, system, engine, number)
