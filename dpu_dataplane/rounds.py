@@ -5,6 +5,7 @@ alone uses during the round (ShadowServe section 4.3). The paper bounds the comp
 it does not know it; here the records' heads are at hand, so every occupancy is exact and nothing is wasted.
 """
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -20,7 +21,7 @@ from shadowserve.errors import RecordError
 from shadowserve.keys import storage_key
 from shadowserve.pieces import Flags, leading
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.record import MANIFEST_DTYPE, Head, Manifest, parse_head, plan_slices
+from shadowserve.record import Head, Manifest, parse_head, plan_slices, slices_of
 
 __all__ = ["Buffers", "End", "FetchPlan", "StorePlan", "Wanted", "encoded_bound", "plan_fetch", "plan_store"]
 
@@ -169,11 +170,14 @@ def plan_fetch(groups: Sequence[Wanted], layerwise: bool, buffers: Buffers, code
     cuts = []
     for index, group in enumerate(groups):
         heads, end, more = _heads(group, layerwise, buffers, codecs)
+        heads, manifest, flawed = _sound(heads)
+        if flawed is not None:
+            end, more = flawed, False
         if end is not None:
             ends[index] = end
         full = full or more
         if heads:
-            cuts.append(_cut(index, group, heads, layerwise))
+            cuts.append(_cut(index, group, heads, manifest, layerwise))
     cut = _together(cuts)
     pieces = cut.pieces
     if layerwise:
@@ -195,7 +199,10 @@ def plan_fetch(groups: Sequence[Wanted], layerwise: bool, buffers: Buffers, code
 def _heads(
     group: Wanted, layerwise: bool, buffers: Buffers, codecs: Collection[int]
 ) -> tuple[dict[int, Head], End | None, bool]:
-    """Return the heads of wanted chunks up to where the group ends, if it does, or more would surely not fit."""
+    """Return the heads of wanted chunks up to where the group ends, if it does, or more would surely not fit.
+
+    Their manifests are yet to be checked.
+    """
     whole = np.logical_and.reduce(group.pieces, axis=0) & (not layerwise)
     whole_max = PIECES_MAX if buffers.dma_source is None else buffers.dma_source // group.layout.raw_bytes
     heads: dict[int, Head] = {}
@@ -214,7 +221,25 @@ def _heads(
     return heads, None, False
 
 
-def _cut(index: int, group: Wanted, heads: Mapping[int, Head], layerwise: bool) -> _Cut:
+def _sound(heads: dict[int, Head]) -> tuple[dict[int, Head], Manifest, End | None]:
+    """Return leading heads whose slices are as they have to be, these slices, and why not more."""
+    with contextlib.suppress(RecordError):
+        manifest = slices_of(list(heads.values()))
+        if manifest["encoded_length"].all():
+            return heads, manifest, None
+    sound: dict[int, Head] = {}
+    for chunk, head in heads.items():  # one after the other, since one of them is not
+        try:
+            fault = None if head.slices["encoded_length"].all() else Fault(pb.OUTCOME_CORRUPT, "a slice of it is empty")
+        except RecordError as error:
+            fault = fault_of(error)
+        if fault is not None:
+            return sound, slices_of(list(sound.values())), End(chunk, fault)
+        sound[chunk] = head
+    raise AssertionError("each manifest is sound, and all together are not")
+
+
+def _cut(index: int, group: Wanted, heads: Mapping[int, Head], manifest: Manifest, layerwise: bool) -> _Cut:
     """Return the pieces of some chunks: one for each wanted layer, or one for each run of wanted layers."""
     layout, chunks = group.layout, np.array(list(heads), np.int64)
     wanted = group.pieces[:, chunks].T
@@ -224,8 +249,7 @@ def _cut(index: int, group: Wanted, heads: Mapping[int, Head], layerwise: bool) 
     else:
         column, edge = np.nonzero(np.diff(wanted, axis=1, prepend=False, append=False))
         column, first, end = column[::2], edge[::2], edge[1::2]
-    counts = [len(head.slices) for head in heads.values()]
-    manifest: Manifest = np.frombuffer(b"".join(head.slices for head in heads.values()), MANIFEST_DTYPE)
+    counts = [len(head.manifest) for head in heads.values()]
     of = np.repeat(np.arange(len(heads)), counts)
     layer = of * layout.layers + manifest["layer"]
     begin, behind = (np.searchsorted(layer, column * layout.layers + edge) for edge in (first, end))
@@ -285,7 +309,7 @@ def _place(pieces: npt.NDArray[np.void], buffers: Buffers) -> tuple[npt.NDArray[
 def _judge(
     found: Found, key: bytes, chunk: int, layout: ChunkLayout, body_max: int, codecs: Collection[int]
 ) -> End | Head:
-    """Return a chunk's head after every check that it allows, or why it ends its group."""
+    """Return a chunk's head after every check but its manifest's, or why it ends its group."""
     if isinstance(found, Unanswered):
         return End(chunk, unanswered=found)
     if found is None:
@@ -298,7 +322,6 @@ def _checked(stored: Stored, key: bytes, layout: ChunkLayout, body_max: int, cod
     try:
         head = parse_head(stored.head)
         head.expect(key, layout)
-        manifest = head.slices
     except RecordError as error:
         return fault_of(error)
     if head.record_length != stored.length:
@@ -309,8 +332,6 @@ def _checked(stored: Stored, key: bytes, layout: ChunkLayout, body_max: int, cod
         return Fault(pb.OUTCOME_UNSUPPORTED_CODEC, f"this build does not decode codec {head.codec}")
     if head.record_length - head.head_length > body_max:
         return Fault(pb.OUTCOME_CORRUPT, "its body is larger than any encoding of such a chunk")
-    if not manifest["encoded_length"].all():
-        return Fault(pb.OUTCOME_CORRUPT, "a slice of it is empty")
     return head
 
 

@@ -10,9 +10,9 @@ Errors: :class:`~shadowserve.errors.NotARecordError`, :class:`~shadowserve.error
 
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -40,6 +40,7 @@ __all__ = [
     "parse_head",
     "peek_head",
     "plan_slices",
+    "slices_of",
     "verify",
 ]
 
@@ -139,36 +140,53 @@ class Head:
         Raises:
             CorruptRecordError: they do not.
         """
-        layout, manifest = self.layout, self.manifest
-        tokens = manifest["tokens"].astype(np.int64)
-        first = manifest["token_first"].astype(np.int64)
-        stored = manifest["scales_length"].astype(np.int64) + manifest["encoded_length"]
-        position = (manifest["layer"].astype(np.int64) * layout.kinds + manifest["kind"]) * layout.tokens + first
-        ends = np.cumsum(tokens)
-        sound = (
-            len(manifest) > 0
-            and bool((tokens > 0).all())
-            and bool((manifest["layer"] < layout.layers).all())
-            and bool((manifest["kind"] < layout.kinds).all())
-            and bool((first + tokens <= layout.tokens).all())
-            and bool((position == ends - tokens).all())
-            and int(ends[-1]) == layout.layers * layout.kinds * layout.tokens
-            and bool((tokens * layout.token_decoded_bytes <= DECODED_BYTES_MAX).all())
-            and bool((manifest["scales_length"] == layout.scales_bytes(tokens)).all())
-            and bool((manifest["offset"] == self.head_length + np.cumsum(stored) - stored).all())
-            and int(stored.sum()) == self.record_length - self.head_length
-        )
-        if not sound:
-            raise CorruptRecordError(
-                f"manifest of record {self.key.hex()} does not cover its chunk; the writer is faulty, delete the record"
-            )
-        return manifest
+        return slices_of([self])
 
     @property
     def decoded_lengths(self) -> npt.NDArray[np.int64]:
         """Bytes of symbols of each slice."""
         lengths: npt.NDArray[np.int64] = self.manifest["tokens"].astype(np.int64) * self.layout.token_decoded_bytes
         return lengths
+
+
+def slices_of(heads: Sequence[Head]) -> Manifest:
+    """Return the manifests of heads of one layout, one behind the other: each one's slices fill its chunk and its body.
+
+    All together: a fetch waits for this, and what numpy takes for each call is most of what one head takes alone.
+
+    Raises:
+        CorruptRecordError: those of some head do not.
+    """
+    manifest: Manifest = np.frombuffer(b"".join(head.manifest for head in heads), MANIFEST_DTYPE)
+    if not heads:
+        return manifest
+    layout, counts = heads[0].layout, [len(head.manifest) for head in heads]
+    chunk_tokens = layout.layers * layout.kinds * layout.tokens
+    of, last = np.repeat(np.arange(len(heads)), counts), np.cumsum(counts) - 1
+    head_lengths, lengths = np.array([(head.head_length, head.record_length) for head in heads], np.int64).T
+    layers, kinds, tokens, first, scales = (
+        manifest[name].astype(np.int64) for name in ("layer", "kind", "tokens", "token_first", "scales_length")
+    )
+    stored = scales + manifest["encoded_length"]
+    ends, behind = np.cumsum(tokens), np.cumsum(stored)
+    sound = (
+        all(counts)
+        and bool((tokens > 0).all())
+        and bool((layers < layout.layers).all())
+        and bool((kinds < layout.kinds).all())
+        and bool((first + tokens <= layout.tokens).all())
+        and bool((((of * layout.layers + layers) * layout.kinds + kinds) * layout.tokens + first == ends - tokens).all())
+        and bool((ends[last] == (np.arange(len(heads)) + 1) * chunk_tokens).all())
+        and bool((tokens * layout.token_decoded_bytes <= DECODED_BYTES_MAX).all())
+        and bool((scales == layout.scales_bytes(tokens)).all())
+        and bool((behind[last] == np.cumsum(lengths - head_lengths)).all())
+        and bool((manifest["offset"] == (lengths - behind[last])[of] + behind - stored).all())
+    )
+    if not sound:
+        raise CorruptRecordError(
+            f"manifest of record {heads[0].key.hex()} does not cover its chunk; the writer is faulty, delete the record"
+        )
+    return manifest
 
 
 def encode_head(
@@ -306,6 +324,24 @@ def layer_bounds(data: Data) -> npt.NDArray[np.int64]:
     return bounds
 
 
+@lru_cache(maxsize=64)
+def _layout(namespace: bytes, dtype: int, layers: int, *numbers: int) -> ChunkLayout:
+    """Return a record's shape; those of one model's are few, and a fetch waits for the checks."""
+    kinds, vector_length, tokens, quantizer, bins, value_bins, scale_tokens = numbers
+    return ChunkLayout(
+        namespace=namespace,
+        dtype=DType(dtype),
+        layers=layers,
+        kinds=kinds,
+        vector_length=vector_length,
+        tokens=tokens,
+        quantizer=Quantizer(quantizer),
+        bins=bins,
+        value_bins=value_bins,
+        scale_tokens=scale_tokens,
+    )
+
+
 def parse_head(data: Data) -> Head:
     """Read the head at the start of ``data``, which may be longer (a whole record) than it.
 
@@ -317,17 +353,8 @@ def parse_head(data: Data) -> Head:
     (_, _, header_length, length, _, record_length, codec, quantizer, dtype, kinds, bins, value_bins, tokens,
      layers, vector_length, count, raw_length, key, namespace, scale_tokens, _) = _read_header(view)  # fmt: skip
     try:
-        layout = ChunkLayout(
-            namespace=namespace,
-            dtype=DType(dtype),
-            layers=layers,
-            kinds=kinds,
-            vector_length=vector_length,
-            tokens=tokens,
-            quantizer=Quantizer(quantizer),
-            bins=bins,
-            value_bins=value_bins,
-            scale_tokens=scale_tokens or 1,
+        layout = _layout(
+            namespace, dtype, layers, kinds, vector_length, tokens, quantizer, bins, value_bins, scale_tokens or 1
         )
     except ValueError as error:
         raise CorruptRecordError(f"the head describes no possible chunk: {error}") from error
