@@ -354,11 +354,9 @@ class KVCacheManager:
         self.wait_layer(request_ids, 1 << 62)  # of all layers
 
     def wait_any(self, timeout: float) -> None:
-        """Block until there are outcomes to be taken, or while no job waits to be told of more, for so many seconds."""
+        """Block until there are outcomes to be taken, at most so many seconds."""
         with self._condition:
-            jobs = self._outstanding.values()
-            if all(job.there is None or job.there.ended for job in jobs):
-                self._condition.wait_for(lambda: self._completion, timeout)
+            self._condition.wait_for(lambda: self._completion, timeout)
 
     def wait_layer(self, request_ids: Iterable[str], layer: int) -> None:
         """Block until a layer is in place of all that these requests load, or their job has ended, by its deadline."""
