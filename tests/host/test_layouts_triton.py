@@ -18,7 +18,7 @@ LAYERS, BLOCKS, HEADS, BLOCK, SIZE = 3, 11, 2, 4, 6
 ORDERS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 KINDS = [(torch.float32, ()), (torch.bfloat16, (0, 1, 2)), (torch.uint8, ()), (torch.float16, (1, 3))]
 # The interpreter is slow: there, but for the night, each order has two of them, one with blocks that are nowhere.
-EACH_WITH_EACH = DEVICE == "cuda" or bool(os.environ.get("SHADOWSERVE_TEST_NIGHTLY"))
+EACH_WITH_EACH = DEVICE == "cuda" or bool(os.environ.get("TEST_NIGHTLY"))
 TRIED = [
     pytest.param(order, *KINDS[kind], id=f"{order}-{str(KINDS[kind][0]).removeprefix('torch.')}")
     for place, order in enumerate([*ORDERS, "latent", "cells"])

@@ -39,7 +39,7 @@ def test_threads_share_nothing_by_the_thread_sanitizer(native_build: Callable[..
     assert passed(build.ctest()) >= 16
 
 
-@pytest.mark.parametrize("decoder", ["zlib", *(["libdeflate"] if os.environ.get("SHADOWSERVE_TEST_NIGHTLY") else [])])
+@pytest.mark.parametrize("decoder", ["zlib", *(["libdeflate"] if os.environ.get("TEST_NIGHTLY") else [])])
 def test_the_core_stands_on_one_deflate_decoder_alone(native_build: Callable[..., Any], decoder: str) -> None:
     build = native_build(decoder)
     output = build.ctest()

@@ -280,7 +280,7 @@ LACKING = {
 
 BY_NIGHT = {"ablation", "decide", "handover", "oversubscription", "queue", "slack"}
 """A quarter of a minute each, or more; 'serving', 'layers' and 'interference' have what most of them stand on."""
-if os.environ.get("SHADOWSERVE_TEST_NIGHTLY"):
+if os.environ.get("TEST_NIGHTLY"):
     BY_NIGHT = set()
 
 
