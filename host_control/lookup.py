@@ -169,7 +169,6 @@ class PrefixLookup:
         self._loads_wait = loads_wait
         self._cold = cold
         self._lock = threading.Lock()
-        self._settled = threading.Condition(self._lock)
         self._lookups: dict[str, _Lookup] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shadowserve-lookup")
         self._coming = Coming(self._of_cuts, self._announce, timeout)
@@ -216,12 +215,6 @@ class PrefixLookup:
                 late = "announced_late" if lookup.waits_until else "deadline"
                 lookup.answer = lookup.answer or replace(lookup.so_far, reason=late, detail="no answer in time")
         return lookup.answer
-
-    def wait_any(self, request_ids: Iterable[str], timeout: float) -> None:
-        """Block until one of these requests has an answer, or is not known, at most so many seconds."""
-        with self._settled:
-            lookups = [self._lookups.get(request_id) for request_id in request_ids]
-            self._settled.wait_for(lambda: any(each is None or each.answer is not None for each in lookups), timeout)
 
     def links(self, request_id: str) -> list[bytes] | None:
         """Return the links of full chunks, ``None`` while they are being computed.
@@ -330,9 +323,8 @@ class PrefixLookup:
         try:
             lookup.extra = lookup.extra()
         except Exception as error:  # also of an input that is not known here
-            with self._settled:  # above "disabled" and "deadline", which know nothing of stores
+            with self._lock:  # above "disabled" and "deadline", which know nothing of stores
                 lookup.answer = LookupAnswer(0, "unnamed", str(error) or type(error).__name__)
-                self._settled.notify_all()
             return False
         return True
 
@@ -574,6 +566,5 @@ class PrefixLookup:
         return _Seen(cut, present, there, coming, each_bytes, cold_seconds)
 
     def _settle(self, lookup: _Lookup, answer: LookupAnswer) -> None:
-        with self._settled:
+        with self._lock:
             lookup.answer = lookup.answer or answer
-            self._settled.notify_all()

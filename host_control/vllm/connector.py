@@ -75,7 +75,6 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 recomputes=transfer.kv_load_failure_policy == "recompute",
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 by_priority=vllm_config.scheduler_config.policy == "priority",
-                alone=vllm_config.parallel_config.data_parallel_size == 1,
             )
         else:
             self._worker = WorkerSide(

@@ -1,7 +1,6 @@
 """What the connector's two roles tell each other: plain data, pickled by vLLM between its own processes."""
 
 from dataclasses import dataclass, field
-from typing import Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -11,19 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from host_control.handover import Arrived
 
-__all__ = [
-    "IDLE_S",
-    "GroupLoad",
-    "LoadOperation",
-    "ShadowServeMetadata",
-    "StoreOperation",
-    "WorkerHandshake",
-    "WorkerReport",
-]
-
-IDLE_S: Final = 0.002
-"""That a step without work waits for the end of a load or a lookup, and what arrives meanwhile for the next step: between
-two such steps vLLM sleeps half as long."""
+__all__ = ["GroupLoad", "LoadOperation", "ShadowServeMetadata", "StoreOperation", "WorkerHandshake", "WorkerReport"]
 
 
 @dataclass
@@ -107,7 +94,7 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
         rate: bytes a second that loads may be delivered at from now on, in calls that begin; 0: no bound.
         saves: request -> to gather before this step writes any KV, of requests that it preempts.
         held: no call begins for the time being.
-        idle: nothing is computed, and every request of the engine waits for its load, or to be told how long it is.
+        idle: nothing is computed, and every request of the engine waits for its load.
     """
 
     epoch: str = ""

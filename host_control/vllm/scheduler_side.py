@@ -18,11 +18,10 @@ from host_control.handover import Arrived, Handover
 from host_control.lookup import LookupAnswer, PrefixLookup
 from host_control.vllm.deciding import Deciding
 from host_control.vllm.epochs import Epochs
-from host_control.vllm.groups import Groups
+from host_control.vllm.groups import NULL_BLOCK, Groups
 from host_control.vllm.handover import handover_of, reply_of
 from host_control.vllm.identity.requests import RequestInputs
 from host_control.vllm.metadata import (
-    IDLE_S,
     GroupLoad,
     LoadOperation,
     ShadowServeMetadata,
@@ -59,7 +58,6 @@ class SchedulerSide:
         recomputes: whether a load that falls short costs its computation, and not the request.
         step_tokens: that the engine computes in a step at most; by default any number.
         by_priority: whether waiting requests run by priority, and not as they came.
-        alone: whether no other engine's steps wait for this one's.
 
     Attributes:
         waiting: the engine's queue, of which data planes are told; None where nothing is fetched.
@@ -78,10 +76,9 @@ class SchedulerSide:
         recomputes: bool = True,
         step_tokens: int = 1 << 30,
         by_priority: bool = False,
-        alone: bool = True,
     ) -> None:
         self._config = config
-        self._by_priority, self._alone = by_priority, alone
+        self._by_priority = by_priority
         self.waiting: WaitingQueue | None = None
         self._groups = groups.groups if groups is not None else ()
         self._rules = groups
@@ -91,7 +88,8 @@ class SchedulerSide:
         self.asynchronous = config.asynchronous_fetch or groups is None or not groups.one
         # A load that waits for chunks may fall short of them, and then the engine has to go on without.
         self._loads_wait = config.asynchronous_fetch and recomputes
-        self._fetch, self._store = fetch, store
+        self._fetch = fetch
+        self._store = store
         self._logger = logger
         self._failures = FailureLog(logger)
         self._inputs = inputs or RequestInputs()
@@ -111,7 +109,6 @@ class SchedulerSide:
         self._unconfirmed: dict[str, tuple[Tracked, list[int]]] = {}
         self._layerwise_chunks = 0
         self._layers = 0
-        self._asked: set[str] = set()  # whose lookup had no answer in this step
         self._requests: dict[str, Any] = {}  # all that the engine has, also those that are served without the cache
         self._cancels: list[str] = []
         self.counts = Counts()
@@ -236,10 +233,7 @@ class SchedulerSide:
         if answer is None and saved is not None and self._loads_wait:
             answer = saved.promise  # so that no other request is given the blocks that it needs meanwhile
         if answer is None:
-            if self._is_computed_anyway(tracked):
-                return 0
-            self._asked.add(request.request_id)
-            return None
+            return 0 if self._is_computed_anyway(tracked) else None
         self._count_lookup(tracked, answer)
         tracked.stored_chunks = max(tracked.stored_chunks, self._chunks(answer.tokens))
         tracked.tail_stored |= answer.tail
@@ -248,8 +242,7 @@ class SchedulerSide:
         if usable < worth:
             return 0
         may_go_layerwise = answer.cut == 0 and self._may_go_layerwise(tracked)
-        chunks = self._chunks(local_tokens + usable) - local_tokens // self._chunk_tokens
-        tracked.layerwise = may_go_layerwise and chunks <= self._layerwise_chunks
+        tracked.layerwise = may_go_layerwise and self._load_chunks(tracked, usable) <= self._layerwise_chunks
         # A prompt that another engine has computed for this one was not to be computed here.
         if self._deciding is not None and not tracked.handover.waits:
             usable = self._decided(self._deciding, tracked, answer, usable, may_go_layerwise)
@@ -262,6 +255,9 @@ class SchedulerSide:
             links = [*links[: tracked.tail_end // self._chunk_tokens], *self._lookup.tail(request.request_id)]
         tracked.offered, tracked.offered_epoch, tracked.offered_cut = links, self.epochs.current, answer.cut
         return usable
+
+    def _load_chunks(self, tracked: Tracked, usable: int) -> int:
+        return self._chunks(tracked.local_tokens + usable) - tracked.local_tokens // self._chunk_tokens
 
     def _may_go_layerwise(self, tracked: Tracked) -> bool:
         """Return whether a load may be computed on before it ends: nothing else runs or loads, and would wait."""
@@ -503,9 +499,7 @@ class SchedulerSide:
                 self.waiting.sent_back(request_id)
         if self._loading:
             metadata.arrived = dict(self._more())
-        if self._loading or self._asked:
-            metadata.idle = self._is_idle(output)
-            self._asked = set()
+            metadata.idle = not output.total_num_scheduled_tokens and self._requests.keys() <= self._loading.keys()
         if self._lookup is not None:
             begin = len(self._new_loads.keys() & self._loading.keys()) if self._new_loads else 0
             self._timing.step(output, waits=bool(self._unconfirmed), loads=len(self._loading), begin=begin)
@@ -538,15 +532,6 @@ class SchedulerSide:
                 self._complete(output, metadata, request_id, computed + scheduled[request_id])
         return metadata
 
-    def _is_idle(self, output: Any) -> bool:
-        """Return whether nothing is to be done in a step but to wait for loads; where it is for lookups, wait here."""
-        waiting = self._requests.keys() <= self._loading.keys() | self._asked
-        if output.total_num_scheduled_tokens or not (waiting and self._alone):
-            return False
-        if not self._loading and self._lookup is not None:
-            self._lookup.wait_any(self._asked, IDLE_S)
-        return bool(self._loading)
-
     def _saves(self, preemption: Preemption, lost: Sequence[Held]) -> Iterator[tuple[str, list[StoreOperation]]]:
         """Have what requests hold saved that this step preempts, before anybody else writes there."""
         for held in lost:
@@ -576,15 +561,28 @@ class SchedulerSide:
             self._deciding.stepped(learnt=learnt)
 
     def _kept_states(self, tracked: Tracked, offered: Sequence[tuple[int, int, int]]) -> Iterator[StoreOperation]:
-        """Have states stored that this step leaves in blocks, (group, block, tokens)."""
+        """Have states stored that this step leaves in blocks, (group, block, tokens), before they can change."""
         assert self._lookup is not None
-        present = self._lookup.present(tracked.request.request_id)
-        for place, group in enumerate(self._groups):
-            held = None if present is None else present[place]
-            for index, block, tokens in offered:
-                if index == group.index and group.kind == "state" and not tokens % self._chunk_tokens:
-                    end = tokens // self._chunk_tokens
-                    yield from self._stores.states(tracked.request, group, block, end, held, again=tracked.refused)
+        request_id = tracked.request.request_id
+        links, present = self._lookup.links(request_id), self._lookup.present(request_id)
+        places = {group.index: place for place, group in enumerate(self._groups)}
+        for group, block, tokens in offered:
+            if group not in self._states or tokens % self._chunk_tokens or block == NULL_BLOCK or links is None:
+                continue
+            end = tokens // self._chunk_tokens
+            if present is not None and not tracked.refused and end <= len(present[places[group]]):
+                if present[places[group]][end - 1]:
+                    continue
+            self._stores.extend(links, tracked.request, end)
+            yield StoreOperation(
+                request_id=request_id,
+                group=group,
+                links=links[end - 1 : end],
+                previous=None,
+                anchored=True,
+                blocks=[block],
+                absent_seconds=self._stores.absent_seconds(request_id),
+            )
 
     def _complete(self, output: Any, metadata: ShadowServeMetadata, request_id: str, computed: int) -> None:
         """Have the chunks stored that a request completes in this step."""

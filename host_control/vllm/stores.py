@@ -82,32 +82,6 @@ class Stores:
                 )
             place += count + 1
 
-    def states(
-        self, request: Any, group: Group, block: int, end: int, present: Flags | None, *, again: bool
-    ) -> Iterator[StoreOperation]:
-        """Have a state stored that a step leaves in a block behind the first ``end`` chunks, before it can change.
-
-        Args:
-            request: whose.
-            group, present, again: as of :meth:`chunks`.
-            block: that it lies in.
-            end: chunks.
-        """
-        links = self._lookup.links(request.request_id)
-        there = present is not None and not again and end <= len(present) and present[end - 1]
-        if block == NULL_BLOCK or links is None or there:
-            return
-        self.extend(links, request, end)
-        yield StoreOperation(
-            request_id=request.request_id,
-            group=group.index,
-            links=links[end - 1 : end],
-            previous=None,
-            anchored=True,
-            blocks=[block],
-            absent_seconds=self.absent_seconds(request.request_id),
-        )
-
     def tail(
         self,
         request_id: str,

@@ -26,7 +26,6 @@ from host_control.vllm.identity.content import content_hashes
 from host_control.vllm.identity.namespace import model_identity
 from host_control.vllm.loaded_weights import LoadedWeights, WeightsWatch
 from host_control.vllm.metadata import (
-    IDLE_S,
     LoadOperation,
     ShadowServeMetadata,
     StoreOperation,
@@ -45,6 +44,9 @@ __all__ = ["WorkerSide"]
 
 _BUFFER_CHUNKS_MAX: Final = 128
 """Larger buffers do not pay: a round of 64 chunks hides its round trip many times over."""
+_IDLE_S: Final = 0.002
+"""That a step without work waits for the end of a load, and what arrives meanwhile for the next step: between two such
+steps vLLM sleeps half as long."""
 
 
 class WorkerSide:
@@ -294,8 +296,9 @@ class WorkerSide:
         """Wait for a load's end for a moment: seen at once it is seen sooner than by the next step, and steps take time
         from the core that scatters."""
         manager = next((manager for manager in self._managers.values() if not manager.idle), None)
-        if manager is not None:
-            manager.wait_any(IDLE_S)
+        # Engines that step together wait for each other, and the others may have work.
+        if manager is not None and self._vllm_config.parallel_config.data_parallel_size == 1:
+            manager.wait_any(_IDLE_S)
             self._results += manager.exchange()
 
     def _job(self, load: LoadOperation) -> FetchJob:
