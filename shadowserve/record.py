@@ -168,6 +168,7 @@ def slices_of(heads: Sequence[Head]) -> Manifest:
         manifest[name].astype(np.int64) for name in ("layer", "kind", "tokens", "token_first", "scales_length")
     )
     stored = scales + manifest["encoded_length"]
+    position = ((of * layout.layers + layers) * layout.kinds + kinds) * layout.tokens + first
     ends, behind = np.cumsum(tokens), np.cumsum(stored)
     sound = (
         all(counts)
@@ -175,7 +176,7 @@ def slices_of(heads: Sequence[Head]) -> Manifest:
         and bool((layers < layout.layers).all())
         and bool((kinds < layout.kinds).all())
         and bool((first + tokens <= layout.tokens).all())
-        and bool((((of * layout.layers + layers) * layout.kinds + kinds) * layout.tokens + first == ends - tokens).all())
+        and bool((position == ends - tokens).all())
         and bool((ends[last] == (np.arange(len(heads)) + 1) * chunk_tokens).all())
         and bool((tokens * layout.token_decoded_bytes <= DECODED_BYTES_MAX).all())
         and bool((scales == layout.scales_bytes(tokens)).all())
