@@ -277,12 +277,12 @@ class _Bench:
 
         Those of one place run at one time: all of them would need more memory than machines have that run one.
         """
-        for linked, rates in ((False, (0.0,)), (True, self._plan.links)):
-            systems = [system for system in self._systems if system.linked == linked]
+        for far, rates in ((False, (0.0,)), (True, self._plan.links)):
+            systems = [system for system in self._systems if system.linked == far]
             if not systems:
                 continue
             with ExitStack() as stack:
-                turns = [] if linked else [(System(), self._plain)]
+                turns = [] if far else [(System(), self._plain)]
                 for index, system in enumerate(systems):
                     tell("starting engines")
                     turns.append((system, stack.enter_context(self._engine(system, f"measured-{index}"))))
