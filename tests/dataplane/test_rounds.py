@@ -109,6 +109,22 @@ def test_a_chunk_that_was_not_asked_for_is_left_for_later() -> None:
     assert (plan.pieces["chunk"].tolist(), plan.full, plan.ends) == ([0, 1], True, {})
 
 
+@pytest.mark.parametrize(("name", "value", "reason"), [("layer", 1, "cover"), ("encoded_length", 0, "empty")])
+@pytest.mark.parametrize("chunk", [0, 3])
+def test_a_faulty_manifest_ends_its_group_where_it_is(chunk: int, name: str, value: int, reason: str) -> None:
+    shape, keys, found = GROUPS[0]
+    head = record.parse_head(found[chunk].head)
+    manifest = head.manifest.copy()
+    manifest[name][0] = value
+    forged = record.encode_head(keys[chunk], native.Codec(head.codec), shape, manifest)
+    records = dict(enumerate(found)) | {chunk: Stored(record.peek_head(forged).record_length, forged)}
+    wanted: Any = np.ones((shape.layers, len(keys)), np.bool_)
+    buffers = Buffers(decompression=1 << 20, dequantization=None, dma_source=None, store=0)
+    plan = plan_fetch([Wanted(keys, shape, wanted, records)], False, buffers, CODECS)
+    assert (plan.pieces["chunk"].tolist(), plan.full) == (list(range(chunk)), False)
+    assert (fault := plan.ends[0].fault) is not None and reason in fault.reason and plan.ends[0].chunk == chunk
+
+
 @pytest.mark.parametrize("codec", list(CODECS))
 def test_store_batches_have_room_for_the_worst(codec: native.Codec) -> None:
     shape = layout("binned", vector_length=512)

@@ -41,6 +41,7 @@ from shadowserve.record import (
     parse_head,
     peek_head,
     plan_slices,
+    slices_of,
     verify,
 )
 
@@ -307,8 +308,30 @@ def test_a_manifest_that_does_not_cover_the_chunk_is_corrupt(change: Callable[[M
     change(manifest)
     with pytest.raises(CorruptRecordError, match="does not cover"):
         _ = parse_head(forge(record, manifest)).slices  # what a data plane goes by, which has only the head
+    sound = parse_head(record)
+    with pytest.raises(CorruptRecordError, match="does not cover"):
+        slices_of([sound, parse_head(forge(record, manifest)), sound])
     with pytest.raises(CorruptRecordError):
         verify(forge(record, manifest), KEY)
+
+
+@pytest.mark.parametrize("name", ["encoded_length", "tokens"])
+def test_manifests_whose_faults_cancel_out_are_corrupt(name: str) -> None:
+    """Together they have as many bytes and tokens as they ought to."""
+    record = make_record(codec=Codec.NONE)
+    heads = []
+    for by in (1, -1):
+        manifest = read_manifest(record)
+        shift(name, 3, by)(manifest)
+        heads.append(parse_head(forge(record, manifest, record_length=len(record))))
+    with pytest.raises(CorruptRecordError, match="does not cover"):
+        slices_of(heads)
+
+
+def test_manifests_are_those_of_their_heads() -> None:
+    heads = [parse_head(make_record(codec=codec)) for codec in (Codec.NONE, Codec.DEFLATE, Codec.NONE)]
+    assert slices_of(heads).tobytes() == b"".join(head.manifest.tobytes() for head in heads)
+    assert len(slices_of([])) == 0
 
 
 def test_a_head_of_more_tokens_than_a_chunk_has_is_corrupt() -> None:
