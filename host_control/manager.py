@@ -354,9 +354,10 @@ class KVCacheManager:
         self.wait_layer(request_ids, 1 << 62)  # of all layers
 
     def wait_any(self, timeout: float) -> None:
-        """Block until there are outcomes to be taken, at most so many seconds."""
+        """Block until there are outcomes to be taken, or a job waits to be told of more, at most so many seconds."""
         with self._condition:
-            self._condition.wait_for(lambda: self._completion, timeout)
+            jobs = self._outstanding
+            self._condition.wait_for(lambda: self._completion or any(job.waits() for job in jobs.values()), timeout)
 
     def wait_layer(self, request_ids: Iterable[str], layer: int) -> None:
         """Block until a layer is in place of all that these requests load, or their job has ended, by its deadline."""
@@ -456,6 +457,7 @@ class KVCacheManager:
                 if not progress.scatter_error:
                     with self._condition:
                         self._fetching.insert(0, progress)
+                        self._condition.notify_all()
                     return
                 continue
             # What is held to a rate comes slowly, and in calls that end soon.
