@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,7 +30,16 @@ _NOTHING: Final = Extra()
 _STAYS: Final = Handover()
 
 
-Rule = Callable[[Sequence[Flags], int], int]
+class Rule(Protocol):
+    """How long a hit may be."""
+
+    def __call__(self, present: Sequence[Flags], tokens: int, tail_tokens: int = 0, /) -> int:
+        """Return how many leading tokens can be loaded of a prompt of so many, the last one never.
+
+        ``present`` says of each group which chunks are stored, and then, where it has a tail, whether that is.
+        """
+
+
 """Returns how many leading tokens of a prompt of so many can be loaded, from the chunks that each group has stored."""
 
 
@@ -270,11 +279,14 @@ class PrefixLookup:
                 found.setdefault(client, []).append((namespace, record_keys(namespace, links)))
         return found
 
-    def chains_of(self, links: Sequence[bytes]) -> Mapping[DataPlaneClient, Sequence[tuple[bytes, Sequence[bytes]]]]:
-        """Return the records of links as :meth:`chains`, of what this engine itself stores, in one group."""
+    def chains_of(
+        self, links: Sequence[Sequence[bytes]]
+    ) -> Mapping[DataPlaneClient, Sequence[tuple[bytes, Sequence[bytes]]]]:
+        """Return the records of each group's links as :meth:`chains`, of what this engine itself stores."""
         found: dict[DataPlaneClient, list[tuple[bytes, Sequence[bytes]]]] = {}
-        for client, namespace in dict.fromkeys(self._cuts[0][0]):
-            found.setdefault(client, []).append((namespace, record_keys(namespace, links)))
+        for group, own in zip(self._cuts[0], links, strict=True):
+            for client, namespace in dict.fromkeys(group) if own else ():
+                found.setdefault(client, []).append((namespace, record_keys(namespace, own)))
         return found
 
     def _first_needed(self, answer: LookupAnswer, length: int, place: int, end: int) -> int:
@@ -359,7 +371,8 @@ class PrefixLookup:
         present = [flags[:whole] for flags in best.present]
         tokens = self._rule(present, lookup.length) if whole else 0
         lookup.so_far = LookupAnswer(
-            tokens, "complete", cut=best.cut, present=present, tail=hits > whole, chunk_bytes=best.chunk_bytes,
+            tokens, "complete", cut=best.cut, present=present, tail=hits > whole and self._has_tail(lookup, best, whole),
+            chunk_bytes=best.chunk_bytes,
             cold_seconds=best.cold_seconds,
         )  # fmt: skip
         if hits < len(wanted) and self._is_coming(lookup, hits, best.coming):
@@ -380,6 +393,12 @@ class PrefixLookup:
             there = own.there | (np.arange(len(wanted)) < hits)
             self._announce_absent(request_id, lookup, wanted, there, seconds)
         self._settle(lookup, replace(lookup.so_far, reason=reason, detail=detail))
+
+    def _has_tail(self, lookup: _Lookup, seen: _Seen, whole: int) -> bool:
+        """Return whether a load may go to the end of the tail, which the groups that keep every chunk have."""
+        size = lookup.handover.tail_tokens
+        end = whole * self._chunk_tokens + size
+        return self._rule(seen.present, end + 1, size) == end
 
     def _begin(self, request_id: str, lookup: _Lookup, wanted: list[bytes], best: _Seen) -> None:
         """Count what is announced as if it were there, and tell from now on how much of it is."""

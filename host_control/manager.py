@@ -22,12 +22,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 from host_control.client import DataPlaneClient, FetchAnswer, FetchCall, FetchPart
 from host_control.destination import PROGRESS_BYTES, Destination, Memory
 from host_control.handover import Arrived
 from host_control.layer_fetch import LayerFetch
+from host_control.placing import Pace, Placer
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
 __all__ = [
@@ -36,8 +37,6 @@ __all__ = [
     "FetchOrder",
     "FetchResult",
     "KVCacheManager",
-    "Placed",
-    "Placer",
     "Scatter",
     "first_in_first_out",
     "shortest_job_first",
@@ -127,30 +126,6 @@ class Scatter(Protocol):
         """Place chunks ``first``, ``first + 1``, ... of a part of ``job``, which lie in ``chunks`` one after the other.
 
         ``chunks`` is what the destination's ``Memory.arrived`` gives: a memoryview, or a tensor on the GPU.
-        """
-
-
-class Placed(NamedTuple):
-    """What a :class:`Placer` has done: chunks in place, bytes for them, why nothing more may be; empty if it may."""
-
-    chunks: int
-    moved_bytes: int = 0
-    reason: str = ""
-    detail: str = ""
-
-
-class Placer(Protocol):
-    """Has chunks brought straight into an engine's paged KV memory, as far as they lie where that can be done."""
-
-    def first(self, job: FetchJob) -> int:
-        """Return from which chunk of the job's one part on."""
-
-    def place(
-        self, job: FetchJob, deadline: float, cancelled: Callable[[], bool], told: Callable[[int], None]
-    ) -> Placed:
-        """Place chunks from that one on; return what came of it.
-
-        ``told`` hears how many leading layers are in place of all chunks.
         """
 
 
@@ -251,7 +226,7 @@ class KVCacheManager:
         scatter_bytes_min: of a round that is not over, less than this is not scattered alone.
 
     Attributes:
-        rate: bytes a second that calls may be delivered at which begin from now on, chunk by chunk; 0: no bound.
+        rate: bytes a second that come at most by calls, or are placed, from now on, chunk by chunk; 0: no bound.
         held: no such call begins before it is false again, and :meth:`exchange` was called.
     """
 
@@ -280,6 +255,7 @@ class KVCacheManager:
         self._half_bytes = destination.size // 2
         self._round_bytes_min, self._scatter_bytes_min = round_bytes_min, scatter_bytes_min
         self.rate, self.held = 0, False
+        self._pace = Pace()
         if self._half_bytes < max(self._chunk_bytes):
             raise ConfigurationError(
                 f"a destination of {destination.size} bytes does not hold two chunks of "
@@ -449,7 +425,7 @@ class KVCacheManager:
                     self._condition.wait_for(lambda: not self.held or progress.cancelled, min(left, _WAIT_INTERVAL))
                 continue
             if progress.place_from is not None and progress.landed[0] >= progress.place_from:
-                if not self._place(progress):
+                if not self._place(progress, self.rate):
                     return
                 continue
             if progress.waits():
@@ -500,25 +476,41 @@ class KVCacheManager:
             self._end(progress, answer.reason, answer.detail)
             return
 
-    def _place(self, progress: _Progress) -> bool:
-        """Have the chunks from here on placed, as far as they can be; return whether what is left may be fetched."""
+    def _place(self, progress: _Progress, rate: int = 0) -> bool:
+        """Have chunks from here on placed, as far as they can be; return whether what is left may be fetched.
+
+        With a rate those of a piece at most, or none, a moment later.
+        """
         assert self._placer is not None
         self._flush()  # chunks count as a prefix
-        progress.place_from = None
-        if progress.scatter_error:
+        job, first, after = progress.job, progress.landed[0], progress.job.chunks
+        if progress.scatter_error or first == after:
+            progress.place_from = None
             return True
+        if rate:
+            if wait := self._pace.left(rate):
+                with self._condition:
+                    self._condition.wait(min(wait, _WAIT_INTERVAL))
+                return True
+            self._pace.begin()
+            after = min(after, first + self._pace.chunks(rate, self._chunk_bytes[0]))
+        progress.place_from = None
 
         def told(layers: int) -> None:
-            if not progress.landed[0]:
+            if after - first == job.chunks:
                 self._tell(progress, layers)
 
-        placed = self._placer.place(progress.job, progress.deadline, lambda: progress.cancelled, told)
+        placed = self._placer.place(job, range(first, after), progress.deadline, lambda: progress.cancelled, told)
+        if rate:
+            self._pace.end(placed.moved_bytes)
         progress.landed[0] += placed.chunks
         progress.chunks[0] += placed.chunks
         progress.fetched_bytes += placed.moved_bytes
         progress.delivered_bytes += placed.moved_bytes
         if placed.reason:
             self._end(progress, placed.reason, placed.detail)
+        elif placed.chunks == after - first:
+            progress.place_from = progress.landed[0]
         return not placed.reason
 
     def _tell(self, progress: _Progress, layers: int) -> None:

@@ -53,6 +53,11 @@ class Group:
     chunk_blocks: int
     record_blocks: int
 
+    @property
+    def whole(self) -> bool:
+        """Whether a record has all blocks of its chunk."""
+        return self.record_blocks == self.chunk_blocks
+
     def rows(self, table: Sequence[int], first: int, end: int) -> npt.NDArray[np.int64]:
         """Return the blocks of the records of chunks ``first`` up to ``end``: [chunk, block], as the table has them.
 
@@ -64,8 +69,20 @@ class Group:
         blocks[: len(there)] = there
         return blocks.reshape(end - first, self.chunk_blocks)[:, -self.record_blocks :]
 
+    def tail(self, table: Sequence[int], end_tokens: int) -> npt.NDArray[np.int64]:
+        """Return the blocks of the record of the tail that ends there: [block], as the table has them.
+
+        Those of a chunk's record, were it to end there; or, where that is all of a chunk, those behind its begin.
+        """
+        end = -(-end_tokens // self.block_tokens)
+        first = (end - 1) // self.chunk_blocks * self.chunk_blocks if self.whole else end - self.record_blocks
+        blocks = np.full(self.record_blocks, NULL_BLOCK, np.int64)
+        there = np.asarray(table[max(first, 0) : end], np.int64)
+        blocks[max(-first, 0) :][: len(there)] = there
+        return blocks
+
     def wanted(
-        self, table: Sequence[int], local_tokens: int, end_tokens: int
+        self, table: Sequence[int], local_tokens: int, end_tokens: int, *, tail: bool = False
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return what a load up to ``end_tokens`` takes of this group: chunks, and where their blocks go.
 
@@ -73,6 +90,7 @@ class Group:
             table: the request's blocks of this group.
             local_tokens: that the engine has in its own prefix cache, whose blocks may be shared.
             end_tokens: of the hit.
+            tail: whether its last tokens are in a tail's record (:meth:`tail`), and not in a chunk's.
 
         Returns:
             The chunks' numbers, and [chunk, block] of block numbers or :data:`~host_control.layouts.NOWHERE`.
@@ -88,11 +106,15 @@ class Group:
         target[: local_tokens // self.block_tokens if self.kind != "state" else 0] = NOWHERE
         blocks = np.full(end * self.chunk_blocks, NOWHERE, np.int64)
         blocks[: len(target)] = target
-        chunks = blocks.reshape(end, self.chunk_blocks)[first:]
-        outside = chunks[:, : self.chunk_blocks - self.record_blocks]
+        if tail and not self.whole:  # that record has all that a hit which ends there needs
+            rows = np.full((end - first, self.record_blocks), NOWHERE, np.int64)
+            rows[-1, max(self.record_blocks - len(target), 0) :] = target[-self.record_blocks :]
+            outside = target[: -self.record_blocks]
+        else:
+            chunks = blocks.reshape(end, self.chunk_blocks)[first:]
+            outside, rows = chunks[:, : self.chunk_blocks - self.record_blocks], chunks[:, -self.record_blocks :]
         if (outside != NOWHERE).any():
             raise ValueError(f"group {self.index} wants blocks that no record of {self.record_blocks} blocks holds")
-        rows = chunks[:, -self.record_blocks :]
         (needed,) = np.nonzero((rows != NOWHERE).any(axis=1))
         return first + needed, rows[needed]
 
@@ -131,6 +153,8 @@ class Groups:
         # Of these every leading token is as good as any other, so that all but the last need no computing.
         self._plain = not drafts and all(group.kind == "full" for group in self.groups)
         self._block_tokens = math.gcd(*(group.block_tokens for group in self.groups))
+        self._common = common
+        self._followed = not drafts and not states
         self._coordinator: Any = None
 
     @property
@@ -146,22 +170,69 @@ class Groups:
         """
         return self._block_tokens if self.one else 0
 
+    @property
+    def followed(self) -> bool:
+        """Whether what a running request holds can be saved: not of states, which are kept at the ends of chunks."""
+        return self._followed
+
     def bind(self, kv_cache_manager: Any) -> None:
         """Take the engine's own rules."""
         self._coordinator = kv_cache_manager.coordinator
 
-    def hit_tokens(self, present: Sequence[Flags], tokens: int) -> int:
+    def kept(self, place: int, table: Sequence[int], tokens: int) -> list[int]:
+        """Return a request's table of a group, with the null block for what vLLM lets go behind so many tokens.
+
+        Args:
+            place: of the group.
+            table: as it has grown.
+            tokens: that are computed.
+        """
+        first = min(self._first_kept(place, tokens), len(table))
+        return [NULL_BLOCK] * first + list(table[first:])
+
+    def saved_tokens(self, held_tokens: int, tokens: int) -> int:
+        """Return how many leading tokens can be saved, and then loaded, of a request.
+
+        All of them, where there is one group. Of several, whole blocks of each, or else chunks: a window may have let
+        go of the block with which the one begins that ends a few tokens earlier.
+
+        Args:
+            held_tokens: that it holds.
+            tokens: of these, that are to be saved.
+        """
+        if self.one:
+            return tokens
+        end = tokens // self._common * self._common
+        places = range(len(self.groups))
+        if any(self._first_kept(place, held_tokens) > self._first_kept(place, end) for place in places):
+            end -= end % self.chunk_tokens
+        return end
+
+    def _first_kept(self, place: int, tokens: int) -> int:
+        group = self.groups[place]
+        if group.kind == "full":
+            return 0
+        manager = self._coordinator.single_type_managers[group.index]
+        return int(manager.get_num_skipped_tokens(tokens)) // group.block_tokens
+
+    def hit_tokens(self, present: Sequence[Flags], tokens: int, tail_tokens: int = 0) -> int:
         """Return how many leading tokens can be loaded of a prompt; the last token is always left to be computed.
 
         Args:
-            present: of each group, which chunks are stored.
+            present: of each group, which chunks are stored, and then its tail if there is to be one.
             tokens: of the prompt.
+            tail_tokens: that the tail has; 0 where there is none.
         """
         if self._plain:
-            return min(min(map(leading, present)) * self.chunk_tokens, tokens - 1)
+            count = min(map(leading, present))
+            short = self.chunk_tokens - tail_tokens if tail_tokens and count == len(present[0]) else 0
+            return min(count * self.chunk_tokens - short, tokens - 1)
         if self._coordinator is None:
             return 0
-        ends = {group.index: self._ends(group, flags) for group, flags in zip(self.groups, present, strict=True)}
+        ends = {
+            group.index: self._ends(group, flags, tail_tokens)
+            for group, flags in zip(self.groups, present, strict=True)
+        }
         rule = copy.copy(self._coordinator)
         # vLLM hashes a prompt in steps of its own, which may be shorter than every block.
         step = int(getattr(rule, "hash_block_size", self._block_tokens))
@@ -174,11 +245,17 @@ class Groups:
         hashes = range(step, tokens + 1, step)
         return int(rule.find_longest_cache_hit(hashes, tokens - 1)[1])
 
-    def _ends(self, group: Group, present: Flags) -> set[int]:
+    def _ends(self, group: Group, present: Flags, tail_tokens: int) -> set[int]:
         """Return the ends, in tokens, of a group's blocks that are stored."""
-        blocks = np.zeros((len(present), group.chunk_blocks), np.bool_)
-        blocks[:, -group.record_blocks :] = present[:, None]
-        return set(((np.flatnonzero(blocks) + 1) * group.block_tokens).tolist())
+        chunks = present[:-1] if tail_tokens else present
+        blocks = np.zeros((len(chunks), group.chunk_blocks), np.bool_)
+        blocks[:, -group.record_blocks :] = chunks[:, None]
+        ends = set(((np.flatnonzero(blocks) + 1) * group.block_tokens).tolist())
+        if tail_tokens and present[-1]:
+            end = len(chunks) * group.chunk_blocks + tail_tokens // group.block_tokens
+            tail = group.tail(range(1, end + 1), end * group.block_tokens)
+            ends.update((tail[tail != NULL_BLOCK] * group.block_tokens).tolist())
+        return ends
 
 
 class _StoredBlocks:

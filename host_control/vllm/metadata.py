@@ -60,11 +60,11 @@ class StoreOperation:
         links: of the chunks, which name them for all ranks.
         previous: link of the chunk before the first; ``None`` at the start of a prompt.
         anchored: whether that chunk is known to be stored.
-        blocks: of the chunks' records, chunk after chunk; NOWHERE behind a prompt's tail, which is the last.
+        blocks: of the chunks' records, chunk after chunk; NOWHERE for what a tail's record has nothing in.
         announced: others may wait for them.
         absent_seconds: so long ago the chunks were found absent; ``None`` where they were not looked up.
         lasts_s: seconds after which nobody needs them any more; 0: for good.
-        tail_tokens: where it is a tail, its tokens, which may end within a block; else 0.
+        tail_tokens: of a tail's record that has all blocks of its chunk, its tokens, which may end within one; else 0.
     """
 
     request_id: str

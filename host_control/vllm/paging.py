@@ -9,8 +9,9 @@ import torch
 
 from host_control.config import HostConfig
 from host_control.layouts import NOWHERE
-from host_control.manager import FetchJob, Placed
+from host_control.manager import FetchJob
 from host_control.pages import PageDelivery, SharedPages
+from host_control.placing import Placed
 from host_control.vllm.groups import Groups
 from host_control.vllm.loaded_weights import WeightsWatch
 from host_control.vllm.parts import Part
@@ -47,7 +48,7 @@ def share_pages(
 
 
 class PagePlacer:
-    """Places a load's chunks: a :class:`~host_control.manager.Placer`.
+    """Places a load's chunks: a :class:`~host_control.placing.Placer`.
 
     Args:
         delivery: into the pages.
@@ -69,14 +70,17 @@ class PagePlacer:
         return kept[-1] // self._part.record_blocks + 1 if kept else 0
 
     def place(
-        self, job: FetchJob, deadline: float, cancelled: Callable[[], bool], told: Callable[[int], None]
+        self,
+        job: FetchJob,
+        chunks: range,
+        deadline: float,
+        cancelled: Callable[[], bool],
+        told: Callable[[int], None],
     ) -> Placed:
-        """See :class:`~host_control.manager.Placer`."""
-        first = self.first(job)
-        keys: Sequence[bytes] = job.keys[0][first:]
-        if not keys:
-            return Placed(0)
-        blocks = self._blocks(job)[first * self._part.record_blocks :]
+        """See :class:`~host_control.placing.Placer`."""
+        each = self._part.record_blocks
+        keys: Sequence[bytes] = job.keys[0][chunks.start : chunks.stop]
+        blocks = self._blocks(job)[chunks.start * each : chunks.stop * each]
         answer = self._delivery.fetch(keys, blocks, deadline, cancelled, told)
         if answer is None:
             return Placed(0)

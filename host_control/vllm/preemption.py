@@ -5,7 +5,8 @@ them in that step. A preempted request is nothing then but its tokens: its table
 hears of it, so that tables are followed here, step by step. At the beginning of that step, before anybody writes, the
 workers copy what the request holds and storage does not to where chunks wait to be stored: chunks that were not stored
 as they were completed, and all tokens behind the last, a *tail* (:mod:`host_control.handover`). Then the step in which
-it runs again computes one token of it, like any that decodes.
+it runs again computes one token of it, like any that decodes. With windows beside full attention a tail ends with a
+block, since what a window has let go of is gone, and up to a block of tokens is computed.
 
 Nobody but this request will ask for that tail, and only until it runs again. So it goes to the tiers of this host,
 where there are any, and ends by itself.
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from host_control.lookup import LookupAnswer, PrefixLookup
-from host_control.vllm.groups import Group
+from host_control.vllm.groups import Groups
 from host_control.vllm.metadata import StoreOperation
 from host_control.vllm.stores import Stores
 
@@ -33,12 +34,12 @@ class Held:
 
     Attributes:
         request_id: whose.
-        blocks: its table.
+        blocks: its table of each group.
         tokens: leading ones whose KV is there after its last step, drafts included.
     """
 
     request_id: str
-    blocks: list[int]
+    blocks: list[list[int]]
     tokens: int
 
 
@@ -50,6 +51,7 @@ class Saved:
         tokens: leading ones.
         chunk_tokens: tokens in a chunk.
         links: of its chunks, and then of its tail if it has one.
+        held: of these, of each group, what it held a block of, which a load will take again.
         preemptions: of the request, this one included.
         until: when (monotonic) nobody waits any more for it to be stored.
         ranks: that have not yet said that it is stored, or dropped.
@@ -58,6 +60,7 @@ class Saved:
     tokens: int
     chunk_tokens: int
     links: list[bytes]
+    held: list[list[bytes]]
     preemptions: int
     until: float
     ranks: int
@@ -82,8 +85,7 @@ class Preemption:
     """Follows what running requests hold, and has it saved. On the engine's thread alone.
 
     Args:
-        group: the only one, of full attention.
-        chunk_tokens: tokens in a chunk.
+        groups: of full attention, and windows.
         lookup: of the requests.
         stores: makes operations.
         ranks: workers, each of which saves its part.
@@ -91,10 +93,12 @@ class Preemption:
     """
 
     def __init__(
-        self, group: Group, chunk_tokens: int, lookup: PrefixLookup, stores: Stores, *, ranks: int, timeout: float
+        self, groups: Groups, lookup: PrefixLookup, stores: Stores, *, ranks: int, timeout: float
     ) -> None:
-        self._group = group
-        self._chunk_tokens = chunk_tokens
+        self._groups = groups
+        self._chunk_tokens = groups.chunk_tokens
+        # What is kept of every chunk is stored last: where a lookup sees that, it can have the rest.
+        self._order = sorted(enumerate(groups.groups), key=lambda placed: placed[1].kind == "full")
         self._lookup = lookup
         self._stores = stores
         self._ranks = ranks
@@ -110,28 +114,36 @@ class Preemption:
         lost = [held for name in output.preempted_req_ids or () if (held := self._held.pop(name, None)) is not None]
         if lost:
             self._cut(lost, output)
-        group, scheduled = self._group.index, output.num_scheduled_tokens
+        scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             end = new.num_computed_tokens + scheduled[new.req_id]
-            self._held[new.req_id] = Held(new.req_id, list(new.block_ids[group]), end)
+            self._held[new.req_id] = Held(new.req_id, self._tables(new.block_ids), end)
         cached = output.scheduled_cached_reqs
         steps = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
         for name, computed, blocks in steps:
             if blocks is not None and name in cached.resumed_req_ids:
-                self._held[name] = Held(name, list(blocks[group]), computed + scheduled[name])
+                self._held[name] = Held(name, self._tables(blocks), computed + scheduled[name])
             elif (held := self._held.get(name)) is not None:
                 held.tokens = computed + scheduled[name]
                 if blocks is not None:
-                    held.blocks += blocks[group]
+                    for group, table in zip(self._groups.groups, held.blocks, strict=True):
+                        table += blocks[group.index]
         return lost
+
+    def _tables(self, blocks: Sequence[Sequence[int]]) -> list[list[int]]:
+        return [list(blocks[group.index]) for group in self._groups.groups]
 
     def _cut(self, lost: Sequence[Held], output: Any) -> None:
         """Leave out blocks that a worker may have written before it is asked to save: vLLM zeroes and copies first."""
         written = set(output.new_block_ids_to_zero or ())
         written.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
         for held in lost if written else ():
-            whole = next((place for place, block in enumerate(held.blocks) if block in written), len(held.blocks))
-            held.tokens = min(held.tokens, whole * self._group.block_tokens)
+            tokens, one = held.tokens, self._groups.one
+            for place, table in enumerate(held.blocks):
+                kept = self._groups.kept(place, table, tokens)
+                if (whole := next((index for index, block in enumerate(kept) if block in written), None)) is not None:
+                    # Of several, windows have let go of what a hit would need that ends earlier.
+                    held.tokens = min(tokens, whole * self._groups.groups[0].block_tokens) if one else 0
 
     def save(self, request: Any, held: Held, *, again: bool, tokens_max: int | None) -> list[StoreOperation]:
         """Return what the workers have to store of a request that is preempted; nothing where that is not a block.
@@ -148,7 +160,9 @@ class Preemption:
         tokens = min(held.tokens, request.num_tokens - 1)
         if tokens_max is not None:
             tokens = min(tokens, tokens_max)
-        if tokens % self._chunk_tokens < self._group.block_tokens:
+        groups = self._groups
+        tokens = groups.saved_tokens(held.tokens, tokens)
+        if tokens % self._chunk_tokens < groups.groups[0].block_tokens:
             tokens -= tokens % self._chunk_tokens  # a few behind a chunk are sooner computed than fetched
         if links is None or tokens <= 0:
             return []
@@ -158,21 +172,26 @@ class Preemption:
             tokens,
             self._chunk_tokens,
             links[:end],
+            [[] for _ in groups.groups],
             request.num_preemptions,
             time.monotonic() + self._timeout,
             self._ranks,
         )
-        there = present[0] if present is not None else None
-        operations = list(
-            self._stores.chunks(request_id, self._group, held.blocks, links, (0, end), there, again=again)
-        )  # fmt: skip
+        tables = [groups.kept(place, table, held.tokens) for place, table in enumerate(held.blocks)]
+        operations = list[StoreOperation]()
+        for place, group in self._order:
+            there = present[place] if present is not None else None
+            operations += self._stores.chunks(request_id, group, tables[place], links, (0, end), there, again=again)
+            held_rows = group.rows(tables[place], 0, end).any(axis=1)
+            saved.held[place] = [link for link, any_held in zip(links[:end], held_rows, strict=True) if any_held]
         if saved.tail_tokens:
             link = self._stores.tail_link(links, request, tokens)
             saved.links.append(link)
-            tail = self._stores.tail(
-                request_id, self._group, held.blocks, links, link, tokens, lasts_s=TAIL_LASTS_S
-            )  # fmt: skip
-            operations.append(tail)
+            for place, group in self._order:
+                saved.held[place].append(link)
+                operations.append(
+                    self._stores.tail(request_id, group, tables[place], links, link, tokens, lasts_s=TAIL_LASTS_S)
+                )
         self._saved[request_id] = saved
         return operations
 

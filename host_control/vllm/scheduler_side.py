@@ -153,10 +153,9 @@ class SchedulerSide:
         if self._fetch:
             self.waiting = WaitingQueue(self._lookup.chains, self._clients, by_priority=self._by_priority)
         self._stores = Stores(self._model, self._chunk_tokens, self._lookup)
-        if self._fetch and self._store and self._rules.tail_block_tokens:
+        if self._fetch and self._store and self._rules.followed:
             self._preemption = Preemption(
-                self._groups[0],
-                self._chunk_tokens,
+                self._rules,
                 self._lookup,
                 self._stores,
                 ranks=len(handshakes),
@@ -249,8 +248,9 @@ class SchedulerSide:
             if usable < worth:
                 return 0
         links = self._lookup.links(request.request_id)
+        tracked.offered_tail = 0
         if saved is not None and (answer.tail or links is None):
-            links = saved.links
+            links, tracked.offered_tail = saved.links, saved.tail_tokens and saved.tokens
         elif answer.tail and links is not None:
             links = [*links[: tracked.tail_end // self._chunk_tokens], *self._lookup.tail(request.request_id)]
         tracked.offered, tracked.offered_epoch, tracked.offered_cut = links, self.epochs.current, answer.cut
@@ -398,7 +398,8 @@ class SchedulerSide:
         )
         try:
             for group in self._groups:
-                chunks, blocks = group.wanted(tables[group.index], tracked.local_tokens, end_tokens)
+                tail = end_tokens == tracked.offered_tail
+                chunks, blocks = group.wanted(tables[group.index], tracked.local_tokens, end_tokens, tail=tail)
                 links = [tracked.offered[chunk] for chunk in chunks.tolist()]
                 numbers = (chunks - tracked.local_tokens // self._chunk_tokens).tolist()
                 operation.groups[group.index] = GroupLoad(links, blocks.reshape(-1).tolist(), numbers)
@@ -548,7 +549,7 @@ class SchedulerSide:
                 tracked.stored_chunks = max(tracked.stored_chunks, saved.tokens // self._chunk_tokens)
                 self.counts.add("saved_tokens", saved.tokens)
                 if self.waiting is not None and self._lookup is not None:
-                    self.waiting.wants(held.request_id, self._lookup.chains_of(saved.links))
+                    self.waiting.wants(held.request_id, self._lookup.chains_of(saved.held))
                 yield held.request_id, saves
 
     def _saved(self, request: Any) -> Saved | None:

@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from host_control.layouts import NOWHERE
 from host_control.lookup import PrefixLookup
 from host_control.vllm.groups import NULL_BLOCK, Group
@@ -103,7 +105,7 @@ class Stores:
             lasts_s: seconds after which nobody needs it any more; 0: it is stored as chunks are.
         """
         before = end_tokens // self._chunk_tokens
-        there = list(table[before * group.chunk_blocks : -(-end_tokens // group.block_tokens)])
+        blocks = group.tail(table, end_tokens)
         present = self._lookup.present(request_id)
         return StoreOperation(
             request_id=request_id,
@@ -111,11 +113,11 @@ class Stores:
             links=[link],
             previous=links[before - 1] if before else None,
             anchored=present is not None and before <= leading(present[0]),
-            blocks=there + [NOWHERE] * (group.chunk_blocks - len(there)),
+            blocks=np.where(blocks == NULL_BLOCK, NOWHERE, blocks).tolist(),
             announced=announced,
             absent_seconds=self.absent_seconds(request_id),
             lasts_s=lasts_s,
-            tail_tokens=end_tokens - before * self._chunk_tokens,
+            tail_tokens=end_tokens - before * self._chunk_tokens if group.whole else 0,
         )
 
     def tail_link(self, links: Sequence[bytes], request: Any, end_tokens: int) -> bytes:

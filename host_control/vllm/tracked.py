@@ -24,6 +24,7 @@ class Tracked:
     stored_chunks: int = 0  # leading chunks that are stored or on their way
     local_tokens: int = 0  # the engine's own prefix, when the last offer was made
     offered: list[bytes] | None = None  # links of the chunks that it could load
+    offered_tail: int = 0  # tokens up to the end of the tail of what was saved of it, if that is among them
     handover: Handover = field(default_factory=Handover)
     tail_end: int = 0  # tokens up to the end of the prompt's tail, which has a record of its own; 0 where it has none
     tail_stored: bool = False  # or on its way

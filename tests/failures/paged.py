@@ -14,8 +14,9 @@ from outcomes import BOUND_S, Outcome, Tally
 
 from host_control.client import DataPlaneClient
 from host_control.destination import Destination
-from host_control.manager import FetchJob, FetchResult, KVCacheManager, Placed
+from host_control.manager import FetchJob, FetchResult, KVCacheManager
 from host_control.pages import PageDelivery, SharedPages
+from host_control.placing import Placed
 from host_control.vllm.loaded_weights import WeightsWatch
 from host_control.vllm.paging import PagePlacer
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
@@ -49,13 +50,14 @@ class Shape:
 
 
 class _Placer(PagePlacer):
-    """Counts the bytes that devices have brought into pages."""
+    """Counts the bytes that devices have brought into pages, and the calls for them."""
 
-    straight_bytes = 0
+    straight_bytes = calls = 0
 
     def place(self, *arguments: Any) -> Placed:
         placed = super().place(*arguments)
         self.straight_bytes += placed.moved_bytes
+        self.calls += 1
         return placed
 
 
@@ -107,6 +109,15 @@ class PagedEngine:
     def straight_bytes(self) -> int:
         """Bytes that devices have brought into pages."""
         return self._placer.straight_bytes
+
+    @property
+    def calls(self) -> int:
+        """Calls for chunks that devices may have."""
+        return self._placer.calls
+
+    def hold(self, rate: int) -> None:
+        """Hold loads to so many bytes a second from now on, as beside an engine that decodes; 0: no bound."""
+        self._manager.rate = rate
 
     # ---- Blocks
 
