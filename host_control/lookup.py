@@ -370,9 +370,9 @@ class PrefixLookup:
         lookup.present, lookup.asked = [flags[:whole] for flags in own.present], asked
         present = [flags[:whole] for flags in best.present]
         tokens = self._rule(present, lookup.length) if whole else 0
+        tail = hits > whole and self._has_tail(lookup, best, whole)
         lookup.so_far = LookupAnswer(
-            tokens, "complete", cut=best.cut, present=present, tail=hits > whole and self._has_tail(lookup, best, whole),
-            chunk_bytes=best.chunk_bytes,
+            tokens, "complete", cut=best.cut, present=present, tail=tail, chunk_bytes=best.chunk_bytes,
             cold_seconds=best.cold_seconds,
         )  # fmt: skip
         if hits < len(wanted) and self._is_coming(lookup, hits, best.coming):

@@ -202,6 +202,8 @@ class Groups:
         """
         if self.one:
             return tokens
+        if self._coordinator is None:
+            return 0
         end = tokens // self._common * self._common
         places = range(len(self.groups))
         if any(self._first_kept(place, held_tokens) > self._first_kept(place, end) for place in places):

@@ -92,9 +92,7 @@ class Preemption:
         timeout: seconds that a request waits at most for what is saved of it to be stored.
     """
 
-    def __init__(
-        self, groups: Groups, lookup: PrefixLookup, stores: Stores, *, ranks: int, timeout: float
-    ) -> None:
+    def __init__(self, groups: Groups, lookup: PrefixLookup, stores: Stores, *, ranks: int, timeout: float) -> None:
         self._groups = groups
         self._chunk_tokens = groups.chunk_tokens
         # What is kept of every chunk is stored last: where a lookup sees that, it can have the rest.
@@ -182,8 +180,8 @@ class Preemption:
         for place, group in self._order:
             there = present[place] if present is not None else None
             operations += self._stores.chunks(request_id, group, tables[place], links, (0, end), there, again=again)
-            held_rows = group.rows(tables[place], 0, end).any(axis=1)
-            saved.held[place] = [link for link, any_held in zip(links[:end], held_rows, strict=True) if any_held]
+            rows = group.rows(tables[place], 0, end).tolist()
+            saved.held[place] = [link for link, row in zip(links[:end], rows, strict=True) if any(row)]
         if saved.tail_tokens:
             link = self._stores.tail_link(links, request, tokens)
             saved.links.append(link)

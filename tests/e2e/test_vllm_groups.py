@@ -88,3 +88,43 @@ def take_over(engine: Any, plane: Any, prompt: list[int], expected: list[int], s
         assert list(output.outputs[0].token_ids) == expected
         assert output.num_cached_tokens in hits
         assert engine.counters().get("load_failures/announced_gone", 0) == int(not comes)
+
+
+def test_with_windows_a_preempted_request_goes_on_at_its_last_block(
+    family: Any, make_engine: Any, plane: Any, prompt: Any
+) -> None:
+    """Symptom: with windows, what was behind the last chunk was computed again, though full attention had it."""
+    generated, prompts = 110, [prompt(300, seed) for seed in range(4)]
+    options = {"model": family("gpt_oss"), "num_gpu_blocks_override": 45}
+    engine = make_engine(plane.address, max_num_batched_tokens=96, max_model_len=1200, **options)
+    try:
+        alone = [engine.outputs([each], generated)[0] for each in prompts]
+        engine.reset(plane, records=True)
+        computed, again_at_most, schedule = Counter[str](), list[int](), engine.scheduler.schedule
+        groups = engine.connector._groups
+        (block,) = {group.block_tokens for group in groups.groups}
+
+        def scheduled(*arguments: Any) -> Any:
+            output = schedule(*arguments)
+            computed.update(output.num_scheduled_tokens)
+            for name in output.preempted_req_ids:
+                # Of what ends with a block the window lets go when there is a block behind it but for one token.
+                behind = engine.scheduler.requests[name].num_tokens % block
+                again_at_most.append(block if behind else groups.chunk_tokens)
+            return output
+
+        engine.scheduler.schedule = scheduled
+        assert engine.outputs(prompts, generated) == alone
+        assert again_at_most, "the test wants preemptions"
+        again = sum(computed.values()) - sum(len(each) + generated - 1 for each in prompts)
+        assert again < sum(again_at_most), "up to a block for each, and not a chunk"
+        counted = engine.counted_since()
+        assert 0 < counted["restored_tokens"] <= counted["saved_tokens"] <= counted["preempted_tokens"]
+        tails = {key for request in plane.stores if request.lasts_ms for key in request.keys}
+        assert len(tails) >= 2 and tails <= {key for part in plane.fetches for key in part.keys}, "of each group"
+        engine.reset(plane, records=True)
+        plane.script.fail_fetch_at = 1
+        assert engine.outputs(prompts, generated) == alone, "what falls short is computed"
+        assert engine.free_blocks() == options["num_gpu_blocks_override"] - 1
+    finally:
+        engine.close()

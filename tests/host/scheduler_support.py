@@ -127,6 +127,9 @@ class Request(SimpleNamespace):
         return len(self.prompt_token_ids)
 
 
+_GROUPS_MAX = 4
+
+
 def step(
     new: dict[str, tuple[int, int]] | None = None,
     cached: dict[str, tuple[int, int]] | None = None,
@@ -143,7 +146,7 @@ def step(
     scheduled_tokens = {name: scheduled for name, (_, scheduled) in {**new, **cached}.items()}
 
     def table(name: str) -> Any:
-        return tuple((tables or {}).get(name, (list(range(1000, 1100)),)))
+        return tuple((tables or {}).get(name, [list(range(1000, 1100)) for _ in range(_GROUPS_MAX)]))
 
     return SimpleNamespace(
         num_scheduled_tokens=scheduled_tokens,

@@ -25,8 +25,9 @@ WAITS = Handover(waits=PATIENCE_S)
 MINUTE_MS = 60_000
 
 
-def leading_tokens(present: Sequence[Flags], tokens: int) -> int:
-    return min(leading(present[0]) * CHUNK, tokens)
+def leading_tokens(present: Sequence[Flags], tokens: int, tail_tokens: int = 0) -> int:
+    chunks = leading(present[0])
+    return min(chunks * CHUNK - (CHUNK - tail_tokens if tail_tokens and chunks == len(present[0]) else 0), tokens)
 
 
 def make(client: DataPlaneClient, timeout: float = PATIENCE_S, *, loads_wait: bool = False) -> PrefixLookup:

@@ -88,7 +88,7 @@ def test_each_group_is_asked_for_in_one_round_trip_and_the_rule_is_told_of_each(
     groups = [[(client, parts[0]), (client, parts[1])], [(client, parts[2])], [(client, parts[3]), (client, parts[4])]]
     told: list[Any] = []
 
-    def rule(present: Sequence[Flags], tokens: int) -> int:
+    def rule(present: Sequence[Flags], tokens: int, tail_tokens: int = 0) -> int:
         told.append(([flags.tolist() for flags in present], tokens))
         return 7
 
@@ -113,7 +113,7 @@ def test_a_rule_that_fails_is_a_miss_that_says_so(
 ) -> None:
     """It is another project's code, and changes with it."""
 
-    def rule(present: Sequence[Flags], tokens: int) -> int:
+    def rule(present: Sequence[Flags], tokens: int, tail_tokens: int = 0) -> int:
         raise AttributeError("no such attention group")
 
     lookup = PrefixLookup(MODEL, [[(client, NAMESPACES[0])]], rule, chunk_tokens=CHUNK, timeout=PATIENCE_S)

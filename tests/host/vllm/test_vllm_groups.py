@@ -192,6 +192,82 @@ def test_a_load_fills_every_block_that_vllm_expects_to_be_filled_and_no_other(mo
     assert loads > 2
 
 
+def computed_in_steps(draw: random.Random, manager: Any, one: Any, groups: Any, held: int) -> list[list[int]]:
+    """Have a request compute so many tokens; return its tables of blocks as one sees them grow."""
+    tables: list[list[int]] = [[] for _ in groups.groups]
+    while one.num_computed_tokens < held:
+        new = min(draw.choice([1, 7, 300]), held - one.num_computed_tokens)
+        blocks = manager.allocate_slots(one, new).get_block_ids()
+        for group, table in zip(groups.groups, tables, strict=True):
+            table += blocks[group.index]
+        one.num_computed_tokens += new
+    return tables
+
+
+def positions(group: Any, chunk: int, tail_end: int) -> list[int]:
+    """Return which blocks of a table a chunk's record has, or the tail's, whose end is not 0; -1 for none."""
+    if tail_end:
+        return [int(number) - 1 for number in group.tail(range(1, CHUNKS * CHUNK), tail_end)]
+    end = (chunk + 1) * group.chunk_blocks
+    return list(range(end - group.record_blocks, end))
+
+
+FOLLOWED = {name: model for name, model in MODELS.items() if not model.drafts and "states" not in name}
+
+
+@pytest.mark.parametrize("model", FOLLOWED.values(), ids=list(FOLLOWED))
+def test_what_a_running_request_holds_is_all_that_vllm_expects_to_be_filled_when_it_comes_back(model: Model) -> None:
+    draw, ends = random.Random(8), []
+    groups = model.groups()
+    assert groups.followed
+    for _ in range(60):
+        held, manager = draw.randrange(CHUNK, (CHUNKS - 1) * CHUNK), model.manager()
+        groups.bind(manager)
+        one = request(manager, held + 1)
+        tables = computed_in_steps(draw, manager, one, groups, held)
+        if draw.random() < 0.5:  # as it does for a request that preempts itself
+            manager.coordinator.remove_skipped_blocks("r", held)
+        now = manager.get_block_ids("r")
+        kept = [groups.kept(place, table, held) for place, table in enumerate(tables)]
+        for group, table in zip(groups.groups, kept, strict=True):
+            assert len(table) == len(now[group.index])
+            assert all(block in (0, own) for block, own in zip(table, now[group.index], strict=True)), "others' by now"
+        end = groups.saved_tokens(held, held)
+        whole, size = divmod(end, CHUNK)
+        assert 0 <= held - end < (CHUNK if not size else math.lcm(*(group.block_tokens for group in groups.groups)))
+        ends.append(size)
+        present = [np.ones(whole + bool(size), np.bool_) for _ in groups.groups]
+        assert groups.hit_tokens(present, end + 1, size) == end
+        for flags in present if size else ():
+            flags[-1] = False
+            if not any(kind == "local" for kind, _ in model.kinds):  # which may need nothing of it
+                assert groups.hit_tokens(present, end + 1, size) == whole * CHUNK, "a group lacks its tail"
+            flags[-1] = True
+        again = model.manager()
+        groups.bind(again)
+        back = request(again, held + 1)
+        nothing, own, _ = again.get_computed_blocks(back)
+        assert own == 0
+        assert again.allocate_slots(
+            back, 0, 0, nothing, num_external_computed_tokens=end, delay_cache_blocks=True
+        )  # fmt: skip
+        filled = again.get_block_ids("r")
+        for group, table in zip(groups.groups, kept, strict=True):
+            own_table = filled[group.index][: -(-end // group.block_tokens)]
+            chunks, rows = group.wanted(filled[group.index], 0, end, tail=size > 0)
+            found: dict[int, int] = {}
+            for chunk, row in zip(chunks.tolist(), rows.tolist(), strict=True):
+                tail_end = end if chunk == whole else 0
+                for place, block in zip(positions(group, chunk, tail_end), row, strict=True):
+                    if block != NOWHERE:
+                        assert not tail_end or table[place], "what was saved has it"
+                        found[place] = block
+            assert found == {place: block for place, block in enumerate(own_table) if block}
+    # A window that is no multiple of a block lets go of the first one that a hit needs which ends with a block.
+    in_blocks = all(size % BLOCK == 0 for _, size in model.kinds)
+    assert sum(size > 0 for size in ends) > (40 if in_blocks else 2), "tails, and not only chunks"
+
+
 def test_a_block_that_no_record_holds_fails_the_load() -> None:
     (_, group) = Model([FULL, ("window", 64)]).groups().groups
     assert group.record_blocks == 2

@@ -15,10 +15,12 @@ from scheduler_support import (
     full,
     groups_of,
     keys,
+    kv_cache_manager,
     links,
     matched,
     namespace_of,
     report,
+    state,
     step,
     window,
 )
@@ -84,7 +86,7 @@ def test_blocks_of_later_steps_are_followed(make_side: Any, plane: ScriptedDataP
     request.all_token_ids += range(BLOCK)
     later = step(cached={"r": (END, BLOCK)})
     later.scheduled_cached_reqs.new_block_ids = [([77],)]
-    table = side._preemption._held["r"].blocks
+    (table,) = side._preemption._held["r"].blocks
     del table[10:]
     side.step(later)
     (_, tail) = preempt(side, request).saves["r"]
@@ -311,15 +313,104 @@ def test_a_prompt_that_is_handed_over_keeps_its_own_tail(make_side: Any, plane: 
     assert tail.announced and not tail.lasts_s
 
 
-def test_with_windows_preempted_requests_are_computed_behind_their_last_chunk(
+FULL, WINDOW = 0, 1
+HELD = 2 * CHUNK + BLOCK + 5
+"""Of what a request has computed that is preempted, with a window of three blocks of four."""
+
+
+def windowed(make_side: Any, **options: Any) -> Any:
+    """Return a side of an engine with full attention and a window, which knows vLLM's rules."""
+    specs = full(), window(3 * BLOCK)
+    groups = groups_of(*specs)
+    groups.bind(kv_cache_manager(*specs))
+    return make_side(groups=groups, **options)
+
+
+def preempted(side: Any, plane: ScriptedDataPlane, held: int = HELD, **more: Any) -> tuple[Request, Any]:
+    """Return a request that is preempted behind so many tokens, and what is saved of it, by group and link."""
+    tables = {"r": (list(range(1000, 1040)), list(range(2000, 2040)))}
+    request = arrive(side, plane, TOKENS)
+    matched(side, request)
+    assert side.step(step(new={"r": (0, held)}, tables=tables)).stores
+    request.num_preemptions += 1
+    output = step(preempted=["r"])
+    vars(output).update(more)
+    saves = side.step(output).saves.get("r", [])
+    return request, {(each.group, each.links[-1]): each for each in saves}
+
+
+def test_with_windows_whole_blocks_are_saved_of_what_they_still_hold(make_side: Any, plane: ScriptedDataPlane) -> None:
+    """Symptom: with windows, a request that came back computed all that was behind its last chunk."""
+    request, saves = preempted(windowed(make_side), plane)
+    end = HELD - 5
+    tail = tail_of(TOKENS, end)
+    assert saves[FULL, tail].blocks == [1008, NOWHERE, NOWHERE, NOWHERE]
+    assert saves[WINDOW, tail].blocks == [2006, 2007, 2008], "all that a hit needs of it which ends there"
+    assert saves[FULL, tail].lasts_s == saves[WINDOW, tail].lasts_s > 0
+    assert saves[FULL, links(TOKENS)[1]].blocks == list(range(1000, 1008))
+    assert list(saves)[1:] == [(WINDOW, tail), (FULL, tail)], "what is kept of every chunk is stored last"
+    assert (WINDOW, links(TOKENS)[1]) not in saves, "it was stored as it was completed, and is let go of in part"
+
+
+@pytest.mark.parametrize("under_way", [True, False])
+def test_with_windows_what_was_saved_is_loaded_to_the_end_of_its_last_block(
+    make_side: Any, plane: ScriptedDataPlane, under_way: bool
+) -> None:
+    side = windowed(make_side)
+    request, saves = preempted(side, plane)
+    end, names = HELD - 5, [*links(TOKENS)[:2], tail_of(TOKENS, HELD - 5)]
+    if not under_way:
+        for group, held in ((FULL, names), (WINDOW, names[1:])):
+            plane.records.update(dict.fromkeys(record_keys(namespace_of(0, group), held), b""))
+        side.worker_output(None, report(saved={"r": 1}))
+    assert matched(side, request) == end
+    side.allocated(request, [list(range(300, 310)), [0] * 6 + list(range(406, 410))], end)
+    (load,) = side.step(step()).loads
+    assert (load.groups[FULL].links, load.groups[WINDOW].links) == (names, names[2:])
+    assert load.groups[FULL].blocks == [*range(300, 309), NOWHERE, NOWHERE, NOWHERE]
+    assert load.groups[WINDOW].blocks == [406, 407, 408] and load.groups[WINDOW].chunks == [2]
+    assert (load.arrived is not None) is under_way
+
+
+def test_with_windows_a_tail_that_a_group_lacks_is_computed(make_side: Any, plane: ScriptedDataPlane) -> None:
+    """They count as there by the group that is stored last; but a record may have been evicted, or dropped."""
+    side = windowed(make_side)
+    request, _ = preempted(side, plane)
+    names = [*links(TOKENS)[:2], tail_of(TOKENS, HELD - 5)]
+    plane.records.update(dict.fromkeys(record_keys(namespace_of(0, FULL), names), b""))
+    plane.records.update(dict.fromkeys(record_keys(namespace_of(0, WINDOW), names[:2]), b""))
+    side.worker_output(None, report(saved={"r": 1}))
+    side.matched_tokens(request, 0)
+    wait_for(lambda: side._lookup.poll("r"))
+    assert side.matched_tokens(request, 0) == 2 * CHUNK
+
+
+@pytest.mark.parametrize("held", [2 * CHUNK + BLOCK - 1, 2 * CHUNK + 2 * BLOCK - 1])
+def test_with_windows_nothing_is_saved_of_what_they_have_let_go(
+    make_side: Any, plane: ScriptedDataPlane, held: int
+) -> None:
+    """The block that a shorter hit would begin with; or there is less than a block behind the last chunk."""
+    _, saves = preempted(windowed(make_side), plane, held)
+    assert all(each.links[-1] in links(TOKENS) for each in saves.values())
+
+
+def test_with_windows_nothing_is_saved_where_a_worker_has_written_before(
     make_side: Any, plane: ScriptedDataPlane
 ) -> None:
-    side = make_side(groups=groups_of(full(), window(CHUNK)))
-    tables = {"r": (list(range(1000, 1040)), list(range(2000, 2040)))}
-    request = arrive(side, plane, PROMPT)
-    matched(side, request)
-    assert side.step(step(new={"r": (0, len(PROMPT))}, tables=tables)).stores
-    assert preempt(side, request).saves == {}
+    """Of what a shorter hit needs windows have let go; what they have let go of may be written."""
+    _, saves = preempted(windowed(make_side), plane, new_block_ids_to_zero=[1008])
+    assert saves == {}
+    _, saves = preempted(windowed(make_side), plane, new_block_ids_to_zero=[2001])
+    assert len(saves) == 3
+
+
+def test_of_engines_with_states_nothing_is_saved(make_side: Any, plane: ScriptedDataPlane) -> None:
+    specs = full(), state(block_size=CHUNK)
+    groups = groups_of(*specs)
+    groups.bind(kv_cache_manager(*specs))
+    side = make_side(groups=groups)
+    _, saves = preempted(side, plane)
+    assert saves == {}
 
 
 def test_a_request_that_ends_while_it_is_saved_is_forgotten(make_side: Any, plane: ScriptedDataPlane) -> None:
