@@ -31,8 +31,9 @@ PARTS: Final = (MEMORY, SSD, REMOTE)
 PEER_MEMORY, PEER_DISK = "LMCache, memory", "LMCache, files"
 DEVICE: Final = "device alone"
 BOUND: Final = "what the three parts allow"
-READERS: Final = 8
-PIECE_BYTES: Final = 4 << 20
+READERS: Final = 32
+"""Of the device alone: fewer had less of a device that others share than the pool's many requests have."""
+PIECE_BYTES: Final = 1 << 20
 LINE_TIMEOUT_S: Final = 60.0
 MORE: Final = 2
 """Chunks behind those that are measured: one to touch memory with, and one that storage alone has."""
