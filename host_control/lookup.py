@@ -40,9 +40,6 @@ class Rule(Protocol):
         """
 
 
-"""Returns how many leading tokens of a prompt of so many can be loaded, from the chunks that each group has stored."""
-
-
 @dataclass(frozen=True)
 class LookupAnswer:
     """What a lookup found.

@@ -104,13 +104,13 @@ class Group:
         target = np.where(target == NULL_BLOCK, NOWHERE, target)
         # The state at the hit's end is one block, whatever came before it.
         target[: local_tokens // self.block_tokens if self.kind != "state" else 0] = NOWHERE
-        blocks = np.full(end * self.chunk_blocks, NOWHERE, np.int64)
-        blocks[: len(target)] = target
         if tail and not self.whole:  # that record has all that a hit which ends there needs
             rows = np.full((end - first, self.record_blocks), NOWHERE, np.int64)
             rows[-1, max(self.record_blocks - len(target), 0) :] = target[-self.record_blocks :]
             outside = target[: -self.record_blocks]
         else:
+            blocks = np.full(end * self.chunk_blocks, NOWHERE, np.int64)
+            blocks[: len(target)] = target
             chunks = blocks.reshape(end, self.chunk_blocks)[first:]
             outside, rows = chunks[:, : self.chunk_blocks - self.record_blocks], chunks[:, -self.record_blocks :]
         if (outside != NOWHERE).any():
@@ -133,6 +133,7 @@ class Groups:
         groups: those that vLLM's own prefix cache has, too.
         chunk_tokens: tokens in a chunk: those configured, or as few more as make whole blocks of every group. Where
             there are states, those of a block: states are kept at the ends of blocks, and only a chunk's end is named.
+        followed: whether what running requests hold can be saved: not of states, which are kept at the ends of chunks.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: HostConfig) -> None:
@@ -154,7 +155,7 @@ class Groups:
         self._plain = not drafts and all(group.kind == "full" for group in self.groups)
         self._block_tokens = math.gcd(*(group.block_tokens for group in self.groups))
         self._common = common
-        self._followed = not drafts and not states
+        self.followed = not drafts and not states
         self._coordinator: Any = None
 
     @property
@@ -169,11 +170,6 @@ class Groups:
         It may where every leading token is as good as any other: of windows and states only a chunk's end has one.
         """
         return self._block_tokens if self.one else 0
-
-    @property
-    def followed(self) -> bool:
-        """Whether what a running request holds can be saved: not of states, which are kept at the ends of chunks."""
-        return self._followed
 
     def bind(self, kv_cache_manager: Any) -> None:
         """Take the engine's own rules."""

@@ -98,6 +98,8 @@ class Stores:
     ) -> StoreOperation:
         """Have the tokens stored behind the last whole chunk: a chunk's record, with nothing behind them.
 
+        Of a window that is shorter than a chunk, what a hit needs that ends with them (:meth:`Group.tail`).
+
         Args:
             request_id, group, table, links, announced: as of :meth:`chunks`.
             link: of the tail.
