@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from machine import PATIENCE_S, wait_for
+from scripted import Spoilt
 
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -125,6 +126,10 @@ def test_with_windows_a_preempted_request_goes_on_at_its_last_block(
         engine.reset(plane, records=True)
         plane.script.fail_fetch_at = 1
         assert engine.outputs(prompts, generated) == alone, "what falls short is computed"
+        assert engine.counted_since()["load_failures/corrupt"] >= 1
+        engine.reset(plane, records=True)
+        plane.records = Spoilt(plane)
+        assert engine.outputs(prompts, generated) != alone, "outputs tell what was saved"
         assert engine.free_blocks() == options["num_gpu_blocks_override"] - 1
     finally:
         engine.close()

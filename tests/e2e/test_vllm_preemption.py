@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 import pytest
 from engine_stress import Script, Stress
+from scripted import Spoilt
 
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -61,17 +62,6 @@ def steps(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Steps:
 
     monkeypatch.setattr(engine.scheduler, "schedule", scheduled)
     return steps
-
-
-class Spoilt(dict[bytes, bytes]):
-    """Records of which those that are stored for a while hold other bytes."""
-
-    def __init__(self, plane: Any) -> None:
-        super().__init__()
-        self._plane = plane
-
-    def setdefault(self, key: bytes, value: bytes) -> bytes:  # type: ignore[override]
-        return super().setdefault(key, value if not self._plane.stores[-1].lasts_ms else value[::-1])
 
 
 class Refusing(set[bytes]):

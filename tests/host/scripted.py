@@ -94,6 +94,17 @@ class Script:
     """A stalled fetch fills its region with 0xEE once the client has given up."""
 
 
+class Spoilt(dict[bytes, bytes]):
+    """Records of which those that are stored for a while hold other bytes."""
+
+    def __init__(self, plane: Any) -> None:
+        super().__init__()
+        self._plane = plane
+
+    def setdefault(self, key: bytes, value: bytes) -> bytes:  # type: ignore[override]
+        return super().setdefault(key, value if not self._plane.stores[-1].lasts_ms else value[::-1])
+
+
 class ScriptedDataPlane(rpc.DataPlaneServicer):
     def __init__(
         self,
