@@ -172,7 +172,8 @@ class DataPlaneServicer:
 
     def FetchLayers(self, request, context):
         """The same of one part in the order of layers, for memory in which no word of progress can be, as it is not shared:
-        says how many leading layers are in place when there are more, and at last what Fetch would have answered.
+        says how many leading layers are in place when there are more, and at last what Fetch would have answered, which
+        may be all that tells of the last layers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
