@@ -126,10 +126,11 @@ async def test_a_layer_is_told_while_those_behind_it_are_away(gated: Any) -> Non
             said = await call.read()
         assert said.layers == layer, "and no more: the next layer's bytes are not there"
     gate.open(CHUNKS)
-    said = await call.read()
-    if said.WhichOneof("said") == "layers":  # of the last one the answer may tell first
-        assert said.layers == SHAPE.layers
+    async with asyncio.timeout(PATIENCE_S):
         said = await call.read()
+        if said.WhichOneof("said") == "layers":  # of the last one the answer may tell first
+            assert said.layers == SHAPE.layers
+            said = await call.read()
     assert said.answer.outcome == pb.OUTCOME_COMPLETE
 
 
