@@ -136,7 +136,14 @@ RATIOS = {
         *("control_growth", "control_cpu_growth", "pages_over_compressed", "pages_cpu_over_compressed"),
         *("vectored_over_page_by_page", "vectored_over_page_by_page_time", "vectored_over_one_by_one_time"),
     },
-    "pipeline": {"over_ideal_one", "over_ideal_many", "over_ideal_separate", "linear_growth"},
+    "pipeline": {
+        "over_ideal_one",
+        "over_ideal_many",
+        "over_ideal_one_apart",
+        "over_ideal_many_apart",
+        "over_ideal_separate",
+        "linear_growth",
+    },
     "stages": {"dequantize_over_memcpy", "fused_over_memcpy", "fused_over_separate", "net_over_plain_socket"},
     "codecs": {
         "kvrans_over_zstd",
