@@ -68,9 +68,9 @@ def pipeline(
     Chunks of Llama-3.1-8B's shape, lossless. The ideal is the larger of the slowest stage alone, on all cores, and all
     CPU work, the storage server's included, over the cores: the stages run in parallel, but on loopback they share the
     machine with the server. Where there are two cores, also with the server on one half of them and the pipeline on the
-    other ("apart"), as on two hosts: the ideal is then the larger of what each of both works, over its own cores. Rounds
-    of one and two chunks have four turns for each of the others'. Then rounds of a long prompt, whose time for each
-    chunk should be that of a short one.
+    other ("apart"), as on two hosts: the ideal is then the larger of what each of the two works, over its own cores.
+    Rounds of one and two chunks have four turns for each of the others'. Then rounds of a long prompt, whose time for
+    each chunk should be that of a short one.
     """
     if codec and codec.upper() not in native.Codec.__members__:
         raise click.BadParameter(f"{codec} is none of {', '.join(map(str.lower, native.Codec.__members__))}")
@@ -151,7 +151,7 @@ class _Served:
         Args:
             cost: of the round, all CPU time included.
             server_s: CPU time of the server, of that.
-            alone_s: that each stage takes alone; no bound with the server apart, where Python's receiving is the slower.
+            alone_s: that each stage takes alone; no bound with the server apart, where receiving in Python is slower.
         """
         if self.server_cores is None:
             return max(cost.cpu_s / len(self.cores), *alone_s)
