@@ -1,14 +1,11 @@
 """``shadowserve bench pages``: an engine's pages from an SSD as they are, what asking for them costs, compression."""
 
-import contextlib
 import functools
-import json
 import mmap
 import secrets
 import statistics
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -16,38 +13,33 @@ from typing import Any, Final
 
 import click
 import numpy as np
-import numpy.typing as npt
-import psutil
 
-from host_control.client import DataPlaneClient, FetchPart
+from host_control.client import FetchPart
 from host_control.destination import Destination
 from host_control.layouts import PagedLayout
-from host_control.pages import PageDelivery, SharedPages
 from shadowserve import native
 from shadowserve.block import Operation, OperationKind, Pages, Priority
-from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import ShadowServeError
-from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KVNamespace, chain_links, record_keys
 from shadowserve.pool.volume.device import wait_for_operations
-from shadowserve_tools.bench.parts.workload import MODEL, kv_patterns
-from shadowserve_tools.bench.tiers import await_line
-from shadowserve_tools.processes import Child, free_port, start_data_plane
+from shadowserve_tools.bench.parts.paged import (
+    BLOCK_TOKENS,
+    CHUNK_BLOCKS,
+    MANY,
+    TIMEOUT_S,
+    DevicePlane,
+    PagedKv,
+    PagedMemory,
+)
 from shadowserve_tools.report import Chart, Cost, Output, Report, measure, output_options, repeat
 
 __all__ = ["pages"]
 
-BLOCK_TOKENS: Final = 16
-CHUNK_BLOCKS: Final = DEFAULT_CHUNK_TOKENS // BLOCK_TOKENS
-FEW, MANY = CHUNK_BLOCKS, 512
-"""Blocks of the two retrievals that are compared: one chunk, and 8,192 tokens."""
-TIMEOUT_S: Final = 60.0
-WRITTEN_S: Final = 60.0
+FEW: Final = CHUNK_BLOCKS
+"""Blocks of the smaller one of two retrievals that are compared: one chunk."""
 SLOT: Final = 1.2
 """Of time, for a retrieval whose control is measured: so many times the longest one."""
 ASKED: Final = 8
 """Slots that make a pair, in turns: what threads take that nobody asks anything comes in fits, ten times a second."""
-CPU_CLOCK: Final = 2
-"""Of another process: the kernel's number of its clock is made of that and the process' own (clock_getcpuclockid)."""
 PAGES, COMPRESSED = "pages", "compressed"
 VECTORED, PAGE_BY_PAGE, ONE_BY_ONE = "vectored, a layer", "page by page, a layer", "one page after the other"
 BANDWIDTHS: Final = (1, 2, 4, 8, 16, 32)
@@ -79,19 +71,19 @@ def pages(layers: int, heads: int, repeats: int, folder: Path | None, output: Ou
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shadowserve-pages-", dir=folder)))
-        kv = _Kv(layers, heads)
-        paged = _Paged(stack, logs, disk / PAGES, kv)
+        kv = PagedKv(layers, heads)
+        paged = PagedMemory(stack, logs, disk / PAGES, kv)
         compressed = _Compressed(stack, logs, disk / COMPRESSED, kv)
         requests: dict[int, list[float]] = {FEW: [], MANY: []}
         costs = repeat(
             repeats,
-            lambda: paged.measured(FEW, requests),
-            lambda: paged.measured(MANY, requests),
+            lambda: _measured(paged, FEW, requests),
+            lambda: _measured(paged, MANY, requests),
             compressed.measured,
             description="pages",
         )
         slot_s = SLOT * max(each.wall_s for each in costs[1])
-        slots = (functools.partial(paged.control, count, slot_s) for count in (0, FEW, MANY))
+        slots = (functools.partial(_control, paged, count, slot_s) for count in (0, FEW, MANY))
         idle, few, many = repeat(repeats * ASKED, *slots, description="control")
         by = _by_pages(disk / "alone", kv, repeats)
     raw = {count: count * kv.page_bytes * layers for count in (FEW, MANY)}
@@ -154,160 +146,36 @@ def _what_wins(report: Report, plain: Sequence[Cost], coded: Sequence[Cost], raw
     )
 
 
-class _Kv:
-    """A prompt's KV as an engine's pages, and as compressed chunks have it: the same values in two orders."""
-
-    def __init__(self, layers: int, heads: int) -> None:
-        self.layers, self.heads = layers, heads
-        self.page_bytes = BLOCK_TOKENS * heads * 128 * 2 * 2
-        chunks = MANY // CHUNK_BLOCKS
-        tokens = np.random.default_rng(7).integers(0, 128_000, chunks * DEFAULT_CHUNK_TOKENS)
-        links = chain_links(MODEL.digest(), tokens)
-        common: dict[str, Any] = {"layers": layers}
-        self.paged = KVNamespace(model=MODEL, group="full in pages", layers=(0, layers), heads=(0, heads)).name(
-            ChunkLayout(
-                dtype=DType.UINT8, kinds=1, vector_length=self.page_bytes, tokens=CHUNK_BLOCKS,
-                quantizer=Quantizer.PASSTHROUGH, **common,
-            )
-        )  # fmt: skip
-        self.compressed = KVNamespace(model=MODEL, layers=(0, layers), heads=(0, heads)).name(
-            ChunkLayout(
-                dtype=DType.BFLOAT16, kinds=2, vector_length=heads * 128, tokens=DEFAULT_CHUNK_TOKENS,
-                quantizer=Quantizer.LOSSLESS, **common,
-            )
-        )  # fmt: skip
-        self.keys = {each.namespace: record_keys(each.namespace, links) for each in (self.paged, self.compressed)}
-        self._patterns = kv_patterns(np.random.default_rng(11), self.compressed)
-
-    def chunk(self, index: int) -> npt.NDArray[np.uint8]:
-        """Return a chunk's bytes: layer, kind, token, element."""
-        return np.roll(self._patterns, index * 7, axis=2).reshape(-1).view(np.uint8)
+def _measured(paged: PagedMemory, count: int, requests: dict[int, list[float]]) -> Cost:
+    """Retrieve some blocks, compare every byte, and note how many requests to the device that took."""
+    paged.clear()
+    before = paged.plane.count("page_requests_total")
+    cost = measure(lambda: paged.retrieve(count), [paged.plane.process])
+    requests[count].append(paged.plane.count("page_requests_total") - before)
+    paged.verify(count)
+    return cost
 
 
-class _Plane:
-    """A data plane with one device, and chunks on it."""
+def _control(paged: PagedMemory, count: int, slot_s: float) -> Cost:
+    """Return the CPU time of the control in a slot of time, in which some blocks are retrieved, or none.
 
-    def __init__(self, stack: ExitStack, logs: Path, disk: Path, shape: ChunkLayout, kv: _Kv, *, plain: bool) -> None:
-        disk.mkdir()
-        self._logs, self._shape, self._kv = logs, shape, kv
-        size = len(kv.keys[shape.namespace]) * shape.raw_bytes
-        device = {"path": str(disk / "tier"), "size": size + size // 4 + (64 << 20)}
-        tiers = {"memory_budget_bytes": 4 * size, "devices": [device], "scrub_bytes_per_s": 0}
-        self._port = free_port()
-        self._flags = ["--tiers", json.dumps(tiers), "--metrics-port", str(self._port)]
-        self._flags += ["--decompression-buffer-bytes", str(size + (64 << 20)), "--shutdown-time", "60"]
-        self._running = stack.enter_context(ExitStack())
-        self.client: DataPlaneClient
-        self.process: psutil.Process
-        self.restart()
-        self._store(plain=plain)
-
-    def restart(self) -> None:
-        """Start it again: what it has in memory is gone."""
-        self._running.close()
-        child: Child = self._running.enter_context(start_data_plane(self._logs, "", *self._flags))
-        await_line(child, "memory_registered")  # which takes cores for a moment after a start
-        self.process = psutil.Process(child.process.pid)
-        self.client = self._running.enter_context(closing(DataPlaneClient(child.address, connect_timeout=TIMEOUT_S)))
-
-    def _store(self, *, plain: bool) -> None:
-        keys = self._kv.keys[self._shape.namespace]
-        with closing(Destination(self.client, [self._shape], self._shape.raw_bytes, TIMEOUT_S)) as destination:
-            memory = destination.acquire(TIMEOUT_S).memory
-            for index, key in enumerate(keys):
-                np.frombuffer(memory, np.uint8)[:] = self._kv.chunk(index)
-                parent = keys[index - 1] if index else b""
-                where = destination.destination_ids[0]
-                stored = self.client.store(secrets.token_hex(8), where, 0, [key], [parent], TIMEOUT_S, plain=plain)
-                if stored.reason != "complete":
-                    raise ShadowServeError(f"storing chunk {index} ended with {stored.reason}: {stored.detail}")
-
-    def count(self, name: str) -> float:
-        """Return a counter, or a gauge, of the data plane."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics") as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(float(line.split()[1]) for line in lines if line.startswith(f"shadowserve_{name} "))
-
-    def control_s(self) -> float:
-        """Return the CPU time of all threads so far, also of those that have ended, but that of devices' threads."""
-        devices = 0
-        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-                if (task / "comm").read_text().startswith("ss-block"):
-                    devices += int((task / "schedstat").read_text().split()[0])
-        return time.clock_gettime(~self.process.pid << 3 | CPU_CLOCK) - devices / 1e9
-
-
-class _Paged:
-    """Pages on a device, and the paged memory that they are retrieved into."""
-
-    def __init__(self, stack: ExitStack, logs: Path, disk: Path, kv: _Kv) -> None:
-        import torch
-
-        self._kv = kv
-        self._plane = _Plane(stack, logs, disk, kv.paged, kv, plain=True)
-        blocks = 2 * MANY
-        self._memory = torch.zeros((kv.layers, blocks, kv.page_bytes), dtype=torch.uint8)
-        caches = [each.view(blocks, 1, 1, kv.page_bytes) for each in self._memory]
-        self._pages = SharedPages(caches, CHUNK_BLOCKS)
-        stack.callback(self._pages.close)
-        self._delivery = PageDelivery(self._plane.client, self._pages, kv.paged, TIMEOUT_S)
-        stack.callback(self._delivery.close)
-        self._order = np.random.default_rng(3).permutation(blocks)[:MANY]
-        self._await_written()
-
-    def _await_written(self) -> None:
-        """What was stored is on its way to the device: until then it is not there to be read."""
-        ends = time.monotonic() + WRITTEN_S
-        while self._retrieve(MANY) < MANY // CHUNK_BLOCKS:
-            if time.monotonic() > ends:
-                raise ShadowServeError(f"the device has not written all chunks within {WRITTEN_S:g} s")
-            time.sleep(0.1)
-
-    def _retrieve(self, count: int) -> int:
-        keys = self._kv.keys[self._kv.paged.namespace][: count // CHUNK_BLOCKS]
-        blocks = self._order[:count].tolist()
-        ends = time.monotonic() + TIMEOUT_S
-        answer = self._delivery.fetch(keys, blocks, ends, lambda: False, lambda layers: None)
-        return 0 if answer is None else answer.chunks[0]
-
-    def measured(self, count: int, requests: dict[int, list[float]]) -> Cost:
-        """Retrieve some blocks, compare every byte, and note how many requests to the device that took."""
-        self._memory.fill_(0xA5)
-        plane = self._plane
-        before = plane.count("page_requests_total")
-        cost = measure(lambda: self._whole(count), [plane.process])
-        requests[count].append(plane.count("page_requests_total") - before)
-        for index in range(count // CHUNK_BLOCKS):
-            place = self._order[index * CHUNK_BLOCKS : (index + 1) * CHUNK_BLOCKS]
-            if self._memory[:, place].numpy().tobytes() != self._kv.chunk(index).tobytes():
-                raise ShadowServeError(f"chunk {index} in pages is not what was stored; please report this")
-        return cost
-
-    def control(self, count: int, slot_s: float) -> Cost:
-        """Return the CPU time of the control in a slot of time, in which some blocks are retrieved, or none.
-
-        A slot is as long for any number of blocks, so that what idle threads take is the same in it.
-        """
-        begin_s, before_s = time.perf_counter(), self._plane.control_s()
-        if count:
-            self._whole(count)
-        time.sleep(max(begin_s + slot_s - time.perf_counter(), 0.0))
-        return Cost(time.perf_counter() - begin_s, self._plane.control_s() - before_s)
-
-    def _whole(self, count: int) -> None:
-        if (chunks := self._retrieve(count)) != count // CHUNK_BLOCKS:
-            raise ShadowServeError(f"{chunks} chunks of {count // CHUNK_BLOCKS} came from the device")
+    A slot is as long for any number of blocks, so that what idle threads take is the same in it.
+    """
+    begin_s, before_s = time.perf_counter(), paged.plane.control_s()
+    if count:
+        paged.retrieve(count)
+    time.sleep(max(begin_s + slot_s - time.perf_counter(), 0.0))
+    return Cost(time.perf_counter() - begin_s, paged.plane.control_s() - before_s)
 
 
 class _Compressed:
     """The same as records on a device: fetched, decoded, and scattered into pages."""
 
-    def __init__(self, stack: ExitStack, logs: Path, disk: Path, kv: _Kv) -> None:
+    def __init__(self, stack: ExitStack, logs: Path, disk: Path, kv: PagedKv) -> None:
         import torch
 
         self._kv = kv
-        self._plane = _Plane(stack, logs, disk, kv.compressed, kv, plain=False)
+        self._plane = DevicePlane(stack, logs, disk, kv.compressed, kv, plain=False)
         shape, blocks = kv.compressed, 2 * MANY
         caches = torch.zeros((kv.layers, blocks, kv.heads, BLOCK_TOKENS, 2 * 128), dtype=torch.bfloat16)
         self._layout = PagedLayout(list(caches), "cpu_pages")
@@ -346,7 +214,7 @@ class _Compressed:
         return cost
 
 
-def _by_pages(file: Path, kv: _Kv, repeats: int) -> dict[str, list[Cost]]:
+def _by_pages(file: Path, kv: PagedKv, repeats: int) -> dict[str, list[Cost]]:
     """Read all layers of 512 blocks with a device alone: vectored, page by page, and one page after the other.
 
     Costs are seconds on the clock, and CPU seconds of the thread that asks. Page by page nothing is compared with

@@ -1,8 +1,10 @@
 """``shadowserve bench slack``: what moves beside something else: reads beside writes, and fetching beside decoding."""
 
+import json
 import statistics
+import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any, Final
 import click
 from rich.progress import Progress
 
+from host_control.placing import Pace
 from host_control.slack.interference import Interference
 from host_control.slack.table import ComputeTable, attention_pairs
 from shadowserve.chunk import Quantizer
@@ -18,6 +21,7 @@ from shadowserve_tools.bench.fetch import Target
 from shadowserve_tools.bench.interference import DECODED_TOKENS, HALF_WIDTH_MAX, SLOWDOWN_MAX
 from shadowserve_tools.bench.parts.disks import Disks, working_folder
 from shadowserve_tools.bench.parts.loads import FetchLoop
+from shadowserve_tools.bench.parts.paged import CHUNK_BLOCKS, MANY, PagedKv, PagedMemory
 from shadowserve_tools.bench.parts.retrieval import Offered, OurPool, Prefix
 from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Stack, model_options_with
 from shadowserve_tools.bench.parts.workload import llama_8b, put
@@ -38,8 +42,16 @@ MEGA: Final = 1_000_000
 NOTHING: Final = "decoding beside nothing"
 WITHIN: Final = "decoding beside fetching, within the budget"
 FREE: Final = "decoding beside fetching, no bound"
+PAGES_WITHIN: Final = "decoding beside pages from a device, within the budget"
+PAGES_FREE: Final = "decoding beside pages from a device, no bound"
 OFTEN: Final = 8
-"""Phases beside each, in a round."""
+"""Phases beside fetching in a round, of each kind."""
+PAGES_OFTEN: Final = 3
+"""Phases beside pages within the budget in a round, for one without a bound."""
+PAGES_LONGER: Final = 6
+"""So many times as many steps has a phase beside pages: they come ten times a second, with pauses between."""
+PAGES_LAYERS, PAGES_HEADS = 4, 2
+"""Of the KV that comes as pages: a MiB a chunk, as of what is fetched."""
 FETCH_CHUNKS: Final = 16
 """Of a MiB each, a layer of 256 tokens."""
 FETCH_S: Final = 0.05
@@ -63,8 +75,8 @@ class _Steps:
 
     Attributes:
         seconds: of each, by what was beside it.
-        over: each phase's median over that of the phases before and after it, which nothing was beside.
-        rates: bytes a second that were fetched beside each phase.
+        over: what a phase's steps took over those of the phases before and after it, which nothing was beside.
+        rates: bytes a second that came beside each phase.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -80,7 +92,7 @@ class _Steps:
 @click.option("--turns", default=3, show_default=True, type=click.IntRange(1), help="Of reading, each beside each.")
 @click.option("--batch", default=2, show_default=True, type=click.IntRange(1), help="Requests that decode steadily.")
 @click.option("--learning", default=10, show_default=True, type=click.IntRange(1), help="Rounds that do not count.")
-@click.option("--rounds", default=40, show_default=True, type=click.IntRange(2), help="Of steady decoding that do.")
+@click.option("--rounds", default=40, show_default=True, type=click.IntRange(6), help="Of steady decoding that do.")
 @click.option("--phase-steps", default=4, show_default=True, type=click.IntRange(1, 64), help="Between two changes.")
 @click.option(
     "--folder",
@@ -96,11 +108,11 @@ def slack(
 
     A prefix is taken back cold, alone and while other chunks are written without end, with and without strict order. As
     root on Linux with cgroup v1 the device is a loop device whose reads are capped; else it is a file. Then a steady
-    batch of real vLLM decodes, and beside it KV is fetched within the budget, at the rate that the plugin's own policy
-    sets, and without a bound.
+    batch of real vLLM decodes, and beside it KV is fetched, or comes from a device as pages, within the budget, at the
+    rate that the plugin's own policy sets, and without a bound.
     """
     prefix = Prefix(read_chunks, chunk_kib << 10, seed=READ_SEED)
-    disk, steps, policy = _Disk(), _Steps(), Interference(BUDGET)
+    disk, steps = _Disk(), _Steps()
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(transient=True))
         task = progress.add_task("reading", total=turns + learning + rounds)
@@ -110,15 +122,30 @@ def slack(
         workload = llama_8b(FETCH_CHUNKS, layers=1, quantizer=Quantizer.BINNED)
         put(workload, running.storage.address)
         target = stack.enter_context(Target.opened(running.data_plane.address, workload))
-        chunk_bytes = workload.layout.raw_bytes
-        decoding = _Decoding(running.engine, target, chunk_bytes, policy, batch, phase_steps)
+        paged = _paged(stack, running)
+        fetching, bringing = (
+            _Moving(each, chunk_bytes, chunks, Interference(BUDGET))
+            for each, chunk_bytes, chunks in (
+                (target, workload.layout.raw_bytes, FETCH_CHUNKS),
+                (paged, paged.chunk_bytes, MANY // CHUNK_BLOCKS),
+            )
+        )
+        decoding = _Decoding(running.engine, batch)
+        decoding.add((WITHIN, FREE), fetching, phase_steps, statistics.median)
+        decoding.add((PAGES_WITHIN, PAGES_FREE), bringing, PAGES_LONGER * phase_steps, statistics.mean)
         for _ in range(learning):
             decoding.round([WITHIN] * 2 * OFTEN, _Steps())
-            progress.update(task, advance=1, description=f"learning: {policy.rate / 1e9:.2f} GB/s")
+            decoding.round([PAGES_WITHIN] * PAGES_OFTEN, _Steps())
+            rates = [f"{each.policy.rate / 1e9:.2f}" for each in (fetching, bringing)]
+            progress.update(task, advance=1, description=f"learning: {' and '.join(rates)} GB/s")
         for number in range(rounds):
-            decoding.round(([WITHIN, FREE] * OFTEN)[:: -1 if number % 2 else 1], steps)
+            order = slice(None, None, -1 if number % 2 else 1)
+            decoding.round(([WITHIN, FREE] * OFTEN)[order], steps)
+            decoding.round([*[PAGES_WITHIN] * PAGES_OFTEN, PAGES_FREE][order], steps)
             progress.update(task, advance=1, description="decoding")
-    _report(disk, steps, policy, capped).finish(output)
+        for moving in (fetching, bringing):
+            moving.verify()
+    _report(disk, steps, {"": fetching.policy, "pages_": bringing.policy}, capped).finish(output)
 
 
 # ---- A device --------------------------------------------------------------------------------------------------------
@@ -165,59 +192,160 @@ def _read(disk: _Disk, pool: OurPool, prefix: Prefix, written: Prefix, name: str
 # ---- Decoding --------------------------------------------------------------------------------------------------------
 
 
-class _Decoding:
-    """A steady batch, and fetches beside it at the rate that the policy sets."""
+class _Pages:
+    """Paged memory that a device's pages come into, as the plugin has them: at a rate, in pieces with pauses between.
 
-    def __init__(
-        self, engine: Engine, target: Target, chunk_bytes: int, policy: Interference, batch: int, phase_steps: int
-    ) -> None:
-        self._engine, self._target, self._chunk_bytes = engine, target, chunk_bytes
-        self._policy, self._batch, self._phase_steps = policy, batch, phase_steps
+    Attributes:
+        rate: bytes a second; 0: as fast as they come.
+        chunk_bytes: of each chunk.
+    """
+
+    def __init__(self, paged: PagedMemory, chunk_bytes: int) -> None:
+        self._paged, self._pace = paged, Pace()
+        self.rate, self.chunk_bytes = 0, chunk_bytes
+
+    def fetch(self, count: int | None = None) -> None:
+        """Have the leading chunks brought, by default all: a piece, where there is a rate."""
+        chunks = MANY // CHUNK_BLOCKS if count is None else count
+        if self.rate:
+            time.sleep(self._pace.left(self.rate))
+            self._pace.begin()
+        self._paged.retrieve(chunks * CHUNK_BLOCKS)
+        if self.rate:
+            self._pace.end(chunks * self.chunk_bytes)
+
+    def clear(self) -> None:
+        """Overwrite the memory."""
+        self._paged.clear()
+
+    def verify(self) -> None:
+        """Compare all pages with what was stored."""
+        self._paged.verify(MANY)
+
+
+def _paged(stack: ExitStack, running: Stack) -> _Pages:
+    """Start a data plane whose device has pages, on the cores of the other one."""
+    kv = PagedKv(PAGES_LAYERS, PAGES_HEADS)
+    cores = json.dumps(running.partition.data_plane)
+    paged = PagedMemory(stack, running.folder, running.folder / "pages", kv, "--cores", cores)
+    return _Pages(paged, kv.paged.raw_bytes)
+
+
+@dataclass(frozen=True)
+class _Moving:
+    """What moves KV beside decoding, and the policy that sets its rate.
+
+    Attributes:
+        target: that it moves into.
+        chunk_bytes: of a chunk.
+        chunks: that there are.
+        policy: sets its rate within the budget.
+    """
+
+    target: Target | _Pages
+    chunk_bytes: int
+    chunks: int
+    policy: Interference
+
+    def loop(self, rate: int) -> FetchLoop:
+        """Return a loop that moves at a rate, in parts of a moment each; 0: all at once, without a bound."""
+        self.target.rate = rate
+        if not rate:
+            wanted = self.chunks
+        elif isinstance(self.target, _Pages):
+            wanted = Pace.chunks(rate, self.chunk_bytes)
+        else:
+            wanted = int(rate * FETCH_S / self.chunk_bytes)
+        count = min(max(wanted, 1), self.chunks)
+        return FetchLoop(self.target, count * self.chunk_bytes, count)
+
+    def verify(self) -> None:
+        """Move all once more, and compare it with what was stored."""
+        self.target.rate = 0
+        self.target.clear()
+        self.target.fetch()
+        self.target.verify()
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """Decoding beside something.
+
+    Attributes:
+        moving: what is beside it.
+        within: the budget holds.
+        steps: in a phase.
+        middle: which of a phase's steps stands for them.
+    """
+
+    moving: _Moving
+    within: bool
+    steps: int
+    middle: Callable[[Sequence[float]], float]
+
+
+class _Decoding:
+    """A steady batch, and KV that moves beside it at the rate that a policy sets."""
+
+    def __init__(self, engine: Engine, batch: int) -> None:
+        self._engine, self._batch = engine, batch
         self._table = ComputeTable()
+        self._phases: dict[str, _Phase] = {}
         self._decoded = 0
+
+    def add(
+        self, names: tuple[str, str], moving: _Moving, steps: int, middle: Callable[[Sequence[float]], float]
+    ) -> None:
+        """Add two kinds of phases: within the budget, and without a bound."""
+        for name, within in zip(names, (True, False), strict=True):
+            self._phases[name] = _Phase(moving, within, steps, middle)
 
     def round(self, beside: list[str], steps: _Steps) -> None:
-        """Decode a phase beside each, and one beside nothing before and after it."""
-        phases = 2 * len(beside) + 1
-        steps_max = self._phase_steps * phases + 16
+        """Decode a phase beside each, all of one length, and one beside nothing before and after it."""
+        length = self._phases[beside[0]].steps
+        steps_max = length * (2 * len(beside) + 1) + 16
         self._engine.ask("decode_start", batch=self._batch, tokens=DECODED_TOKENS, steps_max=steps_max)
         self._decoded = 0
-        before = self._note(NOTHING, steps, self._durations(), 0.0, learns=True)
+        before = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies())
         for name in beside:
-            self._target.rate = self._policy.rate if name == WITHIN else 0
-            wanted = int(self._target.rate * FETCH_S / self._chunk_bytes) if self._target.rate else FETCH_CHUNKS
-            count = min(max(wanted, 1), FETCH_CHUNKS)
-            loop = FetchLoop(self._target, count * self._chunk_bytes, count)
+            phase = self._phases[name]
+            policy = phase.moving.policy
+            loop = phase.moving.loop(policy.rate if phase.within else 0)
             with loop.running():
-                durations = self._durations()
-            within = self._note(name, steps, durations, loop.rate, learns=name == WITHIN)
+                durations = self._durations(length)
+            own = self._note(steps.seconds[name], durations, loop.rate, [policy] if phase.within else [])
             steps.rates[name].append(loop.rate)
-            after = self._note(NOTHING, steps, self._durations(), 0.0, learns=True)
-            steps.over[name].append(within / ((before + after) / 2))
+            after = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies())
+            steps.over[name].append(phase.middle(own) / ((phase.middle(before) + phase.middle(after)) / 2))
             before = after
         self._engine.ask("decode_stop")
 
-    def _durations(self) -> list[float]:
-        return [wall for wall, _ in self._engine.ask("decode_steps", steps=self._phase_steps)]
+    def _policies(self) -> list[Interference]:
+        return list({id(phase.moving.policy): phase.moving.policy for phase in self._phases.values()}.values())
 
-    def _note(self, name: str, steps: _Steps, durations: list[float], rate: float, *, learns: bool) -> float:
-        """Have the policy learn from steps as the plugin does, and return their median."""
-        for seconds in durations:
+    def _durations(self, steps: int) -> list[float]:
+        return [wall for wall, _ in self._engine.ask("decode_steps", steps=steps)]
+
+    def _note(
+        self, seconds: list[float], durations: list[float], rate: float, policies: list[Interference]
+    ) -> list[float]:
+        """Have policies learn from steps as the plugin does, add them to what was measured, and return them."""
+        for duration in durations:
             pairs = self._batch * attention_pairs(DECODED_TOKENS + self._decoded, 1)
             self._decoded += 1
-            predicted = self._table.predict("decoding", self._batch, pairs)
-            if predicted and learns:
-                self._policy.decoded(predicted, seconds, rate)
+            if predicted := self._table.predict("decoding", self._batch, pairs):
+                for policy in policies:
+                    policy.decoded(predicted, duration, rate)
             if not rate:
-                self._table.observe("decoding", self._batch, pairs, seconds)
-        steps.seconds[name] += durations
-        return statistics.median(durations)
+                self._table.observe("decoding", self._batch, pairs, duration)
+        seconds += durations
+        return durations
 
 
 # ---- What came of it -------------------------------------------------------------------------------------------------
 
 
-def _report(disk: _Disk, steps: _Steps, policy: Interference, capped: bool) -> Report:
+def _report(disk: _Disk, steps: _Steps, policies: dict[str, Interference], capped: bool) -> Report:
     report = Report("slack", ["what", "read_GB_per_s", "written_GB_per_s", "dropped", "step_ms", "fetch_GB_per_s"])
     for name, offered in disk.offered.items():
         report.row(what=f"reads alone, {name}", read_GB_per_s=statistics.median(disk.alone[name]) / 1e9)
@@ -238,19 +366,19 @@ def _report(disk: _Disk, steps: _Steps, policy: Interference, capped: bool) -> R
     ):
         pairs = zip(disk.beside[name], disk.alone[name], strict=True)
         report.ratio(ratio, [beside / alone for beside, alone in pairs], goal)
-    for name, suffix in ((WITHIN, ""), (FREE, "_off")):
-        width = half_width(steps.over[name])
-        goal = f"at most {SLOWDOWN_MAX:g}" if width <= HALF_WIDTH_MAX else f"no result: ± {width:.2g} is too wide"
-        report.ratio(
-            f"decode_step_slowdown{suffix}", [over - 1 for over in steps.over[name]], "none" if suffix else goal
-        )
-        width_goal = "none" if suffix else f"at most {HALF_WIDTH_MAX:g}; 95 % confidence"
-        report.ratio(f"decode_step_slowdown{suffix}_half_width", [width], width_goal)
-    left, free = (steps.rates[name] for name in (WITHIN, FREE))
-    report.ratio("rate_left_GB_per_s", [rate / 1e9 for rate in left], "none")
-    report.ratio("rate_left_GB_per_s_half_width", [half_width(left) / 1e9], "none")
-    report.ratio("rate_off_GB_per_s", [rate / 1e9 for rate in free], "none")
-    report.ratio("cost_for_each_GB_per_s", [policy.cost], "none; as the policy has learnt it")
+    for moved, within, free in (("", WITHIN, FREE), ("pages_", PAGES_WITHIN, PAGES_FREE)):
+        for name, suffix in ((within, ""), (free, "_off")):
+            width = half_width(steps.over[name])
+            goal = f"at most {SLOWDOWN_MAX:g}" if width <= HALF_WIDTH_MAX else f"no result: ± {width:.2g} is too wide"
+            ratio = f"{moved}decode_step_slowdown{suffix}"
+            report.ratio(ratio, [over - 1 for over in steps.over[name]], "none" if suffix else goal)
+            width_goal = "none" if suffix else f"at most {HALF_WIDTH_MAX:g}; 95 % confidence"
+            report.ratio(f"{ratio}_half_width", [width], width_goal)
+        left, unbound = (steps.rates[name] for name in (within, free))
+        report.ratio(f"{moved}rate_left_GB_per_s", [rate / 1e9 for rate in left], "none")
+        report.ratio(f"{moved}rate_left_GB_per_s_half_width", [half_width(left) / 1e9], "none")
+        report.ratio(f"{moved}rate_off_GB_per_s", [rate / 1e9 for rate in unbound], "none")
+        report.ratio(f"{moved}cost_for_each_GB_per_s", [policies[moved].cost], "none; as the policy has learnt it")
     report.more["capped"] = capped
     bars = [(name, statistics.median(over)) for name, over in steps.over.items()]
     report.charts.append(

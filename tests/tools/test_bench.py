@@ -63,7 +63,7 @@ SMALL = {
     "slack": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
         *("--documents", "1", "--read-chunks", "8", "--chunk-kib", "256", "--turns", "1", "--learning", "1"),
-        *("--rounds", "2", "--phase-steps", "2"),
+        *("--rounds", "6", "--phase-steps", "2"),
     ],
     "ablation": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
@@ -232,8 +232,14 @@ RATIOS = {
     },
     "slack": {
         *("mixed_over_reads_alone", "mixed_over_reads_alone_any_order"),
-        *(f"decode_step_slowdown{off}{width}" for off in ("", "_off") for width in ("", "_half_width")),
-        *("rate_left_GB_per_s", "rate_left_GB_per_s_half_width", "rate_off_GB_per_s", "cost_for_each_GB_per_s"),
+        *(
+            f"{moved}{ratio}"
+            for moved in ("", "pages_")
+            for ratio in (
+                *(f"decode_step_slowdown{off}{width}" for off in ("", "_off") for width in ("", "_half_width")),
+                *("rate_left_GB_per_s", "rate_left_GB_per_s_half_width", "rate_off_GB_per_s", "cost_for_each_GB_per_s"),
+            )
+        ),
     },
     "serving": {
         "ttft_over_recompute",

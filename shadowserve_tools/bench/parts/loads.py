@@ -12,13 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
-from shadowserve_tools.bench.fetch import Target
-
-__all__ = ["Control", "FetchLoop"]
+__all__ = ["Control", "FetchLoop", "Fetcher"]
 
 COPY_BYTES: Final = 32 << 20
 """Twice this is as much as the last-level cache of most machines: a copy goes through memory."""
@@ -27,11 +25,17 @@ SLICE_BYTES: Final = 1 << 20
 STOP_TIMEOUT_S: Final = 60.0
 
 
+class Fetcher(Protocol):
+    """Fetches the leading chunks of a workload, by default all."""
+
+    def fetch(self, count: int | None = None) -> None: ...
+
+
 class FetchLoop:
     """Fetches a workload over and over, while the context lasts, from a thread that only waits for the data plane.
 
     Args:
-        target: that it fetches into.
+        target: that fetches.
         fetch_bytes: of what it fetches.
         count: leading chunks of the workload that it fetches; by default all.
 
@@ -40,7 +44,7 @@ class FetchLoop:
         seconds: that these took.
     """
 
-    def __init__(self, target: Target, fetch_bytes: int, count: int | None = None) -> None:
+    def __init__(self, target: Fetcher, fetch_bytes: int, count: int | None = None) -> None:
         self._target = target
         self._count = count
         self._fetch_bytes = fetch_bytes
