@@ -46,7 +46,7 @@ PAGES_WITHIN: Final = "decoding beside pages from a device, within the budget"
 PAGES_FREE: Final = "decoding beside pages from a device, no bound"
 OFTEN: Final = 8
 """Phases beside fetching in a round, of each kind."""
-PAGES_OFTEN: Final = 3
+PAGES_OFTEN: Final = 6
 """Phases beside pages within the budget in a round, for one without a bound."""
 PAGES_LONGER: Final = 6
 """So many times as many steps has a phase beside pages: they come ten times a second, with pauses between."""
@@ -132,7 +132,7 @@ def slack(
         )
         decoding = _Decoding(running.engine, batch)
         decoding.add((WITHIN, FREE), fetching, phase_steps, statistics.median)
-        decoding.add((PAGES_WITHIN, PAGES_FREE), bringing, PAGES_LONGER * phase_steps, statistics.mean)
+        decoding.add((PAGES_WITHIN, PAGES_FREE), bringing, PAGES_LONGER * phase_steps, _mean)
         for _ in range(learning):
             decoding.round([WITHIN] * 2 * OFTEN, _Steps())
             decoding.round([PAGES_WITHIN] * PAGES_OFTEN, _Steps())
@@ -282,6 +282,12 @@ class _Phase:
     within: bool
     steps: int
     middle: Callable[[Sequence[float]], float]
+
+
+def _mean(steps: Sequence[float]) -> float:
+    """Return their mean, each counted as twice their median at most: what takes longer waited for something else."""
+    most = 2 * statistics.median(steps)
+    return statistics.mean(min(step, most) for step in steps)
 
 
 class _Decoding:
