@@ -84,7 +84,9 @@ def pipeline(
             for name in (FUSED, SEPARATE, APART)[: 2 if len(usable_cores()) == 1 else 3]:
                 modes[name] = _Mode()
                 with served.placed(apart=name == APART):
-                    pipelines[name] = stack.enter_context(closing(served.rounds(counts[-1], name != SEPARATE)))
+                    rounds = stack.enter_context(closing(served.rounds(counts[-1], name != SEPARATE)))
+                    rounds.verified(counts[-1], [served.server])  # touches every buffer
+                    pipelines[name] = rounds
             for count, (name, rounds) in itertools.product(counts, pipelines.items()):
                 with served.placed(apart=name == APART):
                     turns = repeats * (FEW_TURNS if count <= FEW else 1)
