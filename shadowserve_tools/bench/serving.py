@@ -35,6 +35,7 @@ from shadowserve_tools.bench.parts.systems import (
     LOCAL_SHM,
     OFF,
     OURS,
+    OURS_LAYERS,
     REDIS,
     REDIS_SHM,
     Answers,
@@ -249,7 +250,7 @@ class _Bench:
 
     def fill(self, results: _Results, tell: Tell) -> None:
         """Have every system compute every document once, and keep it."""
-        near = [system for system in self._systems if not system.linked]
+        near = [system for system in self._systems if system.fills and not system.linked]
         with ExitStack() as stack:
             engines = [(System(), self._plain)]
             for index, system in enumerate(near):
@@ -343,7 +344,7 @@ class _Bench:
 
     def _record(self, results: _Results, rate: float, turns: Sequence[tuple[System, Engine]]) -> None:
         """Ask about each document once more, and record how long the data plane fetched."""
-        ((system, engine),) = [each for each in turns if each[0].data_plane]
+        ((system, engine),) = [each for each in turns if each[0].name == OURS]
         found: list[dict[str, Any]] = []
 
         def ask() -> None:
@@ -392,6 +393,15 @@ def _report(results: _Results, absent: dict[str, str], plan: _Plan) -> Report:
         figure = "request_s" if what == FILLING else "ttft_s"
         if pairs := results.pairs(what, rate, OURS, other, figure):
             report.ratio(name, pairs, goal)
+    for name, rate, other in (
+        ("ttft_layers_over_default", 0.0, OURS),
+        ("ttft_layers_over_default_link", slowest, OURS),
+        ("ttft_layers_over_lmcache", 0.0, REDIS),
+        ("ttft_layers_over_lmcache_shm", 0.0, REDIS_SHM),
+        ("ttft_layers_over_lmcache_local_shm", 0.0, LOCAL_SHM),
+    ):
+        if pairs := results.pairs(ALONE, rate, OURS_LAYERS, other):
+            report.ratio(name, pairs, "none; `layer_order`")
     for name, other in (("fill_over_off_lmcache", REDIS), ("fill_over_off_lmcache_shm", REDIS_SHM)):
         if pairs := results.pairs(FILLING, 0.0, other, OFF, "request_s"):
             report.ratio(name, pairs, "none; the same of LMCache over Redis")

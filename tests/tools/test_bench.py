@@ -245,7 +245,8 @@ RATIOS = {
         "ttft_over_recompute",
         "ttft_over_recompute_arriving",
         "fill_over_off",
-        *(["fetch_over_link_4"] if may_link() else []),
+        "ttft_layers_over_default",
+        *(["ttft_layers_over_default_link", "fetch_over_link_4"] if may_link() else []),
     },
     "ablation": {
         *("no_af_tpot", "no_cp_ttft", "no_mm_ttft"),

@@ -11,7 +11,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ __all__ = [
     "LOCAL_SHM",
     "OFF",
     "OURS",
+    "OURS_LAYERS",
     "REDIS",
     "REDIS_SHM",
     "Answers",
@@ -42,6 +43,7 @@ __all__ = [
 
 OFF: Final = "no cache"
 OURS: Final = "ShadowServe, lossless"
+OURS_LAYERS: Final = "ShadowServe, lossless, layer by layer"
 LOCAL: Final = "LMCache, CPU tier"
 REDIS: Final = "LMCache, Redis"
 LOCAL_SHM: Final = "LMCache, CPU tier, shared memory"
@@ -87,6 +89,7 @@ class System:
         name: for tables.
         linked: whether a link lies between the engine's end and the store.
         brief: whether one request for each of half of the documents will do.
+        fills: whether it keeps what it computes, and not what another one has kept.
         side: enters the engine's end.
         transfer: what the engine is told.
         processes: that work for it, beside the engine.
@@ -99,6 +102,7 @@ class System:
     name: str = OFF
     linked: bool = False
     brief: bool = False
+    fills: bool = True
     side: Callable[[], AbstractContextManager[None]] = nullcontext
     transfer: dict[str, Any] | None = None
     processes: Sequence[psutil.Process] = ()
@@ -146,7 +150,10 @@ def check_cached(system: str, document: int, result: dict[str, Any], cached: int
 
 
 def ours(stack: ExitStack, place: Place) -> list[System]:
-    """Start a storage node, and a data plane at each end: lossless, which is the default, like all else."""
+    """Start a storage node, and a data plane at each end: lossless, which is the default, like all else.
+
+    Beside each engine with the defaults there is one that goes layer by layer, to the same data plane.
+    """
     network, cores = place.network, json.dumps(place.partition.data_plane)
     password = secrets.token_hex(16)  # what listens beyond loopback has one
     with network.store_side():
@@ -170,17 +177,19 @@ def ours(stack: ExitStack, place: Place) -> list[System]:
             )  # fmt: skip
         # What is late here is to be seen as late, not to be computed instead.
         late = {"lookup_timeout": 60, "fetch_timeout": 60}
-        systems.append(
-            System(
-                name=OURS,
-                linked=linked,
-                side=side,
-                transfer=plugin({"data_plane": address, "identity_cache": str(place.folder / "content.json"), **late}),
-                processes=[psutil.Process(child.process.pid) for child in (storage, plane)],
-                stored=lambda engine, _chunks: engine.ask("settle"),
-                data_plane=address,
-            )
+        config = {"data_plane": address, "identity_cache": str(place.folder / "content.json"), **late}
+        processes = [psutil.Process(child.process.pid) for child in (storage, plane)]
+        default = System(
+            name=OURS,
+            linked=linked,
+            side=side,
+            transfer=plugin(config),
+            processes=processes,
+            stored=lambda engine, _chunks: engine.ask("settle"),
+            data_plane=address,
         )
+        layers = plugin(config | {"layer_order": True})
+        systems += [default, replace(default, name=OURS_LAYERS, fills=False, transfer=layers)]
     return systems
 
 
