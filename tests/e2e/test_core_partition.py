@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 import pytest
 from machine import wait_for
@@ -156,6 +157,11 @@ def test_the_engine_decompresses_nothing(stack: Stack, workload: Workload) -> No
     # The fetching thread copies what has arrived into the engine's blocks. The others have next to nothing to do.
     others = {number for name, number in threads.items() if not name.startswith("shadowserve-fetch")}
     stack.engine.serve(LOAD, fetched=True)  # which finds the data plane again
-    before = _cpu_s(engine, others), _cpu_s(plane)
-    stack.engine.serve(LOAD, fetched=True)
-    assert _cpu_s(engine, others) - before[0] < 0.25 * (_cpu_s(plane) - before[1])
+    shares = []
+    for _ in range(5):
+        before = _cpu_s(engine, others), _cpu_s(plane)
+        stack.engine.serve(LOAD, fetched=True)
+        shares.append((_cpu_s(engine, others) - before[0]) / (_cpu_s(plane) - before[1]))
+    # A serving takes a few hundredths of a second: what the interpreter does on whichever thread is at hand, like
+    # collecting garbage, may be most of one serving's share, but not of most servings'.
+    assert median(shares) < 0.25, shares
