@@ -133,7 +133,10 @@ class Groups:
         groups: those that vLLM's own prefix cache has, too.
         chunk_tokens: tokens in a chunk: those configured, or as few more as make whole blocks of every group. Where
             there are states, those of a block: states are kept at the ends of blocks, and only a chunk's end is named.
-        followed: whether what running requests hold can be saved: not of states, which are kept at the ends of chunks.
+        followed: whether what running requests hold can be saved: not where drafts are, or may have been, computed, nor
+            of states beside windows.
+        written_first: whether workers zero and copy blocks before they are asked to save what was in them, as vLLM's
+            second model runner does. Where there are states, it zeroes every block that it hands out.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: HostConfig) -> None:
@@ -155,13 +158,26 @@ class Groups:
         self._plain = not drafts and all(group.kind == "full" for group in self.groups)
         self._block_tokens = math.gcd(*(group.block_tokens for group in self.groups))
         self._common = common
-        self.followed = not drafts and not states
+        # Drafts that are taken back leave states in blocks that only the worker knows.
+        self.followed = not drafts if not states else speculative is None and self.states
+        self.written_first = bool(getattr(vllm_config, "use_v2_model_runner", True))
         self._coordinator: Any = None
 
     @property
     def one(self) -> bool:
         """Whether there is one group, whose blocks vLLM can be told of singly where a load falls short."""
         return len(self.groups) == 1 and self._plain
+
+    @property
+    def states(self) -> bool:
+        """Whether there are states, and beside them nothing but full attention."""
+        kinds = {group.kind for group in self.groups}
+        return "state" in kinds and "window" not in kinds
+
+    @property
+    def tail_tokens_min(self) -> int:
+        """Tokens behind a chunk that are sooner fetched than computed, a record of each group, whatever it holds."""
+        return max(self.chunk_tokens // 16, 1) if self.states else self.groups[0].block_tokens
 
     @property
     def tail_block_tokens(self) -> int:
@@ -190,7 +206,8 @@ class Groups:
         """Return how many leading tokens can be saved, and then loaded, of a request.
 
         All of them, where there is one group. Of several, whole blocks of each, or else chunks: a window may have let
-        go of the block with which the one begins that ends a few tokens earlier.
+        go of the block with which the one begins that ends a few tokens earlier. A state is that of all tokens that
+        are held, or of a chunk's end.
 
         Args:
             held_tokens: that it holds.
@@ -200,6 +217,8 @@ class Groups:
             return tokens
         if self._coordinator is None:
             return 0
+        if self.states and tokens == held_tokens:
+            return tokens
         end = tokens // self._common * self._common
         places = range(len(self.groups))
         if any(self._first_kept(place, held_tokens) > self._first_kept(place, end) for place in places):
@@ -227,6 +246,13 @@ class Groups:
             return min(count * self.chunk_tokens - short, tokens - 1)
         if self._coordinator is None:
             return 0
+        if self.states and tail_tokens:
+            # vLLM's rule knows states at the ends of blocks alone; this one was taken where the request was.
+            end = (len(present[0]) - 1) * self.chunk_tokens + tail_tokens
+            full = [flags for group, flags in zip(self.groups, present, strict=True) if group.kind == "full"]
+            if end < tokens and all(flags.all() for flags in full) and all(flags[-1] for flags in present):
+                return end
+            present, tail_tokens = [flags[:-1] for flags in present], 0
         ends = {
             group.index: self._ends(group, flags, tail_tokens)
             for group, flags in zip(self.groups, present, strict=True)
@@ -242,6 +268,14 @@ class Groups:
         # A block is known by the tokens up to its end, which is all that vLLM asks of a hash here.
         hashes = range(step, tokens + 1, step)
         return int(rule.find_longest_cache_hit(hashes, tokens - 1)[1])
+
+    def with_tail(self, end_tokens: int, tokens: int) -> int:
+        """Return how many tokens of a prompt can be loaded with a tail that ends there.
+
+        The last token is left to prefill: the first output token is sampled from its hidden state. A state that has
+        seen it already is of no use.
+        """
+        return min(end_tokens, tokens - 1) if end_tokens < tokens or not self.states else 0
 
     def _ends(self, group: Group, present: Flags, tail_tokens: int) -> set[int]:
         """Return the ends, in tokens, of a group's blocks that are stored."""

@@ -6,7 +6,8 @@ hears of it, so that tables are followed here, step by step. At the beginning of
 workers copy what the request holds and storage does not to where chunks wait to be stored: chunks that were not stored
 as they were completed, and all tokens behind the last, a *tail* (:mod:`host_control.handover`). Then the step in which
 it runs again computes one token of it, like any that decodes. With windows beside full attention a tail ends with a
-block, since what a window has let go of is gone, and up to a block of tokens is computed.
+block, since what a window has let go of is gone, and up to a block of tokens is computed. With states beside full
+attention it has the states as they are, which stand for all tokens so far, and for no fewer.
 
 Nobody but this request will ask for that tail, and only until it runs again. So it goes to the tiers of this host,
 where there are any, and ends by itself.
@@ -85,7 +86,7 @@ class Preemption:
     """Follows what running requests hold, and has it saved. On the engine's thread alone.
 
     Args:
-        groups: of full attention, and windows.
+        groups: of full attention, and windows or states.
         lookup: of the requests.
         stores: makes operations.
         ranks: workers, each of which saves its part.
@@ -110,7 +111,7 @@ class Preemption:
         Costs some 0.1 us for each running request.
         """
         lost = [held for name in output.preempted_req_ids or () if (held := self._held.pop(name, None)) is not None]
-        if lost:
+        if lost and self._groups.written_first:
             self._cut(lost, output)
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
@@ -132,7 +133,7 @@ class Preemption:
         return [list(blocks[group.index]) for group in self._groups.groups]
 
     def _cut(self, lost: Sequence[Held], output: Any) -> None:
-        """Leave out blocks that a worker may have written before it is asked to save: vLLM zeroes and copies first."""
+        """Leave out blocks that a worker has written before it is asked to save."""
         written = set(output.new_block_ids_to_zero or ())
         written.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
         for held in lost if written else ():
@@ -155,12 +156,13 @@ class Preemption:
         request_id = request.request_id
         links, present = self._lookup.links(request_id), self._lookup.present(request_id)
         # The last token has been sampled and not been computed, and behind it there are drafts that came to nothing.
-        tokens = min(held.tokens, request.num_tokens - 1)
+        # Where steps overlap, the next one may still be on its way, which a state waits for.
+        tokens = min(held.tokens, request.num_tokens - (not self._groups.states))
         if tokens_max is not None:
             tokens = min(tokens, tokens_max)
         groups = self._groups
         tokens = groups.saved_tokens(held.tokens, tokens)
-        if tokens % self._chunk_tokens < groups.groups[0].block_tokens:
+        if tokens % self._chunk_tokens < groups.tail_tokens_min:
             tokens -= tokens % self._chunk_tokens  # a few behind a chunk are sooner computed than fetched
         if links is None or tokens <= 0:
             return []

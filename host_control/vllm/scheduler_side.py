@@ -342,10 +342,10 @@ class SchedulerSide:
     def _usable(self, tracked: Tracked, answer: LookupAnswer) -> int:
         """Return how many tokens beyond the local prefix are to be loaded of those that can."""
         assert self._rules is not None
-        # The last token is left to prefill: the first output token is sampled from its hidden state.
         saved = self._saved(tracked.request)
         tail_end = tracked.tail_end if saved is None else saved.tokens
-        tokens = min(tail_end, int(tracked.request.num_tokens) - 1) if answer.tail else answer.tokens
+        known = int(tracked.request.num_tokens)
+        tokens = self._rules.with_tail(tail_end, known) if answer.tail else answer.tokens
         most = tracked.handover.load_tokens_max
         if most is not None and tokens - tracked.local_tokens > most:
             end = (tracked.local_tokens + most) // self._chunk_tokens * self._chunk_tokens

@@ -98,7 +98,8 @@ class Stores:
     ) -> StoreOperation:
         """Have the tokens stored behind the last whole chunk: a chunk's record, with nothing behind them.
 
-        Of a window that is shorter than a chunk, what a hit needs that ends with them (:meth:`Group.tail`).
+        Of a window that is shorter than a chunk, and of a state, what a hit needs that ends with them
+        (:meth:`Group.tail`).
 
         Args:
             request_id, group, table, links, announced: as of :meth:`chunks`.
@@ -119,7 +120,7 @@ class Stores:
             announced=announced,
             absent_seconds=self.absent_seconds(request_id),
             lasts_s=lasts_s,
-            tail_tokens=end_tokens - before * self._chunk_tokens if group.whole else 0,
+            tail_tokens=end_tokens - before * self._chunk_tokens if group.whole and group.kind != "state" else 0,
         )
 
     def tail_link(self, links: Sequence[bytes], request: Any, end_tokens: int) -> bytes:

@@ -328,7 +328,7 @@ def windowed(make_side: Any, **options: Any) -> Any:
 
 def preempted(side: Any, plane: ScriptedDataPlane, held: int = HELD, **more: Any) -> tuple[Request, Any]:
     """Return a request that is preempted behind so many tokens, and what is saved of it, by group and link."""
-    tables = {"r": (list(range(1000, 1040)), list(range(2000, 2040)))}
+    tables = {"r": (list(range(1000, 1040)), list(range(2000, 2040)), list(range(3000, 3040)))}
     request = arrive(side, plane, TOKENS)
     matched(side, request)
     assert side.step(step(new={"r": (0, held)}, tables=tables)).stores
@@ -404,12 +404,97 @@ def test_with_windows_nothing_is_saved_where_a_worker_has_written_before(
     assert len(saves) == 3
 
 
-def test_of_engines_with_states_nothing_is_saved(make_side: Any, plane: ScriptedDataPlane) -> None:
-    specs = full(), state(block_size=CHUNK)
-    groups = groups_of(*specs)
+STATE = 1
+
+
+def stateful(make_side: Any, *more: Any, **options: Any) -> Any:
+    """Return a side of an engine with full attention and states, both in blocks of a chunk, as vLLM has them."""
+    specs = full(block_size=CHUNK), state(block_size=CHUNK), *more
+    groups = groups_of(*specs, **options)
     groups.bind(kv_cache_manager(*specs))
-    side = make_side(groups=groups)
-    _, saves = preempted(side, plane)
+    return make_side(groups=groups)
+
+
+def test_states_are_saved_as_they_are(make_side: Any, plane: ScriptedDataPlane) -> None:
+    """Symptom: a request with states that came back computed up to a block, which has hundreds of tokens."""
+    _, saves = preempted(stateful(make_side), plane)
+    tail = tail_of(TOKENS, HELD)
+    assert saves[FULL, tail].blocks == [1002] and saves[FULL, tail].tail_tokens == HELD - 2 * CHUNK
+    assert saves[STATE, tail].blocks == [2002] and saves[STATE, tail].tail_tokens == 0, "whatever it holds, all of it"
+    assert saves[FULL, tail].lasts_s == saves[STATE, tail].lasts_s > 0
+    assert saves[FULL, links(TOKENS)[1]].blocks == [1000, 1001]
+    assert (STATE, links(TOKENS)[1]) not in saves, "states of before are nobody's any more"
+
+
+@pytest.mark.parametrize("under_way", [True, False])
+def test_with_states_what_was_saved_is_loaded_to_the_last_token(
+    make_side: Any, plane: ScriptedDataPlane, under_way: bool
+) -> None:
+    side = stateful(make_side)
+    request, _ = preempted(side, plane)
+    names = [*links(TOKENS)[:2], tail_of(TOKENS, HELD)]
+    if not under_way:
+        for group, held in ((FULL, names), (STATE, names[2:])):
+            plane.records.update(dict.fromkeys(record_keys(namespace_of(0, group), held), b""))
+        side.worker_output(None, report(saved={"r": 1}))
+    assert matched(side, request) == HELD
+    side.allocated(request, [[300, 301, 302], [0, 0, 402]], HELD)
+    (load,) = side.step(step()).loads
+    assert (load.groups[FULL].links, load.groups[STATE].links) == (names, names[2:])
+    assert load.groups[FULL].blocks == [300, 301, 302]
+    assert load.groups[STATE].blocks == [402] and load.groups[STATE].chunks == [2]
+    assert (load.arrived is not None) is under_way
+
+
+@pytest.mark.parametrize("gone", [FULL, STATE])
+def test_with_states_a_tail_that_a_group_lacks_is_computed(make_side: Any, plane: ScriptedDataPlane, gone: int) -> None:
+    side = stateful(make_side)
+    request, _ = preempted(side, plane)
+    names = [*links(TOKENS)[:2], tail_of(TOKENS, HELD)]
+    for group, held in ((FULL, names), (STATE, names[1:])):
+        there = held[:-1] if group == gone else held
+        plane.records.update(dict.fromkeys(record_keys(namespace_of(0, group), there), b""))
+    side.worker_output(None, report(saved={"r": 1}))
+    side.matched_tokens(request, 0)
+    wait_for(lambda: side._lookup.poll("r"))
+    assert side.matched_tokens(request, 0) == 2 * CHUNK, "of which there is a state"
+
+
+def test_a_state_waits_for_the_token_that_is_on_its_way(make_side: Any, plane: ScriptedDataPlane) -> None:
+    """Where steps overlap, the last one's token comes after the preemption."""
+    side = stateful(make_side)
+    request = arrive(side, plane, TOKENS[:HELD])
+    matched(side, request)
+    side.step(step(new={"r": (0, HELD)}, tables={"r": (list(range(1000, 1040)), list(range(2000, 2040)))}))
+    assert {each.group for each in preempt(side, request).saves["r"]} == {FULL, STATE}
+    assert matched(side, request) == 0, "the state has seen the last token that is known"
+    request.all_token_ids.append(7)
+    assert matched(side, request) == HELD
+
+
+@pytest.mark.parametrize("held", [2 * CHUNK + 3, 2 * CHUNK])
+def test_with_states_no_tail_is_made_of_a_few_tokens(make_side: Any, plane: ScriptedDataPlane, held: int) -> None:
+    _, saves = preempted(stateful(make_side), plane, held)
+    assert all(each.links[-1] in links(TOKENS) for each in saves.values())
+    assert ((STATE, links(TOKENS)[1]) in saves) is (held == 2 * CHUNK), "at a chunk's end it is that chunk's state"
+
+
+def test_with_states_nothing_is_saved_beyond_what_may_be_stored(make_side: Any, plane: ScriptedDataPlane) -> None:
+    """A state of more tokens says nothing about fewer."""
+    side = stateful(make_side)
+    request = arrive(side, plane, TOKENS, kv_transfer_params={"max_offload_tokens": HELD - 1})
+    matched(side, request)
+    side.step(step(new={"r": (0, HELD)}))
+    assert {(each.group, each.links[-1]) for each in preempt(side, request).saves["r"]} == {(FULL, links(TOKENS)[1])}
+
+
+def test_of_engines_with_states_and_windows_or_drafts_nothing_is_saved(
+    make_side: Any, plane: ScriptedDataPlane
+) -> None:
+    """A window's blocks and a state end elsewhere; what drafts leave in states only the worker knows."""
+    _, saves = preempted(stateful(make_side, window(3 * BLOCK)), plane)
+    assert saves == {}
+    _, saves = preempted(stateful(make_side, drafts=True), plane)
     assert saves == {}
 
 
