@@ -175,11 +175,6 @@ class Groups:
         return "state" in kinds and "window" not in kinds
 
     @property
-    def tail_tokens_min(self) -> int:
-        """Tokens behind a chunk that are sooner fetched than computed, a record of each group, whatever it holds."""
-        return max(self.chunk_tokens // 16, 1) if self.states else self.groups[0].block_tokens
-
-    @property
     def tail_block_tokens(self) -> int:
         """Tokens in a block where a prompt's last chunk may have a record though it is not whole; 0 where not.
 
@@ -206,24 +201,27 @@ class Groups:
         """Return how many leading tokens can be saved, and then loaded, of a request.
 
         All of them, where there is one group. Of several, whole blocks of each, or else chunks: a window may have let
-        go of the block with which the one begins that ends a few tokens earlier. A state is that of all tokens that
-        are held, or of a chunk's end.
+        go of the block with which the one begins that ends a few tokens earlier. With states all that are held, or
+        nothing: a state is that of its last token, and of others only vLLM knows whether they were kept. A few behind
+        a chunk are sooner computed than fetched.
 
         Args:
             held_tokens: that it holds.
             tokens: of these, that are to be saved.
         """
-        if self.one:
-            return tokens
-        if self._coordinator is None:
+        if self._coordinator is None and not self.one:
             return 0
-        if self.states and tokens == held_tokens:
-            return tokens
-        end = tokens // self._common * self._common
-        places = range(len(self.groups))
-        if any(self._first_kept(place, held_tokens) > self._first_kept(place, end) for place in places):
-            end -= end % self.chunk_tokens
-        return end
+        if self.states:  # a record of each group is fetched, whatever it stands for, where a chunk is a block
+            few = 0 < tokens % self.chunk_tokens < self.chunk_tokens // 16
+            return tokens if tokens == held_tokens and not few else 0
+        end = tokens
+        if not self.one:
+            end -= end % self._common
+            places = range(len(self.groups))
+            if any(self._first_kept(place, held_tokens) > self._first_kept(place, end) for place in places):
+                end -= end % self.chunk_tokens
+        behind = end % self.chunk_tokens
+        return end if behind >= self.groups[0].block_tokens else end - behind
 
     def _first_kept(self, place: int, tokens: int) -> int:
         group = self.groups[place]

@@ -162,8 +162,6 @@ class Preemption:
             tokens = min(tokens, tokens_max)
         groups = self._groups
         tokens = groups.saved_tokens(held.tokens, tokens)
-        if tokens % self._chunk_tokens < groups.tail_tokens_min:
-            tokens -= tokens % self._chunk_tokens  # a few behind a chunk are sooner computed than fetched
         if links is None or tokens <= 0:
             return []
         end = tokens // self._chunk_tokens
