@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* test_strided.c - blocks copied between random orders of their dimensions, against one element at a time */
+/* test_strided.c - blocks copied between orders of their dimensions, random ones and tiles, against single elements */
 #include <string.h>
 
 #include "check.h"
 #include "shadowserve.h"
 
-enum { DIMENSIONS = 6, CASES = 3000, BLOCKS = 2 };
+enum { DIMENSIONS = 6, CASES = 3000, TILES = 600, TILED = 5, BLOCKS = 2 };
 
 /* order() lays dimensions out in a random order, packed, and returns the bytes of one block. */
 static uint64_t order(uint32_t count, const uint64_t *sizes, uint32_t element, int64_t *strides) {
@@ -37,6 +37,36 @@ static void compare(uint32_t count, const uint64_t *sizes, const int64_t *to_str
     }
 }
 
+/* copy_and_compare() copies two blocks that end, or begin, at pages that must not be touched. */
+static void copy_and_compare(struct guarded *target, struct guarded *source, uint32_t number, uint32_t count,
+                             const uint64_t *sizes, const int64_t *to_strides, const int64_t *from_strides,
+                             uint32_t element, uint64_t bytes) {
+    uint8_t *to = guarded_place(target, BLOCKS * bytes, number % 2);
+    uint8_t *from = guarded_place(source, BLOCKS * bytes, number % 2);
+    random_fill(from, BLOCKS * bytes);
+    random_fill(to, BLOCKS * bytes);
+    void *const targets[BLOCKS] = {to + bytes, to};
+    const void *const sources[BLOCKS] = {from, from + bytes};
+    CHECK(ss_copy_strided(targets, sources, BLOCKS, count, sizes, to_strides, from_strides, element) == SS_OK,
+          "case %u", number);
+    for (uint32_t i = 0; i < BLOCKS; i++) {
+        compare(count, sizes, to_strides, from_strides, element, bytes, targets[i], sources[i]);
+    }
+}
+
+/* tiles() copies rows of tokens into tiles of 16 columns of pairs, as matrix units want V, or back. */
+static void tiles(struct guarded *target, struct guarded *source, uint32_t number) {
+    const uint64_t pairs = 1 + random_below(9), heads = 1 + random_below(3), wide = 1 + random_below(5);
+    const uint64_t columns = random_below(8) == 0 ? 8 : 16;
+    const uint64_t sizes[TILED] = {pairs, 2, heads, wide, columns};
+    const int64_t line = (int64_t)columns * 4, row = (int64_t)(heads * wide) * line / 2;
+    const int64_t tiled[TILED] = {line, 2, line * (int64_t)(pairs * wide), line * (int64_t)pairs, 4};
+    const int64_t rows[TILED] = {2 * row, row, line / 2 * (int64_t)wide, line / 2, 2};
+    const int back = number / 2 % 2;
+    copy_and_compare(target, source, number, TILED, sizes, back ? rows : tiled, back ? tiled : rows, 2,
+                     pairs * 2 * (uint64_t)row);
+}
+
 int main(void) {
     struct guarded target = guarded_make(1 << 20), source = guarded_make(1 << 20);
     for (uint32_t number = 0; number < CASES; number++) {
@@ -50,17 +80,10 @@ int main(void) {
         }
         const uint64_t bytes = order(count, sizes, element, to_strides);
         order(count, sizes, element, from_strides);
-        uint8_t *to = guarded_place(&target, BLOCKS * bytes, number % 2);
-        uint8_t *from = guarded_place(&source, BLOCKS * bytes, number % 2);
-        random_fill(from, BLOCKS * bytes);
-        random_fill(to, BLOCKS * bytes);
-        void *const targets[BLOCKS] = {to + bytes, to};
-        const void *const sources[BLOCKS] = {from, from + bytes};
-        CHECK(ss_copy_strided(targets, sources, BLOCKS, count, sizes, to_strides, from_strides, element) == SS_OK,
-              "case %u", number);
-        for (uint32_t i = 0; i < BLOCKS; i++) {
-            compare(count, sizes, to_strides, from_strides, element, bytes, targets[i], sources[i]);
-        }
+        copy_and_compare(&target, &source, number, count, sizes, to_strides, from_strides, element, bytes);
+    }
+    for (uint32_t number = 0; number < TILES; number++) {
+        tiles(&target, &source, number);
     }
     CHECK(ss_copy_strided(NULL, NULL, 0, DIMENSIONS + 1, NULL, NULL, NULL, 1) == SS_BAD_ARGUMENT, "dimensions");
     CHECK(ss_copy_strided(NULL, NULL, 0, 0, NULL, NULL, NULL, 3) == SS_BAD_ARGUMENT, "elements");

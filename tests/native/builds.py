@@ -51,7 +51,7 @@ _THREADED: Final = (
 # What has code of its own for Arm, what stands on that, and a pipeline that stores and fetches.
 _OF_ARM: Final = (
     "--tests-regex",
-    "^test_(block|codec|cpu|crc32|decode|kvrans|kvrans_kernels|object|pipeline_(fetch|resp|store)|quantize)$",
+    "^test_(block|codec|cpu|crc32|decode|kvrans|kvrans_kernels|object|pipeline_(fetch|resp|store)|quantize|strided)$",
 )
 _BENCHMARKS: Final = ("count_instructions",)
 _ARM: Final = {

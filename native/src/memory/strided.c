@@ -4,7 +4,8 @@
  *
  * Where one dimension is contiguous on both sides, its runs are copied. Where each side has another one, both together
  * are a plane to be transposed: squares of 16 bytes by 16 in registers, as many side by side as make lines of the
- * target, and what is left at the edges one element at a time.
+ * target, and what is left at the edges one element at a time. Tiles whose columns are pairs, as CPUs that multiply
+ * matrices want them, are zipped or unzipped, two side by side.
  *
  * Whole lines go to memory past the caches, where the CPU has such stores: blocks are pages, of which there are more
  * than caches hold. That saves reading what is overwritten, and leaves in the caches what an engine computes with.
@@ -29,11 +30,13 @@ struct dimension {
 };
 
 struct shape {
-    struct dimension outer[DIMENSIONS]; /* all but the next two */
+    struct dimension outer[DIMENSIONS]; /* all but the next */
     uint32_t count;
-    struct dimension run; /* contiguous in the target */
-    struct dimension row; /* contiguous in the source; of size 1 where 'run' is that, too */
-    uint64_t element;     /* bytes */
+    struct dimension run;  /* contiguous in the target */
+    struct dimension row;  /* contiguous in the source; of size 1 where 'run' is that, too */
+    uint64_t element;      /* bytes */
+    struct dimension wide; /* of tiles: from one to that beside it; else of size 0 */
+    struct dimension deep; /* likewise to that below it */
 };
 
 /* ---- Vectors: of what every CPU of the architecture has, so that nothing is left to be chosen at run time
@@ -177,6 +180,46 @@ PLANE(16)
 PLANE(32)
 PLANE(64)
 
+/*
+ * A line of a tile is a row of 16 pairs, of one row each of two of the other side, where the row of the tile beside it
+ * goes on. So lines of two tiles are two lines there. Where the other side is the target the tiles are unzipped.
+ */
+static void tiles(const struct shape *shape, uint8_t *to, const uint8_t *from) {
+#ifdef VECTOR
+    const int zips = shape->run.size == 2;
+    const int64_t to_next = zips ? shape->wide.to : shape->row.to;
+    const int64_t from_next = zips ? shape->run.from : shape->wide.from;
+    for (uint64_t beside = 0; beside < shape->wide.size; beside += 2) {
+        uint8_t *target = to + (int64_t)beside * shape->wide.to;
+        const uint8_t *source = from + (int64_t)beside * shape->wide.from;
+        for (uint64_t below = 0; below < shape->deep.size; below++) {
+            uint8_t lines[2][LINE];
+            for (int i = 0; i < LINE / VECTOR; i++) {
+                vector both[2], next[2];
+                if (zips) {
+                    zip_16(both, vector_load(source + i * VECTOR), vector_load(source + from_next + i * VECTOR));
+                    vector_store(&lines[i / 2][i % 2 * 2 * VECTOR], both[0]);
+                    vector_store(&lines[i / 2][i % 2 * 2 * VECTOR + VECTOR], both[1]);
+                    continue;
+                }
+                const uint8_t *line = source + i / 2 * from_next + i % 2 * 2 * VECTOR;
+                zip_16(next, vector_load(line), vector_load(line + VECTOR));
+                zip_16(both, next[0], next[1]);
+                zip_16(next, both[0], both[1]); /* once more, and they were as they lay */
+                vector_store(&lines[0][i * VECTOR], next[0]);
+                vector_store(&lines[1][i * VECTOR], next[1]);
+            }
+            line_write(target, lines[0], LINE);
+            line_write(target + to_next, lines[1], LINE);
+            target += shape->deep.to;
+            source += shape->deep.from;
+        }
+    }
+#else
+    (void)shape, (void)to, (void)from;
+#endif
+}
+
 static void run_copy(uint8_t *to, const uint8_t *from, uint64_t bytes) {
     uint64_t done = 0;
 #ifdef VECTOR
@@ -190,6 +233,10 @@ static void run_copy(uint8_t *to, const uint8_t *from, uint64_t bytes) {
 }
 
 static void inner(const struct shape *shape, uint8_t *to, const uint8_t *from) {
+    if (shape->wide.size > 0) {
+        tiles(shape, to, from);
+        return;
+    }
     if (shape->row.size == 1 && shape->run.from == (int64_t)shape->element) {
         run_copy(to, from, shape->run.size * shape->element);
         return;
@@ -209,17 +256,51 @@ static void inner(const struct shape *shape, uint8_t *to, const uint8_t *from) {
     }
 }
 
-/* take() removes the dimension that is contiguous on one side from the outer ones, or makes one of size 1. */
-static struct dimension take(struct shape *shape, int of_target) {
-    for (uint32_t i = shape->count; i-- > 0;) {
-        const struct dimension found = shape->outer[i];
-        if ((of_target ? found.to : found.from) == (int64_t)shape->element) {
-            shape->count--;
-            memmove(&shape->outer[i], &shape->outer[i + 1], (shape->count - i) * sizeof(found));
-            return found;
+/* find() returns the outer dimension that has so many bytes from one to the next on one side; their number, if none. */
+static uint32_t find(const struct shape *shape, int of_target, int64_t bytes) {
+    uint32_t i = shape->count;
+    while (i-- > 0) {
+        if ((of_target ? shape->outer[i].to : shape->outer[i].from) == bytes) {
+            return i;
         }
     }
+    return shape->count;
+}
+
+static struct dimension take(struct shape *shape, uint32_t i) {
+    const struct dimension found = shape->outer[i];
+    shape->count--;
+    memmove(&shape->outer[i], &shape->outer[i + 1], (shape->count - i) * sizeof(found));
+    return found;
+}
+
+/* take_contiguous() takes the dimension out that is contiguous on one side, or makes one of size 1. */
+static struct dimension take_contiguous(struct shape *shape, int of_target) {
+    const uint32_t i = find(shape, of_target, (int64_t)shape->element);
+    if (i < shape->count) {
+        return take(shape, i);
+    }
     return (struct dimension){.size = 1, .to = (int64_t)shape->element, .from = (int64_t)shape->element};
+}
+
+/* take_tiles() takes out where tiles are, if there are tiles. */
+static void take_tiles(struct shape *shape) {
+#ifdef VECTOR
+    const int zips = shape->run.size == 2 && shape->row.to == 4;
+    const int unzips = shape->row.size == 2 && shape->run.from == 4;
+    const uint64_t columns = zips ? shape->row.size : shape->run.size;
+    if (shape->element != 2 || zips == unzips || columns * 4 != LINE) {
+        return;
+    }
+    const uint32_t wide = find(shape, unzips, LINE / 2), deep = find(shape, zips, LINE);
+    if (wide == shape->count || deep == shape->count || wide == deep || shape->outer[wide].size % 2 != 0) {
+        return;
+    }
+    shape->wide = take(shape, wide);
+    shape->deep = take(shape, deep - (deep > wide));
+#else
+    (void)shape;
+#endif
 }
 
 /* widen() takes neighbours on both sides for one element, up to eight bytes. */
@@ -275,11 +356,12 @@ enum ss_result ss_copy_strided(void *const *to, const void *const *from, uint64_
         }
     }
     widen(&shape);
-    shape.run = take(&shape, 1);
+    shape.run = take_contiguous(&shape, 1);
     shape.row = (struct dimension){.size = 1};
     if (shape.run.size == 1 || shape.run.from != (int64_t)shape.element) {
-        shape.row = take(&shape, 0);
+        shape.row = take_contiguous(&shape, 0);
     }
+    take_tiles(&shape);
     for (uint64_t i = 0; i < count; i++) {
         block(&shape, to[i], from[i]);
     }
