@@ -41,6 +41,7 @@ __all__ = [
     "machine",
     "measure",
     "output_options",
+    "outcome",
     "repeat",
     "tracked",
     "verdict",
@@ -166,21 +167,29 @@ class Report:
     ratios: dict[str, float] = field(default_factory=dict)
     spread: dict[str, tuple[float, float]] = field(default_factory=dict)
     goals: dict[str, str] = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)
     command: str = "bench"
     more: dict[str, Any] = field(default_factory=dict)
 
     def row(self, **values: Any) -> None:
         self.rows.append(values)
 
-    def ratio(self, name: str, pairs: Sequence[float], goal: str) -> None:
+    def ratio(self, name: str, pairs: Sequence[float], goal: str, limits: Sequence[float] = ()) -> None:
         """Add a ratio: the median of the pairs.
 
-        ``goal`` says what it is to reach: "at least 3", "at most 0.9", "exactly 1", with more words behind if they
-        help; or anything else for a ratio that is only reported.
+        Args:
+            name: in the data.
+            pairs: the ratio in each turn.
+            goal: what it is to reach: "at least 3", "at most 0.9", "exactly 1", with more words behind if they help; or
+                anything else for a ratio that is only reported.
+            limits: what it would be in each turn, or in some, if all were free but what nobody can do without (a link's
+                time, a device's), as measured in the same run. A goal beyond it is out of reach here.
         """
         self.ratios[name] = statistics.median(pairs)
         self.spread[name] = (min(pairs), max(pairs))
         self.goals[name] = goal
+        if limits:
+            self.limits[name] = statistics.median(limits)
 
     def data(self) -> dict[str, Any]:
         """Return everything as JSON takes it."""
@@ -194,6 +203,7 @@ class Report:
             "ratios": self.ratios,
             "spread": self.spread,
             "goals": self.goals,
+            "limits": self.limits,
             "charts": [chart.data() for chart in self.charts],
             **self.more,
         }
@@ -211,9 +221,10 @@ class Report:
         console.print(self._table())
         for name, value in self.ratios.items():
             low, high = self.spread[name]
-            mark = {True: "[green]reached[/]", False: "[red]missed[/]", None: ""}[verdict(value, self.goals[name])]
+            colour = {True: "green", False: "red", None: "default"}[verdict(value, self.goals[name])]
+            mark = f"[{colour}]{outcome(value, self.goals[name], self.limits.get(name))}[/]"
             spread = f"from {low:.3g} to {high:.3g}"
-            console.print(f"{name}: {value:.3g} ({spread}; goal: {self.goals[name]}) {mark}".rstrip(), soft_wrap=True)
+            console.print(f"{name}: {value:.3g} ({spread}; goal: {self.goals[name]}) {mark}", soft_wrap=True)
         if output.json_file:
             output.json_file.write_text(json.dumps(self.data(), indent=2) + "\n")
         if output.plot_file:
@@ -262,6 +273,14 @@ def verdict(value: float, goal: str) -> bool | None:
         return None
     wanted = float(found[2])
     return {"at least": value >= wanted, "at most": value <= wanted, "exactly": value == wanted}[found[1]]
+
+
+def outcome(value: float, goal: str, limit: float | None) -> str:
+    """Return what came of a goal, in words: reached; missed; or out of reach, where its own limit misses it, too."""
+    reached = verdict(value, goal)
+    if reached is None or reached or limit is None:
+        return {True: "reached", False: "missed", None: ""}[reached]
+    return f"{'missed' if verdict(limit, goal) else 'out of reach'}; limit {limit:.3g}"
 
 
 def _text(value: Any) -> str:

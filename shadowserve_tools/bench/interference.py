@@ -19,7 +19,7 @@ from shadowserve_tools.bench.parts.serving import Load, Model, Partition, Served
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.report import Chart, Output, Report, half_width, output_options
 
-__all__ = ["interference"]
+__all__ = ["interference", "rounds_until_narrow"]
 
 OURS: Final = "shadowserve"
 IN_ENGINE: Final = "in-engine decompression"
@@ -27,15 +27,16 @@ FETCH_CHUNKS: Final = 8
 FETCH_LAYERS: Final = 8
 """A fetch loop's workload: 64 MiB, twice a last-level cache, in a round of some tens of milliseconds."""
 FETCH_ALONE_S: Final = 0.5
-"""For how long fetches are timed that the copying control is to be as fast as."""
+"""For how long fetches are timed that the controls are to be as fast as."""
 NOTHING: Final = "nothing"
 LOSSLESS: Final = "fetching lossless KV"
 BINNED: Final = "fetching binned KV (lossy)"
 DECODING_IN_ENGINE: Final = "fetching binned KV (lossy), decoded on the engine's cores"
 SPINNING: Final = "a process that spins on a data plane's core"
 COPYING: Final = "a process that copies as fast there"
+WRITING: Final = "a process that only writes as fast there"
 OFTEN: Final = 3
-"""Phases beside fetching in a round, of each kind, for one beside a control."""
+"""Phases beside fetching in a round, of each kind, for one beside the writing control, and one beside another."""
 DECODED_TOKENS: Final = 256
 """Of context, of each request that decodes steadily: short steps are many steps, and weights are what they stream."""
 SLOWDOWN_MAX: Final = 0.02
@@ -57,6 +58,7 @@ class _Plan:
     repeats: int
     batch: int
     rounds: int
+    rounds_max: int
     phase_steps: int
 
 
@@ -100,7 +102,10 @@ _COUNT = click.IntRange(1)
 @click.option("--requests", default=8, show_default=True, type=_COUNT, help="Of each run.")
 @click.option("--repeats", default=3, show_default=True, type=_COUNT, help="Pairs for each length.")
 @click.option("--batch", default=2, show_default=True, type=_COUNT, help="Requests that decode steadily.")
-@click.option("--rounds", default=30, show_default=True, type=click.IntRange(3), help="Of steady decoding.")
+@click.option("--rounds", default=30, show_default=True, type=click.IntRange(3), help="Of steady decoding, at least.")
+@click.option(
+    "--rounds-max", default=90, show_default=True, type=_COUNT, help="Where intervals are too wide after fewer."
+)
 @click.option("--phase-steps", default=10, show_default=True, type=click.IntRange(1, 16), help="Between two changes.")
 @output_options
 def interference(output: Output, model: Model, load: Load, requests_max: int, **options: Any) -> None:
@@ -147,7 +152,7 @@ def _measure_decoding(results: _Results, running: Stack, plan: _Plan, tell: Tell
         with alone.running():
             time.sleep(FETCH_ALONE_S)
         spin = stack.enter_context(Control("spin"))
-        copy = stack.enter_context(Control("copy", alone.rate))
+        copy, write = (stack.enter_context(Control(kind, alone.rate)) for kind in ("copy", "write"))
 
         @contextmanager
         def decoding_in_engine() -> Iterator[None]:
@@ -160,14 +165,23 @@ def _measure_decoding(results: _Results, running: Stack, plan: _Plan, tell: Tell
             (SPINNING, spin.running),
             (COPYING, copy.running),
         ]
-        for number in range(plan.rounds):
-            beside = [*often * OFTEN, controls[number % len(controls)]]
+        wanted = [results.over_alone[name] for name in (LOSSLESS, BINNED)]
+        for number in rounds_until_narrow(plan.rounds, plan.rounds_max, wanted):
+            beside = [*often * OFTEN, (WRITING, write.running), controls[number % len(controls)]]
             _decode_round(results, running, plan, beside[:: -1 if number % 2 else 1])
             tell("decoding")
         for target in targets:
             target.clear()
             target.fetch()
             target.verify()
+
+
+def rounds_until_narrow(at_least: int, at_most: int, wanted: Sequence[Sequence[float]]) -> Iterator[int]:
+    """Count rounds until the medians of what they add to ``wanted`` are known to ± ``HALF_WIDTH_MAX``."""
+    for number in range(max(at_least, at_most)):
+        if number >= at_least and all(half_width(values) <= HALF_WIDTH_MAX for values in wanted):
+            return
+        yield number
 
 
 def _decode_round(results: _Results, running: Stack, plan: _Plan, beside: Sequence[tuple[str, Beside]]) -> None:
@@ -259,7 +273,9 @@ def _report_ratios(report: Report, results: _Results) -> None:
     for prefix, name in (("lossless_", LOSSLESS), ("", BINNED)):
         width = half_width(results.over_alone[name])
         goal = _slowdown_goal(width, results.fetched[name].rate)
-        report.ratio(f"{prefix}decode_step_slowdown", [over - 1 for over in results.over_alone[name]], goal)
+        slowdowns, limits = ([over - 1 for over in results.over_alone[beside]] for beside in (name, WRITING))
+        # Writing is as fast as binned KV comes.
+        report.ratio(f"{prefix}decode_step_slowdown", slowdowns, goal, limits if name == BINNED else ())
         report.ratio(
             f"{prefix}decode_step_slowdown_half_width", [width], f"at most {HALF_WIDTH_MAX:g}; 95 % confidence"
         )
@@ -269,6 +285,7 @@ def _report_ratios(report: Report, results: _Results) -> None:
         ("decode_step_slowdown_in_engine", DECODING_IN_ENGINE, "none; decoded on the engine's cores"),
         ("decode_step_slowdown_by_spinning", SPINNING, "none; what a busy core costs on this machine"),
         ("decode_step_slowdown_by_copying", COPYING, "none; what memory traffic costs on this machine"),
+        ("decode_step_slowdown_by_writing", WRITING, "none; what nobody can do without who delivers KV"),
     ):
         report.ratio(name, [over - 1 for over in results.over_alone[beside]], goal)
     pairs = [

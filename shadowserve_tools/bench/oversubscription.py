@@ -228,10 +228,8 @@ def _report(cells: Sequence[_Cell], equal: Sequence[float]) -> Report:
             pairs = [mine / its for mine, its in zip(tier.rates, one.rates, strict=False)]  # those of its turn
             report.ratio(f"throughput_{demand}x_over_1x", pairs, goals.get((demand, "1x"), "none"))
         pairs = [mine / its for mine, its in zip(tier.rates, off.rates, strict=True)]
-        report.ratio(f"throughput_{demand}x_over_recompute", pairs, goals.get((demand, "recompute"), "none"))
-        report.ratio(f"limit_{demand}x_over_recompute", off.limits, "none")
-        pairs = [mine / its for mine, its in zip(pairs, off.limits, strict=True)]
-        report.ratio(f"throughput_{demand}x_over_limit", pairs, "none")
+        goal = goals.get((demand, "recompute"), "none")
+        report.ratio(f"throughput_{demand}x_over_recompute", pairs, goal, off.limits)
     if (one := of.get((_TIER, 1))) is not None:
         pairs = [mine / its for mine, its in zip(one.rates, of[_OFF, 1].rates, strict=True)]
         report.ratio("throughput_1x_over_off", pairs, "at least 0.99")

@@ -87,18 +87,25 @@ class _Results:
 
     Each has what :meth:`~shadowserve_tools.bench.parts.engine._Engine.serve` says, and ``cpu_s`` of all processes. Of
     requests that arrived at a rate they are the run's, and ``tokens_per_s`` are, too. ``fetching`` is the part of
-    retrieval, by the link's rate, that our data plane fetched in; ``over_link`` how many times the link's own time for
-    the same bytes that was.
+    retrieval, by the link's rate, that our data plane fetched in; ``link_s`` the seconds that the link alone takes for
+    a document's bytes; ``over_link`` how many times as long the data plane fetched.
     """
 
     requests: dict[tuple[str, float, str], list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
     fetching: dict[float, float] = field(default_factory=dict)
+    link_s: dict[float, float] = field(default_factory=dict)
     over_link: dict[float, float] = field(default_factory=dict)
 
     def pairs(self, what: str, rate: float, ours: str, others: str, name: str = "ttft_s") -> list[float]:
         """Return one system's figures over another's, request by request; of none where there are none."""
         own, theirs = (self.requests.get((what, rate, system), []) for system in (ours, others))
         return [mine[name] / its[name] for mine, its in zip(own, theirs, strict=False)]
+
+    def limits(self, rate: float, others: str) -> list[float]:
+        """Return what a first token of ours would take over another's, if all were free but link and last tokens."""
+        own, theirs = (self.requests.get((ALONE, rate, system), []) for system in (OURS, others))
+        link = self.link_s.get(rate, 0.0)
+        return [(link + mine["last_s"]) / its["ttft_s"] for mine, its in zip(own, theirs, strict=False)]
 
 
 @click.command()
@@ -358,7 +365,8 @@ class _Bench:
         results.fetching[rate] = fetching / sum(result["retrieval_s"] for result in found)
         if rate:
             received = sum(span.output_bytes for span in spans if span.step == "net")
-            results.over_link[rate] = fetching / (received * 8 / (_TCP_SHARE * rate * 1e9))
+            results.link_s[rate] = received * 8 / (_TCP_SHARE * rate * 1e9) / len(found)
+            results.over_link[rate] = fetching / len(found) / results.link_s[rate]
 
 
 def _cpu(engine: Engine, system: System) -> float:
@@ -394,7 +402,7 @@ def _report(results: _Results, absent: dict[str, str], plan: _Plan) -> Report:
     ):
         figure = "request_s" if what == FILLING else "ttft_s"
         if pairs := results.pairs(what, rate, OURS, other, figure):
-            report.ratio(name, pairs, goal)
+            report.ratio(name, pairs, goal, results.limits(rate, other) if what == ALONE else ())
     for name, rate, other in (
         ("ttft_layers_over_default", 0.0, OURS),
         ("ttft_layers_over_default_link", slowest, OURS),

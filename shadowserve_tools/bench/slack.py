@@ -18,7 +18,7 @@ from host_control.slack.interference import Interference
 from host_control.slack.table import ComputeTable, attention_pairs
 from shadowserve.chunk import Quantizer
 from shadowserve_tools.bench.fetch import Target
-from shadowserve_tools.bench.interference import DECODED_TOKENS, HALF_WIDTH_MAX, SLOWDOWN_MAX
+from shadowserve_tools.bench.interference import DECODED_TOKENS, HALF_WIDTH_MAX, SLOWDOWN_MAX, rounds_until_narrow
 from shadowserve_tools.bench.parts.disks import Disks, working_folder
 from shadowserve_tools.bench.parts.loads import FetchLoop
 from shadowserve_tools.bench.parts.paged import CHUNK_BLOCKS, MANY, PagedKv, PagedMemory
@@ -92,7 +92,10 @@ class _Steps:
 @click.option("--turns", default=3, show_default=True, type=click.IntRange(1), help="Of reading, each beside each.")
 @click.option("--batch", default=2, show_default=True, type=click.IntRange(1), help="Requests that decode steadily.")
 @click.option("--learning", default=10, show_default=True, type=click.IntRange(1), help="Rounds that do not count.")
-@click.option("--rounds", default=40, show_default=True, type=click.IntRange(6), help="Of steady decoding that do.")
+@click.option("--rounds", default=40, show_default=True, type=click.IntRange(6), help="That do, at least.")
+@click.option(
+    "--rounds-max", default=120, show_default=True, type=click.IntRange(1), help="Where intervals are too wide."
+)
 @click.option("--phase-steps", default=4, show_default=True, type=click.IntRange(1, 64), help="Between two changes.")
 @click.option(
     "--folder",
@@ -102,7 +105,7 @@ class _Steps:
 @output_options
 def slack(
     output: Output, model: Model, load: Load, requests_max: int, read_chunks: int, chunk_kib: int, cap: int, turns: int,
-    batch: int, learning: int, rounds: int, phase_steps: int, folder: Path | None,
+    batch: int, learning: int, rounds: int, rounds_max: int, phase_steps: int, folder: Path | None,
 ) -> None:  # fmt: skip
     """Read from a pool's device while it is written to, and decode while the data plane fetches.
 
@@ -138,7 +141,7 @@ def slack(
             decoding.round([PAGES_WITHIN] * PAGES_OFTEN, _Steps())
             rates = [f"{each.policy.rate / 1e9:.2f}" for each in (fetching, bringing)]
             progress.update(task, advance=1, description=f"learning: {' and '.join(rates)} GB/s")
-        for number in range(rounds):
+        for number in rounds_until_narrow(rounds, rounds_max, [steps.over[name] for name in (WITHIN, PAGES_WITHIN)]):
             order = slice(None, None, -1 if number % 2 else 1)
             decoding.round(([WITHIN, FREE] * OFTEN)[order], steps)
             decoding.round([*[PAGES_WITHIN] * PAGES_OFTEN, PAGES_FREE][order], steps)

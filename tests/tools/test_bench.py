@@ -20,7 +20,7 @@ from shadowserve_tools import main, provenance
 from shadowserve_tools.bench.parts.disks import Disks
 from shadowserve_tools.bench.parts.kernels import Run, in_turns, nothing
 from shadowserve_tools.bench.peers.network import linked
-from shadowserve_tools.report import half_width, verdict
+from shadowserve_tools.report import Report, half_width, outcome, verdict
 
 NO_PEERS = ["--peers-python", "/nonexistent/python"]
 SMALL = {
@@ -58,12 +58,12 @@ SMALL = {
     "interference": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
         *("--documents", "1", "--lengths", "4", "--requests", "2", "--repeats", "1", "--rounds", "3"),
-        *("--phase-steps", "2"),
+        *("--rounds-max", "3", "--phase-steps", "2"),
     ],
     "slack": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
         *("--documents", "1", "--read-chunks", "8", "--chunk-kib", "256", "--turns", "1", "--learning", "1"),
-        *("--rounds", "6", "--phase-steps", "2"),
+        *("--rounds", "6", "--rounds-max", "6", "--phase-steps", "2"),
     ],
     "ablation": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
@@ -222,6 +222,7 @@ RATIOS = {
         "decode_step_slowdown_in_engine",
         "decode_step_slowdown_by_spinning",
         "decode_step_slowdown_by_copying",
+        "decode_step_slowdown_by_writing",
         *(
             f"{stored}decode_step_slowdown{what}"
             for stored in ("lossless_", "")
@@ -268,7 +269,6 @@ RATIOS = {
     },
     "oversubscription": {
         *("throughput_2x_over_1x", "throughput_2x_over_recompute", "throughput_1x_over_off", "equal_answers"),
-        *("limit_2x_over_recompute", "throughput_2x_over_limit"),
     },
     "gpu": {
         "scatter_over_device_copy",
@@ -276,6 +276,13 @@ RATIOS = {
         "decode_step_slowdown_by_decompression",
     },
 }
+LIMITS = {
+    "fetch": {f"{prefix}{what}_over_best_raw_peer" for prefix in ("lossless_", "") for what in ("cpu", "throughput")},
+    "interference": {"decode_step_slowdown"},
+    "oversubscription": {"throughput_2x_over_recompute"},
+    "serving": {"ttft_over_recompute"},
+}
+"""Ratios that are told beside what nobody can do without."""
 PEERS = {
     "fetch": ["LMCache, lm://", "LMCache server, Redis tuned", "Mooncake store, TCP"],
     "link": ["LMCache, lm://", "LMCache server, fp8 (lossy), Redis tuned"],
@@ -318,6 +325,7 @@ def test_a_small_run_writes_what_it_promises(tmp_path: Path, name: str, monkeypa
     assert content["charts"]
     assert content["machine"]["cores"] >= 1 and "deflate" in content["machine"]["codecs"]
     assert set(content["ratios"]) == RATIOS[name]
+    assert set(content["limits"]) == LIMITS.get(name, set())
     # A step beside something else may happen to be faster than alone.
     assert all(
         value > (-1 if "slowdown" in ratio else 0)
@@ -386,6 +394,18 @@ def test_an_interval_of_the_median_holds_it_and_no_more_than_needed() -> None:
 )
 def test_a_goal_in_words_is_judged(value: float, goal: str, reached: bool | None) -> None:
     assert verdict(value, goal) is reached
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [(None, "missed"), (1.6, "missed; limit 1.6"), (1.25, "out of reach; limit 1.25")],
+)
+def test_a_goal_that_its_limit_misses_is_out_of_reach(limit: float | None, words: str) -> None:
+    assert outcome(1.2, "at least 1.5", limit) == words
+    assert outcome(1.6, "at least 1.5", limit) == "reached"
+    report = Report("tiers", [])
+    report.ratio("gain", [1.1, 1.2, 1.3], "at least 1.5", [limit] if limit else [])
+    assert report.data()["limits"] == ({"gain": limit} if limit else {})
 
 
 def test_on_a_machine_that_slows_down_what_is_timed_first_is_not_ahead() -> None:

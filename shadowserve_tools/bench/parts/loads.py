@@ -1,11 +1,13 @@
-"""What runs beside a decoding engine: fetches at full speed, and two controls that tell our doing from the machine's.
+"""What runs beside a decoding engine: fetches at full speed, and controls that tell our doing from the machine's.
 
 A control keeps a core busy without a line of our code: ``spin`` touches no memory to speak of, so what it slows down
-shares the core's execution units or its clock; ``copy`` moves as many bytes a second through memory as fetches deliver.
-``python -m shadowserve_tools.bench.parts.loads spin|copy`` is one of them, as a process.
+shares the core's execution units or its clock; ``copy`` moves as many bytes a second through memory as fetches deliver,
+and ``write`` only writes as many, which whoever delivers them has to.
+``python -m shadowserve_tools.bench.parts.loads spin|copy|write`` is one of them, as a process.
 """
 
 import contextlib
+import ctypes
 import signal
 import subprocess
 import sys
@@ -89,8 +91,8 @@ class Control:
     """A process that keeps one core busy while :meth:`running`, and stands still else: ``with Control(...)``.
 
     Args:
-        kind: ``"spin"`` or ``"copy"``.
-        rate: for ``copy``, bytes copied a second.
+        kind: ``"spin"``, ``"copy"`` or ``"write"``.
+        rate: bytes a second that are copied or written.
     """
 
     def __init__(self, kind: str, rate: float = 0.0) -> None:
@@ -125,12 +127,15 @@ def _spin() -> None:
         pass
 
 
-def _copy(rate: float) -> None:
+def _move(rate: float, writes_only: bool) -> None:
     source, target = np.ones((2, COPY_BYTES), np.uint8)
     print("ready", flush=True)
     position, due = 0, time.perf_counter()
     while True:
-        target[position : position + SLICE_BYTES] = source[position : position + SLICE_BYTES]
+        if writes_only:  # by the C library, with string stores, which do not read what they overwrite
+            ctypes.memset(target.ctypes.data + position, 1, SLICE_BYTES)
+        else:
+            target[position : position + SLICE_BYTES] = source[position : position + SLICE_BYTES]
         position = (position + SLICE_BYTES) % COPY_BYTES
         now = time.perf_counter()
         # Time that it stood still is not made up for.
@@ -141,8 +146,8 @@ def _copy(rate: float) -> None:
 
 def main(kind: str, rate: float) -> None:
     """Run a control until it is killed."""
-    if kind == "copy":
-        _copy(rate)
+    if kind != "spin":
+        _move(rate, writes_only=kind == "write")
     print("ready", flush=True)
     _spin()
 
