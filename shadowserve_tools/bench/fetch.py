@@ -19,7 +19,6 @@ from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, Quantizer
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
-from shadowserve_tools.bench.parts.rounds import Alone, connected
 from shadowserve_tools.bench.parts.workload import Workload, client, default_codec, llama_8b, put, uncompressed
 from shadowserve_tools.bench.peers.contender import Contender
 from shadowserve_tools.bench.peers.driver import CLEARED, Values
@@ -41,7 +40,7 @@ from shadowserve_tools.bench.peers.sockets import (
     redis_reader,
 )
 from shadowserve_tools.processes import Child, start_data_plane, start_storage
-from shadowserve_tools.report import Chart, Cost, Output, Report, measure, output_options, repeat
+from shadowserve_tools.report import Chart, Cost, Output, Report, output_options, repeat
 
 if TYPE_CHECKING:
     import redis
@@ -70,9 +69,6 @@ CALL_TIMEOUT_S: Final = 60.0
 NAIVE: Final = "redis-py + zlib + numpy (lossy)"
 UNCOMPRESSED: Final = "ShadowServe, uncompressed"
 LIMIT: Final = "plain sockets"
-ALONE_CHUNKS: Final = 4
-"""That differ, of those that are received and decoded alone: they take as much memory again."""
-ALONE_CONNECTIONS: Final = 2
 
 codec_option: Final = click.option(
     "--codec",
@@ -111,22 +107,17 @@ def fetch(chunks: int, repeats: int, codec: str, peers_python: Path, output: Out
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bed = Bed(peers_python, logs, raw_values(logs, lossless), chunks)
-        storage = stack.enter_context(start_storage(logs))
-        contenders = _ours_and_naive(stack, bed, lossless, binned, storage)
+        contenders = _ours_and_naive(stack, bed, lossless, binned)
         others, absent = _others(stack, bed)
         contenders += others
-        runs = [_run(each, chunks) for each in contenders]
-        runs += [_alone(stack, each, chunks, storage) for each in (lossless, binned)]
-        *found, lossless_alone, binned_alone = repeat(repeats, *runs)
-        costs = dict(zip(contenders, found, strict=True))
+        costs = dict(zip(contenders, repeat(repeats, *(_run(each, chunks) for each in contenders)), strict=True))
     raw_bytes = lossless.raw_bytes
     for each, own in costs.items():
         add_row(report, raw_bytes, own, system=each.name, note=each.note)
     for name, reason in absent.items():
         report.row(system=name, note=reason)
-    for prefix, workload, alone in (("lossless_", lossless, lossless_alone), ("", binned, binned_alone)):
-        add_row(report, raw_bytes, alone, system=f"sockets and decoding alone, {workload.label}")
-        _ratios(report, costs, workload, prefix, alone)
+    for prefix, workload in (("lossless_", lossless), ("", binned)):
+        _ratios(report, costs, workload, prefix)
     _naive_ratios(report, costs, binned)
     _charts(report, costs, raw_bytes)
     report.finish(output)
@@ -136,21 +127,8 @@ def _run(contender: Contender, chunks: int) -> Callable[[], Cost]:
     return lambda: contender.run(chunks)
 
 
-def _alone(stack: ExitStack, workload: Workload, chunks: int, storage: Child) -> Callable[[], Cost]:
-    """Return what nobody can do without who brings such records: receives them, then decodes them, on a core."""
-    sockets = [stack.enter_context(closing(each)) for each in connected(storage.address, ALONE_CONNECTIONS)]
-    alone = Alone(workload.leading(ALONE_CHUNKS), sockets, chunks)
-
-    def run() -> None:
-        alone.net(chunks)
-        alone.decode(chunks)
-
-    return lambda: measure(run, [psutil.Process(storage.process.pid)])
-
-
-def _ours_and_naive(
-    stack: ExitStack, bed: Bed, lossless: Workload, binned: Workload, storage: Child
-) -> list[Contender]:
+def _ours_and_naive(stack: ExitStack, bed: Bed, lossless: Workload, binned: Workload) -> list[Contender]:
+    storage = stack.enter_context(start_storage(bed.logs))
     data_plane = stack.enter_context(start_data_plane(bed.logs, storage.address))
     deflated = llama_8b(bed.chunks, quantizer=Quantizer.BINNED, codec="deflate")
     workloads = {
@@ -240,24 +218,14 @@ def best(
     return winner, candidates[winner]
 
 
-def _ratios(
-    report: Report, costs: dict[Contender, list[Cost]], workload: Workload, prefix: str, alone: list[Cost]
-) -> None:
-    """Compare what is stored so with what moves raw KV, everybody's and ours; its limit is sockets and decoding alone.
-
-    For throughput these have all cores, and nobody ever waits.
-    """
-    cores = len(psutil.Process().cpu_affinity() or [0])
-    at_best = [Cost(cost.cpu_s / cores, cost.cpu_s) for cost in alone]
+def _ratios(report: Report, costs: dict[Contender, list[Cost]], workload: Workload, prefix: str) -> None:
+    """Compare what is stored so with what moves raw KV, everybody's and ours."""
     own, raw = runs_of(costs, ours_name(workload)), runs_of(costs, UNCOMPRESSED)
     goals = {"lossless_": ("at most 0.95", "at least 1.3"), "": ("at most 0.45", "at least 2.5")}[prefix]
     frugal, frugal_runs = best(costs, "raw", lambda cost: cost.cpu_s)
     quick, quick_runs = best(costs, "raw", lambda cost: cost.wall_s)
-    for name, ratios, runs, goal in (
-        ("cpu", _cpu_ratios, frugal_runs, f"{goals[0]}; of {frugal.name}"),
-        ("throughput", wall_gains, quick_runs, f"{goals[1]}; of {quick.name}"),
-    ):
-        report.ratio(f"{prefix}{name}_over_best_raw_peer", ratios(own, runs), goal, ratios(at_best, runs))
+    report.ratio(f"{prefix}cpu_over_best_raw_peer", _cpu_ratios(own, frugal_runs), f"{goals[0]}; of {frugal.name}")
+    report.ratio(f"{prefix}throughput_over_best_raw_peer", wall_gains(own, quick_runs), f"{goals[1]}; of {quick.name}")
     report.ratio(f"{prefix}cpu_over_uncompressed", _cpu_ratios(own, raw), "none; compression alone")
     report.ratio(f"{prefix}throughput_over_uncompressed", wall_gains(own, raw), "none; compression alone")
     report.ratio(f"{prefix}stored_over_raw", [workload.stored_bytes / workload.raw_bytes], "none; the compression")

@@ -160,19 +160,14 @@ class Alone:
         slices = list(self._slices())
         self._slices_each = len(slices) // len(workload.keys)
         self._jobs = ffi.new("struct ss_stream[]", len(slices))
-        self._wanted = ffi.new("struct ss_elements[]", len(slices))
         self._dequantize_calls: list[tuple[Any, ...]] = []
         self._copies: list[tuple[Any, Any, int]] = []
         position = to = 0
-        for job, wanted, (record, begin, entry) in zip(self._jobs, self._wanted, slices, strict=True):
+        for job, (record, begin, entry) in zip(self._jobs, slices, strict=True):
             middle, size = begin + int(entry["scales_length"]), int(entry["decoded_length"])
             job.source, job.source_size = record + middle, int(entry["encoded_length"])
             job.target, job.target_size = symbols + position, size
             raw = int(entry["vectors"]) * layout.vector_length * layout.dtype.itemsize
-            wanted.scales, wanted.target = record + begin, target + to
-            wanted.vectors, wanted.vector_length = int(entry["vectors"]), layout.vector_length
-            wanted.scale_vectors = layout.scale_tokens
-            wanted.quantizer, wanted.dtype = int(layout.quantizer), int(layout.dtype)
             self._dequantize_calls.append(
                 (
                     int(layout.quantizer),
@@ -186,10 +181,9 @@ class Alone:
             )
             self._copies.append((target + to, elements + to, raw))
             position, to = position + size, to + raw
-        for run in (self.decode, self.decompress):
-            run(len(workload.keys))
-            for job in self._jobs:
-                check(job.result, "decoding a slice alone")
+        self.decompress(len(workload.keys))
+        for job in self._jobs:
+            check(job.result, "decoding a slice alone")
 
     def _pointer(self, data: Any) -> Any:
         pointer = ffi.from_buffer("uint8_t[]", data)
@@ -218,13 +212,6 @@ class Alone:
         for slices in self._parts(chunks):
             for first in range(0, slices, step):
                 many(codec, self._jobs + first, min(step, slices - first))
-
-    def decode(self, chunks: int) -> None:
-        """Decode the slices of so many chunks to elements, on this thread, as a fused pipeline does."""
-        many, codec, step = lib.ss_decode_many, int(self._workload.codec), together(self._workload.codec)
-        for slices in self._parts(chunks):
-            for first in range(0, slices, step):
-                many(codec, self._jobs + first, self._wanted + first, min(step, slices - first))
 
     def dequantize(self, chunks: int) -> None:
         """Dequantize the slices of so many chunks, on this thread."""

@@ -80,11 +80,6 @@ class Workload:
     def stored_bytes(self) -> int:
         return sum(map(len, self.records))
 
-    def leading(self, chunks: int) -> "Workload":
-        """Return so many leading chunks, or all where there are fewer."""
-        tokens = self.tokens[: chunks * self.layout.tokens]
-        return Workload(self.layout, self.codec, tokens, self.keys[:chunks], self.records[:chunks], self.crcs[:chunks])
-
 
 def llama_8b(
     chunks: int, *, layers: int = 32, quantizer: Quantizer = Quantizer.LOSSLESS, codec: str | None = None
