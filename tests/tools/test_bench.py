@@ -282,6 +282,7 @@ LIMITS = {
     "interference": {"decode_step_slowdown"},
     "oversubscription": {"throughput_2x_over_recompute"},
     "serving": {"ttft_over_recompute"},
+    "tiers": {"mixed_over_sum"},
 }
 """Ratios that are told beside what nobody can do without."""
 PEERS = {
