@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tiny_models import FAMILIES
+
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
@@ -70,7 +72,7 @@ def test_a_family_that_is_not_cached_is_served_as_without_the_plugin(
     name: str, options: dict[str, Any], reason: str, family: Any, make_engine: Any, data_plane: Any, prompt: Any
 ) -> None:
     prompts = [prompt(600), prompt(300, 1)]
-    options = {"model": family(name), **options}
+    options = {"model": family(name), **FAMILIES[name].engine, **options}
     engine = make_engine(None, **options)
     try:
         expected = served(engine, prompts)

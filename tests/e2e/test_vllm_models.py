@@ -1,13 +1,21 @@
 """Other caches than a plain one: bfloat16, fp8, large blocks, sliding windows that keep every token, latents (MLA)."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tiny_models import FAMILIES
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 # What is computed behind a hit is computed in the same step sizes without one, and so rounded alike.
 IN_CHUNKS = {"max_num_batched_tokens": 256}
+CPUINFO = Path("/proc/cpuinfo")
+AMX = pytest.mark.skipif(
+    not CPUINFO.exists() or " amx_tile" not in CPUINFO.read_text(),
+    reason="only on a CPU with AMX does vLLM continue behind latents",
+)
 
 
 @pytest.mark.parametrize(
@@ -18,8 +26,9 @@ IN_CHUNKS = {"max_num_batched_tokens": 256}
         ("llama", {"block_size": 128}),
         ("gemma3", {"disable_hybrid_kv_cache_manager": True}),
         ("gpt_oss", {"disable_hybrid_kv_cache_manager": True}),
+        pytest.param("deepseek", {"dtype": "bfloat16", **IN_CHUNKS}, marks=AMX),
     ],
-    ids=["bfloat16", "fp8", "large blocks", "windows", "windows with sinks"],
+    ids=["bfloat16", "fp8", "large blocks", "windows", "windows with sinks", "latents"],
 )
 def test_prompt_comes_back_from_the_store(
     name: str, options: dict[str, Any], family: Any, make_engine: Any, data_plane: Any, prompt: Any
@@ -40,14 +49,14 @@ def test_prompt_comes_back_from_the_store(
 
 
 def test_latents_are_found_in_the_engines_cache_and_moved(family: Any, make_engine: Any, prompt: Any) -> None:
-    """vLLM's CPU build cannot continue behind latents, so the plugin is off there; where they lie, it knows."""
+    """Without AMX vLLM's CPU build cannot continue behind latents, and the plugin is off; where they lie, it knows."""
     import torch
 
     from host_control.layouts import PagedLayout
     from host_control.vllm.probe import find_layout
     from host_control.vllm.support import UncacheableError
 
-    engine = make_engine(None, model=family("deepseek"))
+    engine = make_engine(None, model=family("deepseek"), **FAMILIES["deepseek"].engine)
     try:
         engine.outputs([prompt(300)])
         caches = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches

@@ -136,6 +136,8 @@ FAMILIES: Final[dict[str, Family]] = {
         | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
         | {"kv_lora_rank": 512, "q_lora_rank": None}
         | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+        engine={"attention_backend": "CPU_MLA"},
+        why="on a CPU with AMX vLLM would else take kernels of bfloat16 alone",
     ),
     # A state beside attention. vLLM's CPU kernels want bfloat16 and these sizes of a state's heads; attention's are
     # large, so that a block, which is as large as a state, has few tokens. With attention behind the states only, the

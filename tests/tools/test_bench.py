@@ -277,7 +277,6 @@ RATIOS = {
     },
 }
 LIMITS = {
-    "fetch": {f"{prefix}{what}_over_best_raw_peer" for prefix in ("lossless_", "") for what in ("cpu", "throughput")},
     "handover": {"handover_ttft_over_warm_hit"},
     "interference": {"decode_step_slowdown"},
     "oversubscription": {"throughput_2x_over_recompute"},
