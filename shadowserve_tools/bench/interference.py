@@ -14,12 +14,13 @@ from rich.progress import Progress
 
 from shadowserve.chunk import Quantizer
 from shadowserve_tools.bench.fetch import Target
+from shadowserve_tools.bench.parts.engine import decoded_tokens
 from shadowserve_tools.bench.parts.loads import Control, FetchLoop
 from shadowserve_tools.bench.parts.serving import Load, Model, Partition, Served, Stack, model_options, p95
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.report import Chart, Output, Report, half_width, output_options
 
-__all__ = ["interference", "rounds_until_narrow"]
+__all__ = ["holding", "interference", "rounds_until_narrow"]
 
 OURS: Final = "shadowserve"
 IN_ENGINE: Final = "in-engine decompression"
@@ -102,9 +103,9 @@ _COUNT = click.IntRange(1)
 @click.option("--requests", default=8, show_default=True, type=_COUNT, help="Of each run.")
 @click.option("--repeats", default=3, show_default=True, type=_COUNT, help="Pairs for each length.")
 @click.option("--batch", default=2, show_default=True, type=_COUNT, help="Requests that decode steadily.")
-@click.option("--rounds", default=30, show_default=True, type=click.IntRange(3), help="Of steady decoding, at least.")
+@click.option("--rounds", default=20, show_default=True, type=click.IntRange(3), help="Of steady decoding, at least.")
 @click.option(
-    "--rounds-max", default=90, show_default=True, type=_COUNT, help="Where intervals are too wide after fewer."
+    "--rounds-max", default=60, show_default=True, type=_COUNT, help="Where intervals are too wide after fewer."
 )
 @click.option("--phase-steps", default=10, show_default=True, type=click.IntRange(1, 16), help="Between two changes.")
 @output_options
@@ -128,11 +129,18 @@ def interference(output: Output, model: Model, load: Load, requests_max: int, **
         def tell(what: str) -> None:
             progress.update(task, advance=1, description=what)
 
-        running = stack.enter_context(Stack(Partition.halves(), model, load, requests_max))
+        decoding = holding(load, 2 * (2 * OFTEN + 2) + 1, plan.phase_steps)
+        running = stack.enter_context(Stack(Partition.halves(), model, decoding, requests_max))
         tell("decoding")
         _measure_decoding(results, running, plan, tell)
         _measure_lengths(results, running, plan, load, tell)
     _report(results).finish(output)
+
+
+def holding(load: Load, phases: int, steps: int) -> Load:
+    """Return a load whose requests are as large as those that decode so many phases steadily."""
+    tokens = DECODED_TOKENS + decoded_tokens(phases, steps)
+    return replace(load, output=max(load.output, tokens - load.prompt_tokens))
 
 
 # ---- A steady batch --------------------------------------------------------------------------------------------------
@@ -186,9 +194,8 @@ def rounds_until_narrow(at_least: int, at_most: int, wanted: Sequence[Sequence[f
 
 def _decode_round(results: _Results, running: Stack, plan: _Plan, beside: Sequence[tuple[str, Beside]]) -> None:
     """Decode a phase beside each, and one beside nothing before and after it."""
-    engine, spare = running.engine, 16
-    steps_max = plan.phase_steps * (2 * len(beside) + 1) + spare
-    engine.ask("decode_start", batch=plan.batch, tokens=DECODED_TOKENS, steps_max=steps_max)
+    engine, phases = running.engine, 2 * len(beside) + 1
+    engine.ask("decode_start", batch=plan.batch, tokens=DECODED_TOKENS, phases=phases, steps=plan.phase_steps)
 
     def phase(name: str) -> tuple[float, float]:
         durations = engine.ask("decode_steps", steps=plan.phase_steps)

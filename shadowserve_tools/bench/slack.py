@@ -18,8 +18,15 @@ from host_control.slack.interference import Interference
 from host_control.slack.table import ComputeTable, attention_pairs
 from shadowserve.chunk import Quantizer
 from shadowserve_tools.bench.fetch import Target
-from shadowserve_tools.bench.interference import DECODED_TOKENS, HALF_WIDTH_MAX, SLOWDOWN_MAX, rounds_until_narrow
+from shadowserve_tools.bench.interference import (
+    DECODED_TOKENS,
+    HALF_WIDTH_MAX,
+    SLOWDOWN_MAX,
+    holding,
+    rounds_until_narrow,
+)
 from shadowserve_tools.bench.parts.disks import Disks, working_folder
+from shadowserve_tools.bench.parts.engine import SETTLING_STEPS
 from shadowserve_tools.bench.parts.loads import FetchLoop
 from shadowserve_tools.bench.parts.paged import CHUNK_BLOCKS, MANY, PagedKv, PagedMemory
 from shadowserve_tools.bench.parts.retrieval import Offered, OurPool, Prefix
@@ -91,10 +98,10 @@ class _Steps:
 @click.option("--cap", default=200, show_default=True, type=click.IntRange(1), help="MB/s that the device reads.")
 @click.option("--turns", default=3, show_default=True, type=click.IntRange(1), help="Of reading, each beside each.")
 @click.option("--batch", default=2, show_default=True, type=click.IntRange(1), help="Requests that decode steadily.")
-@click.option("--learning", default=10, show_default=True, type=click.IntRange(1), help="Rounds that do not count.")
-@click.option("--rounds", default=40, show_default=True, type=click.IntRange(6), help="That do, at least.")
+@click.option("--learning", default=8, show_default=True, type=click.IntRange(1), help="Rounds that do not count.")
+@click.option("--rounds", default=24, show_default=True, type=click.IntRange(6), help="That do, at least.")
 @click.option(
-    "--rounds-max", default=120, show_default=True, type=click.IntRange(1), help="Where intervals are too wide."
+    "--rounds-max", default=60, show_default=True, type=click.IntRange(1), help="Where intervals are too wide."
 )
 @click.option("--phase-steps", default=4, show_default=True, type=click.IntRange(1, 64), help="Between two changes.")
 @click.option(
@@ -121,6 +128,8 @@ def slack(
         task = progress.add_task("reading", total=turns + learning + rounds)
         capped = _measure_disk(disk, prefix, cap * MEGA, turns, folder, lambda: progress.update(task, advance=1))
         progress.update(task, description="starting the engine")
+        load = holding(load, 2 * 2 * OFTEN + 1, phase_steps)
+        load = holding(load, 2 * (PAGES_OFTEN + 1) + 1, PAGES_LONGER * phase_steps)
         running = stack.enter_context(Stack(Partition.halves(), model, load, requests_max))
         workload = llama_8b(FETCH_CHUNKS, layers=1, quantizer=Quantizer.BINNED)
         put(workload, running.storage.address)
@@ -311,9 +320,8 @@ class _Decoding:
 
     def round(self, beside: list[str], steps: _Steps) -> None:
         """Decode a phase beside each, all of one length, and one beside nothing before and after it."""
-        length = self._phases[beside[0]].steps
-        steps_max = length * (2 * len(beside) + 1) + 16
-        self._engine.ask("decode_start", batch=self._batch, tokens=DECODED_TOKENS, steps_max=steps_max)
+        length, phases = self._phases[beside[0]].steps, 2 * len(beside) + 1
+        self._engine.ask("decode_start", batch=self._batch, tokens=DECODED_TOKENS, phases=phases, steps=length)
         self._decoded = 0
         before = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies())
         for name in beside:
@@ -333,6 +341,7 @@ class _Decoding:
         return list({id(phase.moving.policy): phase.moving.policy for phase in self._phases.values()}.values())
 
     def _durations(self, steps: int) -> list[float]:
+        self._decoded += SETTLING_STEPS
         return [wall for wall, _ in self._engine.ask("decode_steps", steps=steps)]
 
     def _note(

@@ -22,15 +22,24 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["Watch", "main", "model_config", "prompt", "write_weights"]
+__all__ = ["SETTLING_STEPS", "Watch", "decoded_tokens", "main", "model_config", "prompt", "write_weights"]
 
 BLOCK_TOKENS: Final = 32
 """The smallest that vLLM's CPU attention takes."""
 IDLE_S: Final = 0.001
 """vLLM's own engine loop sleeps so long after a step in which nothing could run."""
+SETTLING_STEPS: Final = 12
+"""Behind 40 ms of pause the first decode step took a quarter longer than the twelfth, which was as any later one."""
+SPARE_STEPS: Final = 16
+"""That decoding requests have left when the last phase ends."""
 STORE_TIMEOUT_S: Final = 60.0
 WEIGHTS_SPREAD: Final = 0.08
 """Standard deviation of :func:`write_weights`."""
+
+
+def decoded_tokens(phases: int, steps: int) -> int:
+    """Return how many tokens a request decodes in phases of so many steps each."""
+    return phases * (SETTLING_STEPS + steps) + SPARE_STEPS
 
 
 def model_config(
@@ -183,24 +192,28 @@ class _Engine:
             request["cached"] = output.num_cached_tokens or 0
         return len(outputs)
 
-    def decode_start(self, batch: int, tokens: int, steps_max: int) -> int:
-        """Bring ``batch`` requests into decoding; :meth:`decode_steps` goes on with them."""
-        names = {self._add(prompt(seed, tokens, self._vocabulary), steps_max) for seed in range(batch)}
+    def decode_start(self, batch: int, tokens: int, phases: int, steps: int) -> int:
+        """Bring ``batch`` requests into decoding; :meth:`decode_steps` goes on with them, a phase at a time."""
+        output = decoded_tokens(phases, steps)
+        names = {self._add(prompt(seed, tokens, self._vocabulary), output) for seed in range(batch)}
         seen: set[str] = set()
         while seen != names:
             seen |= {output.request_id for output in self._core.step()}
         return len(seen)
 
     def decode_steps(self, steps: int) -> list[tuple[float, float]]:
-        """Return the seconds that each of some decode steps takes, on the clock and of this process's CPU time."""
+        """Return the seconds that each of some decode steps takes, on the clock and of this process's CPU time.
+
+        Others go before them that do not count: behind a pause steps are slower.
+        """
         durations = []
-        for _ in range(steps):
+        for _ in range(SETTLING_STEPS + steps):
             begin, cpu = time.perf_counter(), time.process_time()
             while not self._core.step():  # where steps overlap, one may return before it has anything to say
                 if not self._core.has_unfinished_requests():
                     raise RuntimeError("the decoding requests have come to their end")
             durations.append((time.perf_counter() - begin, time.process_time() - cpu))
-        return durations
+        return durations[SETTLING_STEPS:]
 
     def decode_stop(self) -> int:
         """Abort every request."""
