@@ -63,6 +63,8 @@ _FETCHES_MAX: Final = 1000
 """Of a recording, which ends by its time."""
 _TCP_SHARE: Final = 0.957
 """Of a link's rate."""
+AWAKENING_TOKENS: Final = 8
+"""Of an answer that does not count, before one that does."""
 _WARM_UP: Final = 1 << 20
 """Seeds from here on are of prompts that nobody else asks about."""
 _QUESTIONS: Final = 1 << 10
@@ -249,6 +251,14 @@ class _Bench:
         found: dict[str, Any] = result
         return found
 
+    def _awake(self, engine: Engine) -> None:
+        """Have an engine serve a prompt of less than a chunk, as one in operation has just done.
+
+        Behind another engine's turn all that it touches comes from memory again, which is not what is compared.
+        """
+        tokens = prompt(_WARM_UP, TAIL_TOKENS, VOCABULARY)
+        engine.ask("serve", requests=[{"prompt": tokens, "output": AWAKENING_TOKENS, "at": 0.0}])
+
     def _documents(self, system: System) -> range:
         """Return the documents that a system is asked about: the first half of them, if it is measured briefly."""
         return range((self._load.documents + 1) // 2 if system.brief else self._load.documents)
@@ -271,6 +281,7 @@ class _Bench:
                 for system, engine in engines if document % 2 else reversed(engines):
                     if document not in self._documents(system):
                         continue
+                    self._awake(engine)
                     begin = _cpu(engine, system)
                     result = self._ask(engine, document, 0)
                     system.stored(engine, (document + 2) * self._load.chunks)
@@ -326,6 +337,7 @@ class _Bench:
         self, results: _Results, rate: float, system: System, engine: Engine, document: int, question: int
     ) -> None:
         system.forget()
+        self._awake(engine)
         begin = _cpu(engine, system)
         result = self._ask(engine, document, question)
         result["cpu_s"] = _cpu(engine, system) - begin
