@@ -38,7 +38,7 @@ _TIMEOUT_S: Final = 60
 _BUDGET_BYTES_MIN: Final = 16 << 20
 _STORED_SHARE: Final = 2 / 3
 """Of its bytes a chunk's record has about so many: what goes from a full store is as large as what comes."""
-_PLAIN_STEPS: Final = 4
+_STEP_TOKENS: Final = 4 * DEFAULT_CHUNK_TOKENS
 _STEPS: Final = ("prefill", "handed over", "warm hit", "warm hit beside storing")
 
 
@@ -62,12 +62,12 @@ class _Pools:
         self.tokens = (load.chunks - 1) * DEFAULT_CHUNK_TOKENS + _REST_TOKENS
         self._held = self.tokens // BLOCK_TOKENS * BLOCK_TOKENS
         self._output = load.output
-        # Of an engine without a cache that computes the last tokens in a step of their own, as a hit has it, and the
-        # prefill engine does not: bfloat16 sums are rounded as they are batched.
+        # Of plain vLLM that computes in the same steps as the prefill engine, and answers when asked once more: then it
+        # computes the last tokens in a step of their own, as a hit does. bfloat16 sums are rounded as they are batched.
         with started_engine(
-            "plain", folder, partition.engine, model, load, 1, step_tokens=self._held // _PLAIN_STEPS
+            "plain", folder, partition.engine, model, load, 1, step_tokens=_STEP_TOKENS, prefix_caching=True
         ) as plain:
-            self._answers = [self.serve(plain, seed)["answer"] for seed in range(load.documents + 1)]
+            self._answers = [self._plain_answer(plain, seed) for seed in range(load.documents + 1)]
         engines = []
         for place in ("prefill", "decode"):
             (folder / place).mkdir()
@@ -84,10 +84,18 @@ class _Pools:
             told |= dict.fromkeys(("handover_timeout", "lookup_timeout", "fetch_timeout", "store_timeout"), _TIMEOUT_S)
             # Chunks are stored while later ones are computed, as vLLM does with prompts that are longer than a step.
             engine = started_engine(
-                place, folder, partition.engine, model, load, 1, plugin(told), step_tokens=4 * DEFAULT_CHUNK_TOKENS
+                place, folder, partition.engine, model, load, 1, plugin(told), step_tokens=_STEP_TOKENS
             )
             engines.append(stack.enter_context(engine))
         self.prefill, self.decode = engines
+
+    def _plain_answer(self, plain: Engine, seed: int) -> list[int]:
+        self.serve(plain, seed, 1)
+        result = self.serve(plain, seed)
+        if result["cached"] != self._held:
+            raise ShadowServeError(f"vLLM itself held {result['cached']} tokens of a prompt, instead of {self._held}")
+        answer: list[int] = result["answer"]
+        return answer
 
     def serve(self, engine: Engine, seed: int, output: int = 0) -> dict[str, Any]:
         """Return what a prompt met."""
