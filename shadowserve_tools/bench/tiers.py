@@ -44,7 +44,7 @@ SPARE: Final = 5
 
 
 @click.command()
-@click.option("--chunks", default=12, show_default=True, type=click.IntRange(3, 96), help="Chunks of 256 tokens.")
+@click.option("--chunks", default=24, show_default=True, type=click.IntRange(3, 96), help="Chunks of 256 tokens.")
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
 @click.option(
     "--folder",

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-
 from tiny_models import FAMILIES
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tiny_models import FAMILIES
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
