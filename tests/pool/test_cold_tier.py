@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cold_support import CREDENTIALS, MIB, Chain, Node, Opens, nodes
-from faulty_s3 import LIES, Answer, FaultyS3, faulty_s3
+from faulty_s3 import LIES, Answer, Asked, FaultyS3, faulty_s3
 from machine import wait_for
 
 from shadowserve.errors import ConfigurationError
@@ -247,6 +247,35 @@ def test_a_record_removed_while_it_is_written_is_not_in_the_bucket_afterwards(
     assert not bucket.objects
     node.await_listed()
     assert node.peek(CHAIN.keys[0]) is None
+
+
+def test_what_was_removed_is_not_found_again_by_a_tail_that_was_read_before(bucket: FaultyS3, open_node: Opens) -> None:
+    node = open_node(index_ttl_s=1.0)  # time to look before the next list mends it
+    gate = threading.Event()
+    late: list[Asked] = []
+
+    def first_tail_comes_late(asked: Asked) -> Answer | None:
+        if asked.operation != "get" or late:
+            return None
+        late.append(asked)
+        assert asked.range is not None
+        body = bucket.objects[asked.name]
+        start, end = asked.range[0], min(asked.range[1], len(body))
+        headers = {"Content-Range": f"bytes {start}-{end - 1}/{len(body)}"}
+        return Answer(206, headers=headers, body=body[start:end], after=gate)
+
+    bucket.fault = first_tail_comes_late
+    try:
+        open_node(index_ttl_s=3600.0).store_chain(CHAIN)
+        wait_for(lambda: late)
+        node.store_chain(CHAIN)
+        node.await_known(12)
+        lists = node.cold().lists
+        assert node.remove(CHAIN.keys[3])
+    finally:
+        gate.set()
+    wait_for(lambda: node.cold().lists > lists)
+    assert node.peek(CHAIN.keys[3]) is None and not node.cold().objects
 
 
 def test_clearing_a_tenant_deletes_its_objects_and_no_others_those_not_known_yet_too(

@@ -40,6 +40,7 @@ class Catalog:
         self._lock = threading.Lock()
         self._tenants: dict[str, _Tenant] = {}
         self._doomed: dict[str, None] = {}
+        self._wanted: set[str] = set()  # by this list, and not deleted since
         self._refused: OrderedDict[Listed, tuple[int, int]] = OrderedDict()  # lists to leave it out of, and those left
 
     def find(self, tenant: str, key: bytes) -> Contents | None:
@@ -51,19 +52,27 @@ class Catalog:
     def add(self, contents: Contents) -> bool:
         """Know of an object; return whether it does: not where it is to be deleted, or there is no room for more."""
         with self._lock:
-            if self._knows(contents.name):
-                return True
-            if contents.name in self._doomed or self.chunks + len(contents.places) > self._chunks_max:
-                return False
-            own = self._tenants.setdefault(contents.tenant, _Tenant())
-            own.objects[contents.name] = contents
-            before = len(own.holders)
-            for key in contents.places:
-                own.holders[key] = (*own.holders.get(key, ()), contents)
-            self.objects += 1
-            self.bytes += contents.size
-            self.chunks += len(own.holders) - before
+            return self._add(contents)
+
+    def learn(self, contents: Contents) -> bool:
+        """The same by a tail that wants() asked for: nor where the object was deleted since, which a tail outlives."""
+        with self._lock:
+            return contents.name in self._wanted and self._add(contents)
+
+    def _add(self, contents: Contents) -> bool:
+        if self._knows(contents.name):
             return True
+        if contents.name in self._doomed or self.chunks + len(contents.places) > self._chunks_max:
+            return False
+        own = self._tenants.setdefault(contents.tenant, _Tenant())
+        own.objects[contents.name] = contents
+        before = len(own.holders)
+        for key in contents.places:
+            own.holders[key] = (*own.holders.get(key, ()), contents)
+        self.objects += 1
+        self.bytes += contents.size
+        self.chunks += len(own.holders) - before
+        return True
 
     def _knows(self, name: str) -> bool:
         own = self._tenants.get(parse_name(name) or "")
@@ -111,10 +120,15 @@ class Catalog:
                 if left:
                     return False
             known = self._knows(listed.name) or listed.name in self._doomed
-            return not known and self.chunks < self._chunks_max
+            if known or self.chunks >= self._chunks_max:
+                return False
+            self._wanted.add(listed.name)
+            return True
 
     def keep_only(self, names: Collection[str], *, among: Iterable[str]) -> None:
-        """Forget objects ``among`` those known when the bucket was asked, which it had not."""
+        """Forget objects ``among`` those known when the bucket was asked, which it had not; wants() begins anew."""
+        with self._lock:
+            self._wanted.clear()
         gone = [name for name in among if name not in names]
         for name in gone:
             self.drop(name)
@@ -162,6 +176,7 @@ class Catalog:
         """Say that an object has been deleted."""
         with self._lock:
             self._doomed.pop(name, None)
+            self._wanted.discard(name)
 
     def doomed(self) -> list[str]:
         """Return what is still to be deleted."""

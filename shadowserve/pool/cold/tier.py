@@ -313,7 +313,7 @@ class ColdTier:
         except BucketError as error:
             self._outage.failed(error.reason, error)
         else:
-            self._catalog.add(contents)
+            self._catalog.learn(contents)
 
     # ---- What it tells
 
