@@ -3,22 +3,26 @@
 import json
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import click
+import numpy as np
 import psutil
 from rich.progress import Progress
 
-from shadowserve.cores import on_cores
+from shadowserve.cores import on_cores, usable_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.fetch import peers_option
 from shadowserve_tools.bench.parts.engine import prompt, write_weights
+from shadowserve_tools.bench.parts.kernels import memory
 from shadowserve_tools.bench.parts.serving import (
     TAIL_TOKENS,
     VOCABULARY,
@@ -63,6 +67,8 @@ _FETCHES_MAX: Final = 1000
 """Of a recording, which ends by its time."""
 _TCP_SHARE: Final = 0.957
 """Of a link's rate."""
+WRITES: Final = 15
+"""Whose median is what writing takes."""
 AWAKENING_TOKENS: Final = 8
 """Of an answer that does not count, before one that does."""
 _WARM_UP: Final = 1 << 20
@@ -90,13 +96,15 @@ class _Results:
     Each has what :meth:`~shadowserve_tools.bench.parts.engine._Engine.serve` says, and ``cpu_s`` of all processes. Of
     requests that arrived at a rate they are the run's, and ``tokens_per_s`` are, too. ``fetching`` is the part of
     retrieval, by the link's rate, that our data plane fetched in; ``link_s`` the seconds that the link alone takes for
-    a document's bytes; ``over_link`` how many times as long the data plane fetched.
+    a document's bytes; ``over_link`` how many times as long the data plane fetched; ``writing_s`` the seconds that
+    memory takes for a document's KV.
     """
 
     requests: dict[tuple[str, float, str], list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
     fetching: dict[float, float] = field(default_factory=dict)
     link_s: dict[float, float] = field(default_factory=dict)
     over_link: dict[float, float] = field(default_factory=dict)
+    writing_s: float = 0.0
 
     def pairs(self, what: str, rate: float, ours: str, others: str, name: str = "ttft_s") -> list[float]:
         """Return one system's figures over another's, request by request; of none where there are none."""
@@ -104,10 +112,13 @@ class _Results:
         return [mine[name] / its[name] for mine, its in zip(own, theirs, strict=False)]
 
     def limits(self, rate: float, others: str) -> list[float]:
-        """Return what a first token of ours would take over another's, if all were free but link and last tokens."""
+        """Return what a first token of ours would take over another's, if all were free but what nobody goes without.
+
+        That is a link, writing the document's KV to memory meanwhile, and then the last tokens.
+        """
         own, theirs = (self.requests.get((ALONE, rate, system), []) for system in (OURS, others))
-        link = self.link_s.get(rate, 0.0)
-        return [(link + mine["last_s"]) / its["ttft_s"] for mine, its in zip(own, theirs, strict=False)]
+        moved = max(self.link_s.get(rate, 0.0), self.writing_s)
+        return [(moved + mine["last_s"]) / its["ttft_s"] for mine, its in zip(own, theirs, strict=False)]
 
 
 @click.command()
@@ -151,7 +162,7 @@ def serving(
     """
     load = replace(load, output=output_tokens, rate=rate, requests=load.documents)
     plan = _Plan(load=load, links=links, repeats=repeats, rounds=rounds)
-    results = _Results()
+    results = _Results(writing_s=_writing_s(load.chunks * DEFAULT_CHUNK_TOKENS * model.kv_bytes))
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(transient=True))
         task = progress.add_task("starting", total=None)
@@ -176,6 +187,18 @@ def _network(stack: ExitStack, links: Sequence[float]) -> tuple[Network, str]:
         return stack.enter_context(linked()), ""
     except ShadowServeError as error:
         return LOOPBACK, str(error)
+
+
+def _writing_s(size: int) -> float:
+    """Return the seconds in which all cores together write so many bytes of memory."""
+    cores, found = len(usable_cores()), []
+    parts = np.array_split(memory(size), cores)
+    with ThreadPoolExecutor(cores) as pool:
+        for number in range(WRITES):
+            begin = time.perf_counter()
+            list(pool.map(lambda part, value=number: part.fill(value), parts))
+            found.append(time.perf_counter() - begin)
+    return statistics.median(found)
 
 
 class _Bench:
