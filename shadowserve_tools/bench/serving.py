@@ -85,6 +85,7 @@ class _Plan:
 
     load: Load
     links: Sequence[float]
+    fills: int
     repeats: int
     rounds: int
 
@@ -132,6 +133,10 @@ class _Results:
     "--link", "links", default=(1.0, 4.0), show_default=True, multiple=True, type=click.FloatRange(0.1, 100),
     help="Between engine and stores, in Gbit/s; may be given several times.",
 )  # fmt: skip
+@click.option(
+    "--fills", default=16, show_default=True, type=click.IntRange(1),
+    help="Documents that are computed without a cache and with ours, at least those that prompts are about.",
+)  # fmt: skip
 @click.option("--repeats", default=2, show_default=True, type=click.IntRange(1), help="Of each document, and link.")
 @click.option("--rounds", default=1, show_default=True, type=click.IntRange(1), help="Of those that arrive at a rate.")
 @peers_option
@@ -144,6 +149,7 @@ def serving(
     output_tokens: int,
     rate: float,
     links: Sequence[float],
+    fills: int,
     repeats: int,
     rounds: int,
     peers_python: Path,
@@ -161,7 +167,7 @@ def serving(
     everything before these no computing hid.
     """
     load = replace(load, output=output_tokens, rate=rate, requests=load.documents)
-    plan = _Plan(load=load, links=links, repeats=repeats, rounds=rounds)
+    plan = _Plan(load=load, links=links, fills=max(fills, load.documents), repeats=repeats, rounds=rounds)
     results = _Results(writing_s=_writing_s(load.chunks * DEFAULT_CHUNK_TOKENS * model.kv_bytes))
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(transient=True))
@@ -286,10 +292,14 @@ class _Bench:
         """Return the documents that a system is asked about: the first half of them, if it is measured briefly."""
         return range((self._load.documents + 1) // 2 if system.brief else self._load.documents)
 
+    def _filled(self, system: System) -> range:
+        """Return the documents that a system computes and keeps: more of them, where a hundredth is to be told."""
+        return range(self._plan.fills) if system.name in (OFF, OURS) else self._documents(system)
+
     # ---- Filling -----------------------------------------------------------------------------------------------------
 
     def fill(self, results: _Results, tell: Tell) -> None:
-        """Have every system compute every document once, and keep it."""
+        """Have every system compute every document that it is asked about once, and keep it; some, more of them."""
         near = [system for system in self._systems if system.fills and not system.linked]
         with ExitStack() as stack:
             engines = [(System(), self._plain)]
@@ -299,10 +309,10 @@ class _Bench:
             for system, engine in engines:
                 self._ask(engine, _WARM_UP + 1, 0)
                 system.stored(engine, self._load.chunks)
-            for document in range(self._load.documents):
+            for document in range(self._plan.fills):
                 tell("filling")
                 for system, engine in engines if document % 2 else reversed(engines):
-                    if document not in self._documents(system):
+                    if document not in self._filled(system):
                         continue
                     self._awake(engine)
                     begin = _cpu(engine, system)

@@ -50,7 +50,8 @@ SMALL = {
     "isolation": ["--samples", "100"],
     "serving": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
-        *("--documents", "2", "--output-tokens", "4", "--rate", "5", "--link", "4", "--repeats", "1", "--rounds", "1"),
+        *("--documents", "2", "--output-tokens", "4", "--rate", "5", "--link", "4", "--fills", "3"),
+        *("--repeats", "1", "--rounds", "1"),
         *NO_PEERS,
     ],
     "recovery": ["--objects", "2000", "--pairs", "1"],
