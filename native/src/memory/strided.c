@@ -5,15 +5,16 @@
  * Where one dimension is contiguous on both sides, its runs are copied. Where each side has another one, both together
  * are a plane to be transposed: squares of 16 bytes by 16 in registers, as many side by side as make lines of the
  * target, and what is left at the edges one element at a time. Tiles whose columns are pairs, as CPUs that multiply
- * matrices want them, are zipped or unzipped, two side by side.
+ * matrices want them, are zipped or unzipped, two side by side. Tiles and planes of pairs are such CPUs' KV, and take
+ * the vectors that these have (strided_avx512.c).
  *
  * Whole lines go to memory past the caches, where the CPU has such stores: blocks are pages, of which there are more
  * than caches hold. That saves reading what is overwritten, and leaves in the caches what an engine computes with.
  */
+#include "memory/strided.h"
+
 #include <stddef.h>
 #include <string.h>
-
-#include "cpu/cpu.h"
 
 #ifdef SS_ARCH_X86_64
 #include <emmintrin.h>
@@ -21,26 +22,10 @@
 #include <arm_neon.h>
 #endif
 
-enum { DIMENSIONS = 6, ELEMENT_MAX = 8, LINE = 64 };
+enum { DIMENSIONS = SS_STRIDED_DIMENSIONS, ELEMENT_MAX = 8, LINE = SS_STRIDED_LINE };
 
-struct dimension {
-    uint64_t size;
-    int64_t to;   /* bytes from one to the next */
-    int64_t from; /* likewise */
-};
-
-struct shape {
-    struct dimension outer[DIMENSIONS]; /* all but the next */
-    uint32_t count;
-    struct dimension run;  /* contiguous in the target */
-    struct dimension row;  /* contiguous in the source; of size 1 where 'run' is that, too */
-    uint64_t element;      /* bytes */
-    struct dimension wide; /* of tiles: from one to that beside it; else of size 0 */
-    struct dimension deep; /* likewise to that below it */
-};
-
-/* ---- Vectors: of what every CPU of the architecture has, so that nothing is left to be chosen at run time
- * ------------ */
+/* ---- Vectors that every CPU of the architecture has ---------------------------------------------------------------
+ */
 
 #ifdef SS_ARCH_X86_64
 #define VECTOR 16
@@ -126,8 +111,8 @@ static inline void line_write(uint8_t *to, const uint8_t *line, uint64_t bytes) 
 /* squares_N() transposes what divides into squares, and sets how many runs and rows that are. */
 #define SQUARES(bits)                                                                                                  \
     SQUARE(bits)                                                                                                       \
-    static inline void squares_##bits(const struct shape *shape, uint8_t *to, const uint8_t *from, uint64_t *runs,     \
-                                      uint64_t *rows) {                                                                \
+    static inline void squares_##bits(const struct ss_strided *shape, uint8_t *to, const uint8_t *from,                \
+                                      uint64_t *runs, uint64_t *rows) {                                                \
         enum { BYTES = bits / 8, SIDE = VECTOR / BYTES, WIDE = LINE / BYTES };                                         \
         uint8_t lines[WIDE * LINE];                                                                                    \
         *runs = shape->run.size / SIDE * SIDE;                                                                         \
@@ -152,8 +137,8 @@ static inline void line_write(uint8_t *to, const uint8_t *line, uint64_t bytes) 
     }
 #else
 #define SQUARES(bits)                                                                                                  \
-    static inline void squares_##bits(const struct shape *shape, uint8_t *to, const uint8_t *from, uint64_t *runs,     \
-                                      uint64_t *rows) {                                                                \
+    static inline void squares_##bits(const struct ss_strided *shape, uint8_t *to, const uint8_t *from,                \
+                                      uint64_t *runs, uint64_t *rows) {                                                \
         (void)shape, (void)to, (void)from;                                                                             \
         *runs = *rows = 0;                                                                                             \
     }
@@ -164,7 +149,7 @@ static inline void line_write(uint8_t *to, const uint8_t *line, uint64_t bytes) 
 
 #define PLANE(bits)                                                                                                    \
     SQUARES(bits)                                                                                                      \
-    static void plane_##bits(const struct shape *shape, uint8_t *to, const uint8_t *from) {                            \
+    static void plane_##bits(const struct ss_strided *shape, uint8_t *to, const uint8_t *from) {                       \
         uint64_t runs, rows;                                                                                           \
         squares_##bits(shape, to, from, &runs, &rows);                                                                 \
         for (uint64_t row = 0; row < shape->row.size; row++) {                                                         \
@@ -184,7 +169,7 @@ PLANE(64)
  * A line of a tile is a row of 16 pairs, of one row each of two of the other side, where the row of the tile beside it
  * goes on. So lines of two tiles are two lines there. Where the other side is the target the tiles are unzipped.
  */
-static void tiles(const struct shape *shape, uint8_t *to, const uint8_t *from) {
+static void tiles(const struct ss_strided *shape, uint8_t *to, const uint8_t *from) {
 #ifdef VECTOR
     const int zips = shape->run.size == 2;
     const int64_t to_next = zips ? shape->wide.to : shape->row.to;
@@ -232,7 +217,26 @@ static void run_copy(uint8_t *to, const uint8_t *from, uint64_t bytes) {
     memcpy(to + done, from + done, bytes - done);
 }
 
-static void inner(const struct shape *shape, uint8_t *to, const uint8_t *from) {
+/* wider() copies with wider vectors where there is a kernel; returns whether there is. */
+static int wider(const struct ss_strided *shape, uint8_t *to, const uint8_t *from) {
+#ifdef SS_ARCH_X86_64
+    if (shape->avx512 && shape->wide.size > 0) {
+        ss_strided_tiles_avx512(shape, to, from);
+        return 1;
+    }
+    if (shape->avx512 && shape->element == 4 && shape->run.size % 16 == 0 && shape->row.size % 16 == 0) {
+        ss_strided_plane_avx512(shape, to, from);
+        return 1;
+    }
+#endif
+    (void)shape, (void)to, (void)from;
+    return 0;
+}
+
+static void inner(const struct ss_strided *shape, uint8_t *to, const uint8_t *from) {
+    if (wider(shape, to, from)) {
+        return;
+    }
     if (shape->wide.size > 0) {
         tiles(shape, to, from);
         return;
@@ -257,7 +261,7 @@ static void inner(const struct shape *shape, uint8_t *to, const uint8_t *from) {
 }
 
 /* find() returns the outer dimension that has so many bytes from one to the next on one side; their number, if none. */
-static uint32_t find(const struct shape *shape, int of_target, int64_t bytes) {
+static uint32_t find(const struct ss_strided *shape, int of_target, int64_t bytes) {
     uint32_t i = shape->count;
     while (i-- > 0) {
         if ((of_target ? shape->outer[i].to : shape->outer[i].from) == bytes) {
@@ -267,24 +271,24 @@ static uint32_t find(const struct shape *shape, int of_target, int64_t bytes) {
     return shape->count;
 }
 
-static struct dimension take(struct shape *shape, uint32_t i) {
-    const struct dimension found = shape->outer[i];
+static struct ss_dimension take(struct ss_strided *shape, uint32_t i) {
+    const struct ss_dimension found = shape->outer[i];
     shape->count--;
     memmove(&shape->outer[i], &shape->outer[i + 1], (shape->count - i) * sizeof(found));
     return found;
 }
 
 /* take_contiguous() takes the dimension out that is contiguous on one side, or makes one of size 1. */
-static struct dimension take_contiguous(struct shape *shape, int of_target) {
+static struct ss_dimension take_contiguous(struct ss_strided *shape, int of_target) {
     const uint32_t i = find(shape, of_target, (int64_t)shape->element);
     if (i < shape->count) {
         return take(shape, i);
     }
-    return (struct dimension){.size = 1, .to = (int64_t)shape->element, .from = (int64_t)shape->element};
+    return (struct ss_dimension){.size = 1, .to = (int64_t)shape->element, .from = (int64_t)shape->element};
 }
 
 /* take_tiles() takes out where tiles are, if there are tiles. */
-static void take_tiles(struct shape *shape) {
+static void take_tiles(struct ss_strided *shape) {
 #ifdef VECTOR
     const int zips = shape->run.size == 2 && shape->row.to == 4;
     const int unzips = shape->row.size == 2 && shape->run.from == 4;
@@ -304,9 +308,9 @@ static void take_tiles(struct shape *shape) {
 }
 
 /* widen() takes neighbours on both sides for one element, up to eight bytes. */
-static void widen(struct shape *shape) {
+static void widen(struct ss_strided *shape) {
     for (uint32_t i = 0; i < shape->count; i++) {
-        const struct dimension each = shape->outer[i];
+        const struct ss_dimension each = shape->outer[i];
         const int small = each.size == 2 || each.size == 4 || each.size == ELEMENT_MAX;
         if (small && each.size * shape->element <= ELEMENT_MAX && each.to == (int64_t)shape->element &&
             each.from == each.to) {
@@ -318,7 +322,7 @@ static void widen(struct shape *shape) {
     }
 }
 
-static void block(const struct shape *shape, uint8_t *to, const uint8_t *from) {
+static void block(const struct ss_strided *shape, uint8_t *to, const uint8_t *from) {
     uint64_t at[DIMENSIONS] = {0};
     for (;;) {
         inner(shape, to, from);
@@ -346,18 +350,18 @@ enum ss_result ss_copy_strided(void *const *to, const void *const *from, uint64_
     if (dimensions > DIMENSIONS || !known) {
         return SS_BAD_ARGUMENT;
     }
-    struct shape shape = {.count = 0, .element = element_bytes};
+    struct ss_strided shape = {.count = 0, .element = element_bytes, .avx512 = ss_isa_active() == SS_ISA_AVX512};
     for (uint32_t i = 0; i < dimensions; i++) {
         if (sizes[i] == 0) {
             return SS_OK;
         }
         if (sizes[i] > 1) {
-            shape.outer[shape.count++] = (struct dimension){sizes[i], to_strides[i], from_strides[i]};
+            shape.outer[shape.count++] = (struct ss_dimension){sizes[i], to_strides[i], from_strides[i]};
         }
     }
     widen(&shape);
     shape.run = take_contiguous(&shape, 1);
-    shape.row = (struct dimension){.size = 1};
+    shape.row = (struct ss_dimension){.size = 1};
     if (shape.run.size == 1 || shape.run.from != (int64_t)shape.element) {
         shape.row = take_contiguous(&shape, 0);
     }
