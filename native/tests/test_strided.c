@@ -8,7 +8,7 @@
 #include "check.h"
 #include "shadowserve.h"
 
-enum { DIMENSIONS = 6, CASES = 2000, TILES = 600, TILED = 5, BLOCKS = 2 };
+enum { DIMENSIONS = 6, CASES = 3000, TILES = 600, TILED = 5, BLOCKS = 2 };
 
 /* order() lays dimensions out in a random order, packed, and returns the bytes of one block. */
 static uint64_t order(uint32_t count, const uint64_t *sizes, uint32_t element, int64_t *strides) {

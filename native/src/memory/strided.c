@@ -24,8 +24,7 @@
 
 enum { DIMENSIONS = SS_STRIDED_DIMENSIONS, ELEMENT_MAX = 8, LINE = SS_STRIDED_LINE };
 
-/* ---- Vectors that every CPU of the architecture has ---------------------------------------------------------------
- */
+/* ---- Vectors that every CPU of the architecture has ------------------------------------------------------------- */
 
 #ifdef SS_ARCH_X86_64
 #define VECTOR 16
@@ -217,7 +216,7 @@ static void run_copy(uint8_t *to, const uint8_t *from, uint64_t bytes) {
     memcpy(to + done, from + done, bytes - done);
 }
 
-/* wider() copies with wider vectors where there is a kernel; returns whether there is. */
+/* wider() copies with wider vectors where there is a kernel, of squares of 16; returns whether there is. */
 static int wider(const struct ss_strided *shape, uint8_t *to, const uint8_t *from) {
 #ifdef SS_ARCH_X86_64
     if (shape->avx512 && shape->wide.size > 0) {

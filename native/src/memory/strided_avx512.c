@@ -25,8 +25,7 @@ TARGET_INLINE void line_write(uint8_t *to, __m512i line) {
 
 /* ---- Tiles: a line is 16 pairs of one tile, or 32 elements of one row ------------------------------------------ */
 
-/* places() returns which of two lines' elements come one after the other in the first or the second line of a target.
- */
+/* places() returns which elements of two lines make the first, or the second, line of a target. */
 TARGET_INLINE __m512i places(int zips, uint16_t second) {
     uint16_t chosen[LINE / 2];
     for (uint16_t i = 0; i < SIDE; i++) {
