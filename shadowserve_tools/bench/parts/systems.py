@@ -90,6 +90,7 @@ class System:
         linked: whether a link lies between the engine's end and the store.
         brief: whether one request for each of half of the documents will do.
         fills: whether it keeps what it computes, and not what another one has kept.
+        often: whether it computes more documents than prompts are about, so that a hundredth can be told.
         side: enters the engine's end.
         transfer: what the engine is told.
         processes: that work for it, beside the engine.
@@ -103,6 +104,7 @@ class System:
     linked: bool = False
     brief: bool = False
     fills: bool = True
+    often: bool = False
     side: Callable[[], AbstractContextManager[None]] = nullcontext
     transfer: dict[str, Any] | None = None
     processes: Sequence[psutil.Process] = ()
@@ -182,6 +184,7 @@ def ours(stack: ExitStack, place: Place) -> list[System]:
         default = System(
             name=OURS,
             linked=linked,
+            often=True,
             side=side,
             transfer=plugin(config),
             processes=processes,
