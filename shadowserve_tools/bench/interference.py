@@ -5,7 +5,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from shadowserve.chunk import Quantizer
 from shadowserve_tools.bench.fetch import Target
 from shadowserve_tools.bench.parts.engine import decoded_tokens
 from shadowserve_tools.bench.parts.loads import Control, FetchLoop
-from shadowserve_tools.bench.parts.serving import Load, Model, Partition, Served, Stack, model_options, p95
+from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Served, Stack, model_options, p95
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.report import Chart, Output, Report, half_width, output_options
 
@@ -24,6 +24,8 @@ __all__ = ["holding", "interference", "rounds_until_narrow"]
 
 OURS: Final = "shadowserve"
 IN_ENGINE: Final = "in-engine decompression"
+KEPT: Final = "kept by the engine"
+"""Plain vLLM whose own prefix cache has every document: nothing is fetched."""
 FETCH_CHUNKS: Final = 8
 FETCH_LAYERS: Final = 8
 """A fetch loop's workload: 64 MiB, twice a last-level cache, in a round of some tens of milliseconds."""
@@ -123,23 +125,25 @@ def interference(output: Output, model: Model, load: Load, requests_max: int, **
     results = _Results()
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(transient=True))
-        total = 1 + plan.rounds + plan.repeats * len(plan.lengths)
+        total = 2 + plan.rounds + plan.repeats * len(plan.lengths)
         task = progress.add_task("starting the engine", total=total)
 
         def tell(what: str) -> None:
             progress.update(task, advance=1, description=what)
 
-        decoding = holding(load, 2 * (2 * OFTEN + 2) + 1, plan.phase_steps)
+        decoding = holding(load, 2 * OFTEN + 2, plan.phase_steps)
         running = stack.enter_context(Stack(Partition.halves(), model, decoding, requests_max))
         tell("decoding")
         _measure_decoding(results, running, plan, tell)
-        _measure_lengths(results, running, plan, load, tell)
+        tell("starting an engine that keeps prefixes")
+        keeping = stack.enter_context(running.engine_that_keeps())
+        _measure_lengths(results, running, keeping, plan, load, tell)
     _report(results).finish(output)
 
 
-def holding(load: Load, phases: int, steps: int) -> Load:
-    """Return a load whose requests are as large as those that decode so many phases steadily."""
-    tokens = DECODED_TOKENS + decoded_tokens(phases, steps)
+def holding(load: Load, beside: int, steps: int) -> Load:
+    """Return a load whose requests are as large as those that decode steadily beside so many things."""
+    tokens = DECODED_TOKENS + decoded_tokens(beside, steps)
     return replace(load, output=max(load.output, tokens - load.prompt_tokens))
 
 
@@ -194,8 +198,8 @@ def rounds_until_narrow(at_least: int, at_most: int, wanted: Sequence[Sequence[f
 
 def _decode_round(results: _Results, running: Stack, plan: _Plan, beside: Sequence[tuple[str, Beside]]) -> None:
     """Decode a phase beside each, and one beside nothing before and after it."""
-    engine, phases = running.engine, 2 * len(beside) + 1
-    engine.ask("decode_start", batch=plan.batch, tokens=DECODED_TOKENS, phases=phases, steps=plan.phase_steps)
+    engine = running.engine
+    engine.ask("decode_start", batch=plan.batch, tokens=DECODED_TOKENS, beside=len(beside), steps=plan.phase_steps)
 
     def phase(name: str) -> tuple[float, float]:
         durations = engine.ask("decode_steps", steps=plan.phase_steps)
@@ -218,8 +222,11 @@ def _decode_round(results: _Results, running: Stack, plan: _Plan, beside: Sequen
 # ---- Serving ---------------------------------------------------------------------------------------------------------
 
 
-def _measure_lengths(results: _Results, running: Stack, plan: _Plan, load: Load, tell: Tell) -> None:
-    """Serve outputs of each length at the loaded rate, with decoding on its own cores and on the engine's, by turns."""
+def _measure_lengths(results: _Results, running: Stack, keeping: Engine, plan: _Plan, load: Load, tell: Tell) -> None:
+    """Serve outputs of each length at the loaded rate, by turns with decoding on its own cores and on the engine's.
+
+    And with nothing to fetch, by an engine that is ``keeping`` every document.
+    """
     turn = itertools.count()
     for length in plan.lengths:
         load = replace(load, output=length, requests=plan.requests)
@@ -227,11 +234,9 @@ def _measure_lengths(results: _Results, running: Stack, plan: _Plan, load: Load,
         load = replace(load, rate=plan.loaded * capacity)
         for repeat in range(plan.repeats):
             offered = replace(load, seed=repeat)
-            for system in (OURS, IN_ENGINE)[:: -1 if next(turn) % 2 else 1]:
-                with ExitStack() as stack:
-                    if system == IN_ENGINE:
-                        stack.enter_context(running.decoding_in_engine())
-                    served = running.engine.serve(offered, fetched=True)
+            for system in (OURS, IN_ENGINE, KEPT)[:: -1 if next(turn) % 2 else 1]:
+                with running.decoding_in_engine() if system == IN_ENGINE else nullcontext():
+                    served = (keeping if system == KEPT else running.engine).serve(offered, fetched=True)
                 results.lengths[length, load.rate, system].append(served)
             tell(f"{length} tokens at {load.rate:.2g}/s")
 
@@ -295,14 +300,16 @@ def _report_ratios(report: Report, results: _Results) -> None:
         ("decode_step_slowdown_by_writing", WRITING, "none; what nobody can do without who delivers KV"),
     ):
         report.ratio(name, [over - 1 for over in results.over_alone[beside]], goal)
-    pairs = [
-        (ours, theirs)
-        for (length, rate, system), runs in results.lengths.items()
-        if system == OURS
-        for ours, theirs in zip(runs, results.lengths[length, rate, IN_ENGINE], strict=True)
-    ]
-    report.ratio("tpot_gain_over_in_engine", [theirs.tpot / ours.tpot for ours, theirs in pairs], "at least 1.3")
-    report.ratio("ttft_gain_over_in_engine", [theirs.ttft / ours.ttft for ours, theirs in pairs], "none")
+    ours, theirs, kept = (
+        [run for (_, _, its), runs in results.lengths.items() if its == system for run in runs]
+        for system in (OURS, IN_ENGINE, KEPT)
+    )
+    for figure, goal in (("tpot", "at least 1.3"), ("ttft", "none")):
+        gains, limits = (
+            [getattr(other, figure) / getattr(own, figure) for own, other in zip(runs, theirs, strict=True)]
+            for runs in (ours, kept)
+        )
+        report.ratio(f"{figure}_gain_over_in_engine", gains, goal, limits)
 
 
 def _draw(report: Report, results: _Results) -> None:
@@ -313,7 +320,7 @@ def _draw(report: Report, results: _Results) -> None:
                 for (length, _, name), runs in results.lengths.items()
                 if name == system
             ]
-            for system in (OURS, IN_ENGINE)
+            for system in (OURS, IN_ENGINE, KEPT)
         }
         report.charts.append(Chart(title, x="output tokens", y="ms", series=series, x_log=True))
     bars = [(name, statistics.median(over)) for name, over in results.over_alone.items()]

@@ -128,8 +128,8 @@ def slack(
         task = progress.add_task("reading", total=turns + learning + rounds)
         capped = _measure_disk(disk, prefix, cap * MEGA, turns, folder, lambda: progress.update(task, advance=1))
         progress.update(task, description="starting the engine")
-        load = holding(load, 2 * 2 * OFTEN + 1, phase_steps)
-        load = holding(load, 2 * (PAGES_OFTEN + 1) + 1, PAGES_LONGER * phase_steps)
+        load = holding(load, 2 * OFTEN, phase_steps)
+        load = holding(load, PAGES_OFTEN + 1, PAGES_LONGER * phase_steps)
         running = stack.enter_context(Stack(Partition.halves(), model, load, requests_max))
         workload = llama_8b(FETCH_CHUNKS, layers=1, quantizer=Quantizer.BINNED)
         put(workload, running.storage.address)
@@ -320,8 +320,8 @@ class _Decoding:
 
     def round(self, beside: list[str], steps: _Steps) -> None:
         """Decode a phase beside each, all of one length, and one beside nothing before and after it."""
-        length, phases = self._phases[beside[0]].steps, 2 * len(beside) + 1
-        self._engine.ask("decode_start", batch=self._batch, tokens=DECODED_TOKENS, phases=phases, steps=length)
+        length = self._phases[beside[0]].steps
+        self._engine.ask("decode_start", batch=self._batch, tokens=DECODED_TOKENS, beside=len(beside), steps=length)
         self._decoded = 0
         before = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies())
         for name in beside:

@@ -247,6 +247,8 @@ RATIOS = {
         "ttft_over_recompute",
         "ttft_over_recompute_arriving",
         "fill_over_off",
+        "fill_over_plain",
+        "fill_over_plain_idle",
         "ttft_layers_over_default",
         *(["ttft_layers_over_default_link", "fetch_over_link_4"] if may_link() else []),
     },
@@ -279,7 +281,7 @@ RATIOS = {
 }
 LIMITS = {
     "handover": {"handover_ttft_over_warm_hit"},
-    "interference": {"decode_step_slowdown"},
+    "interference": {"decode_step_slowdown", "tpot_gain_over_in_engine", "ttft_gain_over_in_engine"},
     "oversubscription": {"throughput_2x_over_recompute"},
     "serving": {"ttft_over_recompute"},
     "tiers": {"mixed_over_sum"},

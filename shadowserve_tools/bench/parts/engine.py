@@ -37,9 +37,12 @@ WEIGHTS_SPREAD: Final = 0.08
 """Standard deviation of :func:`write_weights`."""
 
 
-def decoded_tokens(phases: int, steps: int) -> int:
-    """Return how many tokens a request decodes in phases of so many steps each."""
-    return phases * (SETTLING_STEPS + steps) + SPARE_STEPS
+def decoded_tokens(beside: int, steps: int) -> int:
+    """Return how many tokens a request decodes that has a phase of ``steps`` beside each of so many things.
+
+    Before and behind each of these it has one beside nothing.
+    """
+    return (2 * beside + 1) * (SETTLING_STEPS + steps) + SPARE_STEPS
 
 
 def model_config(
@@ -192,9 +195,9 @@ class _Engine:
             request["cached"] = output.num_cached_tokens or 0
         return len(outputs)
 
-    def decode_start(self, batch: int, tokens: int, phases: int, steps: int) -> int:
+    def decode_start(self, batch: int, tokens: int, beside: int, steps: int) -> int:
         """Bring ``batch`` requests into decoding; :meth:`decode_steps` goes on with them, a phase at a time."""
-        output = decoded_tokens(phases, steps)
+        output = decoded_tokens(beside, steps)
         names = {self._add(prompt(seed, tokens, self._vocabulary), output) for seed in range(batch)}
         seen: set[str] = set()
         while seen != names:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -474,6 +474,20 @@ class Stack:
         return started_engine(
             name, self.folder, self.partition.engine, self._model, self._load, self._requests_max, transfer
         )
+
+    @contextlib.contextmanager
+    def engine_that_keeps(self) -> Iterator[Engine]:
+        """Run plain vLLM on the engine's cores, whose prefix cache has every document, and room for requests."""
+        documents = self._load.documents
+        tokens = self._load.prompt_tokens + self._load.output + DEFAULT_CHUNK_TOKENS
+        room = self._model.kv_bytes * tokens * (documents + self._requests_max + 1)
+        with started_engine(
+            "keeping", self.folder, self.partition.engine, self._model, self._load, self._requests_max,
+            prefix_caching=True, kv_cache_bytes=room,
+        ) as engine:  # fmt: skip
+            first = replace(self._load, requests=documents, output=1, rate=0.0)
+            engine.ask("serve", requests=first.orders())
+            yield engine
 
     def _start_data_plane(self, listen: str, *flags: str, environment: dict[str, str] | None = None) -> Child:
         cores = json.dumps(self.partition.data_plane)
