@@ -3,7 +3,8 @@
  * strided_avx512.c - tiles and planes of a block with AVX-512, a line at a time
  *
  * CPUs that multiply matrices hold their KV so, and have AVX-512. With vectors of 16 bytes the instructions took as
- * long as memory did; here they hide behind it.
+ * long as memory did; here they hide behind it. What a block has of one head is over before such a CPU has noticed that
+ * it is read in order, so the next head's lines are asked for meanwhile.
  */
 #include "memory/strided.h"
 
@@ -23,6 +24,16 @@ TARGET_INLINE void line_write(uint8_t *to, __m512i line) {
         _mm512_storeu_si512((void *)to, line);
 }
 
+TARGET_INLINE __m512i line_read(const uint8_t *from, int64_t ahead) {
+    _mm_prefetch((const void *)(from + ahead), _MM_HINT_T1);
+    return _mm512_loadu_si512(from);
+}
+
+/* ahead() returns the bytes to where what comes after this is read, but for the last of a block. */
+static int64_t ahead(const struct ss_strided *shape) {
+    return shape->count > 0 ? shape->outer[shape->count - 1].from : 0;
+}
+
 /* ---- Tiles: a line is 16 pairs of one tile, or 32 elements of one row ------------------------------------------ */
 
 /* places() returns which elements of two lines make the first, or the second, line of a target. */
@@ -39,12 +50,13 @@ TARGET void ss_strided_tiles_avx512(const struct ss_strided *shape, uint8_t *to,
     const int zips = shape->run.size == 2;
     const int64_t to_next = zips ? shape->wide.to : shape->row.to;
     const int64_t from_next = zips ? shape->run.from : shape->wide.from;
+    const int64_t after = ahead(shape);
     const __m512i first = places(zips, 0), second = places(zips, 1);
     for (uint64_t beside = 0; beside < shape->wide.size; beside += 2) {
         uint8_t *target = to + (int64_t)beside * shape->wide.to;
         const uint8_t *source = from + (int64_t)beside * shape->wide.from;
         for (uint64_t below = 0; below < shape->deep.size; below++) {
-            const __m512i one = _mm512_loadu_si512(source), next = _mm512_loadu_si512(source + from_next);
+            const __m512i one = line_read(source, after), next = line_read(source + from_next, after);
             line_write(target, _mm512_permutex2var_epi16(one, first, next));
             line_write(target + to_next, _mm512_permutex2var_epi16(one, second, next));
             target += shape->deep.to;
@@ -56,10 +68,10 @@ TARGET void ss_strided_tiles_avx512(const struct ss_strided *shape, uint8_t *to,
 /* ---- Planes: squares of 16 lines -------------------------------------------------------------------------------- */
 
 /* square() transposes: elements that are beside each other first, then pairs of them, then quarters of lines, twice. */
-TARGET_INLINE void square(uint8_t *to, int64_t to_next, const uint8_t *from, int64_t from_next) {
+TARGET_INLINE void square(uint8_t *to, int64_t to_next, const uint8_t *from, int64_t from_next, int64_t after) {
     __m512i a[SIDE], b[SIDE];
     UNROLLED for (int i = 0; i < SIDE; i++) {
-        a[i] = _mm512_loadu_si512(from + i * from_next);
+        a[i] = line_read(from + i * from_next, after);
     }
     UNROLLED for (int i = 0; i < SIDE; i += 2) {
         b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
@@ -87,7 +99,7 @@ TARGET void ss_strided_plane_avx512(const struct ss_strided *shape, uint8_t *to,
     for (uint64_t run = 0; run < shape->run.size; run += SIDE) {
         for (uint64_t row = 0; row < shape->row.size; row += SIDE) {
             square(to + (int64_t)row * shape->row.to + run * 4, shape->row.to,
-                   from + (int64_t)run * shape->run.from + row * 4, shape->run.from);
+                   from + (int64_t)run * shape->run.from + row * 4, shape->run.from, ahead(shape));
         }
     }
 }
