@@ -61,7 +61,7 @@ COLUMNS: Final = [
     "lookup_ms", "allocation_ms", "fetch_ms", "scatter_ms", "retrieval_ms", "last_ms", "note",
 ]  # fmt: skip
 IDLE: Final = "ShadowServe, idle"
-"""The engine of ``OURS`` while its plugin neither asks nor stores."""
+"""The engine of ``OURS`` while its plugin stores nothing, and no prompt waits for its lookup; that is still sent."""
 FILLING: Final = "filling"
 ALONE: Final = "alone"
 ARRIVING: Final = "arriving"
@@ -421,7 +421,7 @@ class _Bench:
 
 @contextmanager
 def _idle(engine: Engine) -> Iterator[None]:
-    """Have the plugin neither ask nor store while the context lasts."""
+    """Have the plugin store nothing, and no prompt wait for its lookup, while the context lasts."""
     engine.ask("hits", way="compute")
     engine.ask("reading", only=True)
     try:
