@@ -24,8 +24,8 @@ TARGET_INLINE void line_write(uint8_t *to, __m512i line) {
         _mm512_storeu_si512((void *)to, line);
 }
 
-TARGET_INLINE __m512i line_read(const uint8_t *from, int64_t ahead) {
-    _mm_prefetch((const void *)(from + ahead), _MM_HINT_T1);
+TARGET_INLINE __m512i line_read(const uint8_t *from, int64_t after) {
+    _mm_prefetch((const void *)(from + after), _MM_HINT_T1);
     return _mm512_loadu_si512(from);
 }
 

@@ -346,10 +346,13 @@ TARGET_INLINE void row_stream(const struct ss_kvrans_making *making, int binned,
     }
 }
 
-/* row_prefetch() asks for what row_stream() will read; a line at its end, as the one at its beginning was the last. */
+/*
+ * row_prefetch() asks for what row_stream() will read; a line at its end, as the one at its beginning was the last.
+ * Only into the second-level cache: the first one's line fill buffers are what streaming stores wait for.
+ */
 TARGET_INLINE void row_prefetch(const struct ss_kvrans_making *making, uint32_t row, size_t at) {
     for (uint32_t plane = 0; plane + 1 < making->size; plane++)
-        _mm_prefetch((const char *)(making->planes->lower[plane] + row * making->columns + at + 63), _MM_HINT_T0);
+        _mm_prefetch((const char *)(making->planes->lower[plane] + row * making->columns + at + 63), _MM_HINT_T1);
 }
 
 /*
