@@ -13,7 +13,7 @@ from shadowserve.logs import LogFormat
 from shadowserve.pool.config import PoolConfig
 from shadowserve.tls import check_pair, check_served
 
-__all__ = ["NODES_MAX", "CoreList", "DataPlaneConfig", "TiersConfig", "codec_name"]
+__all__ = ["CORE_ANY", "NODES_MAX", "CoreList", "DataPlaneConfig", "TiersConfig", "codec_name"]
 
 CORE_ANY: Final = -1
 MIB: Final = 1 << 20
@@ -137,7 +137,7 @@ class DataPlaneConfig(Section):
     cores: ProcessCores = "auto"
     """Cores that the whole process may use, all of its threads; ``auto`` for those that it was given."""
     net_cores: CoreList = "auto"
-    """Network threads' cores."""
+    """Network threads' cores; one core for each connection."""
     decompress_cores: CoreList = "auto"
     """Decompression threads' cores (with ``fused``: those that do everything after the network)."""
     dequantize_cores: CoreList = "auto"
@@ -308,8 +308,9 @@ class DataPlaneConfig(Section):
 
         They divide :meth:`process_cores` among them.
 
-        Up to four cores every stage may use all of them and the kernel decides, since a pinned thread would wait behind
-        whatever else runs there. Above, stages own their cores, as in the paper (2 of 16 for the network).
+        Up to four cores every stage may use all of them and the kernel decides, since a pinned decoder would wait
+        behind whatever else runs there. But each network thread has one of them: the kernel would wake it on its
+        sender's. Above, stages own their cores, as in the paper (2 of 16 for the network).
 
         Raises:
             ConfigurationError: a core that this process may not use, or an empty list.
@@ -343,17 +344,11 @@ class DataPlaneConfig(Section):
 def _share(usable: list[int], connections: int, fused: bool, chunked: bool) -> dict[str, list[int]]:
     """Divide the cores among the stages; without the chunked pipeline each stage runs alone, and has all of them."""
     count = len(usable)
+    net = [usable[index % count] for index in range(connections)]
     if count <= 4:
         anywhere = [CORE_ANY] * count
-        return {
-            "net": [CORE_ANY] * connections,
-            "decompress": anywhere,
-            "dequantize": anywhere,
-            "dma": [CORE_ANY],
-            "store": anywhere,
-        }
+        return {"net": net, "decompress": anywhere, "dequantize": anywhere, "dma": [CORE_ANY], "store": anywhere}
     if not chunked:
-        net = [usable[index % count] for index in range(connections)]
         return {"net": net, "decompress": usable, "dequantize": usable, "dma": usable[:1], "store": usable}
     net = [usable[index % max(1, count // 8)] for index in range(connections)]
     rest = [core for core in usable if core not in net]

@@ -210,7 +210,13 @@ static size_t read_file(const char *path, char *text, size_t size) {
     return length;
 }
 
-/* Every thread of the pipeline has its name, runs on core 0 alone, and store threads are nicer than the others. */
+/* What is added to the process's niceness for a thread of that name. */
+static int expected_niceness(const char *name) {
+    return strncmp(name, "ss-net-", 7) == 0 ? 0 : strncmp(name, "ss-store-", 9) == 0 ? 10 : 5;
+}
+
+/* Every thread of the pipeline has its name, runs on core 0 alone, and goes behind those that bring it what it works
+ * on. */
 static void check_threads(uint32_t expected) {
     DIR *tasks = opendir("/proc/self/task");
     CHECK(tasks != NULL);
@@ -222,12 +228,12 @@ static void check_threads(uint32_t expected) {
         if (task->d_name[0] == '.' || read_file(path, text, sizeof text) == 0 || strncmp(text, "ss-", 3) != 0) {
             continue;
         }
-        int store = strncmp(text, "ss-store-", 9) == 0;
+        int niceness = expected_niceness(text);
         found++;
         snprintf(path, sizeof path, "/proc/self/task/%s/status", task->d_name);
         CHECK(read_file(path, text, sizeof text) > 0);
         CHECK(strstr(text, "Cpus_allowed_list:\t0\n") != NULL);
-        CHECK(!store || getpriority(PRIO_PROCESS, (id_t)atoi(task->d_name)) > getpriority(PRIO_PROCESS, 0));
+        CHECK_EQUAL(getpriority(PRIO_PROCESS, (id_t)atoi(task->d_name)), getpriority(PRIO_PROCESS, 0) + niceness);
     }
     closedir(tasks);
     CHECK_EQUAL(found, expected);

@@ -181,6 +181,13 @@ def test_stages_divide_the_cores_of_the_process(monkeypatch: pytest.MonkeyPatch)
         DataPlaneConfig(cores=[16, 17], decompress_cores=[3]).stage_cores()
 
 
+def test_on_few_cores_only_network_threads_are_held_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5})
+    stages = DataPlaneConfig(connections=3).stage_cores()
+    assert stages["net"] == [4, 5, 4]
+    assert stages["decompress"] == stages["store"] == [-1, -1]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -15,6 +15,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -269,6 +271,33 @@ static thread_entry worker_entry(const struct ss_worker *worker) {
     }
 }
 
+/*
+ * Added to the process's own niceness. Who receives goes before who computes on what it has brought, or a core has
+ * nothing to compute while another one has both; 5 still leaves decoders a quarter of a core that others keep busy.
+ * Storing is half way down: well below serving, still above what an administrator runs at idle priority.
+ */
+static const int niceness[SS_STAGE_COUNT] = {
+    [SS_STAGE_NET] = 0, [SS_STAGE_DECOMPRESS] = 5, [SS_STAGE_DEQUANTIZE] = 5,
+    [SS_STAGE_DMA] = 5, [SS_STAGE_COMPRESS] = 10,
+};
+
+/* Who wakes as SCHED_BATCH takes no core from who woke it. The kernel takes any thread down in priority; if it does
+ * not, a thread is merely less polite. */
+static void give_way(const struct ss_worker *worker) {
+    if (niceness[worker->stage] > 0) {
+        struct sched_param parameters = {.sched_priority = 0};
+        (void)sched_setscheduler(0, SCHED_BATCH, &parameters);
+        id_t self = (id_t)syscall(SYS_gettid);
+        (void)setpriority(PRIO_PROCESS, self, getpriority(PRIO_PROCESS, self) + niceness[worker->stage]);
+    }
+}
+
+static void *run_worker(void *argument) {
+    const struct ss_worker *worker = argument;
+    give_way(worker);
+    return worker_entry(worker)(argument);
+}
+
 static void name_thread(const struct ss_worker *worker) {
     static const char *const names[SS_STAGE_COUNT] = {
         [SS_STAGE_NET] = "net", [SS_STAGE_DECOMPRESS] = "decomp", [SS_STAGE_DEQUANTIZE] = "dequant",
@@ -289,7 +318,7 @@ static enum ss_result start_worker(struct ss_worker *worker) {
         error = pthread_attr_setaffinity_np(&attributes, sizeof cores, &cores);
     }
     if (error == 0) {
-        error = pthread_create(&worker->thread, &attributes, worker_entry(worker), worker);
+        error = pthread_create(&worker->thread, &attributes, run_worker, worker);
     }
     (void)pthread_attr_destroy(&attributes);
     if (error != 0) {

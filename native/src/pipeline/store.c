@@ -3,22 +3,15 @@
  * store.c - the way back: quantize and compress into the store buffer
  *
  * Each store thread takes whole pieces, so that a piece's slices are packed behind one another without gaps. Storing
- * must not disturb serving: the threads run at low priority, and before each slice they let a fetch round go first,
- * but only so long, since a server under constant load must still store something.
+ * must not disturb serving: the threads have the lowest priority, and before each slice they let a fetch round go
+ * first, but only so long, since a server under constant load must still store something.
  */
 #define _GNU_SOURCE 1
 #include <errno.h>
-#include <sched.h>
-#include <sys/resource.h>
-#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "pipeline/internal.h"
-
-/* Added to the process's own. Half way down: well below the serving process, still above what an administrator runs at
- * idle priority. */
-enum { STORE_NICE = 10 };
 
 /* Time's up, or the caller does not want it any more. */
 static enum ss_result store_interrupted(const struct ss_round *round) {
@@ -154,19 +147,10 @@ static void encode_pieces(struct ss_worker *worker) {
     }
 }
 
-/* The kernel takes any thread down in priority; if it does not, storing is merely less polite. */
-static void lower_priority(void) {
-    struct sched_param parameters = {.sched_priority = 0};
-    (void)sched_setscheduler(0, SCHED_BATCH, &parameters);
-    id_t self = (id_t)syscall(SYS_gettid);
-    (void)setpriority(PRIO_PROCESS, self, getpriority(PRIO_PROCESS, self) + STORE_NICE);
-}
-
 void *ss_store_thread(void *argument) {
     struct ss_worker *worker = argument;
     struct ss_pipeline *pipeline = worker->pipeline;
     uint64_t generation = 0;
-    lower_priority();
     enum ss_result opened = worker->engine != NULL ? ss_engine_open(worker) : SS_OK;
     ss_worker_ready(pipeline, opened);
     pthread_mutex_lock(&pipeline->lock);

@@ -9,10 +9,12 @@ from typing import Any, Final
 import numpy as np
 import psutil
 
+from dpu_dataplane.config import CORE_ANY
 from dpu_dataplane.rounds import Buffers, FetchPlan, Wanted, plan_fetch
 from dpu_dataplane.sources.source import Found, Stored
 from shadowserve import native
 from shadowserve.chunk import ChunkLayout, Quantizer
+from shadowserve.cores import usable_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.native._library import check, ffi, lib
 from shadowserve_tools.bench.parts.kernels import memory, together
@@ -70,6 +72,8 @@ class Rounds:
         chunks_max: of one round.
         cores: threads of each stage.
         fused: decode in one stage, or stage by stage.
+
+    Its threads are where a data plane of up to four cores would have them.
     """
 
     def __init__(
@@ -81,17 +85,18 @@ class Rounds:
         raw = chunks_max * layout.raw_bytes
         decoded = _decoded_bytes(layout, raw) + chunks_max * ROOM_BYTES
         room = _stored_bytes(workload, chunks_max)
-        anywhere = [-1] * cores
+        anywhere = [CORE_ANY] * cores
+        usable = usable_cores()
         self._pipeline = native.Pipeline(
             fused=fused,
             decompression_bytes=room,
             dequantization_bytes=0 if fused else decoded,
             dma_source_bytes=0 if fused else raw,
             store_bytes=1 << 20,
-            net_cores=[-1] * len(connections),
+            net_cores=[usable[index % len(usable)] for index in range(len(connections))],
             decompress_cores=anywhere,
             dequantize_cores=anywhere,
-            dma_cores=[-1],
+            dma_cores=[CORE_ANY],
         )
         buffers = Buffers(
             decompression=room, dequantization=None if fused else decoded, dma_source=None if fused else raw, store=0
