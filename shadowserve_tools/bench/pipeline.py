@@ -28,8 +28,8 @@ DISTINCT: Final = 16
 """Chunks that are stored. Longer rounds fetch them again, to where they were: the work is the same, the memory less."""
 FEW: Final = 2
 """Chunks of a short round, in which how it begins and ends weighs more; it has a goal of its own."""
-FEW_TURNS: Final = 4
-"""For each turn of a longer round: a moment of something else weighs more in 10 ms, and so many turns cost no more."""
+SHORT_TURNS: Final = 4
+"""Of shorter rounds for each turn of the longest, at most: a moment of something else weighs more in less time."""
 SHORT_ROUNDS: Final = 8
 """For each long one, which takes as long as 32 of them: their median is the other half of the pair."""
 STAGES: Final = {
@@ -69,8 +69,8 @@ def pipeline(
     CPU work, the storage server's included, over the cores: the stages run in parallel, but on loopback they share the
     machine with the server. Where there are two cores, also with the server on one half of them and the pipeline on the
     other ("apart"), as on two hosts: the ideal is then the larger of what each of the two works, over its own cores.
-    Rounds of one and two chunks have four turns for each of the others'. Then rounds of a long prompt, whose time for
-    each chunk should be that of a short one.
+    Shorter rounds have up to four turns for each of the longest. Then rounds of a long prompt, whose time for each
+    chunk should be that of a short one.
     """
     if codec and codec.upper() not in native.Codec.__members__:
         raise click.BadParameter(f"{codec} is none of {', '.join(map(str.lower, native.Codec.__members__))}")
@@ -89,7 +89,7 @@ def pipeline(
                     pipelines[name] = rounds
             for count, (name, rounds) in itertools.product(counts, pipelines.items()):
                 with served.placed(apart=name == APART):
-                    turns = repeats * (FEW_TURNS if count <= FEW else 1)
+                    turns = repeats * min(SHORT_TURNS, counts[-1] // count)
                     _compare(served, rounds, alone, modes[name], name, count, turns)
     with _served(llama_8b(min(long, DISTINCT), layers=long_layers, codec=codec), connections) as served:
         growth = _growth(served, long, repeats)
