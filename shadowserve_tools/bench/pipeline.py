@@ -164,7 +164,8 @@ class _Served:
 def _served(workload: Workload, connections: int) -> Iterator[_Served]:
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        storage = stack.enter_context(start_storage(logs))
+        # One that sends to one connection after the other leaves a core idle as a round begins.
+        storage = stack.enter_context(start_storage(logs, "--io-threads", str(connections)))
         put(workload, storage.address)
         sockets = [stack.enter_context(closing(connection)) for connection in connected(storage.address, connections)]
         yield _Served(workload, psutil.Process(storage.process.pid), sockets, usable_cores())
