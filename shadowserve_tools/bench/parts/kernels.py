@@ -98,7 +98,7 @@ def memory(size: int) -> npt.NDArray[np.uint8]:
     As the pipeline's buffers are. Where the allocator puts an array decides otherwise whether a copy runs at full speed
     or at a quarter of it.
     """
-    region = mmap.mmap(-1, max(size, 1))
+    region = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages mostly
     region.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(region, np.uint8)[:size]
     array.fill(0xA5)  # so that every page is there
