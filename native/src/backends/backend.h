@@ -60,6 +60,8 @@ struct ss_work {
     uint8_t *target;       /* decompress: the symbols; deliver: in 'memory'; collect: elements */
     size_t source_size;
     size_t target_size;          /* deliver, collect: equal to source_size, at most SS_DELIVERED_BYTES_MAX */
+    const uint8_t *next;         /* decompress: what the caller reads once this is done, to be asked for meanwhile; */
+    size_t next_size;            /* 0: it does not know */
     void *memory;                /* deliver, collect: from memory_open(); NULL: plain memory */
     enum ss_codec codec;         /* decompress only */
     uint32_t decoded_crc32;      /* decompress only: what a backend with 'checks_decoded' compares with */

@@ -118,7 +118,8 @@ static int work_decodes(struct ss_work *work) {
                                      .target = work->target,
                                      .source_size = work->source_size,
                                      .target_size = work->target_size};
-    work->result = ss_decode_direct(work->codec, &stream, &work->elements);
+    const struct ss_stream next = {.source = work->next, .source_size = work->next_size};
+    work->result = ss_decode_direct(work->codec, &stream, &next, &work->elements);
     work->dequantized = work->result != SS_NOT_SUPPORTED;
     return work->dequantized != 0;
 }

@@ -31,9 +31,9 @@ enum ss_result ss_elements_make(const struct ss_elements *elements, const uint8_
                       (uint8_t *)elements->target + count * ss_dtype_size(elements->dtype));
 }
 
-enum ss_result ss_decode_direct(enum ss_codec codec, const struct ss_stream *stream,
+enum ss_result ss_decode_direct(enum ss_codec codec, const struct ss_stream *stream, const struct ss_stream *next,
                                 const struct ss_elements *elements) {
-    return codec == SS_CODEC_KVRANS ? ss_kvrans_decode(stream, elements) : SS_NOT_SUPPORTED;
+    return codec == SS_CODEC_KVRANS ? ss_kvrans_decode(stream, next, elements) : SS_NOT_SUPPORTED;
 }
 
 /* elements_fit() returns whether a stream of 'size' bytes of symbols can be what 'elements' are made of. */
@@ -64,9 +64,10 @@ void ss_decode_many(enum ss_codec codec, struct ss_stream *streams, const struct
     size_t first = 0; /* of the streams that are still to be decoded, together */
 
     for (size_t index = 0; index < count; index++) {
+        const struct ss_stream *next = index + 1 < count ? &streams[index + 1] : NULL;
         enum ss_result result = SS_BAD_ARGUMENT;
         if (elements_fit(&elements[index], streams[index].target_size))
-            result = ss_decode_direct(codec, &streams[index], &elements[index]);
+            result = ss_decode_direct(codec, &streams[index], next, &elements[index]);
         if (result == SS_NOT_SUPPORTED)
             continue;
         two_steps(codec, streams + first, elements + first, index - first);

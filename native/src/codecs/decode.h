@@ -10,9 +10,10 @@
 /*
  * ss_decode_direct() makes the elements of one stream without decompressing the whole of it first, if there is a kernel
  * for that. SS_NOT_SUPPORTED where there is none: nothing was done then. Otherwise as ss_decode_many();
- * 'stream->target' may be written, and 'stream->result' is left alone.
+ * 'stream->target' may be written, and 'stream->result' is left alone. 'next' is what this thread reads next, of which
+ * only the source counts, or NULL: a kernel may ask memory for it meanwhile.
  */
-enum ss_result ss_decode_direct(enum ss_codec codec, const struct ss_stream *stream,
+enum ss_result ss_decode_direct(enum ss_codec codec, const struct ss_stream *stream, const struct ss_stream *next,
                                 const struct ss_elements *elements);
 
 /*

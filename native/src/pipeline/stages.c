@@ -246,23 +246,29 @@ static uint8_t *decompress_target(const struct ss_pipeline *pipeline, const stru
     return slot->scratch;
 }
 
+static size_t stored_bytes(const struct ss_slice *slice) {
+    return (size_t)slice->scales_length + slice->encoded_length;
+}
+
 /* The CPU checks the stored bytes, unless the engine checks the decoded ones and there is nothing else to check. */
 static enum ss_result decompress_check(const struct ss_pipeline *pipeline, const struct ss_item *item) {
     const struct ss_slice *slice = item_slice(pipeline, item);
     if (pipeline->capabilities.checks_decoded && slice->scales_length == 0) {
         return SS_OK;
     }
-    size_t stored = (size_t)slice->scales_length + slice->encoded_length;
-    return ss_crc32(0, item_stored(pipeline, item), stored) == slice->checksum ? SS_OK : SS_CHECKSUM;
+    return ss_crc32(0, item_stored(pipeline, item), stored_bytes(slice)) == slice->checksum ? SS_OK : SS_CHECKSUM;
 }
 
-static void decompress_start(struct ss_worker *worker, const struct ss_item *item) {
+/* 'next' is the slice that the thread starts after it, or NULL. */
+static void decompress_start(struct ss_worker *worker, const struct ss_item *item, const struct ss_item *next) {
     struct ss_pipeline *pipeline = worker->pipeline;
     const struct ss_slice *slice = item_slice(pipeline, item);
     struct slot *slot = slot_take(worker->engine);
     slot->item = *item;
     slot->work.source = item_stored(pipeline, item) + slice->scales_length;
     slot->work.source_size = slice->encoded_length;
+    slot->work.next = next != NULL ? item_stored(pipeline, next) : NULL;
+    slot->work.next_size = next != NULL ? stored_bytes(item_slice(pipeline, next)) : 0;
     slot->work.target = decompress_target(pipeline, slot);
     slot->work.target_size = slice->decoded_length;
     slot->work.codec = item_piece(pipeline, item)->codec;
@@ -389,7 +395,7 @@ static void engine_progress(struct ss_worker *worker) {
     }
 }
 
-static void engine_item(struct ss_worker *worker, const struct ss_item *item) {
+static void engine_item(struct ss_worker *worker, const struct ss_item *item, const struct ss_item *next) {
     struct ss_pipeline *pipeline = worker->pipeline;
     int given_up = atomic_load(&pipeline->given_up) != 0;
     if (given_up) {
@@ -402,7 +408,7 @@ static void engine_item(struct ss_worker *worker, const struct ss_item *item) {
     const struct ss_slice *slice = item_slice(pipeline, item);
     uint64_t begin = ss_thread_ns();
     if (worker->stage == SS_STAGE_DECOMPRESS) {
-        decompress_start(worker, item);
+        decompress_start(worker, item, next);
         engine_flush(worker, begin, 1, (uint64_t)slice->scales_length + slice->encoded_length, slice->decoded_length);
     } else {
         uint64_t bytes = item_delivered_bytes(pipeline, item);
@@ -429,7 +435,7 @@ void *ss_engine_thread(void *argument) {
             break;
         }
         for (uint32_t i = 0; i < count; i++) {
-            engine_item(worker, &items[i]);
+            engine_item(worker, &items[i], i + 1 < count ? &items[i + 1] : NULL);
         }
         engine_pass(worker, 1);
         if (worker->engine->in_flight > 0) {

@@ -23,6 +23,8 @@ from shadowserve_tools.report import tracked
 __all__ = ["Run", "Slices", "Treated", "in_turns", "memcpy", "memory", "nothing", "together"]
 
 TOGETHER_MAX: Final = 3
+TAKEN: Final = 4
+"""Slices that a thread of the pipeline takes at a time; while it decodes one to elements, it asks for the next."""
 PASS_S: Final = 0.02
 """Shortest time that is measured at once: a thousand times the clock's grain."""
 
@@ -98,7 +100,8 @@ def memory(size: int) -> npt.NDArray[np.uint8]:
     As the pipeline's buffers are. Where the allocator puts an array decides otherwise whether a copy runs at full speed
     or at a quarter of it.
     """
-    region = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages mostly
+    # Private: shared memory has huge pages where a system was told so only.
+    region = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     region.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(region, np.uint8)[:size]
     array.fill(0xA5)  # so that every page is there
@@ -163,7 +166,7 @@ class Treated:
         self.sources = [symbols.tobytes() for symbols, _ in treated]
         self.decoded = memory(len(self.symbols))
         self.target = memory(self.count * self.raw_bytes)
-        self.scratch = memory(TOGETHER_MAX * self.symbol_bytes)
+        self.scratch = memory(max(TAKEN, TOGETHER_MAX) * self.symbol_bytes)
 
     @property
     def elements_each(self) -> int:
@@ -249,9 +252,9 @@ class Slices:
         self._kept.append(elements)
         return elements
 
-    def _group_spans(self) -> list[tuple[int, int]]:
-        """Return first slice and number of the slices that are decoded by one call."""
-        step, count = together(self.codec), self.treated.count
+    def _group_spans(self, step: int) -> list[tuple[int, int]]:
+        """Return first slice and number of the slices that are decoded by one call, ``step`` at most."""
+        count = self.treated.count
         return [(first, min(step, count - first)) for first in range(0, count, step)]
 
     def _check(self, jobs: Any) -> None:
@@ -263,7 +266,7 @@ class Slices:
         treated = self.treated
         base = self._pointer(treated.decoded)
         jobs = self._jobs([base + index * treated.symbol_bytes for index in range(treated.count)])
-        groups = [(jobs + first, count) for first, count in self._group_spans()]
+        groups = [(jobs + first, count) for first, count in self._group_spans(together(self.codec))]
         many, codec = lib.ss_decompress_many, int(self.codec)
 
         def run() -> None:
@@ -311,9 +314,10 @@ class Slices:
         """Return decoding to elements as a fused pipeline does it; speed counts bytes of elements."""
         treated = self.treated
         base = self._pointer(treated.scratch)
-        places = [base + index % together(self.codec) * treated.symbol_bytes for index in range(treated.count)]
+        step = TAKEN if self.codec is native.Codec.KVRANS else together(self.codec)
+        places = [base + index % step * treated.symbol_bytes for index in range(treated.count)]
         jobs, elements = self._jobs(places), self._elements()
-        groups = [(jobs + at, elements + at, count) for at, count in self._group_spans()]
+        groups = [(jobs + at, elements + at, count) for at, count in self._group_spans(step)]
         many, codec = lib.ss_decode_many, int(self.codec)
 
         def run(share: int) -> None:

@@ -366,6 +366,16 @@ TARGET_INLINE void coded_prefetch(const uint8_t *next) {
 }
 
 /*
+ * next_prefetch() asks for the lines up to 'end' of what is read after the block, and returns where the rest begins.
+ * Waiting for them then would cost more: memory would have nothing else to do, and here it takes what is written, too.
+ */
+TARGET_INLINE uintptr_t next_prefetch(uintptr_t next, uintptr_t end) {
+    for (; next < end; next += 64)
+        _mm_prefetch((const char *)next, _MM_HINT_T1);
+    return next;
+}
+
+/*
  * elements_decode() decodes a tile while it writes the elements of the one before, some rows behind each column: memory
  * then takes the lines of one tile during all of the time that the next one takes.
  */
@@ -374,6 +384,8 @@ TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block
     enum { ROWS_EACH = SS_KVRANS_ROWS_MAX / TILE_COLUMNS };
     _Alignas(64) uint8_t tile[TILE_COLUMNS * SS_KVRANS_ROWS_MAX], lines[TILE_COLUMNS * SS_KVRANS_ROWS_MAX];
     const uint32_t size = shape.bare ? 2 : making->size;
+    const size_t share = (block->next_size + block->columns - 1) / block->columns; /* asked for with each column */
+    uintptr_t next = (uintptr_t)block->next;
     struct input input = {.next = block->coded, .end = block->coded + block->coded_size};
     struct states states = *given;
 
@@ -381,6 +393,7 @@ TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block
         for (uint32_t column = 0; column < TILE_COLUMNS; column++) {
             input_ready(&input);
             coded_prefetch(input.next);
+            next = next_prefetch(next, (uintptr_t)block->next + share * (first + column + 1));
             column_decode(block, first + column, &states, shape, &input.next,
                           tile + (size_t)place_of(column, size) * SS_KVRANS_ROWS_MAX);
             if (input.next > input.end)

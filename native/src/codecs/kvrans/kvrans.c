@@ -306,6 +306,14 @@ static int scales_finite(const struct ss_elements *elements) {
     return most < SS_FLOAT32_INFINITY;
 }
 
+/* block_ahead() gives a block, which begins with 'row' of the stream's 'rows', its share of what is read next. */
+static void block_ahead(struct ss_kvrans_block *block, const struct ss_stream *next, size_t row, size_t rows) {
+    if (next != NULL && next->source != NULL) {
+        block->next = (const uint8_t *)next->source + next->source_size / rows * row;
+        block->next_size = next->source_size * block->rows / rows;
+    }
+}
+
 /* block_elements() writes the elements of a block whose first row is vector 'first'; 'symbols' is a scratch. */
 static enum ss_result block_elements(const struct ss_kvrans_block *block, const uint8_t *stored,
                                      const struct ss_elements *elements, size_t first,
@@ -326,14 +334,17 @@ static enum ss_result block_elements(const struct ss_kvrans_block *block, const 
 }
 
 static enum ss_result blocks_elements(struct reader *reader, struct ss_kvrans_decoder *decoder,
-                                      const struct ss_elements *elements, uint8_t *symbols) {
+                                      const struct ss_stream *next, const struct ss_elements *elements,
+                                      uint8_t *symbols) {
     struct ss_kvrans_block block;
     const uint8_t *stored;
 
     for (size_t row = 0; row < elements->vectors; row += block.rows) {
         enum ss_result result = SS_BAD_DATA;
-        if (block_parse(reader, decoder, (uint32_t)elements->vector_length, elements->vectors - row, &block, &stored))
+        if (block_parse(reader, decoder, (uint32_t)elements->vector_length, elements->vectors - row, &block, &stored)) {
+            block_ahead(&block, next, row, elements->vectors);
             result = block_elements(&block, stored, elements, row, decoder, symbols);
+        }
         if (result != SS_OK)
             return result;
     }
@@ -374,9 +385,15 @@ static enum ss_result planes_find(struct reader reader, uint32_t columns, size_t
     return reader.next == reader.end ? SS_OK : SS_BAD_DATA;
 }
 
-/* planes_block() makes the elements of the next block of each plane. Lower planes that are coded go to 'symbols'. */
-static enum ss_result planes_block(struct plane_readers *readers, struct ss_kvrans_decoder *decoder, uint32_t columns,
-                                   uint8_t *symbols, uint8_t *target) {
+/*
+ * planes_block() makes the elements of the next block of each plane, from vector 'row' on. Lower planes that are coded
+ * go to 'symbols'.
+ */
+static enum ss_result planes_block(struct plane_readers *readers, struct ss_kvrans_decoder *decoder,
+                                   const struct ss_stream *next, const struct ss_elements *elements, size_t row,
+                                   uint8_t *symbols) {
+    const uint32_t columns = (uint32_t)elements->vector_length;
+    uint8_t *target = (uint8_t *)elements->target + row * columns * readers->count;
     struct ss_kvrans_planes planes = {.count = readers->count};
     struct ss_kvrans_block block;
     const uint8_t *stored;
@@ -392,22 +409,23 @@ static enum ss_result planes_block(struct plane_readers *readers, struct ss_kvra
     }
     if (!block_parse(&readers->of[0], decoder, columns, SS_KVRANS_ROWS_MAX, &block, &stored))
         return SS_BAD_DATA;
+    block_ahead(&block, next, row, elements->vectors);
     return ss_kvrans_kernels_find(ss_isa_active())->decode_planes(&block, &planes, target);
 }
 
 /* planes_elements() makes lossless elements; where it returns SS_NOT_SUPPORTED, it did nothing. */
 static enum ss_result planes_elements(const struct reader *reader, struct ss_kvrans_decoder *decoder,
-                                      const struct ss_elements *elements, uint8_t *symbols) {
+                                      const struct ss_stream *next, const struct ss_elements *elements,
+                                      uint8_t *symbols) {
     const uint32_t columns = (uint32_t)elements->vector_length;
     const size_t blocks = elements->vectors / SS_KVRANS_ROWS_MAX;
     struct plane_readers readers = {.count = (uint32_t)ss_dtype_size(elements->dtype)};
-    const size_t block_size = (size_t)SS_KVRANS_ROWS_MAX * columns * readers.count;
     enum ss_result result = SS_NOT_SUPPORTED;
 
     if (elements->vectors % SS_KVRANS_ROWS_MAX == 0)
         result = planes_find(*reader, columns, blocks, &readers);
-    for (size_t block = 0; result == SS_OK && block < blocks; block++)
-        result = planes_block(&readers, decoder, columns, symbols, (uint8_t *)elements->target + block * block_size);
+    for (size_t row = 0; result == SS_OK && row < elements->vectors; row += SS_KVRANS_ROWS_MAX)
+        result = planes_block(&readers, decoder, next, elements, row, symbols);
     return result;
 }
 
@@ -427,7 +445,8 @@ static int direct_fits(const struct ss_stream *stream, const struct ss_elements 
            (elements->dtype == SS_DTYPE_FLOAT16 || elements->dtype == SS_DTYPE_BFLOAT16);
 }
 
-enum ss_result ss_kvrans_decode(const struct ss_stream *stream, const struct ss_elements *elements) {
+enum ss_result ss_kvrans_decode(const struct ss_stream *stream, const struct ss_stream *next,
+                                const struct ss_elements *elements) {
     struct reader reader = {.next = stream->source, .end = (const uint8_t *)stream->source + stream->source_size};
     struct ss_kvrans_decoder *decoder = decoder_find();
     enum ss_result result;
@@ -435,9 +454,9 @@ enum ss_result ss_kvrans_decode(const struct ss_stream *stream, const struct ss_
     if (!direct_fits(stream, elements) || decoder == NULL || header_read(&reader) != elements->vector_length)
         return SS_NOT_SUPPORTED; /* in two steps it may work, or they say what is wrong */
     if (elements->quantizer == SS_QUANTIZER_LOSSLESS)
-        result = planes_elements(&reader, decoder, elements, stream->target);
+        result = planes_elements(&reader, decoder, next, elements, stream->target);
     else if (scales_finite(elements))
-        result = blocks_elements(&reader, decoder, elements, stream->target);
+        result = blocks_elements(&reader, decoder, next, elements, stream->target);
     else
         return SS_BAD_DATA;
     ss_streams_order();

@@ -60,6 +60,10 @@ struct ss_kvrans_block {
     uint32_t columns; /* 1 to 65536 */
     uint32_t lanes;   /* 64, 128 or 256; row r uses state r % lanes */
     uint32_t shift;   /* 0 to 3 low bits of each byte are in 'planes' */
+
+    /* What this thread reads once the block is decoded, to be asked for meanwhile: any bytes, perhaps none. */
+    const uint8_t *next;
+    size_t next_size;
 };
 
 /*
