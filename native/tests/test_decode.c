@@ -311,20 +311,26 @@ static void check_damage(void) {
 /* Variants have kernels for the usual shapes, or these tests would compare two steps with two steps. */
 static void check_direct(struct shape shape) {
     const size_t written = stream_make(&shape, 0);
+    const size_t size = shape.vectors * shape.vector_length * ss_dtype_size(shape.dtype);
     const struct ss_elements elements = elements_of(&shape, target.start);
     const struct ss_stream one = {
         .source = encoded, .target = scratch.start, .source_size = written, .target_size = shape_symbols(&shape)};
     const struct ss_stream next = {.source = (const void *)4096, .source_size = 1 << 20}; /* asked for, never read */
 
+    CHECK(decode_apart(&shape, written) == SS_OK, "a good stream");
     for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) {
         const int direct = shape.quantizer == SS_QUANTIZER_LOSSLESS ? isa != SS_ISA_SCALAR
                                                                     : isa == SS_ISA_AVX2 || isa == SS_ISA_AVX512;
         if (ss_isa_force(isa) != SS_OK)
             continue;
-        for (int known = 0; known < 2; known++)
+        for (int known = 0; known < 2; known++) {
+            memset(target.start, 0xA5, size);
             CHECK(ss_decode_direct(SS_CODEC_KVRANS, &one, known ? &next : NULL, &elements) ==
                       (direct ? SS_OK : SS_NOT_SUPPORTED),
                   "isa %d, next known %d", (int)isa, known);
+            CHECK(!direct || memcmp(target.start, expected.start, size) == 0, "isa %d, next known %d: elements",
+                  (int)isa, known);
+        }
     }
 }
 
