@@ -119,7 +119,7 @@ static int work_decodes(struct ss_work *work) {
                                      .source_size = work->source_size,
                                      .target_size = work->target_size};
     const struct ss_stream next = {.source = work->next, .source_size = work->next_size};
-    work->result = ss_decode_direct(work->codec, &stream, &next, &work->elements);
+    work->result = ss_decode_direct(work->codec, &stream, work->next_size != 0 ? &next : NULL, &work->elements);
     work->dequantized = work->result != SS_NOT_SUPPORTED;
     return work->dequantized != 0;
 }

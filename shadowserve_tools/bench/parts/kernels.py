@@ -23,8 +23,9 @@ from shadowserve_tools.report import tracked
 __all__ = ["Run", "Slices", "Treated", "in_turns", "memcpy", "memory", "nothing", "together"]
 
 TOGETHER_MAX: Final = 3
+"""Streams that codecs/literal_inflate.c decodes in turns (SS_LITERAL_INFLATE_LANES)."""
 TAKEN: Final = 4
-"""Slices that a thread of the pipeline takes at a time; while it decodes one to elements, it asks for the next."""
+"""Slices that a thread of the pipeline takes at a time (SS_POP_MAX); while it decodes one, it asks for the next."""
 PASS_S: Final = 0.02
 """Shortest time that is measured at once: a thousand times the clock's grain."""
 

@@ -308,9 +308,10 @@ static int scales_finite(const struct ss_elements *elements) {
 
 /* block_ahead() gives a block, which begins with 'row' of the stream's 'rows', its share of what is read next. */
 static void block_ahead(struct ss_kvrans_block *block, const struct ss_stream *next, size_t row, size_t rows) {
-    if (next != NULL && next->source != NULL) {
-        block->next = (const uint8_t *)next->source + next->source_size / rows * row;
-        block->next_size = next->source_size * block->rows / rows;
+    if (next != NULL && next->source_size != 0) {
+        const size_t share = next->source_size / rows; /* of each row */
+        block->next = (const uint8_t *)next->source + share * row;
+        block->next_size = share * block->rows;
     }
 }
 
