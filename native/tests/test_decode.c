@@ -187,6 +187,22 @@ static void check_shapes(void) {
     }
 }
 
+/* 64 bins, of which the lowest bit is not coded: an index and that bit are looked up together. */
+static void check_low_bit(void) {
+    static const size_t lengths[] = {64, 320, 832};
+    uint32_t lanes = 0; /* a bit for each number that was met */
+
+    for (size_t index = 0; index < 2 * sizeof(lengths) / sizeof(lengths[0]); index++) {
+        const struct shape shape = binned(dtypes[index % 2], 64, 256, lengths[index / 2]);
+        const size_t written = stream_make(&shape, index);
+        const uint8_t layout = encoded[6]; /* of the first block: docs/kvrans.md */
+        CHECK((layout & 3) == 1, "%zu columns have %d low bits", shape.vector_length, layout & 3);
+        lanes |= 1u << (layout >> 2 & 3);
+        CHECK(check_stream(&shape, written) == SS_OK, "a good stream");
+    }
+    CHECK(lanes == 7, "64, 128 and 256 lanes: %x", lanes);
+}
+
 static struct shape lossless(enum ss_dtype dtype, uint32_t bins, size_t vectors, size_t vector_length,
                              size_t noise_planes) {
     struct shape shape = binned(dtype, bins, vectors, vector_length);
@@ -290,7 +306,7 @@ static size_t damage(const struct shape *shape, size_t least_found) {
 
 /* Damage: cut streams, flipped bits, scales that are no numbers. All variants agree on what it is. */
 static void check_damage(void) {
-    const struct shape shape = binned(SS_DTYPE_FLOAT16, 32, 256, 128);
+    const struct shape shape = binned(SS_DTYPE_FLOAT16, 32, 256, 128), low_bit = binned(SS_DTYPE_BFLOAT16, 64, 256, 64);
     const struct shape planes[] = {
         lossless(SS_DTYPE_BFLOAT16, 32, 256, 128, 1), lossless(SS_DTYPE_FLOAT16, 256, 512, 64, 0),
         lossless(SS_DTYPE_FLOAT32, 32, 256, 64, 2), lossless(SS_DTYPE_UINT8, 200, 256, 64, 0)};
@@ -298,6 +314,7 @@ static void check_damage(void) {
 
     for (size_t index = 0; index < sizeof(planes) / sizeof(planes[0]); index++)
         damage(&planes[index], 420); /* each cut, and what is not in a stored plane */
+    damage(&low_bit, 500);           /* flipped low bits are not seen */
     written = damage(&shape, 600);
     for (size_t index = 0; index < 256; index += 85) {
         const float kept = scale_values[index];
@@ -368,6 +385,7 @@ int main(void) {
     scales = guarded_make(sizeof(scale_values));
     check_streamed();
     check_bins();
+    check_low_bit();
     check_shapes();
     check_others();
     check_damage();

@@ -277,7 +277,7 @@ TARGET_INLINE void stream(uint8_t *target, __m256i value) {
     _mm256_stream_si256((__m256i *)(void *)target, value);
 }
 
-/* rows_bin() makes elements of lines of indices, which are under 16 * steps; see rows_make(). */
+/* rows_bin() makes elements of lines of entries, which are under 16 * steps; see rows_make(). */
 TARGET_INLINE void rows_bin(const struct ss_kvrans_making *making, int steps, const uint8_t *lines, uint32_t row,
                             uint32_t count, size_t at) {
     const size_t size = (size_t)steps * STEP;

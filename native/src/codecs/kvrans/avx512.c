@@ -96,14 +96,9 @@ TARGET_INLINE __m512i step(const struct registers *table, __m512i *low, __m512i 
     return index;
 }
 
-/*
- * values_of() turns indices into bytes. In a range, 'values' is the first one of all 64, else the list. 'planes' has
- * the low bits of the group's rows, 'plane_size' bytes apart.
- */
-TARGET_INLINE __m512i values_of(__m512i values, int range, __m512i index, const uint8_t *planes, size_t plane_size,
-                                size_t size, uint32_t shift) {
-    __m512i value = range ? _mm512_add_epi8(index, values) : _mm512_permutexvar_epi8(index, values);
-
+/* low_bits_add() adds the low bits of a group's rows, which are in 'planes', 'plane_size' bytes apart. */
+TARGET_INLINE __m512i low_bits_add(__m512i value, const uint8_t *planes, size_t plane_size, size_t size,
+                                   uint32_t shift) {
     for (uint32_t bit = 0; bit < shift; bit++) {
         uint64_t plane = 0;
         memcpy(&plane, planes + bit * plane_size, size);
@@ -143,13 +138,14 @@ struct shape {
     uint32_t shift;
     int range; /* values are one range, and there are no low bits */
     int full;  /* there are no rows but whole groups */
-    int bare;  /* indices are wanted, not values */
+    int bare;  /* entries are wanted, not values; their shift is 0 or 1 */
 };
 
 /* column_decode() decodes one column to 'tile'. */
 TARGET_INLINE void column_decode(const struct ss_kvrans_block *block, uint32_t column, struct states *states,
                                  struct shape shape, const uint8_t **next, uint8_t *tile) {
     const struct registers table = registers_load(&block->tables[block->column_table[column]]);
+    /* What each index stands for; in a range, what the first one does. */
     const __m512i values = shape.range ? _mm512_set1_epi8((char)block->value[0]) : _mm512_load_si512(block->value);
     const size_t plane_size = (block->rows + 7) / 8;
     const uint8_t *planes = block->planes + column * shape.shift * plane_size;
@@ -159,10 +155,13 @@ TARGET_INLINE void column_decode(const struct ss_kvrans_block *block, uint32_t c
         const uint32_t lanes = group % shape.lane_groups;
         const size_t size = shape.full || plane_size - 8 * group > 8 ? 8 : plane_size - 8 * group;
         const __mmask64 active = shape.full ? ~0ull : states->active[group];
-        __m512i index = step(&table, &states->low[lanes], &states->high[lanes], active, &at);
+        __m512i value = step(&table, &states->low[lanes], &states->high[lanes], active, &at);
         if (!shape.bare)
-            index = values_of(values, shape.range, index, planes + 8 * group, plane_size, size, shape.shift);
-        _mm512_store_si512(tile + GROUP * group, index);
+            value = shape.range ? _mm512_add_epi8(value, values) : _mm512_permutexvar_epi8(value, values);
+        else if (shape.shift == 1)
+            value = _mm512_add_epi8(value, value);
+        value = low_bits_add(value, planes + 8 * group, plane_size, size, shape.shift);
+        _mm512_store_si512(tile + GROUP * group, value);
     }
     *next = at;
 }
@@ -257,18 +256,20 @@ TARGET static enum ss_result decode(const struct ss_kvrans_block *block, uint8_t
 /* ---- Decode to elements -------------------------------------------------------------------------------------- */
 
 /*
- * A row has one scale, so an index stands for one of 64 elements in it: two registers of bytes, the lower and the upper
+ * A row has one scale, so an entry stands for one of 64 elements in it: two registers of bytes, the lower and the upper
  * ones. elements_fill() computes those of all rows, as quantize/avx512.c computes them.
  */
 TARGET_INLINE void elements_fill(const struct ss_kvrans_block *block, int half, const float *scales,
                                  struct ss_kvrans_elements *elements) {
     const __m512i numbered = _mm512_load_si512(numbers), lower = _mm512_add_epi8(numbered, numbered);
     const __m512i upper = _mm512_add_epi8(lower, _mm512_set1_epi8(1));
+    _Alignas(64) uint8_t bytes[SS_KVRANS_INDEX_MAX];
     __m512 symbols[4];
 
+    ss_kvrans_entries(block, bytes);
     for (int part = 0; part < 4; part++)
         symbols[part] = _mm512_cvtepi32_ps(
-            _mm512_cvtepi8_epi32(_mm_load_si128((const __m128i *)(const void *)(block->value + 16 * part))));
+            _mm512_cvtepi8_epi32(_mm_load_si128((const __m128i *)(const void *)(bytes + 16 * part))));
     for (uint32_t row = 0; row < SS_KVRANS_ROWS_MAX; row++) {
         const __m512 scale = _mm512_set1_ps(scales[row]);
         __m512i words[2];
@@ -425,6 +426,9 @@ TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block
 ELEMENTS_DECODE(elements_decode_64, 1, 0, 0, 1)
 ELEMENTS_DECODE(elements_decode_128, 2, 0, 0, 1)
 ELEMENTS_DECODE(elements_decode_256, 4, 0, 0, 1)
+ELEMENTS_DECODE(elements_decode_64_low, 1, 1, 0, 1)
+ELEMENTS_DECODE(elements_decode_128_low, 2, 1, 0, 1)
+ELEMENTS_DECODE(elements_decode_256_low, 4, 1, 0, 1)
 ELEMENTS_DECODE(planes_decode_64, 1, 0, 1, 0)
 ELEMENTS_DECODE(planes_decode_128, 2, 0, 1, 0)
 ELEMENTS_DECODE(planes_decode_256, 4, 0, 1, 0)
@@ -442,9 +446,11 @@ TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *block
     else
         elements_fill(block, 0, scales, scratch);
     if (block->lanes == 256)
-        result = elements_decode_256(block, &making, &states);
+        result = (block->shift != 0 ? elements_decode_256_low : elements_decode_256)(block, &making, &states);
+    else if (block->lanes == 128)
+        result = (block->shift != 0 ? elements_decode_128_low : elements_decode_128)(block, &making, &states);
     else
-        result = (block->lanes == 128 ? elements_decode_128 : elements_decode_64)(block, &making, &states);
+        result = (block->shift != 0 ? elements_decode_64_low : elements_decode_64)(block, &making, &states);
     return states_ended(block, &states) ? result : SS_BAD_DATA;
 }
 

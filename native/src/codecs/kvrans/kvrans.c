@@ -210,6 +210,7 @@ static int coded_parse(struct reader *reader, struct ss_kvrans_decoder *decoder,
     block->planes = take(&section, (size_t)block->columns * block->shift * ((block->rows + 7) / 8));
     if (block->planes == NULL || !states_read(&section, block))
         return 0;
+    block->count = index_count;
     block->tables = decoder->tables;
     block->column_table = decoder->column_table;
     block->coded = section.next;
@@ -325,7 +326,7 @@ static enum ss_result block_elements(const struct ss_kvrans_block *block, const 
 
     for (uint32_t row = 0; row < block->rows; row++)
         decoder->scales[row] = ss_float_of_bits(ss_load32(elements->scales, (first + row) / elements->scale_vectors));
-    if (stored == NULL && block->shift == 0 && ss_kvrans_elements_fit(block, target))
+    if (stored == NULL && ss_kvrans_entries_fit(block) && ss_kvrans_elements_fit(block, target))
         return kernels->decode_elements(block, elements->dtype, decoder->scales, &decoder->elements, target);
     result = block_decode(block, stored, symbols);
     if (result != SS_OK)

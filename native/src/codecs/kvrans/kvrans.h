@@ -60,6 +60,7 @@ struct ss_kvrans_block {
     uint32_t columns; /* 1 to 65536 */
     uint32_t lanes;   /* 64, 128 or 256; row r uses state r % lanes */
     uint32_t shift;   /* 0 to 3 low bits of each byte are in 'planes' */
+    uint32_t count;   /* symbols of the alphabet, 1 to 64 */
 
     /* What this thread reads once the block is decoded, to be asked for meanwhile: any bytes, perhaps none. */
     const uint8_t *next;
@@ -67,8 +68,9 @@ struct ss_kvrans_block {
 };
 
 /*
- * The elements of a block's symbols: for each row, the lower and the upper byte of what each index stands for. The
- * scratch of ss_kvrans_kernels.decode_elements(), which fills it; not always as wide as this, see ss_kvrans_making.
+ * The elements of a block's symbols: for each row, the lower and the upper byte of what each entry stands for, which is
+ * an index with its low bits behind it (see ss_kvrans_entries()). The scratch of ss_kvrans_kernels.decode_elements(),
+ * which fills it; not always as wide as this, see ss_kvrans_making.
  */
 struct ss_kvrans_elements {
     _Alignas(64) uint8_t bytes[SS_KVRANS_ROWS_MAX][2][SS_KVRANS_INDEX_MAX];
@@ -80,7 +82,7 @@ struct ss_kvrans_planes {
     uint32_t count; /* of all planes, so bytes of an element: 1, 2 or 4 */
 };
 
-/* What the lines of a tile become: binned elements, of indices, or else lossless ones, of the bytes of a first plane.
+/* What the lines of a tile become: binned elements, of entries, or else lossless ones, of the bytes of a first plane.
  */
 struct ss_kvrans_making {
     const struct ss_kvrans_elements *elements; /* of all rows; NULL where lossless */
@@ -160,8 +162,8 @@ struct ss_kvrans_kernels {
 
     /*
      * decode_elements() is decode() and then ss_dequantize(), a row with the scale at 'scales', to elements of 'dtype'.
-     * For blocks of ss_kvrans_elements_fit() only, whose shift is 0. NULL where it would gain nothing. The caller
-     * orders its stores (ss_streams_order()).
+     * For blocks of ss_kvrans_elements_fit() and ss_kvrans_entries_fit() only. NULL where it would gain nothing. The
+     * caller orders its stores (ss_streams_order()).
      */
     enum ss_result (*decode_elements)(const struct ss_kvrans_block *block, enum ss_dtype dtype, const float *scales,
                                       struct ss_kvrans_elements *scratch, uint8_t *target);
@@ -218,6 +220,20 @@ extern const struct ss_kvrans_kernels ss_kvrans_kernels_neon;
  */
 static inline int ss_kvrans_elements_fit(const struct ss_kvrans_block *block, const void *target) {
     return block->rows == SS_KVRANS_ROWS_MAX && block->columns % SS_KVRANS_GROUP == 0 && (uintptr_t)target % 64 == 0;
+}
+
+/*
+ * ss_kvrans_entries_fit() returns whether an index with its low bits behind it is one of SS_KVRANS_INDEX_MAX entries,
+ * so that it can be looked up as an index can. With 64 bins it has one low bit and 32 indices.
+ */
+static inline int ss_kvrans_entries_fit(const struct ss_kvrans_block *block) {
+    return block->shift == 0 || (block->shift == 1 && block->count <= SS_KVRANS_INDEX_MAX / 2);
+}
+
+/* ss_kvrans_entries() writes the byte that each of the SS_KVRANS_INDEX_MAX entries stands for. */
+static inline void ss_kvrans_entries(const struct ss_kvrans_block *block, uint8_t *bytes) {
+    for (uint32_t entry = 0; entry < SS_KVRANS_INDEX_MAX; entry++)
+        bytes[entry] = (uint8_t)(block->value[entry >> block->shift] + (entry & ((1u << block->shift) - 1)));
 }
 
 /* ss_kvrans_kernels_find() returns what ss_isa_active() stands for here, or the next best that this CPU can run. */

@@ -135,16 +135,18 @@ enum ss_result ss_kvrans_elements_by_steps(const struct ss_kvrans_decode_steps *
     enum { TOGETHER = 16 }; /* rows whose elements are computed by one call */
     struct ss_kvrans_making making = {.elements = scratch, .target = target, .columns = block->columns, .size = 2};
     struct ss_kvrans_decoding decoding;
-    uint8_t indices[SS_KVRANS_INDEX_MAX], values[TOGETHER * SS_KVRANS_INDEX_MAX];
+    uint8_t entries[SS_KVRANS_INDEX_MAX], bytes[SS_KVRANS_INDEX_MAX], values[TOGETHER * SS_KVRANS_INDEX_MAX];
     uint16_t elements[TOGETHER * SS_KVRANS_INDEX_MAX];
     uint32_t count;
 
     for (uint32_t index = 0; index < SS_KVRANS_INDEX_MAX; index++)
-        indices[index] = (uint8_t)index;
-    decoding_begin(steps, &decoding, block, indices);
-    making.table_size = count = decoding.index_count <= 16 ? 16 : decoding.index_count <= 32 ? 32 : SS_KVRANS_INDEX_MAX;
+        entries[index] = (uint8_t)(index << block->shift);
+    ss_kvrans_entries(block, bytes);
+    decoding_begin(steps, &decoding, block, entries);
+    count = decoding.index_count << block->shift;
+    making.table_size = count = count <= 16 ? 16 : count <= 32 ? 32 : SS_KVRANS_INDEX_MAX;
     for (uint32_t row = 0; row < TOGETHER; row++)
-        memcpy(values + row * count, block->value, count);
+        memcpy(values + row * count, bytes, count);
     for (uint32_t first = 0; first < SS_KVRANS_ROWS_MAX; first += TOGETHER) {
         enum ss_result result =
             ss_dequantize(SS_QUANTIZER_BINNED, dtype, values, scales + first, TOGETHER, count, elements);

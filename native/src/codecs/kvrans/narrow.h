@@ -63,7 +63,7 @@ struct ss_kvrans_decode_steps {
     uint32_t (*place)(uint32_t column, uint32_t size);
 
     /*
-     * elements_lay() lays out the elements of a row for rows_make(), which looks them up by their index: 'count' lower
+     * elements_lay() lays out the elements of a row for rows_make(), which looks them up by their entry: 'count' lower
      * bytes, and as many upper ones.
      */
     void (*elements_lay)(const uint16_t *elements, uint32_t count, uint8_t *bytes);
