@@ -39,7 +39,7 @@ SPINNING: Final = "a process that spins on a data plane's core"
 COPYING: Final = "a process that copies as fast there"
 WRITING: Final = "a process that only writes as fast there"
 OFTEN: Final = 3
-"""Phases beside fetching in a round, of each kind, for one beside the writing control, and one beside another."""
+"""Phases beside fetching in a round, of each kind, and beside the writing control, for one beside another control."""
 DECODED_TOKENS: Final = 256
 """Of context, of each request that decodes steadily: short steps are many steps, and weights are what they stream."""
 SLOWDOWN_MAX: Final = 0.02
@@ -107,7 +107,7 @@ _COUNT = click.IntRange(1)
 @click.option("--batch", default=2, show_default=True, type=_COUNT, help="Requests that decode steadily.")
 @click.option("--rounds", default=20, show_default=True, type=click.IntRange(3), help="Of steady decoding, at least.")
 @click.option(
-    "--rounds-max", default=60, show_default=True, type=_COUNT, help="Where intervals are too wide after fewer."
+    "--rounds-max", default=120, show_default=True, type=_COUNT, help="Where intervals are too wide after fewer."
 )
 @click.option("--phase-steps", default=10, show_default=True, type=click.IntRange(1, 16), help="Between two changes.")
 @output_options
@@ -131,7 +131,7 @@ def interference(output: Output, model: Model, load: Load, requests_max: int, **
         def tell(what: str) -> None:
             progress.update(task, advance=1, description=what)
 
-        decoding = holding(load, 2 * OFTEN + 2, plan.phase_steps)
+        decoding = holding(load, 3 * OFTEN + 1, plan.phase_steps)
         running = stack.enter_context(Stack(Partition.halves(), model, decoding, requests_max))
         tell("decoding")
         _measure_decoding(results, running, plan, tell)
@@ -172,6 +172,7 @@ def _measure_decoding(results: _Results, running: Stack, plan: _Plan, tell: Tell
                 yield
 
         often: list[tuple[str, Beside]] = [(name, results.fetched[name].running) for name in (LOSSLESS, BINNED)]
+        often.append((WRITING, write.running))
         controls: list[tuple[str, Beside]] = [
             (DECODING_IN_ENGINE, decoding_in_engine),
             (SPINNING, spin.running),
@@ -179,7 +180,7 @@ def _measure_decoding(results: _Results, running: Stack, plan: _Plan, tell: Tell
         ]
         wanted = [results.over_alone[name] for name in (LOSSLESS, BINNED)]
         for number in rounds_until_narrow(plan.rounds, plan.rounds_max, wanted):
-            beside = [*often * OFTEN, (WRITING, write.running), controls[number % len(controls)]]
+            beside = [*often * OFTEN, controls[number % len(controls)]]
             _decode_round(results, running, plan, beside[:: -1 if number % 2 else 1])
             tell("decoding")
         for target in targets:
@@ -265,7 +266,7 @@ def _report_decoding(report: Report, results: _Results) -> None:
         if over := results.over_alone.get(name):
             row["over_alone"] = statistics.median(over)
             row["cpu_over_alone"] = statistics.median(results.cpu_over_alone[name])
-            if name in (LOSSLESS, BINNED):
+            if name in (LOSSLESS, BINNED, WRITING):
                 row["half_width"] = half_width(over)
         if loop := results.fetched.get(name):
             row["fetch_GB_per_s"] = loop.rate / 1e9
