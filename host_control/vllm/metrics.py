@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-__all__ = ["Counts", "FailureLog", "ShadowServePromMetrics", "ShadowServeStats"]
+__all__ = ["Counts", "FailureLog", "ShadowServePromMetrics", "ShadowServeStats", "SlowerPaths"]
 
 _COUNTERS: Final = {
     "lookup_requests": "Requests looked up in the remote store.",
@@ -35,6 +35,7 @@ _BY_REASON: Final = {
     "cold_seconds": "Seconds in which the store expected to have what it must fetch itself of hits, by the decision.",
     "predicted_seconds": "Seconds to the first token that decisions were predicted to bring, where one was predicted.",
     "first_token_seconds": "Seconds to the first token that came of those decisions.",
+    "slower_paths": "Requests that took a slower path than configured, by reason (docs/combinations.md).",
 }
 _SEPARATOR: Final = "/"
 
@@ -102,6 +103,32 @@ class FailureLog:
         self._seen[f"{what}/{reason}"] = (now, 0)
         more = f" ({left_out} more since the last such line)" if left_out else ""
         self._logger.warning("ShadowServe: %s: %s%s%s", what, reason, f": {detail}" if detail else "", more)
+
+
+class SlowerPaths:
+    """Counts each request that takes a slower path than configured, and logs each reason once.
+
+    Args:
+        counts: of the connector, where the counter ``slower_paths`` is kept.
+        logger: for the line that each reason gets.
+    """
+
+    def __init__(self, counts: Counts, logger: logging.Logger) -> None:
+        self._counts = counts
+        self._logger = logger
+        self._logged: set[str] = set()
+
+    def add(self, reason: str, detail: str) -> None:
+        """Count one request.
+
+        Args:
+            reason: label of the counter: a few lower-case words joined by ``_``, from a fixed set.
+            detail: the path that was configured, the path that is taken, and what to do about it.
+        """
+        self._counts.add("slower_paths", reason=reason)
+        if reason not in self._logged:
+            self._logged.add(reason)
+            self._logger.warning("ShadowServe: a slower path than configured is taken (%s): %s", reason, detail)
 
 
 class ShadowServePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
