@@ -10,7 +10,10 @@
  *   - asynchronous copies between page-locked memory and the GPU have not happened until their stream or an event
  * behind them was waited for or asked; those from pageable memory have, when the call returns;
  *   - an IPC handle is of a whole allocation, and is opened in another process than the one that made it;
- *   - memory is page-locked once (CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED).
+ *   - memory is page-locked once (CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
+ *   - a primary context is counted: its last release resets it, which ends its streams, events, allocations, mappings
+ * and page locks. A later call that names one of them fails (CUDA_ERROR_CONTEXT_IS_DESTROYED); the real driver may
+ * crash instead.
  * Kept in mind beyond that: a process's allocations are known by address, so a copy that leaves one is an error.
  *
  * Environment, of which FAIL and DEVICES are read by each cuInit(), the others when they are asked for:
@@ -43,6 +46,7 @@ enum {
     MAP_FAILED_ERROR = 205,
     INVALID_HANDLE = 400,
     NOT_READY = 600,
+    CONTEXT_IS_DESTROYED = 709,
     ALREADY_REGISTERED = 712,
     NOT_REGISTERED = 713,
     NOT_SUPPORTED = 801
@@ -64,6 +68,8 @@ struct handle { /* the 64 bytes of a CUipcMemHandle */
 
 struct context {
     int device;
+    int references;
+    uint32_t resets; /* streams and events remember the count of their time */
 };
 
 enum range_kind { RANGE_FREE, RANGE_GPU, RANGE_OPENED, RANGE_PINNED };
@@ -84,6 +90,7 @@ struct copy {
 
 struct stream {
     struct context *context;
+    uint32_t resets;
     struct copy copies[COPIES_MAX];
     uint64_t begun; /* copies that were asked for */
     uint64_t done;
@@ -91,6 +98,7 @@ struct stream {
 
 struct event {
     struct context *context;
+    uint32_t resets;
     struct stream *stream;
     uint64_t position;
 };
@@ -124,6 +132,8 @@ static int enter(const char *name, int needs_context) {
         error = fail_error;
     } else if (needs_context && current == NULL) {
         error = INVALID_CONTEXT;
+    } else if (needs_context && current->references == 0) {
+        error = CONTEXT_IS_DESTROYED;
     }
     if (error != SUCCESS) {
         pthread_mutex_unlock(&lock);
@@ -155,6 +165,11 @@ static struct range *range_new(enum range_kind kind, uint64_t begin, uint64_t si
         }
     }
     return NULL;
+}
+
+/* Returns whether a stream or an event outlived the context that it was created in. */
+static int is_dead(const struct context *context, uint32_t resets) {
+    return context->references == 0 || context->resets != resets;
 }
 
 static void stream_run(struct stream *stream, uint64_t until) {
@@ -270,20 +285,49 @@ API int cuDevicePrimaryCtxRetain(struct context **context, int device) {
         return leave(INVALID_DEVICE);
     }
     *context = &contexts[device];
+    contexts[device].references++;
     return leave(SUCCESS);
 }
 
+static void range_end(struct range *range) {
+    if (range->kind != RANGE_PINNED) {
+        munmap((void *)(uintptr_t)range->begin, range->size); /* NOLINT */
+        close(range->file);
+    }
+    range->kind = RANGE_FREE;
+}
+
 API int cuDevicePrimaryCtxRelease_v2(int device) {
-    return device >= 0 && device < devices ? SUCCESS : INVALID_DEVICE;
+    int error = enter("cuDevicePrimaryCtxRelease_v2", 0);
+    if (error != SUCCESS) {
+        return error;
+    }
+    if (device < 0 || device >= devices || contexts[device].references == 0) {
+        return leave(device < 0 || device >= devices ? INVALID_DEVICE : INVALID_CONTEXT);
+    }
+    struct context *context = &contexts[device];
+    if (--context->references > 0) {
+        return leave(SUCCESS);
+    }
+    context->resets++;
+    for (size_t i = 0; i < RANGES_MAX; i++) {
+        if (ranges[i].kind != RANGE_FREE && ranges[i].context == context) {
+            range_end(&ranges[i]);
+        }
+    }
+    return leave(SUCCESS);
 }
 
 API int cuCtxSetCurrent(struct context *context) {
     int error = enter("cuCtxSetCurrent", 0);
-    if (error == SUCCESS) {
-        current = context;
-        leave(SUCCESS);
+    if (error != SUCCESS) {
+        return error;
     }
-    return error;
+    if (context != NULL && context->references == 0) {
+        return leave(CONTEXT_IS_DESTROYED);
+    }
+    current = context;
+    return leave(SUCCESS);
 }
 
 API int cuCtxGetCurrent(struct context **context) {
@@ -308,9 +352,7 @@ static int unmap(uint64_t address, enum range_kind kind) {
     if (range == NULL || range->kind != kind || range->begin != address) {
         return INVALID_VALUE;
     }
-    munmap((void *)(uintptr_t)range->begin, range->size); /* NOLINT */
-    close(range->file);
-    range->kind = RANGE_FREE;
+    range_end(range);
     return SUCCESS;
 }
 
@@ -449,6 +491,7 @@ API int cuStreamCreate(struct stream **stream, unsigned flags) {
         if (streams[i] == NULL) {
             streams[i] = *stream = calloc(1, sizeof **stream);
             (*stream)->context = current;
+            (*stream)->resets = current->resets;
             return leave(SUCCESS);
         }
     }
@@ -459,6 +502,9 @@ API int cuStreamDestroy_v2(struct stream *stream) {
     int error = enter("cuStreamDestroy_v2", 1);
     if (error != SUCCESS) {
         return error;
+    }
+    if (is_dead(stream->context, stream->resets)) {
+        return leave(CONTEXT_IS_DESTROYED); /* and the memory stays, so that later calls find out */
     }
     stream_run(stream, stream->begun);
     for (size_t i = 0; i < STREAMS_MAX; i++) {
@@ -473,8 +519,8 @@ API int cuStreamSynchronize(struct stream *stream) {
     if (error != SUCCESS) {
         return error;
     }
-    if (stream->context != current) {
-        return leave(INVALID_CONTEXT);
+    if (is_dead(stream->context, stream->resets) || stream->context != current) {
+        return leave(stream->context != current ? INVALID_CONTEXT : CONTEXT_IS_DESTROYED);
     }
     stream_run(stream, stream->begun);
     return leave(SUCCESS);
@@ -486,7 +532,7 @@ API int cuCtxSynchronize(void) {
         return error;
     }
     for (size_t i = 0; i < STREAMS_MAX; i++) {
-        if (streams[i] != NULL && streams[i]->context == current) {
+        if (streams[i] != NULL && streams[i]->context == current && !is_dead(current, streams[i]->resets)) {
             stream_run(streams[i], streams[i]->begun);
         }
     }
@@ -496,6 +542,9 @@ API int cuCtxSynchronize(void) {
 static int copy(struct stream *stream, uint64_t gpu, void *host, size_t size, int to_gpu) {
     if (stream == NULL || stream->context != current || range_of(gpu, size, 0) == NULL) {
         return stream == NULL || stream->context != current ? INVALID_CONTEXT : INVALID_VALUE;
+    }
+    if (is_dead(stream->context, stream->resets)) {
+        return CONTEXT_IS_DESTROYED;
     }
     void *there = (void *)(uintptr_t)gpu; /* NOLINT */
     int pinned = range_of((uint64_t)(uintptr_t)host, size, 1) != NULL;
@@ -529,6 +578,7 @@ API int cuEventCreate(struct event **event, unsigned flags) {
     *event = calloc(1, sizeof **event);
     if (*event != NULL) {
         (*event)->context = current;
+        (*event)->resets = current->resets;
     }
     return leave(*event != NULL ? SUCCESS : OUT_OF_MEMORY);
 }
@@ -546,6 +596,9 @@ API int cuEventRecord(struct event *event, struct stream *stream) {
     if (event->context != stream->context) {
         return leave(INVALID_HANDLE);
     }
+    if (is_dead(event->context, event->resets) || is_dead(stream->context, stream->resets)) {
+        return leave(CONTEXT_IS_DESTROYED);
+    }
     event->stream = stream;
     event->position = stream->begun;
     return leave(SUCCESS);
@@ -557,6 +610,9 @@ API int cuEventQuery(struct event *event) {
     int error = enter("cuEventQuery", 0);
     if (error != SUCCESS) {
         return error;
+    }
+    if (is_dead(event->context, event->resets)) {
+        return leave(CONTEXT_IS_DESTROYED);
     }
     if (event->stream != NULL && event->stream->done < event->position && ++looks % 2 != 0) {
         return leave(NOT_READY);
@@ -571,6 +627,9 @@ API int cuEventSynchronize(struct event *event) {
     int error = enter("cuEventSynchronize", 1);
     if (error != SUCCESS) {
         return error;
+    }
+    if (is_dead(event->context, event->resets)) {
+        return leave(CONTEXT_IS_DESTROYED);
     }
     if (event->stream != NULL) {
         stream_run(event->stream, event->position);

@@ -173,8 +173,36 @@ static void test_copies(const struct exporter *exporter) {
     free(buffer);
 }
 
+/*
+ * A channel outlives the memory that it copied to: an idle engine's registration ends, and another engine registers.
+ * Between the two no memory holds the GPU's primary context. It must not be reset under the channel's stream.
+ */
+static void test_a_channel_goes_on_after_the_last_memory_was_closed(void) {
+    uint8_t *buffer = malloc((size_t)WORKS * WORK_BYTES);
+    HOLDS(buffer != NULL);
+    for (size_t i = 0; i < WORKS * WORK_BYTES; i++) {
+        buffer[i] = byte_at(i);
+    }
+    struct ss_cuda_channel *channel =
+        ss_cuda_channel_new((struct ss_backend_range){.data = buffer, .size = WORKS * WORK_BYTES});
+    HOLDS(channel != NULL);
+    for (uint32_t engine = 0; engine < 3; engine++) {
+        struct exporter exporter = exporter_start();
+        struct ss_memory memory_described = described(&exporter);
+        struct ss_cuda_memory *memory = NULL;
+        uint8_t *gpu = NULL;
+        HOLDS(ss_cuda_memory_open(&memory_described, &memory, &gpu) == SS_OK);
+        copy_all(channel, memory, buffer, gpu, 1); /* asynchronously, so the buffer is still page-locked, too */
+        ss_cuda_memory_close(memory);
+        exporter_end(&exporter);
+    }
+    ss_cuda_channel_free(channel);
+    free(buffer);
+}
+
 int main(void) {
     HOLDS(ss_cuda_present());
+    test_a_channel_goes_on_after_the_last_memory_was_closed();
     struct exporter exporter = exporter_start();
     test_what_is_no_memory(&exporter);
     test_copies(&exporter);

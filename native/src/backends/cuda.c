@@ -5,9 +5,12 @@
  * Facts about the CUDA driver API (NVIDIA's reference) that shape this file:
  *   - libcuda.so.1 comes with the driver, not with CUDA's toolkit, so it is loaded at run time and its few functions
  * are declared here; names with _v2 are what CUDA's own header makes of the plain ones;
- *   - a context is current in a thread. The device's primary context, which everything in a process shares, is retained
- *     once for each memory and made current by whoever is about to make a call: for a thread that has it already, that
- *     costs nothing to speak of;
+ *   - a context is current in a thread. A thread makes the device's primary context current before each group of calls:
+ *     where it is current already, that costs next to nothing;
+ *   - the primary context is counted. Its last release resets it, which ends every stream, event, mapping and page lock
+ *     in it. So each memory retains it, and each channel retains it for its stream and, separately, for its page lock:
+ *     memory comes and goes with engines, channels stay. The price is that the context stays, too (some hundred MB of
+ *     the GPU's memory), after the first engine;
  *   - a copy from pageable memory goes through the driver's own small buffer; page-locked memory of ours is read by the
  *     GPU itself, while this thread goes on;
  *   - cuIpcOpenMemHandle() maps a whole allocation, whatever part of it the exporter asked the handle for;
@@ -70,8 +73,10 @@ struct ss_cuda_memory {
 
 struct ss_cuda_channel {
     struct ss_backend_range buffer;
-    int pinned; /* by this channel, so that it ends it */
-    void *context;
+    void *context; /* of 'device', retained; NULL before the first copy */
+    cuda_device device;
+    void *pinned_context; /* of 'pinned_device', retained, in which this channel page-locked the buffer; else NULL */
+    cuda_device pinned_device;
     void *stream;
     void *events[COPIES_MAX];
     struct ss_work *works[COPIES_MAX];
@@ -180,22 +185,24 @@ struct ss_cuda_channel *ss_cuda_channel_new(struct ss_backend_range pinned) {
     return channel;
 }
 
-/* Ends what the channel has with its GPU. Waits for copies, which there are only after a failure. */
+/* Ends the channel's stream and events and releases their context. Waits for copies, which run only after a failure. */
 static void channel_leave(struct ss_cuda_channel *channel) {
-    if (channel->context == NULL || cuda.context_set(channel->context) != CUDA_OK) {
-        channel->context = NULL;
+    if (channel->context == NULL) {
         return;
     }
-    if (channel->stream != NULL) {
-        cuda.stream_wait(channel->stream);
-        cuda.stream_destroy(channel->stream);
-    }
-    for (size_t i = 0; i < COPIES_MAX; i++) {
-        if (channel->events[i] != NULL) {
-            cuda.event_destroy(channel->events[i]);
+    if (cuda.context_set(channel->context) == CUDA_OK) {
+        if (channel->stream != NULL) {
+            cuda.stream_wait(channel->stream);
+            cuda.stream_destroy(channel->stream);
         }
-        channel->events[i] = NULL;
+        for (size_t i = 0; i < COPIES_MAX; i++) {
+            if (channel->events[i] != NULL) {
+                cuda.event_destroy(channel->events[i]);
+            }
+        }
     }
+    memset(channel->events, 0, sizeof channel->events);
+    cuda.context_release(channel->device);
     channel->stream = channel->context = NULL;
 }
 
@@ -203,21 +210,43 @@ void ss_cuda_channel_free(struct ss_cuda_channel *channel) {
     if (channel == NULL) {
         return;
     }
-    if (channel->pinned && cuda.context_set(channel->context) == CUDA_OK) {
-        cuda.host_unregister(channel->buffer.data);
-    }
     channel_leave(channel);
+    if (channel->pinned_context != NULL) {
+        if (cuda.context_set(channel->pinned_context) == CUDA_OK) {
+            cuda.host_unregister(channel->buffer.data);
+        }
+        cuda.context_release(channel->pinned_device);
+    }
     free(channel);
 }
 
-/* Makes the channel ready for the GPU of 'memory'. A daemon serves one GPU, so that this happens once. */
+/* Page-locks the buffer, once for all contexts. Where another channel has locked a shared buffer, that one serves. */
+static void channel_pin(struct ss_cuda_channel *channel, cuda_device device) {
+    void *context = NULL;
+    if (channel->buffer.data == NULL || channel->pinned_context != NULL ||
+        cuda.context_retain(&context, device) != CUDA_OK) {
+        return;
+    }
+    if (cuda.host_register(channel->buffer.data, channel->buffer.size, CUDA_HOST_PORTABLE) != CUDA_OK) {
+        cuda.context_release(device);
+        return;
+    }
+    channel->pinned_context = context;
+    channel->pinned_device = device;
+}
+
+/* Makes the channel ready for the GPU of 'memory'. A daemon serves one GPU, so this happens once. */
 static enum ss_result channel_enter(struct ss_cuda_channel *channel, const struct ss_cuda_memory *memory) {
     if (channel->context == memory->context) {
         return cuda.context_set(memory->context) == CUDA_OK ? SS_OK : SS_DEVICE;
     }
     channel_leave(channel);
-    cuda_result result = cuda.context_set(memory->context);
-    channel->context = memory->context;
+    if (cuda.context_retain(&channel->context, memory->device) != CUDA_OK) {
+        channel->context = NULL;
+        return SS_DEVICE;
+    }
+    channel->device = memory->device;
+    cuda_result result = cuda.context_set(channel->context);
     if (result == CUDA_OK) {
         result = cuda.stream_create(&channel->stream, CUDA_STREAM_NON_BLOCKING);
     }
@@ -228,10 +257,7 @@ static enum ss_result channel_enter(struct ss_cuda_channel *channel, const struc
         channel_leave(channel);
         return SS_DEVICE;
     }
-    if (channel->buffer.data != NULL && !channel->pinned) {
-        /* Once, for all contexts. Threads may share a buffer: the others find it registered, and use it. */
-        channel->pinned = cuda.host_register(channel->buffer.data, channel->buffer.size, CUDA_HOST_PORTABLE) == CUDA_OK;
-    }
+    channel_pin(channel, channel->device);
     return SS_OK;
 }
 
