@@ -6,6 +6,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 #include "pipeline_support.h"
@@ -136,9 +137,85 @@ static void test_another_handler(void) {
     CHECK_EQUAL(atomic_load(&told[0]), 1);
 }
 
+#ifdef __x86_64__
+/*
+ * One region of memory, in order: a page that is guarded at times, memory that is not guarded, a page of a file that is
+ * made shorter again and again, and another page that is guarded at times. A handler that takes the begin of one guard
+ * with the end of the next one, which uses the same entry of the list, finds the fault between the two and maps zeros
+ * over all of it. So the guard is closed and opened elsewhere after each single instruction of the handler: another
+ * handler, which comes first and calls it, sets the CPU's trap flag.
+ */
+enum { FAULTS = 20, LOW = 0, BYSTANDER = 4096, FAULTING = 2 * 4096, HIGH = 3 * 4096, REGION = 4 * 4096 };
+enum { TRAP_FLAG = 0x100 };
+
+static uint8_t *region;
+static struct ss_guard *moved_guard;
+static volatile sig_atomic_t moves;
+static struct sigaction guarding;
+
+static void move_guard(int number) {
+    (void)number;
+    moves++;
+    ss_guard_close(moved_guard);
+    CHECK_EQUAL(ss_guard_open(region + (moves % 2 ? HIGH : LOW), 4096, &moved_guard), SS_OK);
+}
+
+static void toggle_stepping(int number, siginfo_t *info, void *interrupted) {
+    (void)number;
+    (void)info;
+    ((ucontext_t *)interrupted)->uc_mcontext.gregs[REG_EFL] ^= TRAP_FLAG;
+}
+
+static void step_through(int number, siginfo_t *info, void *interrupted) {
+    (void)raise(SIGUSR1);
+    guarding.sa_sigaction(number, info, interrupted);
+    (void)raise(SIGUSR1);
+}
+
+static void test_a_guard_that_is_reopened_while_the_handler_reads_it_costs_no_other_memory(void) {
+    struct sigaction toggle = {.sa_sigaction = toggle_stepping, .sa_flags = SA_SIGINFO};
+    struct sigaction move = {.sa_handler = move_guard};
+    struct sigaction step = {.sa_sigaction = step_through, .sa_flags = SA_SIGINFO};
+    struct ss_guard *guard = NULL;
+    int file = memfd_create("guarded", MFD_CLOEXEC);
+    CHECK(file >= 0 && sigaction(SIGUSR1, &toggle, NULL) == 0 && sigaction(SIGTRAP, &move, NULL) == 0);
+    region = mmap(NULL, REGION, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(region != MAP_FAILED);
+    memset(region + BYSTANDER, 7, 4096);
+    /* Guards that are opened later are looked at first. */
+    CHECK_EQUAL(ss_guard_open(region + FAULTING, 4096, &guard), SS_OK);
+    CHECK_EQUAL(ss_guard_open(region + LOW, 4096, &moved_guard), SS_OK);
+    ss_guard_close(guard);
+    CHECK(sigaction(SIGBUS, NULL, &guarding) == 0);
+    for (uint32_t i = 0; i < FAULTS; i++) {
+        CHECK(ftruncate(file, 4096) == 0);
+        CHECK(mmap(region + FAULTING, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0) ==
+              region + FAULTING);
+        CHECK_EQUAL(ss_guard_open(region + FAULTING, 4096, &guard), SS_OK);
+        CHECK(ftruncate(file, 0) == 0);
+        if (i % 2 != 0) {
+            move_guard(0); /* so that it is elsewhere at each instruction than in the fault before */
+        }
+        CHECK(sigaction(SIGBUS, &step, NULL) == 0);
+        *(volatile uint8_t *)(region + FAULTING) = 1;
+        CHECK(ss_guard_lost(guard));
+        ss_guard_close(guard);
+        CHECK_EQUAL(*(volatile uint8_t *)(region + BYSTANDER + i), 7);
+    }
+    CHECK(moves > FAULTS);
+    CHECK(sigaction(SIGBUS, &guarding, NULL) == 0);
+    ss_guard_close(moved_guard);
+    CHECK(munmap(region, REGION) == 0);
+    close(file);
+}
+#endif
+
 int main(void) {
     test_arguments();
     test_another_handler();
+#ifdef __x86_64__
+    test_a_guard_that_is_reopened_while_the_handler_reads_it_costs_no_other_memory();
+#endif
     for (uint32_t number = 0; number < ROUNDS; number++) {
         one_round(number);
     }

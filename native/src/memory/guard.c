@@ -12,8 +12,10 @@
  * looks whether ours is still there, and puts it in front again. The other one is told of faults that are not ours, and
  * may hand them on to ours, as the one that it found: what comes back so goes to who was there before either.
  *
- * A handler may not wait, so the list is read without a lock: guards are added in front and used again, never freed.
- * One that is being opened or closed is nobody's memory yet, or any more, so no fault is looked up in it.
+ * A handler may not wait, so it reads the list without a lock: guards are added in front and used again, never freed.
+ * Each opening and each closing adds one to a guard's version. The handler uses begin and end only where the version is
+ * odd and the same before and after it reads them: else they may be those of two mappings. A guard that changes
+ * meanwhile is not the one of the fault, since its owner still touches that mapping.
  */
 #include <errno.h>
 #include <pthread.h>
@@ -27,7 +29,8 @@
 #include "shadowserve.h"
 
 struct ss_guard {
-    _Atomic uintptr_t begin; /* 0: free */
+    _Atomic uint64_t version; /* odd: open; even: free */
+    _Atomic uintptr_t begin;
     _Atomic uintptr_t end;
     _Atomic uint32_t lost;
     struct ss_guard *next;
@@ -43,9 +46,10 @@ static _Thread_local volatile sig_atomic_t passing __attribute__((tls_model("ini
 /* Returns whether the address is in a guarded mapping, which plain memory then lies over. */
 static int replaced(uintptr_t address) {
     for (struct ss_guard *guard = atomic_load(&guards); guard != NULL; guard = guard->next) {
+        uint64_t version = atomic_load(&guard->version);
         uintptr_t begin = atomic_load(&guard->begin);
         uintptr_t end = atomic_load(&guard->end);
-        if (begin == 0 || address < begin || address >= end) {
+        if (version % 2 == 0 || atomic_load(&guard->version) != version || address < begin || address >= end) {
             continue;
         }
         if (atomic_exchange(&guard->lost, 1)) {
@@ -113,7 +117,7 @@ static enum ss_result install(void) {
 
 static struct ss_guard *guard_take(void) {
     for (struct ss_guard *guard = atomic_load(&guards); guard != NULL; guard = guard->next) {
-        if (atomic_load(&guard->begin) == 0) {
+        if (atomic_load(&guard->version) % 2 == 0) {
             return guard;
         }
     }
@@ -138,6 +142,7 @@ enum ss_result ss_guard_open(void *address, uint64_t size, struct ss_guard **ope
         atomic_store(&guard->lost, 0);
         atomic_store(&guard->end, begin + (size + page - 1) / page * page);
         atomic_store(&guard->begin, begin);
+        atomic_fetch_add(&guard->version, 1);
         *opened = guard;
     } else if (result == SS_OK) {
         result = SS_NO_MEMORY;
@@ -153,7 +158,7 @@ int ss_guard_lost(const struct ss_guard *guard) {
 void ss_guard_close(struct ss_guard *guard) {
     if (guard != NULL) {
         pthread_mutex_lock(&lock);
-        atomic_store(&guard->begin, 0);
+        atomic_fetch_add(&guard->version, 1);
         pthread_mutex_unlock(&lock);
     }
 }
