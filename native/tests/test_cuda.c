@@ -1,11 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_cuda.c - copies between a buffer and a GPU's memory of another process, over the fake driver of fake_cuda.c
+ * test_cuda.c - copies between a buffer and a GPU's memory of another process
  *
- * The other process is a child that allocates, hands over its IPC handle, and says in the end what it finds there.
+ * Runs over the fake driver of fake_cuda.c, and over NVIDIA's where there is a GPU (scripts/gpu-check). The other
+ * process is this program again: CUDA works in no child of a process that has used it. It allocates, writes its IPC
+ * handle and its GPU's address, and compares what it finds in its memory at the end.
  */
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
@@ -14,15 +19,20 @@
 #include "backends/cuda.h"
 #include "check.h"
 
-enum { WORK_BYTES = 65536, WORKS = 20, HANDLE_BYTES = 64 };
-#define GPU_ADDRESS "0000:00:00.0"
+enum { WORK_BYTES = 65536, WORKS = 20, BYTES = WORKS * WORK_BYTES, HANDLE_BYTES = 64, ADDRESS_BYTES = 32, THREADS = 3 };
 #define HOLDS(condition) CHECK(condition, "errno is %d", errno)
+#define CHECK_EQUAL(found, wanted) CHECK((found) == (wanted), "%s", #found " is another value")
+
+/* What an exporter writes. */
+struct exported {
+    uint8_t handle[HANDLE_BYTES];
+    char gpu[ADDRESS_BYTES]; /* its PCI address */
+};
 
 struct exporter {
     pid_t process;
-    int to;   /* a byte: look at the memory, and go */
-    int from; /* the handle */
-    uint8_t handle[HANDLE_BYTES];
+    int to; /* a byte: compare the memory, and exit */
+    struct exported exported;
 };
 
 static void *symbol(void *library, const char *name) {
@@ -31,51 +41,63 @@ static void *symbol(void *library, const char *name) {
     return found;
 }
 
-/* Calls a function of the driver. */
-#define CALL(library, name, types, ...) HOLDS(((int(*) types)(uintptr_t)symbol(library, name))(__VA_ARGS__) == 0)
+/* Calls a function of the driver, and returns its result. */
+#define RESULT(library, name, types, ...) (((int(*) types)(uintptr_t)symbol(library, name))(__VA_ARGS__))
+#define CALL(library, name, types, ...) CHECK_EQUAL(RESULT(library, name, types, __VA_ARGS__), 0)
 
 static uint8_t byte_at(size_t index) {
     return (uint8_t)(index * 31 + index / WORK_BYTES * 7 + 1);
 }
 
-static void export_and_wait(int from, int to) {
+static int export_and_wait(int ordinal) {
     void *library = dlopen("libcuda.so.1", RTLD_NOW);
     HOLDS(library != NULL);
     void *context = NULL;
     uint64_t address = 0;
-    uint8_t handle[HANDLE_BYTES];
+    struct exported exported = {0};
     char go;
     CALL(library, "cuInit", (unsigned), 0);
-    CALL(library, "cuDevicePrimaryCtxRetain", (void **, int), &context, 0);
+    CALL(library, "cuDevicePrimaryCtxRetain", (void **, int), &context, ordinal);
     CALL(library, "cuCtxSetCurrent", (void *), context);
-    CALL(library, "cuMemAlloc_v2", (uint64_t *, size_t), &address, WORKS * WORK_BYTES);
-    CALL(library, "cuIpcGetMemHandle", (void *, uint64_t), handle, address);
-    HOLDS(write(to, handle, sizeof handle) == sizeof handle);
-    HOLDS(read(from, &go, 1) == 1);
-    const uint8_t *memory = (const uint8_t *)(uintptr_t)address; /* as only the fake allows */
-    for (size_t i = 0; i < WORKS * WORK_BYTES; i++) {
-        HOLDS(memory[i] == byte_at(i));
+    CALL(library, "cuMemAlloc_v2", (uint64_t *, size_t), &address, BYTES);
+    CALL(library, "cuIpcGetMemHandle", (void *, uint64_t), exported.handle, address);
+    CALL(library, "cuDeviceGetPCIBusId", (char *, int, int), exported.gpu, ADDRESS_BYTES, ordinal);
+    HOLDS(write(STDOUT_FILENO, &exported, sizeof exported) == sizeof exported);
+    HOLDS(read(STDIN_FILENO, &go, 1) == 1);
+    uint8_t *found = calloc(1, BYTES);
+    void *stream = NULL;
+    HOLDS(found != NULL);
+    CALL(library, "cuStreamCreate", (void **, unsigned), &stream, 1);
+    CALL(library, "cuMemcpyDtoHAsync_v2", (void *, uint64_t, size_t, void *), found, address, BYTES, stream);
+    CALL(library, "cuStreamSynchronize", (void *), stream);
+    for (size_t i = 0; i < BYTES; i++) {
+        CHECK_EQUAL(found[i], byte_at(i));
     }
-    exit(0);
+    free(found);
+    return 0;
 }
 
-static struct exporter exporter_start(void) {
+static struct exporter exporter_start(int ordinal) {
     struct exporter exporter = {0};
     int down[2];
     int up[2];
-    HOLDS(pipe(down) == 0 && pipe(up) == 0);
+    char number[16];
+    snprintf(number, sizeof number, "%d", ordinal);
+    HOLDS(pipe2(down, O_CLOEXEC) == 0 && pipe2(up, O_CLOEXEC) == 0);
     exporter.process = fork();
     HOLDS(exporter.process >= 0);
     if (exporter.process == 0) {
+        HOLDS(dup2(down[0], STDIN_FILENO) >= 0 && dup2(up[1], STDOUT_FILENO) >= 0);
         close(down[1]);
         close(up[0]);
-        export_and_wait(down[0], up[1]);
+        execl("/proc/self/exe", "exporter", number, (char *)NULL);
+        _exit(127);
     }
     close(down[0]);
     close(up[1]);
     exporter.to = down[1];
-    exporter.from = up[0];
-    HOLDS(read(exporter.from, exporter.handle, HANDLE_BYTES) == HANDLE_BYTES);
+    HOLDS(read(up[0], &exporter.exported, sizeof exporter.exported) == sizeof exporter.exported);
+    close(up[0]);
     return exporter;
 }
 
@@ -85,15 +107,36 @@ static void exporter_end(const struct exporter *exporter) {
     HOLDS(waitpid(exporter->process, &status, 0) == exporter->process);
     HOLDS(WIFEXITED(status) && WEXITSTATUS(status) == 0);
     close(exporter->to);
-    close(exporter->from);
 }
 
 static struct ss_memory described(const struct exporter *exporter) {
     return (struct ss_memory){.kind = SS_MEMORY_CUDA_IPC,
-                              .size = WORKS * WORK_BYTES,
-                              .descriptor = exporter->handle,
+                              .size = BYTES,
+                              .descriptor = exporter->exported.handle,
                               .descriptor_size = HANDLE_BYTES,
-                              .device = GPU_ADDRESS};
+                              .device = exporter->exported.gpu};
+}
+
+static struct ss_cuda_memory *opened(const struct exporter *exporter, uint8_t **gpu) {
+    struct ss_memory memory_described = described(exporter);
+    struct ss_cuda_memory *memory = NULL;
+    CHECK_EQUAL(ss_cuda_memory_open(&memory_described, &memory, gpu), SS_OK);
+    return memory;
+}
+
+static uint8_t *buffer_new(void) {
+    uint8_t *buffer = malloc(BYTES);
+    HOLDS(buffer != NULL);
+    for (size_t i = 0; i < BYTES; i++) {
+        buffer[i] = byte_at(i);
+    }
+    return buffer;
+}
+
+static struct ss_cuda_channel *channel_new(uint8_t *buffer) {
+    struct ss_cuda_channel *channel = ss_cuda_channel_new((struct ss_backend_range){.data = buffer, .size = BYTES});
+    HOLDS(channel != NULL);
+    return channel;
 }
 
 static void test_what_is_no_memory(const struct exporter *exporter) {
@@ -112,7 +155,7 @@ static void test_what_is_no_memory(const struct exporter *exporter) {
     HOLDS(memory == NULL);
 }
 
-static uint32_t completed;
+static _Thread_local uint32_t completed;
 
 static void on_complete(struct ss_work *work) {
     HOLDS(work->result == SS_OK);
@@ -135,7 +178,6 @@ static void copy_all(struct ss_cuda_channel *channel, struct ss_cuda_memory *mem
                                     .complete = on_complete,
                                     .user = (void *)(uintptr_t)i};
         HOLDS(ss_cuda_copy(channel, memory, &works[i], to_gpu) == SS_OK);
-        HOLDS(i > 0 || completed == 0); /* page-locked memory is read later */
     }
     while (completed < WORKS) {
         ss_cuda_progress(channel);
@@ -144,26 +186,18 @@ static void copy_all(struct ss_cuda_channel *channel, struct ss_cuda_memory *mem
 }
 
 static void test_copies(const struct exporter *exporter) {
-    struct ss_memory memory_described = described(exporter);
-    struct ss_cuda_memory *memory = NULL;
     uint8_t *gpu = NULL;
-    HOLDS(ss_cuda_memory_open(&memory_described, &memory, &gpu) == SS_OK);
-    uint8_t *buffer = malloc((size_t)WORKS * WORK_BYTES);
-    HOLDS(buffer != NULL);
-    for (size_t i = 0; i < WORKS * WORK_BYTES; i++) {
-        buffer[i] = byte_at(i);
-    }
-    const struct ss_backend_range range = {.data = buffer, .size = WORKS * WORK_BYTES};
-    struct ss_cuda_channel *first = ss_cuda_channel_new(range);
-    struct ss_cuda_channel *second = ss_cuda_channel_new(range); /* shares the buffer */
-    HOLDS(first != NULL && second != NULL);
+    struct ss_cuda_memory *memory = opened(exporter, &gpu);
+    uint8_t *buffer = buffer_new();
+    struct ss_cuda_channel *first = channel_new(buffer);
+    struct ss_cuda_channel *second = channel_new(buffer); /* shares the buffer */
     copy_all(first, memory, buffer, gpu, 1);
-    memset(buffer, 0, (size_t)WORKS * WORK_BYTES);
+    memset(buffer, 0, BYTES);
     copy_all(second, memory, buffer, gpu, 0);
-    for (size_t i = 0; i < WORKS * WORK_BYTES; i++) {
+    for (size_t i = 0; i < BYTES; i++) {
         HOLDS(buffer[i] == byte_at(i));
     }
-    struct ss_work outside = {.source = buffer, .target = gpu, .source_size = WORKS * WORK_BYTES + 4096};
+    struct ss_work outside = {.source = buffer, .target = gpu, .source_size = BYTES + (64U << 20)};
     HOLDS(ss_cuda_copy(first, memory, &outside, 1) == SS_DEVICE); /* starts nothing */
     HOLDS(ss_cuda_progress(first) == 0);
     ss_cuda_channel_free(first);
@@ -178,21 +212,13 @@ static void test_copies(const struct exporter *exporter) {
  * Between the two no memory holds the GPU's primary context. It must not be reset under the channel's stream.
  */
 static void test_a_channel_goes_on_after_the_last_memory_was_closed(void) {
-    uint8_t *buffer = malloc((size_t)WORKS * WORK_BYTES);
-    HOLDS(buffer != NULL);
-    for (size_t i = 0; i < WORKS * WORK_BYTES; i++) {
-        buffer[i] = byte_at(i);
-    }
-    struct ss_cuda_channel *channel =
-        ss_cuda_channel_new((struct ss_backend_range){.data = buffer, .size = WORKS * WORK_BYTES});
-    HOLDS(channel != NULL);
+    uint8_t *buffer = buffer_new();
+    struct ss_cuda_channel *channel = channel_new(buffer);
     for (uint32_t engine = 0; engine < 3; engine++) {
-        struct exporter exporter = exporter_start();
-        struct ss_memory memory_described = described(&exporter);
-        struct ss_cuda_memory *memory = NULL;
+        struct exporter exporter = exporter_start(0);
         uint8_t *gpu = NULL;
-        HOLDS(ss_cuda_memory_open(&memory_described, &memory, &gpu) == SS_OK);
-        copy_all(channel, memory, buffer, gpu, 1); /* asynchronously, so the buffer is still page-locked, too */
+        struct ss_cuda_memory *memory = opened(&exporter, &gpu);
+        copy_all(channel, memory, buffer, gpu, 1);
         ss_cuda_memory_close(memory);
         exporter_end(&exporter);
     }
@@ -200,10 +226,46 @@ static void test_a_channel_goes_on_after_the_last_memory_was_closed(void) {
     free(buffer);
 }
 
-int main(void) {
+static void *serve_engines(void *argument) {
+    int ordinals = *(const int *)argument;
+    uint8_t *buffer = buffer_new();
+    struct ss_cuda_channel *channel = channel_new(buffer);
+    for (int engine = 0; engine < 4; engine++) {
+        struct exporter exporter = exporter_start(engine % ordinals);
+        uint8_t *gpu = NULL;
+        struct ss_cuda_memory *memory = opened(&exporter, &gpu);
+        copy_all(channel, memory, buffer, gpu, 1);
+        ss_cuda_memory_close(memory);
+        exporter_end(&exporter);
+    }
+    ss_cuda_channel_free(channel);
+    free(buffer);
+    return NULL;
+}
+
+/* Threads whose memories come and go at any time, on each GPU in turn where there are two. */
+static void test_threads_and_contexts(void) {
+    void *library = dlopen("libcuda.so.1", RTLD_NOW);
+    pthread_t threads[THREADS];
+    int ordinals = 0;
+    HOLDS(library != NULL);
+    CALL(library, "cuDeviceGetCount", (int *), &ordinals);
+    ordinals = ordinals > 2 ? 2 : ordinals;
+    for (size_t i = 0; i < THREADS; i++) {
+        HOLDS(pthread_create(&threads[i], NULL, serve_engines, &ordinals) == 0);
+    }
+    for (size_t i = 0; i < THREADS; i++) {
+        HOLDS(pthread_join(threads[i], NULL) == 0);
+    }
+    printf("%d threads, %d GPUs\n", THREADS, ordinals);
+}
+
+int main(int count, char **arguments) {
+    if (count > 1) {
+        return export_and_wait(atoi(arguments[1]));
+    }
     HOLDS(ss_cuda_present());
-    test_a_channel_goes_on_after_the_last_memory_was_closed();
-    struct exporter exporter = exporter_start();
+    struct exporter exporter = exporter_start(0);
     test_what_is_no_memory(&exporter);
     test_copies(&exporter);
     exporter_end(&exporter);
@@ -211,5 +273,7 @@ int main(void) {
     struct ss_cuda_memory *memory = NULL;
     uint8_t *address = NULL;
     HOLDS(ss_cuda_memory_open(&gone, &memory, &address) == SS_BAD_ARGUMENT);
+    test_a_channel_goes_on_after_the_last_memory_was_closed();
+    test_threads_and_contexts();
     return 0;
 }
