@@ -45,7 +45,12 @@ def digest(bench: str) -> str | None:
 
 
 def commit(bench: str) -> str | None:
-    """Return the commit that is checked out, with ``+`` behind it if sources of the benchmark differ from it."""
+    """Return the commit that is checked out, with ``+`` behind it if sources of the benchmark differ from it.
+
+    None where only the installed package is there.
+    """
+    if not (REPOSITORY / "native" / "src").is_dir():
+        return None
     files = list(map(str, sources(bench)))
     head = _git("rev-parse", "--short=10", "HEAD")
     return head and head + "+" * bool(_git("status", "--porcelain", "--", *files))
