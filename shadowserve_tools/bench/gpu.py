@@ -84,7 +84,8 @@ def gpu(
     Scattering against a copy of the same bytes within the GPU; decode steps (the matrix products of a Llama layer, at
     small batches bound by memory) beside scattering and beside a stand-in for decompressing the same KV on the GPU
     (its module says what that is), at the rate of a 20 Gbit/s link, as figures 3 and 15 of the paper; and fetches from
-    a store through the data plane into the GPU's paged memory, by each delivery that a machine with a GPU has.
+    a store through the data plane into the GPU's paged memory, by each delivery that a machine with a GPU has, alone
+    and at that rate beside decode steps.
     """
     if not cpu and not torch.cuda.is_available():
         raise ShadowServeError(
@@ -193,7 +194,7 @@ class _Engine:
 
 
 @contextmanager
-def _beside(plan: _Plan, work: Callable[[], None] | None, each_bytes: int) -> Iterator[None]:
+def _beside(plan: _Plan, work: Callable[[], object] | None, each_bytes: int) -> Iterator[None]:
     """Run ``work``, which takes ``each_bytes`` of KV, at the planned rate in a thread and a stream of its own."""
     if work is None:
         yield
@@ -270,6 +271,7 @@ def _fetch(report: Report, plan: _Plan) -> None:
             address = stack.enter_context(start_data_plane(logs, storage.address, *flags)).address
             target = stack.enter_context(_Target.opened(plan, address, delivery, workload))
             seconds = [target.fetch() for _ in range(plan.repeats + 1)][1:]
+            _decode_beside_fetches(report, plan, delivery, target, workload.raw_bytes)
             target.verify()
         median = float(np.median(seconds))
         speed = workload.raw_bytes / median / 1e9
@@ -278,6 +280,23 @@ def _fetch(report: Report, plan: _Plan) -> None:
         )
         bars.append((delivery, speed))
     report.charts.append(Chart("A fetch into paged memory", x="", y="GB/s of KV", series={"speed": bars}, kind="bars"))
+
+
+def _decode_beside_fetches(report: Report, plan: _Plan, delivery: str, target: "_Target", fetch_bytes: int) -> None:
+    engine = _Engine(plan)
+    works: dict[str, Callable[[], object] | None] = {"nothing": None, "fetches": target.fetch}
+    medians: dict[str, list[float]] = {name: [] for name in works}
+    for turn in tracked(range(plan.repeats + 1), f"decoding beside {delivery}"):
+        for name in sorted(works, reverse=turn % 2 == 0):  # both orders
+            with _beside(plan, works[name], fetch_bytes):
+                steps = [engine.step() for _ in range(plan.steps)]
+            if turn:
+                medians[name].append(float(np.median(steps)))
+    step = float(np.median(medians["fetches"]))
+    report.row(what="decode step", how=f"beside fetches, {delivery}", ms=step * 1e3, note=f"batch {plan.batch}")
+    pairs = zip(medians["fetches"], medians["nothing"], strict=True)
+    slowdowns = [beside / alone - 1 for beside, alone in pairs]
+    report.ratio(f"decode_step_slowdown_by_{delivery}_fetches", slowdowns, "at most 0.02")
 
 
 class _Target:

@@ -277,6 +277,7 @@ RATIOS = {
         "scatter_over_device_copy",
         "decode_step_slowdown_by_scatter",
         "decode_step_slowdown_by_decompression",
+        "decode_step_slowdown_by_shared_memory_fetches",
     },
 }
 LIMITS = {
