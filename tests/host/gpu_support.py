@@ -1,4 +1,8 @@
-"""A GPU for machines without one: the fake driver of native/tests/fake_cuda.c, and tensors over its memory."""
+"""The GPU of the tests: the fake driver's (native/tests/fake_cuda.c), or a real one where ``TEST_GPU=1``.
+
+scripts/gpu-check runs the tests of deliveries on a real GPU. Tests that need what only the fake driver has, such as
+failures on request, are not among them.
+"""
 
 import ctypes
 import os
@@ -13,6 +17,9 @@ from machine import NEVER_S
 from host_control.cuda import DeviceBuffer, Driver
 from host_control.delivery import Gpu
 
+REAL = os.environ.get("TEST_GPU") == "1"
+DEVICE = torch.device("cuda", 0) if REAL else torch.device("cpu")
+"""Device of an engine's paged memory: the fake driver's GPU memory is a CPU's."""
 SOURCE = Path(__file__).parents[2] / "native" / "tests" / "fake_cuda.c"
 
 
@@ -33,6 +40,6 @@ def tensor(buffer: DeviceBuffer) -> Any:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def fake_gpu(library: Path) -> Gpu:
-    """Return the fake driver's first GPU."""
-    return Gpu(Driver(str(library)).device(0), tensor)
+def first_gpu(library: Path) -> Gpu:
+    """Return the first GPU: the fake driver's, which ``library`` is, or the real one."""
+    return Gpu(Driver().device(0)) if REAL else Gpu(Driver(str(library)).device(0), tensor)

@@ -1,7 +1,7 @@
 """Every way that KV takes to an engine: which is chosen when, and that the real daemon delivers by it.
 
-The daemon and the storage server are processes of their own; the GPU is the fake driver's, the DPU the DOCA
-emulator's.
+The daemon and the storage server are processes of their own; the GPU is the fake driver's, or a real one
+(gpu_support.py), the DPU the DOCA emulator's.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from gpu_support import fake_gpu
-from machine import PATIENCE_S, PATIENT
+from gpu_support import DEVICE, REAL, first_gpu
+from machine import PATIENCE_S, PATIENT, wait_for
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
@@ -69,7 +69,7 @@ def test_the_way_goes_by_where_engine_and_data_plane_are(
 
     def find(ordinal: int) -> Gpu:
         found.append(ordinal)
-        return fake_gpu(fake_driver)
+        return first_gpu(fake_driver)
 
     delivery = choose(config, device, find)
     assert delivery.kind == chosen
@@ -146,10 +146,11 @@ class Engine:
     """
 
     def __init__(self, address: str, delivery: Delivery, chunks: int = 3) -> None:
-        memory = torch.zeros(LAYERS, BLOCKS, HEADS, BLOCK, 2 * SIZE, dtype=torch.bfloat16)
+        memory = torch.zeros(LAYERS, BLOCKS, HEADS, BLOCK, 2 * SIZE, dtype=torch.bfloat16, device=DEVICE)
         self.caches = list(memory)
         self.layout = PagedLayout(self.caches, "kv_cells", "torch", 1 << 20)
         self.delivery = delivery
+        self._side = SideStream(DEVICE, delivery.gpu if REAL else None)
         model = ModelIdentity(model="delivery", weights="1", dtype="bfloat16", chunk_tokens=CHUNK_TOKENS)
         shape = KVNamespace(model=model, layers=(0, LAYERS), heads=(0, HEADS)).name(
             ChunkLayout(
@@ -173,19 +174,21 @@ class Engine:
     def _scatter(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
         count = len(chunks) // self.layout.chunk_bytes(CHUNK_TOKENS) * CHUNK_BLOCKS
         blocks = job.target[first * CHUNK_BLOCKS :][:count]
-        if self.delivery.gpu is not None:
-            # What is a kernel behind them on a GPU is a CPU's code here, which waits for copies by itself.
+        if self.delivery.gpu is not None and not REAL:
+            # A kernel on a GPU runs behind the copies. The fake driver's is a CPU's code, which has to wait for them.
             self.delivery.gpu.stream.synchronize()
-        self.layout.scatter(chunks, blocks, CHUNK_BLOCKS)
+        with self._side:
+            self.layout.scatter(chunks, blocks, CHUNK_BLOCKS)
 
     def _scatter_layers(self, job: FetchJob, chunks: Any, layers: tuple[int, int]) -> None:
         self.layers.append(layers)
-        self.layout.scatter(chunks, job.target, CHUNK_BLOCKS, layers)
+        with self._side:
+            self.layout.scatter(chunks, job.target, CHUNK_BLOCKS, layers)
 
     def store(self) -> None:
         """Fill the paged memory with numbers, and have all of it stored."""
         for cache in self.caches:
-            cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(3)))
+            cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE))
 
         def gather(index: int, chunk: Any) -> None:
             self.layout.gather(chunk, range(index * CHUNK_BLOCKS, (index + 1) * CHUNK_BLOCKS))
@@ -226,7 +229,8 @@ def start(tmp_path: Path, storage: Child, fake_driver: Path) -> Iterator[Callabl
             small = [
                 f"--{name}-buffer-bytes=4MiB" for name in ("decompression", "dequantization", "dma-source", "store")
             ]
-            environment = {"LD_LIBRARY_PATH": str(fake_driver.parent)} | environment
+            if not REAL:
+                environment = {"LD_LIBRARY_PATH": str(fake_driver.parent)} | environment
             return stack.enter_context(
                 start_data_plane(tmp_path, storage.address, *PATIENT, *small, *flags, environment=environment)
             )
@@ -268,7 +272,7 @@ def test_kv_that_one_engine_stored_is_delivered_to_another(
 ) -> None:
     """In several rounds, each through the buffer that it arrives in, into other blocks than it came from."""
     flags, delivery = WAYS[way]
-    address, gpu = start(*flags).address, fake_gpu(fake_driver)
+    address, gpu = start(*flags).address, first_gpu(fake_driver)
     writer, reader = make(address, delivery(gpu)), make(address, delivery(gpu))
     writer.store()
     blocks = list(reversed(range(BLOCKS)))
@@ -286,7 +290,7 @@ def test_kv_is_delivered_layer_by_layer_wherever_it_arrives(
 ) -> None:
     """How far it is stands in a word where the data plane shares the memory, and comes in a stream where not."""
     flags, delivery = WAYS[way]
-    address, gpu = start(*flags).address, fake_gpu(fake_driver)
+    address, gpu = start(*flags).address, first_gpu(fake_driver)
     writer, reader = make(address, delivery(gpu)), make(address, delivery(gpu), BLOCKS // CHUNK_BLOCKS // 2)
     writer.store()
     blocks = list(reversed(range(BLOCKS)))
@@ -299,13 +303,32 @@ def test_kv_is_delivered_layer_by_layer_wherever_it_arrives(
     assert (reader.fetched.progress_offset is not None) == (way == "pinned")
 
 
+@pytest.mark.parametrize("way", ["pinned", "cuda_ipc"])
+def test_engines_that_register_memory_again_after_an_idle_time_are_served(
+    way: str, start: Any, make: Callable[..., Engine], fake_driver: Path
+) -> None:
+    """Between the two no memory is registered, so only the data plane's own threads hold the GPU's context."""
+    flags, delivery = WAYS[way]
+    address, gpu = start(*flags, "--destination-idle", "0.2").address, first_gpu(fake_driver)
+    writer, reader = make(address, delivery(gpu)), make(address, delivery(gpu))
+    writer.store()
+    for blocks in (list(range(BLOCKS)), list(reversed(range(BLOCKS)))):
+        result = reader.fetch(blocks)
+        while result.reason == "unknown_destination":  # forgotten before it was used
+            result = reader.fetch(blocks)
+        assert result.complete, f"{result.reason}: {result.detail}"
+        for wrote, read in zip(writer.caches, reader.caches, strict=True):
+            assert torch.equal(read[blocks], wrote)
+        wait_for(lambda: reader.client.statistics().destinations == 0)
+
+
 @pytest.mark.parametrize("dmabuf", ["0", "1"])
 def test_layers_that_a_dpu_wrote_into_a_gpu_are_flushed_before_each_is_read(
     start: Any, make: Callable[..., Engine], fake_driver: Path, monkeypatch: pytest.MonkeyPatch, dmabuf: str
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_ORDERING", "0")
     monkeypatch.setenv("FAKE_CUDA_DMABUF", dmabuf)
-    address, delivery = start(*DPU).address, on_gpu("exported", fake_gpu(fake_driver), "")
+    address, delivery = start(*DPU).address, on_gpu("exported", first_gpu(fake_driver), "")
     writer, reader = make(address, delivery), make(address, delivery, BLOCKS // CHUNK_BLOCKS // 2)
     writer.store()
     flushes = ctypes.CDLL(str(fake_driver)).fake_cuda_flushes
@@ -331,7 +354,7 @@ def test_what_a_dpu_wrote_into_a_gpu_is_flushed_before_it_is_read(
     """Exported as a DMA-BUF or by address, where the platform does not order such writes by itself."""
     monkeypatch.setenv("FAKE_CUDA_ORDERING", "0")
     monkeypatch.setenv("FAKE_CUDA_DMABUF", dmabuf)
-    address, delivery = start(*DPU).address, on_gpu("exported", fake_gpu(fake_driver), "")
+    address, delivery = start(*DPU).address, on_gpu("exported", first_gpu(fake_driver), "")
     writer, reader = make(address, delivery), make(address, delivery)
     writer.store()
     flushes = ctypes.CDLL(str(fake_driver)).fake_cuda_flushes
@@ -353,7 +376,7 @@ def test_a_gpu_that_cannot_be_exported_copies_from_the_host(
             raise NativeError("exporting: this build or this CPU does not have it", native.Result.NOT_SUPPORTED)
         return opened(address, size, device=device, dmabuf=dmabuf)
 
-    address, gpu = start(*DPU).address, fake_gpu(fake_driver)
+    address, gpu = start(*DPU).address, first_gpu(fake_driver)
     writer = make(address, on_gpu("exported", gpu, ""))
     writer.store()
     monkeypatch.setattr(native, "Export", only_host)
@@ -376,7 +399,7 @@ def mapping_of(address: int) -> str:
 def test_an_export_that_has_ended_is_a_miss_and_is_made_anew(
     start: Any, make: Callable[..., Engine], fake_driver: Path
 ) -> None:
-    address, delivery = start(*DPU).address, on_gpu("exported", fake_gpu(fake_driver), "")
+    address, delivery = start(*DPU).address, on_gpu("exported", first_gpu(fake_driver), "")
     writer, reader = make(address, delivery), make(address, delivery)
     writer.store()
     memory: Any = reader.fetched.acquire(30)
@@ -391,7 +414,7 @@ def test_a_copy_into_the_gpu_that_fails_is_a_miss_with_its_reason(
     start: Any, make: Callable[..., Engine], fake_driver: Path
 ) -> None:
     address = start(*STAGE_BY_STAGE, FAKE_CUDA_FAIL="cuMemcpyHtoDAsync_v2:9=700").address
-    gpu = fake_gpu(fake_driver)
+    gpu = first_gpu(fake_driver)
     writer, reader = make(address, on_gpu("pinned", gpu, "")), make(address, on_gpu("cuda_ipc", gpu, ""))
     writer.store()
     first = reader.fetch(list(range(BLOCKS)))
@@ -403,7 +426,7 @@ def test_a_copy_into_the_gpu_that_fails_is_a_miss_with_its_reason(
 
 def test_a_data_plane_says_which_memory_it_takes(start: Any, make: Callable[..., Engine], fake_driver: Path) -> None:
     address = start().address  # fused: the CPU writes elements itself, which a GPU's memory does not allow
-    engine = make(address, on_gpu("cuda_ipc", fake_gpu(fake_driver), ""))
+    engine = make(address, on_gpu("cuda_ipc", first_gpu(fake_driver), ""))
     result = engine.fetch(list(range(BLOCKS)))
     assert result.reason == "refused" and result.chunks == (0,)
     assert "takes shared_memory; cuda_ipc needs a CUDA driver and fused: false" in result.detail
@@ -415,7 +438,7 @@ def test_a_data_plane_without_a_driver_refuses_a_gpu_s_memory(
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "libcuda.so.1").touch()  # hides a real one
     address = start(*STAGE_BY_STAGE, LD_LIBRARY_PATH=str(tmp_path / "empty")).address
-    engine = make(address, on_gpu("cuda_ipc", fake_gpu(fake_driver), ""))
+    engine = make(address, on_gpu("cuda_ipc", first_gpu(fake_driver), ""))
     assert "needs a CUDA driver" in engine.fetch(list(range(BLOCKS))).detail
 
 
