@@ -1,0 +1,43 @@
+"""scripts/gpu-check: what it says where it cannot start, and what it writes where steps fail.
+
+``scripts/gpu-check --rehearse`` in the checkout runs its steps; scripts/test-nightly does that.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from machine import NEVER_S
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu-check"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """Return the script in a folder that is no checkout."""
+    (tmp_path / "scripts").mkdir()
+    return Path(shutil.copy(SCRIPT, tmp_path / "scripts"))
+
+
+def run(script: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=NEVER_S, check=False, cwd=script.parent)
+
+
+def test_without_wheels_it_names_the_command_that_gets_them(script: Path) -> None:
+    done = run(script)
+    assert done.returncode == 2 and "scripts/gpu-check --prepare" in done.stdout
+
+
+def test_each_failed_step_is_in_the_file_and_stops_no_other(script: Path) -> None:
+    done = run(script, "--rehearse", "--output", "found.json")
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = json.loads((script.parent / "found.json").read_text())
+    assert not found["passed"] and found["rehearsed"]
+    statuses = {step["step"]: step["status"] for step in found["steps"]}
+    assert statuses.keys() >= {"build the C test", "the CUDA driver", "deliveries into GPU memory", "bench gpu"}
+    assert "passed" not in statuses.values()
+    assert "native/tests/test_cuda" in statuses["the CUDA driver"], "a program that is missing is named"
