@@ -6,6 +6,7 @@
 # make failure-matrix              faults of all kinds, every answer judged; writes docs/failure-matrix.md and .json
 # make models                      models of every family, with the plugin and without; writes docs/models.md and .json
 # make models ARGS="llama gemma3"  some of them: their rows are changed; ARGS=--list says which there are
+# make combinations                every two abilities together; docs/combinations.md has what is expected
 # make soak SOAK_HOURS=1           leaks, a crash loop, the simulation, engines under stress; writes soak.json
 # make fuzz FUZZ_SECONDS=60        every fuzzer, in C and in Python, for its share of the time; counts inputs, exits 1
 #                                  with the path of the input where one is found; ARGS="--json out.json", ARGS=--help
@@ -27,7 +28,7 @@ export VENV PYTHON
 native_sources := $(shell find native CMakeLists.txt -type f)
 ready := $(VENV)/.ready
 
-.PHONY: demo test test-dpu failure-matrix models soak fuzz bench lint format setup clean
+.PHONY: demo test test-dpu failure-matrix models combinations soak fuzz bench lint format setup clean
 
 demo: $(ready)
 	$(VENV)/bin/shadowserve demo $(ARGS)
@@ -44,6 +45,9 @@ failure-matrix: $(ready)
 
 models: $(ready)
 	$(VENV)/bin/python scripts/models --output docs $(ARGS)
+
+combinations: $(ready)
+	TEST_NIGHTLY=1 $(VENV)/bin/python -m pytest tests/combinations $(ARGS)
 
 soak: $(ready)
 	$(VENV)/bin/python scripts/soak --hours $(SOAK_HOURS) $(ARGS)

@@ -1,0 +1,255 @@
+"""Runs a pair of abilities: real vLLM, a real data plane, and real storage behind it; says what came of it."""
+
+import contextlib
+import json
+import os
+import re
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from abilities import ABILITIES, Behind, Expected
+from cluster_support import PASSWORD, Cluster
+from cold_support import CREDENTIALS
+from engine import Engine
+from faulty_s3 import BUCKET, faulty_s3
+from machine import PATIENCE_S, PATIENT, free_port, wait_for
+from stack import Process
+from tiny_models import random_tokens
+
+__all__ = ["Observed", "References", "observe"]
+
+_BUFFERS: Final = ("decompression", "dequantization", "dma-source", "store")
+_SEVERAL_AT_ONCE: Final = tuple((random_tokens(300, seed), 110) for seed in range(11, 15))
+"""Prompts and output lengths, too much KV at once for the paged memory of the ability ``preemption``."""
+_ONE_BY_ONE: Final = tuple((random_tokens(tokens, seed), 8) for tokens, seed in ((700, 0), (513, 1)))
+_DECODES: Final = (random_tokens(40, 3), 60)
+"""A request that decodes while others are loaded."""
+_CHUNK: Final = 256
+_LOADED: Final = {0: 512, 1: 512}
+"""Tokens in whole chunks of each prompt of ``_ONE_BY_ONE``, of which the last token of a prompt is computed."""
+
+
+@dataclass
+class Observed:
+    """What came of a pair.
+
+    Attributes:
+        outcome: as in :class:`abilities.Expected`; ``wrong`` where an output differs or nothing was loaded.
+        detail: reasons of slower paths, text of a refusal, or what is wrong.
+    """
+
+    outcome: str
+    detail: str = ""
+
+    def agrees(self, wanted: Expected) -> bool:
+        """Return whether that is what was expected."""
+        if wanted.outcome == "refused":
+            return self.outcome == "refused" and re.search(wanted.detail, self.detail) is not None
+        return (self.outcome, self.detail) == (wanted.outcome, wanted.detail)
+
+
+class References:
+    """Outputs of engines without a cache, by family; made when first asked for.
+
+    Args:
+        model: gives a family's model.
+    """
+
+    def __init__(self, model: Callable[[str], Path]) -> None:
+        self.model = model
+        self._known: dict[str, dict[tuple[int, ...], list[int]]] = {}
+
+    def of(self, family: str) -> dict[tuple[int, ...], list[int]]:
+        """Return the outputs of all prompts; another first chunk has been seen to change each."""
+        if family not in self._known:
+            engine = Engine(self.model(family), None, enable_prefix_caching=False)
+            try:
+                known = {}
+                for prompt, tokens in (*_ONE_BY_ONE, *_SEVERAL_AT_ONCE, _DECODES):
+                    (known[tuple(prompt)],) = engine.outputs([prompt], tokens)
+                chunked = [prompt for prompt, _ in (*_ONE_BY_ONE, *_SEVERAL_AT_ONCE)]
+                engine.assert_sensitive(chunked, [known[tuple(prompt)][:8] for prompt in chunked])
+            finally:
+                engine.close()
+            self._known[family] = known
+        return self._known[family]
+
+
+@dataclass
+class _Setup:
+    """What a pair is configured with."""
+
+    names: tuple[str, ...]
+    host: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    plane: list[str] = field(default_factory=list)
+    behind: Behind = "node"
+    family: str = "llama"
+
+    @classmethod
+    def of(cls, *names: str) -> "_Setup":
+        setup = cls(names)
+        for name in names:
+            ability = ABILITIES[name]
+            setup.host |= ability.host
+            setup.engine |= ability.engine
+            if ability.plane and ability.plane[0] not in setup.plane:
+                setup.plane += ability.plane
+            setup.family = ability.family or setup.family
+        asked = [ABILITIES[name].behind for name in names]
+        setup.behind = next((each for each in asked if each not in (None, "nothing")), None) or (
+            "nothing" if "nothing" in asked else "node"
+        )
+        if {"groups", "preemption"} <= set(names):
+            setup.engine["num_gpu_blocks_override"] = 260  # each group has blocks of its own
+        return setup
+
+    @property
+    def exact(self) -> bool:
+        """Whether outputs are those of an engine without a cache."""
+        return all(ABILITIES[name].exact for name in self.names)
+
+
+@contextlib.contextmanager
+def _storage(behind: Behind, folder: Path) -> Iterator[tuple[list[str], Callable[[], None]]]:
+    """Yield the data plane's flags for what is behind it, and what makes it forget what it holds in memory."""
+    with contextlib.ExitStack() as ends:
+
+        def node(*flags: str) -> Process:
+            process = Process("storage", "--port", str(free_port()), "--memory-budget-bytes", "64MiB", *flags)
+            ends.callback(process.stop)
+            return process
+
+        def nothing() -> None:
+            """Nothing is to be forgotten."""
+
+        if behind == "nothing":
+            yield ["--storage", ""], nothing
+        elif behind == "node":
+            yield ["--storage", node().address], nothing
+        elif behind == "nodes":
+            yield ["--storage-nodes", ",".join(node().address for _ in range(2))], nothing
+        elif behind == "cluster":
+            (folder / "cluster").mkdir()
+            cluster = Cluster(folder / "cluster", replicas=0)
+            ends.callback(cluster.kill)
+            cluster.start()
+            names = ",".join(each.address for each in cluster.nodes)
+            yield ["--storage-cluster", names, "--storage-password", PASSWORD], nothing
+        else:
+            server = ends.enter_context(faulty_s3())
+            s3 = {"bucket": BUCKET, "endpoint": server.endpoint, "prefix": "pair", "gather_s": 0.2, "timeout_s": 20.0}
+            os.environ.update(CREDENTIALS)
+            cold = node("--s3", json.dumps(s3))
+
+            def restart() -> None:
+                cold.stop()
+                cold.restart()
+
+            yield ["--storage", cold.address], restart
+
+
+def _reasons(port: int) -> set[str]:
+    """Return the reasons of slower paths that a data plane has counted."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as answer:
+        text = answer.read().decode()
+    return set(re.findall(r'^shadowserve_slower_paths_total\{reason="(\w+)"\} [1-9]', text, re.MULTILINE))
+
+
+def _differing(outputs: list[Any], known: Mapping[tuple[int, ...], list[int]]) -> str:
+    for output in outputs:
+        found, right = list(output.outputs[0].token_ids), known[tuple(output.prompt_token_ids)]
+        if found != right:
+            return f"the output of a prompt of {len(output.prompt_token_ids)} tokens is {found}; right is {right}"
+    return ""
+
+
+def _work(engine: Engine, setup: _Setup, known: Mapping[tuple[int, ...], list[int]], *, storing: bool) -> str:
+    """Have an engine answer prompts, and return what is wrong; the second time they are to be loaded."""
+    wrong = ""
+    if "preemption" in setup.names:
+        outputs = engine.generate([prompt for prompt, _ in _SEVERAL_AT_ONCE], _SEVERAL_AT_ONCE[0][1])
+        wrong = _differing(outputs, known) if setup.exact else ""
+    if "budget" in setup.names and not storing:
+        prompts = [_DECODES[0], *(prompt for prompt, _ in _ONE_BY_ONE)]
+        outputs = engine.generate(prompts, _DECODES[1])
+        for output in outputs[1:]:
+            del output.outputs[0].token_ids[_ONE_BY_ONE[0][1] :]
+    else:
+        outputs = [engine.generate([prompt], tokens)[0] for prompt, tokens in _ONE_BY_ONE]
+    wrong = wrong or (_differing(outputs, known) if setup.exact or storing else "")
+    if not storing and not wrong:
+        loaded = engine.counters().get("loaded_tokens", 0)
+        if loaded < _CHUNK:
+            wrong = f"{loaded} tokens were loaded"
+    return wrong
+
+
+def _run(setup: _Setup, address: str, references: References, forget: Callable[[], None]) -> tuple[str, set[str]]:
+    """Store with an engine and load with it, or with a second one; return what is wrong, and slower paths' reasons."""
+    known = references.of(setup.family)
+    model, reasons = references.model(setup.family), set[str]()
+
+    def start(**host: Any) -> Engine:
+        extra = {"computing_cache": "none", **setup.host, **host}
+        engine = Engine(model, address, extra=extra, **setup.engine)
+        if engine.problem:
+            engine.close()
+            raise RefusedError(engine.problem)
+        return engine
+
+    engine = start()
+    try:
+        wrong = _work(engine, setup, known, storing=True)
+        engine.flush()
+        forget()
+        if "pd" in setup.names:
+            reasons |= _counted(engine)
+            engine.close()
+            engine = start(handover="decode")
+        engine.forget()
+        wrong = wrong or _work(engine, setup, known, storing=False)
+        reasons |= _counted(engine)
+    finally:
+        engine.close()
+    return wrong, reasons
+
+
+def _counted(engine: Engine) -> set[str]:
+    return {name.partition("/")[2] for name in engine.counters() if name.startswith("slower_paths/")}
+
+
+class RefusedError(Exception):
+    """The plugin is off, with the reason."""
+
+
+def observe(first: str, second: str, folder: Path, references: References) -> Observed:
+    """Run a pair and return what came of it."""
+    setup = _Setup.of(first, second)
+    port = free_port()
+    flags = [f"--{name}-buffer-bytes=16MiB" for name in _BUFFERS]
+    with _storage(setup.behind, folder) as (storage, forget):
+        tiers = [flag.replace("DEVICE", str(folder / "device")) for flag in setup.plane]
+        metrics = ("--metrics-port", str(port))
+        plane = Process("dpu", "--listen", f"127.0.0.1:{free_port()}", *storage, *tiers, *flags, *metrics, *PATIENT)
+        try:
+            wrong, reasons = _run(setup, plane.address, references, forget)
+            reasons |= _reasons(port)
+        except Exception as error:  # of any kind: vLLM wraps what a plugin raises
+            return Observed("refused", _text(error))
+        finally:
+            plane.stop()
+    if wrong:
+        return Observed("wrong", wrong + (f" (slower paths: {', '.join(sorted(reasons))})" if reasons else ""))
+    return Observed("slower", ", ".join(sorted(reasons))) if reasons else Observed("works")
+
+
+def _text(error: BaseException) -> str:
+    causes = []
+    while error is not None and len(causes) < 8:
+        causes.append(str(error))
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    return " | ".join(causes)
