@@ -20,7 +20,8 @@ PROCESSES_MAX: Final = 8
 
 LINES: Final = (
     (
-        "combinations/test_combinations e2e/test_core_partition e2e/test_demo e2e/test_identity e2e/test_vllm_families e2e/test_vllm_groups "
+        "combinations/test_combinations e2e/test_core_partition e2e/test_demo e2e/test_identity "
+        "e2e/test_vllm_families e2e/test_vllm_groups "
         "e2e/test_vllm_handover e2e/test_vllm_models e2e/test_vllm_pages e2e/test_vllm_ranks e2e/test_vllm_serve "
         "e2e/test_vllm_topologies models/test_models scripts/test_measure_quality scripts/test_model_asset"
     ).split(),

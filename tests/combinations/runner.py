@@ -15,7 +15,7 @@ from cluster_support import PASSWORD, Cluster
 from cold_support import CREDENTIALS
 from engine import Engine
 from faulty_s3 import BUCKET, faulty_s3
-from machine import PATIENCE_S, PATIENT, free_port, wait_for
+from machine import PATIENCE_S, PATIENT, free_port
 from stack import Process
 from tiny_models import random_tokens
 
