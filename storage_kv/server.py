@@ -95,6 +95,8 @@ class StorageServer:
         users = Users(config, BY_FULL_NAME)
         if store is None:
             below = None if config.s3 is None else ColdTier(config.s3)
+            for name, limits in config.tenants.items() if below is not None else ():
+                below.set_quota(name, limits.bytes_max, limits.keys_max)  # before the first list sweeps
             store = (DevicePool if config.pool.devices else MemoryPool)(config.pool, below=below)
         self.node = Node(Reconfiguration(config, load), users, store, wall_clock_ms, audit=audit)
         self.operations = Operations(self.node)

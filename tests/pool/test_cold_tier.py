@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -509,7 +508,7 @@ def test_credentials_of_a_file_are_read_anew_when_they_have_been_renewed(
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_PROFILE", "team")
-    monkeypatch.setattr("shadowserve.pool.cold.bucket._CREDENTIALS_LAST", timedelta(0))
+    monkeypatch.setattr("shadowserve.pool.cold.credentials._FILE_S", 0.0)
     write("first")
     open_node()
     wait_for(lambda: any(asked.key_id == "first" for asked in bucket.asked))

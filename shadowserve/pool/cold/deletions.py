@@ -1,0 +1,185 @@
+"""Objects on their way out of the bucket: tenants have turns, and each removal hears when its objects are gone."""
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from shadowserve.errors import ShadowServeError
+from shadowserve.pool.cold.bucket import Bucket, BucketError
+from shadowserve.pool.cold.catalog import Catalog
+from shadowserve.pool.cold.fair import FairQueue
+from shadowserve.pool.cold.layout import parse_name
+from shadowserve.pool.cold.outage import Outage
+from shadowserve.pool.volume.changes import Ticket
+
+__all__ = ["Awaited", "Deletions"]
+
+_AT_ONCE: Final = 4
+
+
+class _Job:
+    """Objects to delete, and who waits for that; with ``clears``, what a list of their tenants shows as well."""
+
+    def __init__(self, names: Iterable[str], ticket: Ticket, *, clears: bool = False) -> None:
+        self.names = list(names)
+        self.names.reverse()  # taken from the end
+        self.ticket = ticket
+        self.clears = clears
+
+
+class Deletions:
+    """Deletes objects. All methods but start() and join() may be called with locks held; none of these waits."""
+
+    def __init__(self, bucket: Bucket, catalog: Catalog, outage: Outage) -> None:
+        """``outage``: while it says that the bucket is away, a deletion fails at once."""
+        self._bucket = bucket
+        self._catalog = catalog
+        self._outage = outage
+        self._changed = threading.Condition()
+        self._queue: FairQueue[_Job] = FairQueue()
+        self._unread: dict[str, Ticket] = {}  # by tenant, while all of what is doomed and unread is being deleted
+        self._closed = False
+        self._under_way = 0
+        self.threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Begin."""
+        for number in range(_AT_ONCE):
+            thread = threading.Thread(target=self._run, name=f"s3-delete-{number}", daemon=True)
+            thread.start()
+            self.threads.append(thread)
+
+    @property
+    def waiting(self) -> int:
+        """Removals that are not done yet."""
+        return self._under_way
+
+    def delete(self, tenant: str, names: Iterable[str]) -> Ticket:
+        """Delete objects of a tenant that are doomed; return a ticket for when they are gone."""
+        return self._enqueue(tenant, _Job(names, Ticket()))
+
+    def delete_unread(self, tenant: str) -> Ticket:
+        """The same for all that is doomed of a tenant and whose contents are not known."""
+        with self._changed:
+            ticket = self._unread.get(tenant)
+        if ticket is None or ticket.settled:
+            ticket = self.delete(tenant, () if self._outage.away else self._catalog.doomed_unread(tenant))
+            with self._changed:
+                self._unread[tenant] = ticket
+        return ticket
+
+    def clear(self, tenant: str | None, names: Iterable[str]) -> Ticket:
+        """Delete objects that are doomed, and what else the bucket has of a tenant, or of all."""
+        return self._enqueue(tenant, _Job(names, Ticket(), clears=True))
+
+    def _enqueue(self, tenant: str | None, job: _Job) -> Ticket:
+        error = self._outage.refusal("delete") if self._outage.away else None
+        if error is not None:
+            job.ticket.settle(error)  # nobody waits for it yet
+            return job.ticket
+        with self._changed:
+            self._queue.push(tenant, 0, job)
+            self._under_way += 1
+            self._changed.notify()
+        return job.ticket
+
+    def close(self) -> None:
+        """End; what is not deleted is not, and who waits for it hears that."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # ---- The threads that delete
+
+    def _run(self) -> None:
+        while (taken := self._next()) is not None:
+            tenant, job, name = taken
+            failure: BucketError | None = None
+            try:
+                if job.clears:
+                    self._find_all(tenant, job)
+                elif name is not None:
+                    self.delete_one(name)
+            except BucketError as error:
+                # They are not found here, and are deleted with the next list; a restart before that finds them again.
+                failure = error
+                self._outage.failed(error.reason, error)
+            self._go_on(tenant, job, failure)
+
+    def _next(self) -> tuple[str | None, _Job, str | None] | None:
+        with self._changed:
+            while not self._closed:
+                if (found := self._queue.peek()) is not None:
+                    tenant, client, job = found
+                    assert tenant is None or isinstance(tenant, str)
+                    self._queue.charge(tenant, client, 1.0)
+                    self._queue.discard(tenant, client, job)
+                    return tenant, job, job.names.pop() if job.names and not job.clears else None
+                self._changed.wait()
+        return None
+
+    def _find_all(self, tenant: str | None, job: _Job) -> None:
+        """Have a job delete what a list shows of its tenant as well."""
+        for listed in self._bucket.list(tenant):
+            if parse_name(listed.name) is not None:
+                self._catalog.condemn(listed.name)
+                job.names.append(listed.name)
+        job.clears = False
+
+    def delete_one(self, name: str) -> None:
+        """Delete an object, if it is still to be deleted.
+
+        Raises:
+            BucketError: it cannot be.
+        """
+        if not self._catalog.is_doomed(name):
+            return
+        self._bucket.delete(name)
+        self._outage.succeeded()
+        self._catalog.spare(name)
+
+    def _go_on(self, tenant: str | None, job: _Job, failure: BucketError | None) -> None:
+        with self._changed:
+            if failure is None and job.names:
+                self._queue.push(tenant, 0, job)
+                self._changed.notify()
+                return
+            self._under_way -= 1
+        job.ticket.settle(failure)
+
+
+class Awaited:
+    """Removals of records that wait for the first list of the bucket, before which its contents are not known."""
+
+    def __init__(self, timeout_s: float, clock_s: Callable[[], float]) -> None:
+        self._timeout_s = timeout_s
+        self._clock_s = clock_s
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[float, str, bytes, Ticket]] = []
+
+    def add(self, tenant: str, key: bytes) -> Ticket:
+        """Return a ticket for the removal of a tenant's record."""
+        ticket = Ticket()
+        with self._lock:
+            self._waiting.append((self._clock_s() + self._timeout_s, tenant, key, ticket))
+        return ticket
+
+    def begin(self, remove: Callable[[str, bytes], Ticket | None]) -> None:
+        """Begin all of them: the bucket has been listed."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for _, tenant, key, ticket in waiting:
+            begun = remove(tenant, key)
+            if begun is None:
+                ticket.settle()
+            else:
+                begun.then(ticket.settle)
+
+    def expire(self, error: ShadowServeError, *, all_of_them: bool) -> None:
+        """End those that have waited for too long, or all of them, with an error."""
+        now_s = self._clock_s()
+        with self._lock:
+            late = [each for each in self._waiting if all_of_them or each[0] <= now_s]
+            self._waiting = [each for each in self._waiting if each not in late] if late else self._waiting
+        for *_, ticket in late:
+            ticket.settle(error)
