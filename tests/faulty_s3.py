@@ -239,7 +239,8 @@ class _Handler(BaseHTTPRequestHandler):
         found = "<EncodingType>url</EncodingType>" if encodes else ""
         for name in names[:PAGE]:
             size, when = len(own.objects[name]), _iso(own.written.get(name, 1_800_000_000.0) + own.skew_s)
-            found += f"<Contents><Key>{quote(name) if encodes else escape(name)}</Key><Size>{size}</Size><LastModified>{when}</LastModified>"
+            key = quote(name) if encodes else escape(name)
+            found += f"<Contents><Key>{key}</Key><Size>{size}</Size><LastModified>{when}</LastModified>"
             found += f"<ETag>{_etag(own.objects[name])}</ETag></Contents>"
         more = len(names) > PAGE
         token = f"<NextContinuationToken>{escape(names[PAGE - 1])}</NextContinuationToken>" if more else ""
