@@ -125,6 +125,21 @@ class ColdStatistics:
         """Whether it is left alone."""
         return self.state == "away"
 
+    @property
+    def up(self) -> bool:
+        """Whether it has been listed, and neither reads nor writes nor deletions fail."""
+        return self.lists > 0 and not self.failing_s
+
+    def __str__(self) -> str:
+        """Say how it is."""
+        held = f"{self.records} records in {self.objects} objects of {self.bytes >> 20} MiB"
+        waits = f"{self.reading} reads, {self.waiting_records} writes and {self.deleting} removals wait"
+        if self.up:
+            return f"reachable: {held}; {waits}"
+        if self.failing_s:
+            return f"away for {self.failing_s:.0f} s: {self.last_error}; {waits}"
+        return f"not listed yet; {waits}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:

@@ -125,13 +125,12 @@ class Gathering:
     def take(self, now_s: float, *, hurry: bool = False) -> Batch | None:
         """Return what is to be written next; None while all wait for more. ``hurry``: nothing waits."""
         gather_s = 0.0 if hurry else self._gather_s
-        for tenant, own in self._tenants.items():
-            ripe = [] if own.full else own.ripe(now_s, gather_s)
-            if own.full or ripe:
-                break
-        else:
+        tenant = next((each for each, own in self._tenants.items() if own.full or own.ripe(now_s, gather_s)), None)
+        if tenant is None:
             return None
         self._tenants.move_to_end(tenant)
+        own = self._tenants[tenant]
+        ripe = [] if own.full else own.ripe(now_s, gather_s)
         taken, size, count = ([own.full.pop(0)] if own.full else []), 0, 0
         for at, run in ripe:
             fits = size + run.bytes <= self._object_bytes and count + len(run.records) <= self._records_max

@@ -62,7 +62,7 @@ class Outage:
                 return
             self._strikes += 1
             now_s = self._clock_s()
-            self.last_error = str(error)
+            self.last_error = " ".join(str(error).split())
             if self._failing_since_s is None:
                 self._failing_since_s = now_s
             if self._strikes < _STRIKES or now_s < self._until_s:
