@@ -1,5 +1,6 @@
 """A bucket below the pool: what one node has stored, every other finds; what is gone or wrong there is a miss."""
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -324,7 +325,73 @@ def test_a_sweep_keeps_the_newest_within_bytes_max(bucket: FaultyS3, open_node: 
     assert other.peek(chains[0].keys[0]) is None
 
 
+def test_a_removal_waits_until_all_that_a_first_list_shows_is_known(bucket: FaultyS3, open_node: Opens) -> None:
+    filled(open_node)
+    gate = threading.Event()
+    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
+    other = open_node(timeout_s=0.3)  # it starts before the tail has come
+    ticket = other.call(other.store.put, (0, CHAIN.keys[0]), b"another value")
+    assert ticket is not None and not ticket.settled
+    gate.set()
+    with contextlib.suppress(Exception):  # its time may be over before the tail is there
+        other.settle(ticket)
+    wait_for(lambda: other.cold().lists)
+    other.put(CHAIN.keys[0], b"a third value")
+    assert not bucket.objects
+
+
+def test_an_object_whose_write_had_no_answer_is_removed_with_its_records(bucket: FaultyS3, open_node: Opens) -> None:
+    """Symptom: a write that timed out had got there, nobody knew, and DEL was answered without deleting it."""
+    node = open_node(index_ttl_s=3600.0)
+    wait_for(lambda: node.cold().lists)
+    arrived = bucket.objects
+
+    def lost_answer(asked: Asked) -> Answer | None:
+        return Answer(truncate=0, body=b"lost", headers={"Content-Length": "9"}) if asked.operation == "put" else None
+
+    bucket.fault = lost_answer
+    node.store_chain(CHAIN)
+    wait_for(lambda: arrived and node.cold().failed_writes)
+    bucket.fault = lambda asked: Answer(503, "SlowDown") if asked.operation == "put" else None
+    for key in CHAIN.keys:
+        node.remove(key)
+    assert not bucket.objects
+
+
+def test_an_object_that_could_not_be_read_is_removed_with_its_records(bucket: FaultyS3, open_node: Opens) -> None:
+    """Symptom: a read that failed made the node forget the object, and DEL was answered without deleting it."""
+    filled(open_node)
+    other = open_node(index_ttl_s=3600.0)
+    other.await_known(12)
+    bucket.fault = LIES["truncated"]
+    assert other.read_chain(CHAIN) == [None] * 12
+    bucket.fault = lambda asked: None
+    assert other.peek(CHAIN.keys[0]) is None
+    other.remove(CHAIN.keys[0])
+    assert not bucket.objects
+
+
 # ---- A bucket that is away, refuses, or lies
+
+
+def test_a_list_that_lies_costs_nothing_that_is_known_and_a_clear_ends_with_an_error(
+    bucket: FaultyS3, open_node: Opens
+) -> None:
+    """Symptom: FLUSHALL was never answered, since each page named another one."""
+    node = filled(open_node)
+    endless = "<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>%d</NextContinuationToken>"
+    other = open_node(list_timeout_s=0.3)
+    other.await_known(12)
+    bucket.fault = lambda asked: (
+        Answer(200, body=(endless % len(bucket.asked)).encode()) if asked.operation == "list" else None
+    )
+    wait_for(lambda: other.cold().failing_s)
+    assert not other.cold().up and "no end" in other.cold().last_error
+    assert other.read_chain(CHAIN) == CHAIN.values, "what is known is read"
+    with pytest.raises(Exception, match="cannot list"):
+        other.clear(0)
+    bucket.fault = lambda asked: None
+    node.await_listed()
 
 
 @pytest.mark.parametrize("how", LIES)

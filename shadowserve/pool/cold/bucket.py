@@ -43,6 +43,7 @@ _CODES: Final = {
     "SlowDown": "busy",
 }
 """What S3 calls an error that its status alone does not tell."""
+_OF_LISTS: Final = {"absent": "no_bucket", "damaged": "bad_list"}
 _STATUSES: Final = {401: "denied", 403: "denied", 404: "absent", 409: "busy", 416: "damaged", 429: "busy", 503: "busy",
                     507: "full"}  # fmt: skip
 
@@ -51,11 +52,12 @@ class BucketError(ShadowServeError):
     """An operation on a bucket failed.
 
     Attributes:
-        reason: no_bucket, absent, full, denied, busy, timeout, redirected, damaged, unreachable or other.
+        reason: no_bucket, bad_list, absent, full, denied, busy, timeout, redirected, damaged, unreachable or other.
+            ``absent`` and ``damaged`` say something of an object alone.
     """
 
     def __init__(self, operation: str, what: str, reason: str, text: object) -> None:
-        self.reason = reason
+        self.reason = _OF_LISTS.get(reason, reason) if operation == "list" else reason
         super().__init__(f"cannot {operation} {what}: {' '.join(str(text).split())[:_TEXT_MAX]}")
 
 
@@ -108,9 +110,13 @@ class Bucket:
             query = {"list-type": "2", "prefix": prefix, "max-keys": str(_PAGE_KEYS), "encoding-type": "url"}
             if token:
                 query["continuation-token"] = token
-            if time.monotonic() >= ends_s:
-                raise BucketError("list", self._what, "timeout", f"no end after {self._config.list_timeout_s:g} s")
-            answer = self._call("list", "", "GET", query, bytes_max=PAGE_BYTES_MAX, ends_s=ends_s)
+            try:
+                answer = self._call("list", "", "GET", query, bytes_max=PAGE_BYTES_MAX, ends_s=ends_s)
+            except BucketError as error:
+                if error.reason != "timeout" or time.monotonic() < ends_s:
+                    raise
+                text = f"no end after list_timeout_s, {self._config.list_timeout_s:g} s"
+                raise BucketError("list", self._what, "bad_list", text) from error
             try:
                 found, more = _parse_page(answer.body.decode("utf-8", "replace"), f"{self._config.prefix}/")
             except (ValueError, OverflowError) as error:

@@ -84,7 +84,7 @@ class Deletions:
         return job.ticket
 
     def close(self) -> None:
-        """End; what is not deleted is not, and who waits for it hears that."""
+        """End; what is not deleted yet stays, and its tickets are not settled any more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -55,6 +55,7 @@ class ColdTier:
         self._catalog = Catalog(Shares(config.chunks_max))
         self._bytes = Shares(int((config.bytes_max or 0) * _SWEPT_SHARE))
         self._outage = Outage("read", clock_s)
+        self._list_outage = Outage("list", clock_s)
         self._reader = ColdReader(config, self._bucket, self._catalog, self._outage, clock_s)
         self._write_outage = Outage("write", clock_s)
         self._writer = ColdWriter(config, self._bucket, self._catalog, self._write_outage, clock_s)
@@ -255,8 +256,8 @@ class ColdTier:
     def _steps(self) -> None:
         while not self._ended.wait(_STEP_S):
             self._reader.step()
-            error = f"the bucket was not listed since the start, and may have the key: {self._outage.last_error}"
-            self._awaited.expire(ShadowServeError(error), all_of_them=self._outage.away)
+            error = f"the bucket was not listed since the start, and may have the key: {self._list_outage.last_error}"
+            self._awaited.expire(ShadowServeError(error), all_of_them=self._list_outage.away)
 
     def _delete_some(self, names: list[str]) -> int:
         """Delete objects until one cannot be, which says nothing of reading; return how many were."""
@@ -273,23 +274,26 @@ class ColdTier:
             self._look.clear()
             try:
                 self._list()
+                self._list_outage.succeeded()
                 self._outage.succeeded()
             except BucketError as error:
-                self._outage.failed(error.reason, error)
+                self._list_outage.failed(error.reason, error)
+                if error.reason != "bad_list":  # which says nothing of reading what is known
+                    self._outage.failed(error.reason, error)
                 self._tried.set()
                 self._look.wait(min(self._config.index_ttl_s, 1.0))
                 continue
             except Exception:  # a bug of ours must not leave the tier without its index
                 _log.exception("s3_index_failed")
             self._tried.set()
-            self._look.wait(self._config.index_ttl_s)
+            self._look.wait(self._config.index_ttl_s if self._refreshes else min(self._config.index_ttl_s, 1.0))
 
     def _list(self) -> None:
         """Take over what the bucket has."""
         missing = self._catalog.begin_list()
         found: defaultdict[str, list[Listed]] = defaultdict(list)
         count = foreign = 0
-        odd = ""
+        odd, listed_max = "", max(self._config.chunks_max, _LISTED_MIN)
         for listed in self._bucket.list():
             tenant = parse_name(listed.name)
             if tenant is None:
@@ -300,8 +304,8 @@ class ColdTier:
             count += 1
             if self._ended.is_set():
                 return
-            if count > 2 * max(self._config.chunks_max, _LISTED_MIN):
-                count = _keep_newest(found, max(self._config.chunks_max, _LISTED_MIN))
+            if count > 1.25 * listed_max:
+                count = _keep_newest(found, listed_max)
         self._note_foreign(foreign, odd)
         self._catalog.end_list(missing)
         self._delete_some(self._catalog.doomed())
@@ -309,15 +313,15 @@ class ColdTier:
             objects.sort(key=lambda listed: (-listed.written_s, listed.name))
         self._sweep(found)
         wanted = [listed for listed in _in_turns(found) if self._catalog.wants(listed)]
+        ends_s = time.monotonic() + self._config.list_timeout_s
         with ThreadPoolExecutor(_TAILS_AT_ONCE, thread_name_prefix="s3-tail") as tails:
-            for _ in tails.map(self._learn, wanted):
-                pass
-        if not self._refreshes:
+            is_whole = all([*tails.map(lambda listed: self._learn(listed, ends_s), wanted)])
+        if self._refreshes:
+            self._refreshes += 1
+        elif is_whole:
             with self._lock:  # which removals are begun with: none comes to wait after those that wait were begun
                 self._refreshes = 1
             self._awaited.begin(self._delete)
-            return
-        self._refreshes += 1
 
     def _note_foreign(self, count: int, name: str) -> None:
         """Take note of objects under the prefix that are none of ours; they are left alone."""
@@ -350,10 +354,10 @@ class ColdTier:
             self._catalog.condemn(oldest.name)
         self._swept += self._delete_some(swept)
 
-    def _learn(self, listed: Listed) -> None:
-        """Know of an object by its tail, if that is sound."""
-        if self._ended.is_set() or self._outage.away:
-            return
+    def _learn(self, listed: Listed, ends_s: float) -> bool:
+        """Know of an object by its tail, if that is sound; return whether that was tried: the next list goes on."""
+        if self._ended.is_set() or self._outage.away or time.monotonic() > ends_s:
+            return False
         try:
             contents = read_contents(self._bucket, listed.name, listed.size)
             if max(place.length for place in contents.places.values()) > self._config.read_bytes_under_way_max:
@@ -366,15 +370,17 @@ class ColdTier:
             self._outage.failed(error.reason, error)
         else:
             self._catalog.learn(contents, listed.written_s)
+        return True
 
     # ---- What it tells
 
     def statistics(self) -> ColdStatistics:
         """Return counters and sizes."""
         reader, writer = self._reader, self._writer
-        outages = self._outage, self._write_outage, self._delete_outage
+        outages = self._outage, self._list_outage, self._write_outage, self._delete_outage
+        away = self._outage.away or self._list_outage.away
         return ColdStatistics(
-            state="away" if self._outage.away else "ok" if self._refreshes else "unknown",
+            state="away" if away else "ok" if self._refreshes else "unknown",
             failing_s=max(each.failing_s for each in outages),
             last_error=next((each.last_error for each in outages if each.failing_s), ""),
             lists=self._refreshes,
@@ -385,7 +391,7 @@ class ColdTier:
             read_records=reader.records,
             read_bytes=reader.bytes,
             reading=reader.under_way,
-            failed_reads=dict(self._outage.failures),
+            failed_reads=dict(self._outage.failures | self._list_outage.failures),
             written_objects=writer.objects,
             written_bytes=writer.bytes,
             present_objects=writer.present,
