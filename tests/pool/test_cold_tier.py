@@ -33,8 +33,8 @@ CHAIN = Chain("prefix", 12)
 
 
 def filled(open_node: Opens, chain: Chain = CHAIN) -> Node:
-    """Return a node that has stored a chain, all of which is in the bucket."""
-    node = open_node()
+    """Return a node that has stored a chain, all of which is in the bucket, in one object."""
+    node = open_node(gather_s=0.5)
     node.store_chain(chain)
     node.await_written(1)
     node.await_known(len(chain.records))
@@ -250,7 +250,7 @@ def test_a_record_removed_while_it_is_written_is_not_in_the_bucket_afterwards(
 
 
 def test_what_was_removed_is_not_found_again_by_a_tail_that_was_read_before(bucket: FaultyS3, open_node: Opens) -> None:
-    node = open_node(index_ttl_s=1.0)  # time to look before the next list mends it
+    node = open_node(index_ttl_s=1.0, gather_s=0.5)  # time to look before the next list mends it
     gate = threading.Event()
     late: list[Asked] = []
 
@@ -266,7 +266,7 @@ def test_what_was_removed_is_not_found_again_by_a_tail_that_was_read_before(buck
 
     bucket.fault = first_tail_comes_late
     try:
-        open_node(index_ttl_s=3600.0).store_chain(CHAIN)
+        open_node(index_ttl_s=3600.0, gather_s=0.5).store_chain(CHAIN)
         wait_for(lambda: late)
         node.store_chain(CHAIN)
         node.await_known(12)

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from typing import Final
@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 
 _STEP_S: Final = 0.05
 _TAILS_AT_ONCE: Final = 8
+_TAILS_IN_HAND: Final = 1_024
 _LISTED_MIN: Final = 100_000
 """Objects of a list that are looked at in any case: some 30 MB."""
 _SWEPT_SHARE: Final = 0.95
@@ -313,12 +314,25 @@ class ColdTier:
             objects.sort(key=lambda listed: (-listed.written_s, listed.name))
         self._sweep(found)
         wanted = [listed for listed in _in_turns(found) if self._catalog.wants(listed)]
+        if self._learn_all(wanted):
+            self._note_known()
+
+    def _learn_all(self, wanted: Sequence[Listed]) -> bool:
+        """Know of objects by their tails, for ``list_timeout_s`` at most; return whether all of them were tried."""
         ends_s = time.monotonic() + self._config.list_timeout_s
         with ThreadPoolExecutor(_TAILS_AT_ONCE, thread_name_prefix="s3-tail") as tails:
-            is_whole = all([*tails.map(lambda listed: self._learn(listed, ends_s), wanted)])
+            for begin in range(0, len(wanted), _TAILS_IN_HAND):
+                if not all(
+                    [*tails.map(lambda listed: self._learn(listed, ends_s), wanted[begin : begin + _TAILS_IN_HAND])]
+                ):
+                    return False
+        return True
+
+    def _note_known(self) -> None:
+        """Take note that all that a list shows is known."""
         if self._refreshes:
             self._refreshes += 1
-        elif is_whole:
+        else:
             with self._lock:  # which removals are begun with: none comes to wait after those that wait were begun
                 self._refreshes = 1
             self._awaited.begin(self._delete)
