@@ -222,6 +222,29 @@ def test_a_removal_that_the_bucket_refuses_is_an_error_and_is_made_up_for_later(
     wait_for(lambda: len(bucket.objects) == 1)
 
 
+def test_a_removal_ends_with_its_time_and_another_tenants_is_done_meanwhile(bucket: FaultyS3, open_node: Opens) -> None:
+    node = open_node(gather_s=0.3, timeout_s=0.5)
+    modest, short = node.call(node.store.tenant, "modest"), Chain("short", 1)
+    node.store_chain(CHAIN)
+    node.store_chain(short, modest)
+    node.await_known(13)
+    gate = threading.Event()
+
+    def stuck(asked: Asked) -> Answer | None:
+        return Answer(after=gate) if asked.operation == "delete" and "tmodest" not in asked.name else None
+
+    bucket.fault = stuck
+    try:
+        ticket = node.call(node.store.put, (0, CHAIN.keys[0]), b"another value")
+        assert node.remove(short.keys[0], modest), "it has a turn"
+        assert ticket is not None
+        with pytest.raises(Exception, match="cannot delete"):
+            node.settle(ticket)
+    finally:
+        gate.set()
+    wait_for(lambda: not bucket.objects)
+
+
 def test_a_removal_that_was_refused_at_once_is_an_error_all_the_same(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: success, where the bucket had said no before the removal's end was asked for."""
     node = filled(open_node)

@@ -1,5 +1,6 @@
 """Objects on their way out of the bucket: tenants have turns, and each removal hears when its objects are gone."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -7,6 +8,7 @@ from typing import Final
 from shadowserve.errors import ShadowServeError
 from shadowserve.pool.cold.bucket import Bucket, BucketError
 from shadowserve.pool.cold.catalog import Catalog
+from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.fair import FairQueue
 from shadowserve.pool.cold.layout import parse_name
 from shadowserve.pool.cold.outage import Outage
@@ -14,24 +16,31 @@ from shadowserve.pool.volume.changes import Ticket
 
 __all__ = ["Awaited", "Deletions"]
 
+_log = logging.getLogger(__name__)
+
 _AT_ONCE: Final = 4
 
 
 class _Job:
-    """Objects to delete, and who waits for that; with ``clears``, what a list of their tenants shows as well."""
+    """Objects to delete, and who waits for that; with ``clears``, what a list of their tenant shows as well."""
 
-    def __init__(self, names: Iterable[str], ticket: Ticket, *, clears: bool = False) -> None:
+    def __init__(self, names: Iterable[str], deadline_s: float, *, clears: bool = False) -> None:
         self.names = list(names)
         self.names.reverse()  # taken from the end
-        self.ticket = ticket
+        self.ticket = Ticket()
+        self.deadline_s = deadline_s
         self.clears = clears
 
 
 class Deletions:
     """Deletes objects. All methods but start() and join() may be called with locks held; none of these waits."""
 
-    def __init__(self, bucket: Bucket, catalog: Catalog, outage: Outage) -> None:
+    def __init__(
+        self, config: S3Config, bucket: Bucket, catalog: Catalog, outage: Outage, clock_s: Callable[[], float]
+    ) -> None:
         """``outage``: while it says that the bucket is away, a deletion fails at once."""
+        self._config = config
+        self._clock_s = clock_s
         self._bucket = bucket
         self._catalog = catalog
         self._outage = outage
@@ -39,7 +48,7 @@ class Deletions:
         self._queue: FairQueue[_Job] = FairQueue()
         self._unread: dict[str, Ticket] = {}  # by tenant, while all of what is doomed and unread is being deleted
         self._closed = False
-        self._under_way = 0
+        self._waited_for: dict[_Job, None] = {}
         self.threads: list[threading.Thread] = []
 
     def start(self) -> None:
@@ -52,11 +61,14 @@ class Deletions:
     @property
     def waiting(self) -> int:
         """Removals that are not done yet."""
-        return self._under_way
+        return len(self._waited_for)
 
     def delete(self, tenant: str, names: Iterable[str]) -> Ticket:
-        """Delete objects of a tenant that are doomed; return a ticket for when they are gone."""
-        return self._enqueue(tenant, _Job(names, Ticket()))
+        """Delete objects of a tenant that are doomed; return a ticket for when they are gone.
+
+        It settles within ``timeout_s``: with an error if they are not gone by then, which they will be nevertheless.
+        """
+        return self._enqueue(tenant, _Job(names, self._clock_s() + self._config.timeout_s))
 
     def delete_unread(self, tenant: str) -> Ticket:
         """The same for all that is doomed of a tenant and whose contents are not known."""
@@ -69,8 +81,11 @@ class Deletions:
         return ticket
 
     def clear(self, tenant: str | None, names: Iterable[str]) -> Ticket:
-        """Delete objects that are doomed, and what else the bucket has of a tenant, or of all."""
-        return self._enqueue(tenant, _Job(names, Ticket(), clears=True))
+        """Delete objects that are doomed, and what else the bucket has of a tenant, or of all.
+
+        As delete(), within ``list_timeout_s``.
+        """
+        return self._enqueue(tenant, _Job(names, self._clock_s() + self._config.list_timeout_s, clears=True))
 
     def _enqueue(self, tenant: str | None, job: _Job) -> Ticket:
         error = self._outage.refusal("delete") if self._outage.away else None
@@ -79,9 +94,24 @@ class Deletions:
             return job.ticket
         with self._changed:
             self._queue.push(tenant, 0, job)
-            self._under_way += 1
+            self._waited_for[job] = None
             self._changed.notify()
         return job.ticket
+
+    def step(self) -> None:
+        """Let nobody wait beyond a deadline; often, without a lock."""
+        now_s = self._clock_s()
+        with self._changed:
+            late = [job for job in self._waited_for if job.deadline_s <= now_s]
+        for job in late:
+            self._answer(job, ShadowServeError("cannot delete all of it in time; it goes on"))
+
+    def _answer(self, job: _Job, failure: ShadowServeError | None) -> None:
+        with self._changed:
+            if job not in self._waited_for:
+                return  # its time was over
+            del self._waited_for[job]
+        job.ticket.settle(failure)
 
     def close(self) -> None:
         """End; what is not deleted yet stays, and its tickets are not settled any more."""
@@ -94,9 +124,11 @@ class Deletions:
     def _run(self) -> None:
         while (taken := self._next()) is not None:
             tenant, job, name = taken
-            failure: BucketError | None = None
+            failure: ShadowServeError | None = None
             try:
-                if job.clears:
+                if self._outage.away:
+                    failure = self._outage.refusal("delete")
+                elif job.clears:
                     self._find_all(tenant, job)
                 elif name is not None:
                     self.delete_one(name)
@@ -104,6 +136,9 @@ class Deletions:
                 # They are not found here, and are deleted with the next list; a restart before that finds them again.
                 failure = error
                 self._outage.failed(error.reason, error)
+            except Exception as error:  # a bug of ours must not leave the tier without this thread
+                _log.exception("s3_delete_failed")
+                failure = ShadowServeError(f"cannot delete: {error}")
             self._go_on(tenant, job, failure)
 
     def _next(self) -> tuple[str | None, _Job, str | None] | None:
@@ -138,14 +173,13 @@ class Deletions:
         self._outage.succeeded()
         self._catalog.spare(name)
 
-    def _go_on(self, tenant: str | None, job: _Job, failure: BucketError | None) -> None:
-        with self._changed:
-            if failure is None and job.names:
+    def _go_on(self, tenant: str | None, job: _Job, failure: ShadowServeError | None) -> None:
+        if failure is None and job.names:
+            with self._changed:
                 self._queue.push(tenant, 0, job)
                 self._changed.notify()
-                return
-            self._under_way -= 1
-        job.ticket.settle(failure)
+            return
+        self._answer(job, failure)
 
 
 class Awaited:

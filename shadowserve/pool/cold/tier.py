@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 _STEP_S: Final = 0.05
 _TAILS_AT_ONCE: Final = 8
 _TAILS_IN_HAND: Final = 1_024
+_OF_ONE_OBJECT: Final = frozenset({"absent", "damaged", "denied"})
+"""Failures to read a tail that trying again does not change."""
 _LISTED_MIN: Final = 100_000
 """Objects of a list that are looked at in any case: some 30 MB."""
 _SWEPT_SHARE: Final = 0.95
@@ -61,7 +63,7 @@ class ColdTier:
         self._write_outage = Outage("write", clock_s)
         self._writer = ColdWriter(config, self._bucket, self._catalog, self._write_outage, clock_s)
         self._delete_outage = Outage("delete", clock_s)
-        self._deletions = Deletions(self._bucket, self._catalog, self._delete_outage)
+        self._deletions = Deletions(config, self._bucket, self._catalog, self._delete_outage, clock_s)
         self._shares_lock = threading.Lock()
         self._awaited = Awaited(config.timeout_s, clock_s)
         self._new: list[Ticket] = []  # since the last barrier
@@ -257,6 +259,7 @@ class ColdTier:
     def _steps(self) -> None:
         while not self._ended.wait(_STEP_S):
             self._reader.step()
+            self._deletions.step()
             error = f"the bucket was not listed since the start, and may have the key: {self._list_outage.last_error}"
             self._awaited.expire(ShadowServeError(error), all_of_them=self._list_outage.away)
 
@@ -318,7 +321,7 @@ class ColdTier:
             self._note_known()
 
     def _learn_all(self, wanted: Sequence[Listed]) -> bool:
-        """Know of objects by their tails, for ``list_timeout_s`` at most; return whether all of them were tried."""
+        """Know of objects by their tails, for ``list_timeout_s`` at most; return whether that is done."""
         ends_s = time.monotonic() + self._config.list_timeout_s
         with ThreadPoolExecutor(_TAILS_AT_ONCE, thread_name_prefix="s3-tail") as tails:
             for begin in range(0, len(wanted), _TAILS_IN_HAND):
@@ -369,7 +372,7 @@ class ColdTier:
         self._swept += self._delete_some(swept)
 
     def _learn(self, listed: Listed, ends_s: float) -> bool:
-        """Know of an object by its tail, if that is sound; return whether that was tried: the next list goes on."""
+        """Know of an object by its tail, if that is sound; return False where the next list has to try again."""
         if self._ended.is_set() or self._outage.away or time.monotonic() > ends_s:
             return False
         try:
@@ -382,6 +385,7 @@ class ColdTier:
             self._catalog.refuse(listed)
         except BucketError as error:
             self._outage.failed(error.reason, error)
+            return error.reason in _OF_ONE_OBJECT
         else:
             self._catalog.learn(contents, listed.written_s)
         return True
