@@ -383,8 +383,8 @@ class Pool(ABC):
             parent: the name (32 bytes) of the chunk before this one, of the same tenant; empty for none.
 
         Returns:
-            None if it is as durable as this store makes it, and what it replaces is gone from the tier below; else a
-            ticket: settled when that is so, or with the error for the writer. The entry that failed here is then gone.
+            None if it is as durable as this store makes it, and the record that it replaces is gone from the tier
+            below; else a ticket: settled when that is so, or with an error. An entry that failed here is then gone.
 
         Raises:
             OutOfBudgetError: it does not fit; nothing has changed.
@@ -422,7 +422,7 @@ class Pool(ABC):
         core.weights.note(tenant)
 
     def _put_below(self, address: Address, size: int, head_bytes: int, expires: bool, parent: bytes) -> Ticket | None:
-        """Have the tier below take over a value; return what has to settle there before its writer is answered."""
+        """Give the tier below a value; return a ticket if the client has to wait for it."""
         if self._below is None:
             return None
         return self._below.stored(address, head_bytes=head_bytes, expires=expires, parent=parent, length=size)
@@ -612,7 +612,7 @@ class Pool(ABC):
         return self._tenants.by_name()
 
     def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
-        """Bound what a tenant may use, and its share below; None for no bound. What is beyond it goes soon."""
+        """Bound a tenant's bytes and keys, and its share below; None for no bound. Entries beyond it go soon."""
         if self._below is not None:
             self._below.set_quota(self._tenants.name_of(tenant), bytes_max, keys_max)
         if bytes_max is None and keys_max is None:

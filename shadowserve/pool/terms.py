@@ -142,13 +142,13 @@ class Below(Protocol):
         """Return how many seconds items of find() of so many bytes are expected to take, asked for together now."""
 
     def set_quota(self, tenant: str, bytes_max: int | None, keys_max: int | None) -> None:
-        """Bound the share of a tenant, by name, of what has no room here."""
+        """Bound a tenant's share, by its name, for when there is no room for all tenants' records."""
 
     def stored(self, address: Address, *, head_bytes: int, expires: bool, parent: bytes, length: int) -> Ticket | None:
-        """Take over what the pool has been given; return a ticket for when what it replaces is gone, None if it is."""
+        """Take over a value of the pool; return a ticket for when the record that it replaces is gone; None if so."""
 
     def settling(self, address: Address) -> Ticket | None:
-        """Return a ticket for when what the present value of ``address`` has replaced is gone; None if it is."""
+        """Return a ticket for when the record that ``address``'s present value replaced is gone; None if it is."""
 
     def holds_back(self, address: Address) -> bool:
         """Return whether a record may not be evicted yet: it is being written here, for so long as that may take."""

@@ -1,4 +1,4 @@
-"""The client of a bucket: signatures, credentials from each place, and answers that are not what was asked for."""
+"""The client of a bucket: signatures, credentials from each source, and answers that are wrong or have no end."""
 
 import json
 import threading
@@ -21,7 +21,7 @@ from shadowserve.pool.cold.signing import Credentials, signed_headers
 NAME = "t/" + 40 * "0" + ".kv"
 PREFIX = "shadowserve/"
 RSS_GROWTH_MAX = 8 * PAGE_BYTES_MAX
-"""A page as bytes, as text, and what is made of it, and what the allocator keeps."""
+"""A page as bytes, as text and as objects, and memory that the allocator keeps."""
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_a_server_that_sends_a_byte_now_and_then_has_until_the_deadline(
         assert raised.value.reason == "timeout"
 
 
-# ---- Who is told the credentials
+# ---- Where credentials come from and go to
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])

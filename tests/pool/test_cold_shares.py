@@ -1,4 +1,4 @@
-"""Tenants over one bucket: whoever is beyond its share gives way, in the bucket, in what a node knows, and in turns."""
+"""Tenants over one bucket: shares of its bytes and of the records that a node knows, and turns of reads and writes."""
 
 import threading
 from collections.abc import Iterator
@@ -71,7 +71,7 @@ def test_a_share_is_a_quota_or_an_equal_part_of_the_rest(
     assert divided.among(list(present)) == {name: 60 / len(present) for name in present}
 
 
-def test_who_is_furthest_beyond_its_share_is_the_same_everywhere() -> None:
+def test_the_tenant_furthest_beyond_its_share_is_the_same_on_each_node() -> None:
     assert most_beyond({"a": 10, "b": 3}, {"a": 20, "b": 2}) == "b"
     assert most_beyond({"a": 10, "b": 10}, {"a": 20, "b": 20}) == most_beyond({"b": 10, "a": 10}, {"b": 20, "a": 20})
     assert most_beyond({"a": 1, "b": 100}, {"a": 0, "b": 1}) == "a"
@@ -98,7 +98,9 @@ def test_a_sweep_takes_from_the_tenant_that_is_beyond_its_share(
     node.await_listed()
     second.await_listed()
     assert sum(name.startswith("shadowserve/tmodest/") for name in bucket.objects) == 1
-    assert any(name.startswith("shadowserve/tgreedy/") for name in bucket.objects), "it has what nobody else needs"
+    assert any(name.startswith("shadowserve/tgreedy/") for name in bucket.objects), (
+        "it has the room that no other tenant needs"
+    )
     other = open_node(**settings)
     wait_for(lambda: other.cold().objects == len(bucket.objects))
     assert other.read_chain(MINE, tenant(other, "modest")) == MINE.values
@@ -121,10 +123,10 @@ def test_after_a_restart_each_tenant_is_known_as_far_as_its_share(bucket: Faulty
     again.await_listed()
     asked = bucket.count("get")
     again.await_listed()
-    assert bucket.count("get") == asked, "what has no room is not looked at with each list"
+    assert bucket.count("get") == asked, "the tail of an object without room is not read with each list"
 
 
-def test_a_full_catalog_makes_room_for_who_has_less_than_its_share() -> None:
+def test_a_full_catalog_makes_room_for_a_tenant_that_has_less_than_its_share() -> None:
     catalog = Catalog(Shares(10))
     for number in range(10):
         assert catalog.add(object_of("greedy", str(number)), number)
@@ -239,7 +241,7 @@ def test_reads_that_wait_for_their_turn_alone_do_not_make_the_bucket_look_away(
     assert not node.cold().away and node.cold().failed_reads.get("timeout", 0) <= 2
 
 
-def test_what_waits_to_be_written_is_left_out_of_the_tenant_that_has_most() -> None:
+def test_a_full_backlog_drops_records_of_the_tenant_that_has_most() -> None:
     """Symptom: a tenant's stores pushed another's records out of the backlog, and they never got into the bucket."""
     gathering = Gathering(1000, 5.0, 100, backlog_max=10)
     for number in range(4):

@@ -364,7 +364,7 @@ def test_a_removal_waits_until_all_that_a_first_list_shows_is_known(bucket: Faul
 
 
 def test_an_object_whose_write_had_no_answer_is_removed_with_its_records(bucket: FaultyS3, open_node: Opens) -> None:
-    """Symptom: a write that timed out had got there, nobody knew, and DEL was answered without deleting it."""
+    """Symptom: a write without an answer had arrived, and DEL was answered without deleting its object."""
     node = open_node(index_ttl_s=3600.0)
     wait_for(lambda: node.cold().lists)
     arrived = bucket.objects
@@ -410,7 +410,7 @@ def test_a_list_that_lies_costs_nothing_that_is_known_and_a_clear_ends_with_an_e
     )
     wait_for(lambda: other.cold().failing_s)
     assert not other.cold().up and "no end" in other.cold().last_error
-    assert other.read_chain(CHAIN) == CHAIN.values, "what is known is read"
+    assert other.read_chain(CHAIN) == CHAIN.values, "known objects are read"
     with pytest.raises(Exception, match="cannot list"):
         other.clear(0)
     bucket.fault = lambda asked: None

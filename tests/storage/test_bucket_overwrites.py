@@ -111,10 +111,10 @@ def test_no_command_is_acknowledged_before_the_bucket_has_let_go_of_what_it_repl
         commands = words(key)
         for command in commands:
             client.send(*command)
-        if what == "exec":  # its replies begin with what is known: that it has one
+        if what == "exec":  # the header of its replies is sent at once
             assert client.receive_raw(18) == b"+OK\r\n+QUEUED\r\n*1\r\n"
         wait_for(lambda asked=asked: bucket.count("delete") > asked)
-        assert other.call("PING") == b"PONG", "nobody else waits"
+        assert other.call("PING") == b"PONG", "no other client waits"
         assert other.call("SET", "free", "value") == b"OK"
         assert not select.select([client.socket], [], [], 0)[0], f"{what} was answered before the bucket was asked"
         gate.set()

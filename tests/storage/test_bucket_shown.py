@@ -61,7 +61,7 @@ def test_a_bucket_is_shown_while_it_answers_while_it_does_not_and_afterwards(
     wait_for(lambda: child.samples()["shadowserve_storage_s3_up"] == 0)
     assert child.samples()["shadowserve_storage_s3_failing_s"] > 0
     status, text = child.http("/readyz")
-    assert status == 200, "the node serves what it has"
+    assert status == 200, "the node serves its memory"
     assert "bucket: away for" in text and "503 SlowDown" in text
     shown = json.loads(stats(child, "--json"))["bucket"]
     assert shown["up"] == 0 and shown["failing_s"] > 0 and "cannot list" in shown["last_error"]

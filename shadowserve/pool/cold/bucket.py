@@ -1,7 +1,7 @@
 """A bucket, as the tier above it needs it: whole objects written once, ranges read, each call within its time.
 
-What comes from a bucket may be anything. No answer takes more memory than what was asked for, no list more than a page
-at a time, no call goes on beyond its deadline, and a redirect is an error: credentials go to the endpoint alone.
+An answer may be anything. No answer takes more memory than the requested range, no list more than a page at a time, no
+call goes on beyond its deadline, and a redirect is an error: credentials go to the endpoint alone.
 """
 
 import hashlib

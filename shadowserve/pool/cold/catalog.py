@@ -20,7 +20,7 @@ _SKIPPED_MAX = 1024
 
 
 class Doomed(NamedTuple):
-    """What has to go from the bucket so that a record is not found again.
+    """The objects to delete from the bucket so that a record is not found again.
 
     Attributes:
         names: of objects that have the record.
@@ -56,9 +56,9 @@ class _Tenant:
 class Catalog:
     """Objects by name, and by the records that they have. Methods may be called from any thread; none waits.
 
-    An object is known, hidden, or neither. A hidden one is not found, but it is in the bucket, or may be: what removes
-    one of its records has to delete it. It is hidden because it is to be deleted (doomed), because it could not be read
-    or because writing it has failed with an unknown result.
+    An object is known, hidden, or neither. A hidden one is not found, but it is in the bucket, or may be: a command
+    that removes one of its records has to delete it. It is hidden because it is to be deleted (doomed), because it
+    could not be read, or because a write of it has failed with an unknown result.
 
     Attributes:
         objects: that are known.
@@ -96,7 +96,7 @@ class Catalog:
         with self._lock:
             self._shares.set_quota(tenant, records)
 
-    # ---- What is known
+    # ---- Known objects
 
     def add(self, contents: Contents, written_s: float = inf) -> bool:
         """Know of an object; return whether it does: not where it is to be deleted, or there is no room for it."""
@@ -104,7 +104,7 @@ class Catalog:
             return self._add(contents, written_s)
 
     def learn(self, contents: Contents, written_s: float) -> bool:
-        """The same by a tail that wants() asked for: nor where the object was deleted since, which a tail outlives."""
+        """The same by a tail that wants() asked for: nor where the object was deleted while the tail was read."""
         with self._lock:
             return contents.name in self._wanted and self._add(contents, written_s)
 
@@ -146,7 +146,7 @@ class Catalog:
         return True
 
     def _oldest_beyond(self, tenant: str, records: int) -> tuple[float, str] | None:
-        """Return the oldest object of who would be furthest beyond its share with ``records`` more of ``tenant``."""
+        """Return the oldest object of the tenant furthest beyond its share, with ``records`` more of ``tenant``."""
         used: dict[str, float] = {name: len(own.holders) for name, own in self._tenants.items() if own.objects}
         used[tenant] = used.get(tenant, 0) + records
         victim = self._tenants.get(most_beyond(used, self._shares.among(used)))
@@ -157,7 +157,7 @@ class Catalog:
         return own is not None and name in own.objects
 
     def _drop(self, name: str) -> Contents | None:
-        """Forget an object; return what it has, None if it was not known."""
+        """Forget an object; return its contents, None if it was not known."""
         own = self._tenants.get(parse_name(name) or "")
         contents = None if own is None else own.objects.pop(name, None)
         if own is None or contents is None:
@@ -175,7 +175,7 @@ class Catalog:
         self.chunks -= before - len(own.holders)
         return contents
 
-    # ---- What is hidden
+    # ---- Hidden objects
 
     def hide(self, contents: Contents) -> None:
         """Have an object not be found that is, or may be, in the bucket; until add(), or a list without it."""
@@ -256,7 +256,7 @@ class Catalog:
                 if name not in self._doomed:
                     self._unhide(name)
 
-    # ---- What is to be deleted
+    # ---- Objects to delete
 
     def doom(self, tenant: str, key: bytes) -> Doomed:
         """Have the objects not be found any more that have a tenant's record, until spare(): they are to be deleted."""
@@ -330,6 +330,6 @@ class Catalog:
             return list(self._doomed)
 
     def doomed_unread(self, tenant: str) -> Collection[str]:
-        """Return what is still to be deleted of a tenant without knowing what it has."""
+        """Return a tenant's objects of unknown contents that are still to be deleted."""
         with self._lock:
             return list(self._doomed_unread.get(tenant, ()))

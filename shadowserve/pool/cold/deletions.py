@@ -1,4 +1,4 @@
-"""Objects on their way out of the bucket: tenants have turns, and each removal hears when its objects are gone."""
+"""Deletion of objects from the bucket: tenants have turns; a removal's ticket settles when its objects are gone."""
 
 import logging
 import threading
@@ -22,7 +22,7 @@ _AT_ONCE: Final = 4
 
 
 class _Job:
-    """Objects to delete, and who waits for that; with ``clears``, what a list of their tenant shows as well."""
+    """Objects to delete, and the ticket for it; with ``clears``, also all objects that a list of the tenant shows."""
 
     def __init__(self, names: Iterable[str], deadline_s: float, *, clears: bool = False) -> None:
         self.names = list(names)
@@ -66,12 +66,12 @@ class Deletions:
     def delete(self, tenant: str, names: Iterable[str]) -> Ticket:
         """Delete objects of a tenant that are doomed; return a ticket for when they are gone.
 
-        It settles within ``timeout_s``: with an error if they are not gone by then, which they will be nevertheless.
+        It settles within ``timeout_s``: with an error if they are not gone by then; the deletion goes on.
         """
         return self._enqueue(tenant, _Job(names, self._clock_s() + self._config.timeout_s))
 
     def delete_unread(self, tenant: str) -> Ticket:
-        """The same for all that is doomed of a tenant and whose contents are not known."""
+        """The same for all doomed objects of a tenant whose contents are not known."""
         with self._changed:
             ticket = self._unread.get(tenant)
         if ticket is None or ticket.settled:
@@ -81,7 +81,7 @@ class Deletions:
         return ticket
 
     def clear(self, tenant: str | None, names: Iterable[str]) -> Ticket:
-        """Delete objects that are doomed, and what else the bucket has of a tenant, or of all.
+        """Delete objects that are doomed, and all others of a tenant in the bucket; None for all tenants.
 
         As delete(), within ``list_timeout_s``.
         """
@@ -90,7 +90,7 @@ class Deletions:
     def _enqueue(self, tenant: str | None, job: _Job) -> Ticket:
         error = self._outage.refusal("delete") if self._outage.away else None
         if error is not None:
-            job.ticket.settle(error)  # nobody waits for it yet
+            job.ticket.settle(error)  # no caller has it yet
             return job.ticket
         with self._changed:
             self._queue.push(tenant, 0, job)
@@ -99,7 +99,7 @@ class Deletions:
         return job.ticket
 
     def step(self) -> None:
-        """Let nobody wait beyond a deadline; often, without a lock."""
+        """Answer jobs whose deadline has come; called often, without a lock."""
         now_s = self._clock_s()
         with self._changed:
             late = [job for job in self._waited_for if job.deadline_s <= now_s]
@@ -109,12 +109,12 @@ class Deletions:
     def _answer(self, job: _Job, failure: ShadowServeError | None) -> None:
         with self._changed:
             if job not in self._waited_for:
-                return  # its time was over
+                return  # its deadline has come before
             del self._waited_for[job]
         job.ticket.settle(failure)
 
     def close(self) -> None:
-        """End; what is not deleted yet stays, and its tickets are not settled any more."""
+        """End; objects that are not deleted yet stay, and their tickets are not settled any more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -154,7 +154,7 @@ class Deletions:
         return None
 
     def _find_all(self, tenant: str | None, job: _Job) -> None:
-        """Have a job delete what a list shows of its tenant as well."""
+        """Add all objects that a list of its tenant shows to a job."""
         for listed in self._bucket.list(tenant):
             if parse_name(listed.name) is not None:
                 self._catalog.condemn(listed.name)

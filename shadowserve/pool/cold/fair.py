@@ -10,14 +10,14 @@ T = TypeVar("T", bound=Hashable)
 
 
 class _Clock:
-    """Who is next: who has had least since it began to wait (start-time fair queueing)."""
+    """Chooses the next name: the one with the least cost since it began to wait (start-time fair queueing)."""
 
     def __init__(self) -> None:
         self._now = 0.0
         self._had: dict[Hashable, float] = {}
 
     def enter(self, name: Hashable) -> None:
-        """Have a name wait that did not: what it missed while it did not wait, it does not get afterwards."""
+        """Let a name wait that did not; it gets no turns for the time when it did not wait."""
         self._had[name] = max(self._had.get(name, 0.0), self._now)
 
     def next(self, waiting: "OrderedDict[Hashable, _Lane] | OrderedDict[Hashable, OrderedDict[T, None]]") -> Hashable:
@@ -28,7 +28,7 @@ class _Clock:
         self._had[name] += cost
 
     def leave(self, waiting: "OrderedDict[Hashable, _Lane] | OrderedDict[Hashable, OrderedDict[T, None]]") -> None:
-        """Forget who waits no more, and has had no more than others."""
+        """Forget names that do not wait any more, and have had no more than others."""
         if len(self._had) > 2 * len(waiting) + 16:
             self._had = {name: had for name, had in self._had.items() if name in waiting or had > self._now}
 
@@ -71,7 +71,7 @@ class FairQueue(Generic[T]):
         items[item] = None
 
     def peek(self) -> tuple[Hashable, Hashable, T] | None:
-        """Return whose turn it is, and the item; None where nothing waits."""
+        """Return the tenant and the client whose turn it is, and the item; None where no item waits."""
         if not self._lanes:
             return None
         tenant = self._clock.next(self._lanes)
@@ -81,7 +81,7 @@ class FairQueue(Generic[T]):
         return tenant, client, item
 
     def charge(self, tenant: Hashable, client: Hashable, cost: float) -> None:
-        """Count what a turn has cost, before its items are discarded."""
+        """Count the cost of a turn, before its items are discarded."""
         self._clock.charge(tenant, cost)
         self._lanes[tenant].clock.charge(client, cost)
 

@@ -25,7 +25,7 @@ _IDLE_S: Final = 20.0
 
 
 class OversizeError(ShadowServeError):
-    """A body is larger than what was asked for may be, or not as long as it should be."""
+    """A body is larger than allowed, or does not have the length that it must have."""
 
 
 class Answer(NamedTuple):
@@ -208,7 +208,7 @@ class HttpClient:
 
         Raises:
             OSError: the server cannot be reached, or ends the connection; TimeoutError among these.
-            http.client.HTTPException: what comes is no answer.
+            http.client.HTTPException: the answer is not HTTP.
             OversizeError: a body is larger than ``bytes_max``, or not of ``length`` bytes.
         """
         connection = self._take()

@@ -26,7 +26,7 @@ _RANGE_BYTES: Final = 8 << 20
 """Of neighbours that are read together: S3 carries ranges of 8 to 16 MiB best, several at a time."""
 
 _WAITING_MAX: Final = 16_384
-"""Records of one tenant that wait to be read: some 10 MB. What it asks for beyond that is a miss."""
+"""Records of one tenant that wait to be read: some 10 MB. Further reads of this tenant are misses."""
 _COST_BYTES: Final = 256 << 10
 """What a request costs beside its bytes, in turns: S3 takes about as long to begin as to bring so many."""
 
@@ -90,7 +90,7 @@ class ColdReader:
         self._changed = threading.Condition()
         self._reads: dict[tuple[str, bytes], _Read] = {}
         self._queue: FairQueue[_Read] = FairQueue()
-        self._by_object: dict[str, dict[int, _Read]] = {}  # what waits in the queue, by offset
+        self._by_object: dict[str, dict[int, _Read]] = {}  # the queue's reads, by offset
         self._bytes_under_way = self._bytes_wanted = 0  # in requests; and of records that are waited for
         self._pace = Pace()
         self._closed = False
@@ -147,7 +147,7 @@ class ColdReader:
             for at, read in list(self._reads.items()):
                 if read.deadline_s > now_s and not (away and not read.begun):
                     continue
-                if not away:  # what has waited for its turn alone says nothing of the bucket
+                if not away:  # a read that only waited for its turn says nothing of the bucket
                     late += bool(read.waiting) and read.begun
                     self.crowded_out += bool(read.waiting) and not read.begun
                 ended += [done for _, _, done in read.waiting]

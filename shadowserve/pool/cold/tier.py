@@ -161,10 +161,10 @@ class ColdTier:
     # ---- Changing
 
     def stored(self, address: Address, *, head_bytes: int, expires: bool, parent: bytes, length: int) -> Ticket | None:
-        """Take over a value that the pool has been given; return what has to settle before its writer is answered.
+        """Take over a value that the pool has stored; return a ticket if its client has to wait.
 
-        Records that stay get into the bucket. Anything else under a record's key has to be what is found from now on,
-        also after a restart, so the ticket settles when the bucket has no record of the key any more.
+        Records that stay get into the bucket. Any other value replaces the record of its key, also after a restart: the
+        ticket settles when the bucket has no record of the key any more.
         """
         if not is_chunk_key(address[1]):
             return None
@@ -181,7 +181,7 @@ class ColdTier:
         return self._replaced(name, key)
 
     def settling(self, address: Address) -> Ticket | None:
-        """Return what has to settle before the present value of ``address`` is what a restart finds, if anything."""
+        """Return a ticket for when a restart cannot bring back a record that the present value replaced; None if so."""
         tenant, key, text = parse_key(address)
         name = None if text is not None else self._name_of(tenant)
         return None if name is None else self._replaced(name, key)
@@ -282,7 +282,7 @@ class ColdTier:
                 self._outage.succeeded()
             except BucketError as error:
                 self._list_outage.failed(error.reason, error)
-                if error.reason != "bad_list":  # which says nothing of reading what is known
+                if error.reason != "bad_list":  # it says nothing of reading known objects
                     self._outage.failed(error.reason, error)
                 self._tried.set()
                 self._look.wait(min(self._config.index_ttl_s, 1.0))
