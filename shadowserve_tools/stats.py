@@ -14,6 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Column, Table
+from rich.text import Text
 
 from shadowserve.errors import StorageRefusedError
 from shadowserve_tools.storage_client import Login, StorageClient
@@ -72,10 +73,12 @@ class Sample:
     Attributes:
         fields: of INFO.
         taken_s: when, of the server's clock.
+        bucket: of INFO s3; empty without a bucket.
     """
 
     fields: Mapping[str, str]
     taken_s: float
+    bucket: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def take(cls, client: StorageClient) -> "Sample":
@@ -91,7 +94,7 @@ class Sample:
                 "(--user, or that user's certificate)"
             )
         moment = fields.get("server_time_usec", "")
-        return cls(fields, int(moment) / 1e6 if moment.isdigit() else time.time())
+        return cls(fields, int(moment) / 1e6 if moment.isdigit() else time.time(), client.info(("s3",)))
 
     def number(self, name: str) -> float:
         """Return a field as a number, 0 if the server does not have it."""
@@ -127,6 +130,13 @@ class Sample:
             each["name"] = unquote(str(each.get("name", "")))
         return sorted(found, key=lambda each: (-each.get("used_bytes", 0), each["name"]))
 
+    def _bucket(self) -> dict[str, Any] | None:
+        """Return how the bucket below the server is; None without one."""
+        if "failed_reads" not in self.bucket:
+            return None
+        counts = {"failed_reads", "failed_writes"}
+        return {name: _pairs(text) if name in counts else _number(text) for name, text in self.bucket.items()}
+
     def view(self, before: "Sample | None" = None) -> dict[str, Any]:
         """Return everything that is shown; rates are those since ``before``, or since the server's start."""
         uptime_s = self.number("uptime_in_seconds")
@@ -159,6 +169,7 @@ class Sample:
             "writing_bytes": int(self.number("writing_bytes")),
             "devices": self.groups("device"),
             "arenas": self.groups("arena"),
+            "bucket": self._bucket(),
             "commands": self.commands(earlier, span_s),
             "tenants_known": int(self.number("tenants_known")),
             "tenants": self.tenants(earlier, span_s),
@@ -234,7 +245,7 @@ def _shown(view: Mapping[str, Any], where: str, watcher: Watcher) -> RenderableT
         ("pinned", f"{view['pinned_keys']:,}, {_size(view['pinned_bytes'])}", ""),
     ):
         table.add_row(title, text, *([watcher.line(line)] if watched else []))
-    return Group(head, table, *_devices(view), *_tenants(view), *_commands(view))
+    return Group(head, table, *_devices(view), *_bucket(view), *_tenants(view), *_commands(view))
 
 
 def _since(view: Mapping[str, Any]) -> str:
@@ -270,6 +281,21 @@ def _devices(view: Mapping[str, Any]) -> list[RenderableType]:
         used = f"{_size(each.get('used_bytes', 0))} of {_size(each.get('capacity_bytes', 0))}"
         table.add_row(f"arena {each.get('name', '')}", "in use", used, *["-"] * 5)
     return [title, table]
+
+
+def _bucket(view: Mapping[str, Any]) -> list[RenderableType]:
+    bucket = view["bucket"]
+    if bucket is None:
+        return []
+    state = "reachable" if bucket["up"] else f"away for {bucket['failing_s']:.0f} s"
+    if not bucket["up"] and not bucket["failing_s"]:
+        state = "not listed yet"
+    table = _table("bucket", "objects", "records", "bytes", "reads wait", "writes wait", "removals wait", "failed")
+    failed = sum([*bucket["failed_reads"].values(), *bucket["failed_writes"].values()])
+    counts = (f"{bucket[name]:,}" for name in ("reading", "waiting_records", "deleting"))
+    held = f"{bucket['objects']:,}", f"{bucket['records']:,}", _size(bucket["bytes"])
+    table.add_row(state, *held, *counts, f"{failed:,}")
+    return [table, *([Text(f"last error of the bucket: {bucket['last_error']}")] if bucket["last_error"] else [])]
 
 
 def _tenants(view: Mapping[str, Any]) -> list[RenderableType]:

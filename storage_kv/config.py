@@ -68,7 +68,7 @@ class TenantLimits(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     bytes_max: ByteSize | None = Field(None, ge=1)
-    """Most bytes of its keys and values; beyond it, its own are evicted."""
+    """Most bytes of its keys and values; beyond it, its own are evicted. Also its share of a bucket that is full."""
     keys_max: int | None = Field(None, ge=1)
     """Most keys; beyond it, its own are evicted."""
     commands_per_s: float | None = Field(None, gt=0)

@@ -24,6 +24,7 @@ from shadowserve.clock import wall_clock_ms
 from shadowserve.cores import chosen_cores, confine
 from shadowserve.errors import ConfigurationError
 from shadowserve.logs import configure_logging
+from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.tier import ColdTier
 from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.memory_pool import MemoryPool
@@ -72,6 +73,13 @@ _DENIED: Final = (
 )
 
 
+def _tier_below(config: StorageConfig, s3: S3Config) -> ColdTier:
+    below = ColdTier(s3)
+    for name, limits in config.tenants.items():
+        below.set_quota(name, limits.bytes_max, limits.keys_max)  # before the first list is divided among tenants
+    return below
+
+
 class StorageServer:
     """A server in a running event loop.
 
@@ -94,7 +102,7 @@ class StorageServer:
         audit = AuditLog(config.audit_log, config.audit_log_bytes_max)
         users = Users(config, BY_FULL_NAME)
         if store is None:
-            below = None if config.s3 is None else ColdTier(config.s3)
+            below = None if config.s3 is None else _tier_below(config, config.s3)
             store = (DevicePool if config.pool.devices else MemoryPool)(config.pool, below=below)
         self.node = Node(Reconfiguration(config, load), users, store, wall_clock_ms, audit=audit)
         self.operations = Operations(self.node)

@@ -17,7 +17,7 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 BUCKET = "kv-test"
@@ -94,6 +94,7 @@ class FaultyS3:
         asked: every request so far.
         fault: makes the answer to a request; None for the right one.
         skew_s: how far its clock is ahead.
+        encodes: whether lists have names as URLs have them, where that is asked for.
     """
 
     def __init__(self, certificates: Path | None = None) -> None:
@@ -103,6 +104,7 @@ class FaultyS3:
         self.asked: list[Asked] = []
         self.fault: Fault = lambda asked: None
         self.skew_s = 0.0
+        self.encodes = True
         self.lock = threading.Lock()
         owner = self
 
@@ -233,10 +235,12 @@ class _Handler(BaseHTTPRequestHandler):
         own = self.server_of_tests
         prefix, behind = query.get("prefix", [""])[0], query.get("continuation-token", [""])[0]
         names = sorted(name for name in own.objects if name.startswith(prefix) and name > behind)
-        found = ""
+        encodes = own.encodes and query.get("encoding-type") == ["url"]
+        found = "<EncodingType>url</EncodingType>" if encodes else ""
         for name in names[:PAGE]:
             size, when = len(own.objects[name]), _iso(own.written.get(name, 1_800_000_000.0) + own.skew_s)
-            found += f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size><LastModified>{when}</LastModified>"
+            key = quote(name) if encodes else escape(name)
+            found += f"<Contents><Key>{key}</Key><Size>{size}</Size><LastModified>{when}</LastModified>"
             found += f"<ETag>{_etag(own.objects[name])}</ETag></Contents>"
         more = len(names) > PAGE
         token = f"<NextContinuationToken>{escape(names[PAGE - 1])}</NextContinuationToken>" if more else ""

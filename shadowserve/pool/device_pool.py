@@ -13,6 +13,7 @@ from shadowserve.pool.keys import ParsedKey, chunk_key, parse_key
 from shadowserve.pool.pool import WRITABLE_SHARE, Pool
 from shadowserve.pool.terms import DEFAULT_TENANT, Address, Item, Lease
 from shadowserve.pool.volume.changes import OutOfBudgetError, Ticket
+from shadowserve.pool.writes import joined
 from shadowserve.pool.writing import Left
 
 __all__ = ["DevicePool"]
@@ -213,8 +214,7 @@ class DevicePool(Pool):
             core.arenas.release(buffer)
             raise
         core.counters.placement_ns += core.ticks() - began
-        self._tell_below(address, len(value), head_bytes, expires_at_ms, parent)
-        return ticket
+        return joined((ticket, self._put_below(address, len(value), head_bytes, expires_at_ms is not None, parent)))
 
     def _check_size(self, length: int, blocks: int) -> None:
         if blocks * BLOCK_BYTES > self._core.arenas.largest_bytes or length >= 1 << 32:
@@ -326,7 +326,8 @@ class DevicePool(Pool):
     def settling(self, address: Address) -> Ticket | None:
         entry = self._present(parse_key(address))
         writer = self._writer
-        return None if entry is None else writer.ticket(entry.slot) or writer.sure(entry.tenant, entry.key)
+        own = None if entry is None else writer.ticket(entry.slot) or writer.sure(entry.tenant, entry.key)
+        return joined((own, None if self._below is None else self._below.settling(address)))
 
     def _bound_memory(self, size: int) -> None:
         arenas = self._core.arenas  # they stay as large as they were mapped

@@ -11,7 +11,7 @@ from typing import Final
 
 from shadowserve.pool.terms import Address
 
-__all__ = ["CHUNK_KEY_BYTES", "ParsedKey", "chunk_key", "parse_key"]
+__all__ = ["CHUNK_KEY_BYTES", "ParsedKey", "chunk_key", "is_chunk_key", "parse_key"]
 
 _PREFIX: Final = b"kv:"
 CHUNK_KEY_BYTES: Final = len(_PREFIX) + 64
@@ -25,10 +25,15 @@ ParsedKey = tuple[int, bytes, bytes | None]
 def parse_key(address: Address) -> ParsedKey:
     """Return what the index calls an object."""
     tenant, text = address
-    if len(text) == CHUNK_KEY_BYTES and text.startswith(_PREFIX) and text.lower() == text:
+    if is_chunk_key(text) and text.lower() == text:
         with suppress(ValueError):
             return tenant, unhexlify(text[len(_PREFIX) :]), None
     return tenant, hashlib.sha256(text).digest(), text
+
+
+def is_chunk_key(text: bytes) -> bool:
+    """Return whether a key may be a chunk's: all others are not, which is quickly said."""
+    return len(text) == CHUNK_KEY_BYTES and text.startswith(_PREFIX)
 
 
 def chunk_key(key: bytes) -> bytes:

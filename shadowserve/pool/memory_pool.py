@@ -99,7 +99,7 @@ class MemoryPool(Pool):
                 core.uses.append(found.slot)
                 if len(core.uses) >= _USES_MAX:
                     core.count_uses()
-                return None
+                return self._put_below(address, len(value), 0, False, b"")
         item = HeapItem(tenant, key, value, head_bytes, expires_at_ms, parent)
         core.count_uses()
         parsed = parse_key(address)
@@ -131,8 +131,7 @@ class MemoryPool(Pool):
         core.keep(slot, item)
         if core.taken_bytes > self._peak_bytes:
             self._peak_bytes = core.taken_bytes
-        self._tell_below(address, item.length, head_bytes, expires_at_ms, parent)
-        return None
+        return self._put_below(address, item.length, head_bytes, expires_at_ms is not None, parent)
 
     def _resize(self, item: HeapItem, length: int) -> bool:
         """Give an entry another length, if there is room without further ado."""
@@ -145,7 +144,7 @@ class MemoryPool(Pool):
         return True
 
     def settling(self, address: Address) -> Ticket | None:
-        return None
+        return None if self._below is None else self._below.settling(address)
 
     def _bound_memory(self, size: int) -> None:
         self._space.budget_bytes = size

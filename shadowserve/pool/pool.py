@@ -65,6 +65,8 @@ class Pool(ABC):
     """
 
     core_class: ClassVar[type[Core]]
+    client = 0
+    """Who calls, set with the lock held: a tenant's clients have turns in the tier below."""
 
     def __init__(
         self,
@@ -381,8 +383,8 @@ class Pool(ABC):
             parent: the name (32 bytes) of the chunk before this one, of the same tenant; empty for none.
 
         Returns:
-            None if it is as durable as this store makes it, else a ticket: settled when it is, or with the error for
-            the writer; the entry is then gone.
+            None if it is as durable as this store makes it, and the record that it replaces is gone from the tier
+            below; else a ticket: settled when that is so, or with an error. An entry that failed here is then gone.
 
         Raises:
             OutOfBudgetError: it does not fit; nothing has changed.
@@ -419,12 +421,11 @@ class Pool(ABC):
             core.clears.count_change(tenant, 1)
         core.weights.note(tenant)
 
-    def _tell_below(
-        self, address: Address, length: int, head_bytes: int, expires_at_ms: int | None, parent: bytes
-    ) -> None:
-        if self._below is not None:
-            expires = expires_at_ms is not None
-            self._below.stored(address, head_bytes=head_bytes, expires=expires, parent=parent, length=length)
+    def _put_below(self, address: Address, size: int, head_bytes: int, expires: bool, parent: bytes) -> Ticket | None:
+        """Give the tier below a value; return a ticket if the client has to wait for it."""
+        if self._below is None:
+            return None
+        return self._below.stored(address, head_bytes=head_bytes, expires=expires, parent=parent, length=size)
 
     def _busy_error(self, why: str) -> BusyError:
         self._core.counters.busy_writes += 1
@@ -554,20 +555,17 @@ class Pool(ABC):
         """
         if (refusal := self._core.refusal()) is not None:
             return self._writer.refused(refusal)
+        below = None if self._below is None else self._below.barrier()
         if any(disk.is_logging for disk in self._core.disks):  # some are not even in a log
             ticket = Ticket()
             self._barriers.append(ticket)
             self._core.waker.wake()
-            return joined((ticket, self._barrier_below()))
-        return joined((self._durable(), self._barrier_below()))
+            return joined((ticket, below))
+        return joined((self._durable(), below))
 
     def _durable(self) -> Ticket | None:
         """Return a ticket for what is in the logs. The volumes' own settle in poll(), like ours."""
         return joined(disk.barrier() for disk in self._core.disks)
-
-    def _barrier_below(self) -> Ticket | None:
-        ticket: Ticket | None = None if self._below is None else self._below.barrier()
-        return ticket
 
     def _pass_barriers(self) -> None:
         """Go on with barriers that waited for room in a log."""
@@ -614,7 +612,9 @@ class Pool(ABC):
         return self._tenants.by_name()
 
     def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
-        """Bound what a tenant may use; None for no bound. What is beyond it goes soon, as far as it may."""
+        """Bound a tenant's bytes and keys, and its share below; None for no bound. Entries beyond it go soon."""
+        if self._below is not None:
+            self._below.set_quota(self._tenants.name_of(tenant), bytes_max, keys_max)
         if bytes_max is None and keys_max is None:
             self._space.quotas.pop(tenant, None)
         else:

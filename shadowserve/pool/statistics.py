@@ -87,6 +87,12 @@ class ColdStatistics:
         held_back: evictions that had to wait for the bucket (``write: evicted``).
         missed_records: that were evicted before they were written, or for which the backlog had no room.
         swept_objects: deleted because of bytes_max.
+        failing_s: for how long reads, writes or deletions have failed; 0 where they do not.
+        last_error: why they do.
+        deleting: removals that wait for the bucket.
+        foreign_objects: under the prefix that are none of ours; they are left alone.
+        left_out_objects: that are there, and not known because of chunks_max.
+        crowded_out_reads: reads that were a miss since others of their tenant were before them.
     """
 
     state: str = "unknown"
@@ -107,11 +113,32 @@ class ColdStatistics:
     held_back: int = 0
     missed_records: int = 0
     swept_objects: int = 0
+    failing_s: float = 0.0
+    last_error: str = ""
+    deleting: int = 0
+    foreign_objects: int = 0
+    left_out_objects: int = 0
+    crowded_out_reads: int = 0
 
     @property
     def away(self) -> bool:
         """Whether it is left alone."""
         return self.state == "away"
+
+    @property
+    def up(self) -> bool:
+        """Whether it has been listed, and neither reads nor writes nor deletions fail."""
+        return self.lists > 0 and not self.failing_s
+
+    def __str__(self) -> str:
+        """Say how it is."""
+        held = f"{self.records} records in {self.objects} objects of {self.bytes >> 20} MiB"
+        waits = f"{self.reading} reads, {self.waiting_records} writes and {self.deleting} removals wait"
+        if self.up:
+            return f"reachable: {held}; {waits}"
+        if self.failing_s:
+            return f"away for {self.failing_s:.0f} s: {self.last_error}; {waits}"
+        return f"not listed yet; {waits}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,10 @@ class Tenants:
         """Return all ids that were given out, by the tenants' names."""
         return self._ids
 
+    def name_of(self, tenant: int) -> str:
+        """Return the name of an id that was given out."""
+        return self._names[tenant]
+
     def ids(self) -> set[int]:
         """Return all ids that were given out."""
         return set(self._ids.values())

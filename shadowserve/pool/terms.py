@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 from shadowserve.errors import ShadowServeError
+from shadowserve.pool.volume.changes import Ticket
 
 __all__ = [
     "DEFAULT_TENANT",
@@ -140,8 +141,14 @@ class Below(Protocol):
     def expected_s(self, size: int) -> float:
         """Return how many seconds items of find() of so many bytes are expected to take, asked for together now."""
 
-    def stored(self, address: Address, *, head_bytes: int, expires: bool, parent: bytes, length: int) -> None:
-        """Hear of what the pool has been given, and whether it expires."""
+    def set_quota(self, tenant: str, bytes_max: int | None, keys_max: int | None) -> None:
+        """Bound a tenant's share, by its name, for when there is no room for all tenants' records."""
+
+    def stored(self, address: Address, *, head_bytes: int, expires: bool, parent: bytes, length: int) -> Ticket | None:
+        """Take over a value of the pool; return a ticket for when the record that it replaces is gone; None if so."""
+
+    def settling(self, address: Address) -> Ticket | None:
+        """Return a ticket for when the record that ``address``'s present value replaced is gone; None if it is."""
 
     def holds_back(self, address: Address) -> bool:
         """Return whether a record may not be evicted yet: it is being written here, for so long as that may take."""
@@ -152,7 +159,7 @@ class Below(Protocol):
     def cleared(self, tenant: int | None) -> None:
         """Have nobody find anything of a tenant any more, or of all."""
 
-    def barrier(self) -> Any:
+    def barrier(self) -> Ticket | None:
         """Return a ticket for what removed() and cleared() have begun; None if it has ended."""
 
     def statistics(self) -> Any:

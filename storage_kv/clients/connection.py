@@ -359,6 +359,7 @@ class Connection(Watched):
                 self._retry = None if self._rest else step
                 self._block(None)
                 return None
+            self._node.store.client = session.id
             reply = step()
         except (ProtocolError, MemoryError) as error:
             self._give_up(error, small)

@@ -229,7 +229,8 @@ def _info_s3(node: Node) -> _Fields:
     if seen is None:
         return []
     fields = {item.name: getattr(seen, item.name) for item in dataclasses.fields(seen)}
-    return [(name, _counts(value) if isinstance(value, Mapping) else value) for name, value in fields.items()]
+    shown = [(name, _counts(value) if isinstance(value, Mapping) else value) for name, value in fields.items()]
+    return [("up", int(seen.up)), *shown]
 
 
 _SECTIONS: Final[dict[str, Callable[[Node], _Fields]]] = {

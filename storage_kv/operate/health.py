@@ -55,7 +55,9 @@ class Condition:
     def readiness(self) -> list[Check]:
         """Check whether clients are served: health, and recovered, listening, not draining, with a healthy device."""
         healthy = self.health()
-        devices = self.node.store.statistics().devices if self.recovered else ()
+        store = self.node.store.statistics() if self.recovered else None
+        devices = () if store is None else store.devices
+        bucket = None if store is None else store.cold
         well = [device.name for device in devices if device.healthy]
         return [
             *healthy,
@@ -69,4 +71,5 @@ class Condition:
                 f"none of {len(devices)} is healthy",
             ),
             *(Check(f"device {each.name}", False, "out of use", fatal=False) for each in devices if not each.healthy),
+            *([] if bucket is None else [Check("bucket", bucket.up, str(bucket), fatal=False)]),
         ]

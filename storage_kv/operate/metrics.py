@@ -128,6 +128,11 @@ _SCRUB_COUNTERS: Final[_Table] = (
 
 _COLD_GAUGES: Final[_Table] = (
     ("s3_away", "away", "Whether the bucket has failed and is left alone for a while: 1 or 0."),
+    ("s3_up", "up", "Whether the bucket was listed, and reads, writes and deletions do not fail: 1 or 0."),
+    ("s3_failing_s", "failing_s", "For how long reads, writes or deletions have failed; 0 where they do not."),
+    ("s3_deletions_pending", "deleting", "Removals that wait for the bucket."),
+    ("s3_foreign_objects", "foreign_objects", "Objects under the prefix that are none of ours; they are left alone."),
+    ("s3_left_out_objects", "left_out_objects", "Objects that are not known because of chunks_max."),
     ("s3_objects", "objects", "Objects of the bucket that are known."),
     ("s3_records", "records", "Records in them."),
     ("s3_bytes", "bytes", "Bytes of them."),
@@ -144,6 +149,7 @@ _COLD_COUNTERS: Final[_Table] = (
     ("s3_present_objects", "present_objects", "Objects that another node had written already."),
     ("s3_held_back", "held_back", "Evictions that had to wait until the bucket had the record."),
     ("s3_missed_records", "missed_records", "Records that did not get into the bucket: it was slower than evictions."),
+    ("s3_crowded_out_reads", "crowded_out_reads", "Reads that were a miss: too many of their tenant were before them."),
     ("s3_swept_objects", "swept_objects", "Objects deleted because of bytes_max."),
 )
 

@@ -2,8 +2,9 @@
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from faulty_s3 import BUCKET, FaultyS3
@@ -98,8 +99,17 @@ def s3_config(endpoint: str, **keys: Any) -> S3Config:
     return S3Config(**{**given, "object_bytes": 8 * MIB, **keys})
 
 
-def memory_node(endpoint: str, *, memory_budget_bytes: int = 64 * MIB, **keys: Any) -> Node:
+def memory_node(
+    endpoint: str,
+    *,
+    memory_budget_bytes: int = 64 * MIB,
+    quotas: Mapping[str, tuple[int | None, int | None]] = MappingProxyType({}),
+    **keys: Any,
+) -> Node:
+    """Return a node without devices; ``quotas``: bytes and keys of tenants."""
     below = ColdTier(s3_config(endpoint, **keys))
+    for tenant, quota in quotas.items():
+        below.set_quota(tenant, *quota)
     return Node(MemoryPool(PoolConfig(memory_budget_bytes=memory_budget_bytes), below=below))
 
 

@@ -1,8 +1,8 @@
 """A bucket below the pool: what one node has stored, every other finds; what is gone or wrong there is a miss."""
 
+import contextlib
 import threading
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -33,8 +33,8 @@ CHAIN = Chain("prefix", 12)
 
 
 def filled(open_node: Opens, chain: Chain = CHAIN) -> Node:
-    """Return a node that has stored a chain, all of which is in the bucket."""
-    node = open_node()
+    """Return a node that has stored a chain, all of which is in the bucket, in one object."""
+    node = open_node(gather_s=0.5)
     node.store_chain(chain)
     node.await_written(1)
     node.await_known(len(chain.records))
@@ -222,6 +222,29 @@ def test_a_removal_that_the_bucket_refuses_is_an_error_and_is_made_up_for_later(
     wait_for(lambda: len(bucket.objects) == 1)
 
 
+def test_a_removal_ends_with_its_time_and_another_tenants_is_done_meanwhile(bucket: FaultyS3, open_node: Opens) -> None:
+    node = open_node(gather_s=0.3, timeout_s=0.5)
+    modest, short = node.call(node.store.tenant, "modest"), Chain("short", 1)
+    node.store_chain(CHAIN)
+    node.store_chain(short, modest)
+    node.await_known(13)
+    gate = threading.Event()
+
+    def stuck(asked: Asked) -> Answer | None:
+        return Answer(after=gate) if asked.operation == "delete" and "tmodest" not in asked.name else None
+
+    bucket.fault = stuck
+    try:
+        ticket = node.call(node.store.put, (0, CHAIN.keys[0]), b"another value")
+        assert node.remove(short.keys[0], modest), "it has a turn"
+        assert ticket is not None
+        with pytest.raises(Exception, match="cannot delete"):
+            node.settle(ticket)
+    finally:
+        gate.set()
+    wait_for(lambda: not bucket.objects)
+
+
 def test_a_removal_that_was_refused_at_once_is_an_error_all_the_same(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: success, where the bucket had said no before the removal's end was asked for."""
     node = filled(open_node)
@@ -250,7 +273,7 @@ def test_a_record_removed_while_it_is_written_is_not_in_the_bucket_afterwards(
 
 
 def test_what_was_removed_is_not_found_again_by_a_tail_that_was_read_before(bucket: FaultyS3, open_node: Opens) -> None:
-    node = open_node(index_ttl_s=1.0)  # time to look before the next list mends it
+    node = open_node(index_ttl_s=1.0, gather_s=0.5)  # time to look before the next list mends it
     gate = threading.Event()
     late: list[Asked] = []
 
@@ -266,7 +289,7 @@ def test_what_was_removed_is_not_found_again_by_a_tail_that_was_read_before(buck
 
     bucket.fault = first_tail_comes_late
     try:
-        open_node(index_ttl_s=3600.0).store_chain(CHAIN)
+        open_node(index_ttl_s=3600.0, gather_s=0.5).store_chain(CHAIN)
         wait_for(lambda: late)
         node.store_chain(CHAIN)
         node.await_known(12)
@@ -325,7 +348,73 @@ def test_a_sweep_keeps_the_newest_within_bytes_max(bucket: FaultyS3, open_node: 
     assert other.peek(chains[0].keys[0]) is None
 
 
+def test_a_removal_waits_until_all_that_a_first_list_shows_is_known(bucket: FaultyS3, open_node: Opens) -> None:
+    filled(open_node)
+    gate = threading.Event()
+    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
+    other = open_node(timeout_s=0.3)  # it starts before the tail has come
+    ticket = other.call(other.store.put, (0, CHAIN.keys[0]), b"another value")
+    assert ticket is not None and not ticket.settled
+    gate.set()
+    with contextlib.suppress(Exception):  # its time may be over before the tail is there
+        other.settle(ticket)
+    wait_for(lambda: other.cold().lists)
+    other.put(CHAIN.keys[0], b"a third value")
+    assert not bucket.objects
+
+
+def test_an_object_whose_write_had_no_answer_is_removed_with_its_records(bucket: FaultyS3, open_node: Opens) -> None:
+    """Symptom: a write without an answer had arrived, and DEL was answered without deleting its object."""
+    node = open_node(index_ttl_s=3600.0)
+    wait_for(lambda: node.cold().lists)
+    arrived = bucket.objects
+
+    def lost_answer(asked: Asked) -> Answer | None:
+        return Answer(truncate=0, body=b"lost", headers={"Content-Length": "9"}) if asked.operation == "put" else None
+
+    bucket.fault = lost_answer
+    node.store_chain(CHAIN)
+    wait_for(lambda: arrived and node.cold().failed_writes)
+    bucket.fault = lambda asked: Answer(503, "SlowDown") if asked.operation == "put" else None
+    for key in CHAIN.keys:
+        node.remove(key)
+    assert not bucket.objects
+
+
+def test_an_object_that_could_not_be_read_is_removed_with_its_records(bucket: FaultyS3, open_node: Opens) -> None:
+    """Symptom: a read that failed made the node forget the object, and DEL was answered without deleting it."""
+    filled(open_node)
+    other = open_node(index_ttl_s=3600.0)
+    other.await_known(12)
+    bucket.fault = LIES["truncated"]
+    assert other.read_chain(CHAIN) == [None] * 12
+    bucket.fault = lambda asked: None
+    assert other.peek(CHAIN.keys[0]) is None
+    other.remove(CHAIN.keys[0])
+    assert not bucket.objects
+
+
 # ---- A bucket that is away, refuses, or lies
+
+
+def test_a_list_that_lies_costs_nothing_that_is_known_and_a_clear_ends_with_an_error(
+    bucket: FaultyS3, open_node: Opens
+) -> None:
+    """Symptom: FLUSHALL was never answered, since each page named another one."""
+    node = filled(open_node)
+    endless = "<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>%d</NextContinuationToken>"
+    other = open_node(list_timeout_s=0.3)
+    other.await_known(12)
+    bucket.fault = lambda asked: (
+        Answer(200, body=(endless % len(bucket.asked)).encode()) if asked.operation == "list" else None
+    )
+    wait_for(lambda: other.cold().failing_s)
+    assert not other.cold().up and "no end" in other.cold().last_error
+    assert other.read_chain(CHAIN) == CHAIN.values, "known objects are read"
+    with pytest.raises(Exception, match="cannot list"):
+        other.clear(0)
+    bucket.fault = lambda asked: None
+    node.await_listed()
 
 
 @pytest.mark.parametrize("how", LIES)
@@ -509,7 +598,7 @@ def test_credentials_of_a_file_are_read_anew_when_they_have_been_renewed(
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_PROFILE", "team")
-    monkeypatch.setattr("shadowserve.pool.cold.bucket._CREDENTIALS_LAST", timedelta(0))
+    monkeypatch.setattr("shadowserve.pool.cold.credentials._FILE_S", 0.0)
     write("first")
     open_node()
     wait_for(lambda: any(asked.key_id == "first" for asked in bucket.asked))

@@ -1,54 +1,64 @@
-"""A bucket, as the tier above it needs it: whole objects written once, ranges read, each call within its time."""
+"""A bucket, as the tier above it needs it: whole objects written once, ranges read, each call within its time.
 
-import configparser
-import logging
+An answer may be anything. No answer takes more memory than the requested range, no list more than a page at a time, no
+call goes on beyond its deadline, and a redirect is an error: credentials go to the endpoint alone.
+"""
+
+import hashlib
+import html
 import os
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+import re
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from http.client import HTTPException, IncompleteRead
+from typing import Final, NamedTuple
+from urllib.parse import unquote_plus, urlsplit
 
-from shadowserve.errors import ConfigurationError, NotInstalledError, ShadowServeError
+from shadowserve.errors import ShadowServeError
 from shadowserve.pool.cold.config import S3Config
+from shadowserve.pool.cold.credentials import CredentialError, CredentialSource
+from shadowserve.pool.cold.http import Answer, HttpClient, OversizeError, tls_context
+from shadowserve.pool.cold.layout import folder_of
+from shadowserve.pool.cold.signing import EMPTY_SHA256, encoded_path, encoded_query, signed_headers
 
-if TYPE_CHECKING:
-    from obstore.store import S3Store
+__all__ = ["PAGE_BYTES_MAX", "Bucket", "BucketError", "Listed"]
 
-__all__ = ["Bucket", "BucketError", "Listed"]
-
-_log = logging.getLogger(__name__)
-
-_RETRIES: Final = 1
-"""Of one request within its time: a connection that the other side has just closed costs no miss."""
+PAGE_BYTES_MAX: Final = 8 << 20
+"""Of one page of a list: 1,000 names of 1,024 bytes, each byte in three characters, and what S3 says of them."""
+_PAGE_KEYS: Final = 1_000
+_TRIES: Final = 2
+_PAUSE_S: Final = 0.05
 _WRITE_TIMES: Final = 10
-_CREDENTIALS_LAST: Final = timedelta(minutes=1)
-"""How long credentials from a file are used before it is read again: whoever renews them writes it."""
-_REASONS: Final = (
-    # the first that the error's text has; object_store gives types to few of them
-    ("no_bucket", ("NoSuchBucket",)),
-    ("absent", ("NoSuchKey", "404 Not Found")),
-    ("full", ("507 ", "QuotaExceeded", "InsufficientStorage")),
-    ("denied", ("403 Forbidden", "401 Unauthorized", "ExpiredToken", "InvalidAccessKeyId")),
-    ("busy", ("SlowDown", "503 Service", "429 Too Many")),
-    ("timeout", ("TimedOut", "timed out")),
-    ("redirected", ("redirect", "301 Moved", "307 Temporary")),
-    ("damaged", ("Range Not Satisfiable", "non-partial", "Content-Range", "range", "body")),
-    ("unreachable", ("error sending request", "dns error")),
-)
+_AGAIN: Final = frozenset({429, 500, 502, 503, 504})
+_TEXT_MAX: Final = 400
+_CODES: Final = {
+    "NoSuchBucket": "no_bucket",
+    "NoSuchKey": "absent",
+    "QuotaExceeded": "full",
+    "InsufficientStorage": "full",
+    "ExpiredToken": "denied",
+    "InvalidAccessKeyId": "denied",
+    "InvalidToken": "denied",
+    "SlowDown": "busy",
+}
+"""What S3 calls an error that its status alone does not tell."""
+_OF_LISTS: Final = {"absent": "no_bucket", "damaged": "bad_list"}
+_STATUSES: Final = {401: "denied", 403: "denied", 404: "absent", 409: "busy", 416: "damaged", 429: "busy", 503: "busy",
+                    507: "full"}  # fmt: skip
 
 
 class BucketError(ShadowServeError):
     """An operation on a bucket failed.
 
     Attributes:
-        reason: no_bucket, absent, full, denied, busy, timeout, redirected, damaged, unreachable or other.
+        reason: no_bucket, bad_list, absent, full, denied, busy, timeout, redirected, damaged, unreachable or other.
+            ``absent`` and ``damaged`` say something of an object alone.
     """
 
-    def __init__(self, operation: str, what: str, error: Exception) -> None:
-        text = str(error)
-        self.reason = next((reason for reason, signs in _REASONS if any(sign in text for sign in signs)), "other")
-        text = text.partition("Debug source:")[0]  # what follows is the client's own structures
-        super().__init__(f"cannot {operation} {what}: {' '.join(text.split())[:400]}")
+    def __init__(self, operation: str, what: str, reason: str, text: object) -> None:
+        self.reason = _OF_LISTS.get(reason, reason) if operation == "list" else reason
+        super().__init__(f"cannot {operation} {what}: {' '.join(str(text).split())[:_TEXT_MAX]}")
 
 
 class Listed(NamedTuple):
@@ -69,119 +79,178 @@ class Bucket:
         """Read credentials and certificates; nothing is connected to yet.
 
         Raises:
-            ConfigurationError: a file cannot be read, or a setting not be used.
-            NotInstalledError: obstore is not there.
+            ConfigurationError: a file cannot be read, there are no credentials, or a setting cannot be used.
         """
-        try:
-            import obstore  # noqa: PLC0415  what has no bucket needs no client
-        except ImportError as error:
-            raise NotInstalledError("s3 needs the package obstore", "pip install obstore") from error
-        self._obstore = obstore
+        self._config = config
         self._what = f"s3://{config.bucket}/{config.prefix}"
-        self._reads = _store(config, config.timeout_s)
-        self._writes = _store(config, _WRITE_TIMES * config.timeout_s)
+        region = config.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+        endpoint = config.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+        endpoint = endpoint or f"https://s3.{region}.amazonaws.com"
+        url = urlsplit(endpoint)
+        if not config.path_style and (url.hostname or "") and not (url.hostname or "").startswith(f"{config.bucket}."):
+            url = url._replace(netloc=f"{config.bucket}.{url.netloc}")
+        self._region = region
+        self._client = HttpClient(url.geturl(), tls_context(config.ca_file) if url.scheme == "https" else None)
+        self._root = url.path.rstrip("/") + (f"/{config.bucket}" if config.path_style else "")
+        is_aws = bool(re.search(r"\.amazonaws\.com(\.cn)?$", url.hostname or ""))
+        self._credentials = CredentialSource(f"s3: {self._what}", region, is_aws=is_aws)
 
-    def _call(self, operation: str, name: str, function: Callable[[], Any]) -> Any:
-        try:
-            return function()
-        except Exception as error:  # the client has exceptions of its own, OSError and ValueError
-            raise BucketError(operation, f"{self._what}/{name}", error) from error
+    def close(self) -> None:
+        """Close connections, those through which something is asked when it is answered."""
+        self._client.close()
 
-    def list(self) -> Iterator[Listed]:
-        """Yield all objects under the prefix, some requests later each thousand."""
-        pages = self._call("list", "", lambda: iter(self._obstore.list(self._reads)))
-        while (page := self._call("list", "", lambda: next(pages, None))) is not None:
-            for found in page:
-                yield Listed(str(found["path"]), int(found["size"]), found["last_modified"].timestamp())
+    def list(self, tenant: str | None = None) -> Iterator[Listed]:
+        """Yield all objects under the prefix, or those of a tenant, some requests later each thousand.
+
+        It ends with an error after ``list_timeout_s``.
+        """
+        prefix = f"{self._config.prefix}/" + ("" if tenant is None else folder_of(tenant))
+        ends_s, token = time.monotonic() + self._config.list_timeout_s, ""
+        while True:
+            query = {"list-type": "2", "prefix": prefix, "max-keys": str(_PAGE_KEYS), "encoding-type": "url"}
+            if token:
+                query["continuation-token"] = token
+            try:
+                answer = self._call("list", "", "GET", query, bytes_max=PAGE_BYTES_MAX, ends_s=ends_s)
+            except BucketError as error:
+                if error.reason != "timeout" or time.monotonic() < ends_s:
+                    raise
+                text = f"no end after list_timeout_s, {self._config.list_timeout_s:g} s"
+                raise BucketError("list", self._what, "bad_list", text) from error
+            try:
+                found, more = _parse_page(answer.body.decode("utf-8", "replace"), f"{self._config.prefix}/")
+            except (ValueError, OverflowError) as error:
+                raise BucketError("list", self._what, "damaged", error) from None
+            yield from found
+            if not more:
+                return
+            if more == token:
+                raise BucketError("list", self._what, "damaged", "a page names itself as the next one")
+            token = more
 
     def read(self, name: str, start: int, end: int) -> memoryview:
         """Return the bytes ``[start, end)`` of an object."""
-
-        def read() -> memoryview:
-            found = memoryview(self._obstore.get_range(self._reads, name, start=start, end=end))
-            if len(found) != end - start:
-                raise ValueError(f"a body of {len(found)} bytes for a range of {end - start}")
-            return found
-
-        found: memoryview = self._call("read", name, read)
-        return found
+        size = end - start
+        wanted = {"Range": f"bytes={start}-{end - 1}"}
+        answer = self._call("read", name, "GET", headers=wanted, bytes_max=size, length=size)
+        says = answer.headers.get("content-range", "")
+        if answer.status != 206 or not says.startswith(f"bytes {start}-{end - 1}/"):  # noqa: PLR2004  Partial Content
+            raise BucketError("read", f"{self._what}/{name}", "damaged", f"{answer.status} {says!r} for a range")
+        return memoryview(answer.body)
 
     def create(self, name: str, data: bytes | bytearray) -> bool:
         """Write an object unless there is one of that name; return whether this has."""
-
-        def create() -> bool:
-            try:
-                self._obstore.put(self._writes, name, data, mode="create", use_multipart=False)
-            except self._obstore.exceptions.AlreadyExistsError:
-                return False
-            return True
-
-        return bool(self._call("write", name, create))
+        headers = {"If-None-Match": "*", "Content-Type": "application/octet-stream"}
+        answer = self._call("write", name, "PUT", headers=headers, body=data, expected=(412,))
+        return answer.status != 412  # noqa: PLR2004  Precondition Failed
 
     def delete(self, name: str) -> None:
         """Delete an object; one that is not there is none the less gone."""
         try:
-            self._call("delete", name, lambda: self._obstore.delete(self._reads, name))
+            self._call("delete", name, "DELETE")
         except BucketError as error:
             if error.reason != "absent":
                 raise
 
+    def _call(
+        self,
+        operation: str,
+        name: str,
+        method: str,
+        query: Mapping[str, str] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        body: bytes | bytearray = b"",
+        bytes_max: int = 1 << 16,
+        length: int | None = None,
+        ends_s: float | None = None,
+        expected: tuple[int, ...] = (),
+    ) -> Answer:
+        """Return the answer to a request, after a second try where that makes sense."""
+        config, what = self._config, f"{self._what}/{name}"
+        timeout_s = config.timeout_s * (_WRITE_TIMES if method == "PUT" else 1)
+        deadline_s = min(time.monotonic() + timeout_s, ends_s or float("inf"))
+        path = encoded_path(f"{self._root}/{config.prefix}/{name}" if name else self._root or "/")
+        text = encoded_query(query or {})
+        digest = hashlib.sha256(body).hexdigest() if body else EMPTY_SHA256
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                signed = signed_headers(
+                    method, self._client.host, path, text, self._credentials.get(), self._region, body_sha256=digest
+                )
+                answer = self._client.request(
+                    method,
+                    f"{path}?{text}" if text else path,
+                    {**(headers or {}), **signed},
+                    body,
+                    deadline_s=deadline_s,
+                    bytes_max=bytes_max,
+                    length=length,
+                )
+            except CredentialError as error:
+                raise BucketError(operation, what, "denied", error) from None
+            except TimeoutError as error:
+                raise BucketError(operation, what, "timeout", error) from error
+            except (OversizeError, IncompleteRead) as error:
+                raise BucketError(operation, what, "damaged", error) from error
+            except (OSError, HTTPException) as error:
+                failure = BucketError(operation, what, "unreachable", f"{type(error).__name__} {error}")
+                is_passing = True
+            else:
+                if answer.status < 300 or answer.status in expected:  # noqa: PLR2004  the first of redirects
+                    return answer
+                failure, is_passing = _refusal(operation, what, answer), answer.status in _AGAIN
+            if not tries_left or not is_passing or time.monotonic() + _PAUSE_S >= deadline_s:
+                raise failure
+            time.sleep(_PAUSE_S)
+        raise AssertionError("the last try raises")
 
-def _store(config: S3Config, timeout_s: float) -> "S3Store":
-    from obstore.store import S3Store  # noqa: PLC0415
 
-    timeout = timedelta(seconds=timeout_s)
-    client: Any = {"timeout": timeout, "connect_timeout": min(timeout, timedelta(seconds=2))}
-    client["allow_http"] = config.endpoint.startswith("http://")
-    keys: dict[str, Any] = {"virtual_hosted_style_request": not config.path_style, "conditional_put": "etag"}
-    keys["disable_bulk_delete"] = True  # what deletes many at a time differs from store to store
-    if config.endpoint:
-        keys["endpoint"] = config.endpoint
-    if config.region:
-        keys["region"] = config.region
-    if config.ca_file is not None:
-        try:
-            client["root_certificate"] = config.ca_file.read_bytes()
-        except OSError as error:
-            raise ConfigurationError(f"s3.ca_file: cannot read {config.ca_file}: {error}; name a PEM file") from error
-    if (provider := _file_credentials()) is not None:
-        keys["credential_provider"] = provider
-    backoff = {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1)}
-    retries: Any = {"max_retries": _RETRIES, "retry_timeout": timeout, "backoff": backoff}
-    try:
-        return S3Store(config.bucket, prefix=config.prefix, client_options=client, retry_config=retries, **keys)
-    except Exception as error:
-        raise ConfigurationError(f"s3: the client cannot be made of these settings: {error}") from error
+def _refusal(operation: str, what: str, answer: Answer) -> BucketError:
+    """Return the error of an answer that is none of success."""
+    text = answer.body.decode("utf-8", "replace")
+    match = re.search(r"<Code>([^<]{1,100})</Code>", text)
+    code = "" if match is None else match[1]
+    reason = _CODES.get(code) or _STATUSES.get(answer.status, "other")
+    if 300 <= answer.status < 400:  # noqa: PLR2004  redirects
+        reason = "redirected"
+    message = re.search(r"<Message>([^<]*)</Message>", text)
+    return BucketError(operation, what, reason, f"{answer.status} {code} {'' if message is None else message[1]}")
 
 
-def _file_credentials() -> Callable[[], Any] | None:
-    """Return what reads AWS' credentials file; None where the environment says more, or there is no such file.
+_FIELDS: Final = tuple(re.compile(rf"<{name}>([^<]*)</{name}>") for name in ("Key", "Size", "LastModified"))
+_TRUNCATED: Final = re.compile(r"<IsTruncated>\s*true\s*</IsTruncated>")
+_NEXT: Final = re.compile(r"<NextContinuationToken>([^<]*)</NextContinuationToken>")
+_ENCODED: Final = re.compile(r"<EncodingType>\s*url\s*</EncodingType>")
 
-    The client itself knows the environment, web identities, containers' and instances' roles, but not this file.
+
+def _parse_page(text: str, prefix: str) -> tuple[list[Listed], str]:
+    """Return the objects of a page of a list, and what names the next page; empty at the end.
+
+    By its elements alone, since names may have characters that XML has not: a name that cannot be read costs the object
+    of that name. It is none of ours, whose names are letters, digits and four signs.
+
+    Raises:
+        OverflowError, ValueError: it is no page.
     """
-    if {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"} & os.environ.keys():
-        return None
-    path = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or Path.home() / ".aws" / "credentials")
-    profile = os.environ.get("AWS_PROFILE", "default")
-    if not path.is_file():
-        return None
-
-    def read() -> dict[str, Any]:
-        parser = configparser.RawConfigParser()
-        parser.read_string(path.read_text(encoding="utf-8"))
-        keys = parser[profile]
-        return {
-            "access_key_id": keys["aws_access_key_id"],
-            "secret_access_key": keys["aws_secret_access_key"],
-            "token": keys.get("aws_session_token"),
-            "expires_at": datetime.now(UTC) + _CREDENTIALS_LAST,
-        }
-
-    try:
-        read()
-    except (OSError, KeyError, configparser.Error) as error:
-        raise ConfigurationError(
-            f"s3: {path} has no credentials of profile {profile!r}: {type(error).__name__} {error}; "
-            "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        ) from None
-    return read
+    if "<ListBucketResult" not in text:
+        raise ValueError("the answer is no list")
+    is_encoded, found = _ENCODED.search(text) is not None, []
+    objects = text.split("<Contents>", _PAGE_KEYS + 1)[1:]
+    if len(objects) > _PAGE_KEYS:
+        raise ValueError(f"a page of more than the {_PAGE_KEYS} objects that were asked for")
+    for each in objects:
+        fields = [pattern.search(each.partition("</Contents>")[0]) for pattern in _FIELDS]
+        key, size, written = ("" if field is None else html.unescape(field[1]) for field in fields)
+        if not key or not size.isdigit() or not written:
+            raise ValueError("an object without Key, Size or LastModified")
+        name = unquote_plus(key) if is_encoded else key
+        if not name.startswith(prefix):
+            raise ValueError("an object that is not under the prefix")
+        found.append(Listed(name.removeprefix(prefix), int(size), datetime.fromisoformat(written).timestamp()))
+    if _TRUNCATED.search(text) is None:
+        return found, ""
+    following = _NEXT.search(text)
+    if following is None or not following[1]:
+        raise ValueError("a page that is not the last one does not name the next one")
+    return found, html.unescape(following[1])

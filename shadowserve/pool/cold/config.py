@@ -33,11 +33,14 @@ class S3Config(BaseModel):
     gather_s: float = Field(2.0, ge=0.0, le=600.0)
     """How long records wait for more of their chain."""
     bytes_max: ByteSize | None = Field(None, ge=64 << 20)
-    """Most bytes of all objects under the prefix; beyond it the oldest are deleted. None: for lifecycle rules."""
+    """Most bytes of all objects under the prefix; beyond it, the oldest go of the tenant that is beyond its share.
+    None: for lifecycle rules."""
     index_ttl_s: float = Field(60.0, ge=0.1, le=86_400.0)
     """How often the bucket is listed, to hear of what other nodes have written or deleted."""
+    list_timeout_s: float = Field(60.0, ge=0.1, le=3_600.0)
+    """Longest that listing the whole bucket may take, so FLUSHALL, too; each thousand objects have ``timeout_s``."""
     chunks_max: int = Field(500_000, ge=1)
-    """Most records in the bucket that this node knows of, the newest; each takes half a KiB of memory."""
+    """Most records in the bucket that this node knows of, each tenant's newest; each takes half a KiB of memory."""
     reads_at_once: int = Field(16, ge=1, le=256)
     """Ranges that are read at one time."""
     read_bytes_under_way_max: ByteSize = Field(ByteSize(128 << 20), ge=1 << 20)

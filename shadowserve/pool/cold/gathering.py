@@ -6,6 +6,7 @@ more goes with other runs of its tenant, a run in one piece.
 """
 
 from collections import OrderedDict
+from itertools import takewhile
 from typing import Final, NamedTuple
 
 from shadowserve.pool.terms import Address
@@ -34,12 +35,31 @@ class _Run:
         self.is_full = False
 
 
+class _Waiting:
+    """A tenant's runs: those that are long enough, in their order, and the others by their last key, oldest first."""
+
+    __slots__ = ("count", "full", "open")
+
+    def __init__(self) -> None:
+        self.full: list[_Run] = []
+        self.open: OrderedDict[bytes, _Run] = OrderedDict()
+        self.count = 0
+
+    def pop(self) -> _Run:
+        """Take the run that is the first to go."""
+        return self.full.pop(0) if self.full else self.open.popitem(last=False)[1]
+
+    def ripe(self, now_s: float, gather_s: float) -> list[tuple[bytes, _Run]]:
+        """Return the runs that have waited for long enough; a clock that was set back ends the waiting."""
+        return list(takewhile(lambda each: not 0 <= now_s - each[1].last_s < gather_s, self.open.items()))
+
+
 class Gathering:
-    """Runs of records that wait. Not for several threads at once.
+    """Runs of records that wait; tenants have turns. Not for several threads at once.
 
     Attributes:
         waiting: records in all runs.
-        dropped: records that were left out because too many waited.
+        dropped: records that were left out because too many waited, of the tenant that has most.
     """
 
     def __init__(self, object_bytes: int, gather_s: float, records_max: int, backlog_max: int = BACKLOG_MAX) -> None:
@@ -48,8 +68,7 @@ class Gathering:
         self._gather_s = gather_s
         self._records_max = records_max
         self._backlog_max = backlog_max
-        self._open: OrderedDict[tuple[int, bytes], _Run] = OrderedDict()  # by tenant and last key; oldest first
-        self._full: list[_Run] = []
+        self._tenants: OrderedDict[int, _Waiting] = OrderedDict()  # whose turn it is comes first
         self._runs: dict[tuple[int, bytes], _Run] = {}  # of each record that waits, by tenant and key
         self.waiting = 0
         self.dropped = 0
@@ -59,84 +78,83 @@ class Gathering:
         tenant = address[0]
         if (tenant, key) in self._runs:
             return  # it waits already, and was evicted and stored again
-        run = self._open.pop((tenant, parent), None) or _Run(tenant)
+        own = self._tenants.setdefault(tenant, _Waiting())
+        run = own.open.pop(parent, None) or _Run(tenant)
         run.records.append((address, key))
         run.bytes += length
         run.last_s = now_s
         self._runs[tenant, key] = run
+        own.count += 1
         self.waiting += 1
         if run.bytes >= self._object_bytes or len(run.records) >= self._records_max:
             run.is_full = True
-            self._full.append(run)
+            own.full.append(run)
         else:
-            self._open[tenant, key] = run
-        while self.waiting > self._backlog_max:
-            self._drop(self._full.pop(0) if self._full else self._open.popitem(last=False)[1])
+            own.open[key] = run
+        self._bound()
 
-    def _drop(self, run: _Run) -> None:
-        self._leave(run)
-        self.dropped += len(run.records)
+    def _bound(self) -> None:
+        while self.waiting > self._backlog_max:
+            run = max(self._tenants.values(), key=lambda own: own.count).pop()
+            self._leave(run)
+            self.dropped += len(run.records)
 
     def _leave(self, run: _Run) -> None:
+        own = self._tenants[run.tenant]
+        own.count -= len(run.records)
         self.waiting -= len(run.records)
+        if not own.count:
+            del self._tenants[run.tenant]
         for address, key in run.records:
             self._runs.pop((address[0], key), None)
 
     def urge(self, tenant: int, key: bytes) -> bool:
-        """Have the run of a record be the next to be taken; return whether it waits."""
+        """Have the run of a record be the next of its tenant to be taken; return whether it waits."""
         run = self._runs.get((tenant, key))
         if run is None:
             return False
+        own = self._tenants[tenant]
         if run.is_full:
-            self._full.remove(run)
+            own.full.remove(run)
         else:
             run.is_full = True
-            del self._open[tenant, run.records[-1][1]]
-        self._full.insert(0, run)
+            del own.open[run.records[-1][1]]
+        own.full.insert(0, run)
         return True
 
     def take(self, now_s: float, *, hurry: bool = False) -> Batch | None:
         """Return what is to be written next; None while all wait for more. ``hurry``: nothing waits."""
-        if self._full:
-            taken = [self._full.pop(0)]
-        else:
-            ripe = [
-                (at, run)
-                for at, run in self._open.items()
-                if hurry or not 0 <= now_s - run.last_s < self._gather_s  # a clock that was set back ends the waiting
-            ]
-            if not ripe:
-                return None
-            taken, size, count = [], 0, 0
-            tenant = ripe[0][1].tenant
-            for at, run in ripe:
-                if run.tenant != tenant or (taken and size + run.bytes > self._object_bytes):
-                    continue
-                if taken and count + len(run.records) > self._records_max:
-                    continue
+        gather_s = 0.0 if hurry else self._gather_s
+        tenant = next((each for each, own in self._tenants.items() if own.full or own.ripe(now_s, gather_s)), None)
+        if tenant is None:
+            return None
+        self._tenants.move_to_end(tenant)
+        own = self._tenants[tenant]
+        ripe = [] if own.full else own.ripe(now_s, gather_s)
+        taken, size, count = ([own.full.pop(0)] if own.full else []), 0, 0
+        for at, run in ripe:
+            fits = size + run.bytes <= self._object_bytes and count + len(run.records) <= self._records_max
+            if fits or not taken:
                 taken.append(run)
                 size, count = size + run.bytes, count + len(run.records)
-                del self._open[at]
+                del own.open[at]
         for run in taken:
             self._leave(run)
-        records = [record for run in taken for record in run.records]
-        return Batch(taken[0].tenant, records)
+        return Batch(tenant, [record for run in taken for record in run.records])
 
     def put_back(self, batch: Batch) -> None:
         """Have a batch wait again, as it was: it could not be written."""
         run = _Run(batch.tenant)
         run.records, run.is_full = batch.records, True
         self._runs.update(((batch.tenant, key), run) for _, key in batch.records)
-        self._full.append(run)
+        own = self._tenants.setdefault(batch.tenant, _Waiting())
+        own.full.append(run)
+        own.count += len(run.records)
         self.waiting += len(run.records)
-        if self.waiting > self._backlog_max:
-            self._drop(self._full.pop(0))
+        self._bound()
 
     def forget(self, tenant: int | None) -> None:
         """Leave out everything of a tenant, or of all."""
-        self._full = [run for run in self._full if tenant is not None and run.tenant != tenant]
-        kept = [(at, run) for at, run in self._open.items() if tenant is not None and run.tenant != tenant]
-        self._open = OrderedDict(kept)
-        runs = [*self._full, *self._open.values()]
-        self._runs = {(run.tenant, key): run for run in runs for _, key in run.records}
-        self.waiting = sum(len(run.records) for run in runs)
+        for each in list(self._tenants) if tenant is None else [tenant] if tenant in self._tenants else []:
+            self.waiting -= self._tenants.pop(each).count
+        self._runs = {at: run for at, run in self._runs.items() if run.tenant in self._tenants}

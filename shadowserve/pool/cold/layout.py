@@ -21,8 +21,8 @@ from typing import Final, NamedTuple
 
 from shadowserve.errors import ShadowServeError
 
-__all__ = ["ENTRY_BYTES", "FOOTER_BYTES", "RECORDS_MAX", "ColdObjectError", "Contents", "Place", "finish", "name_of",
-           "parse_name", "parse_tail", "tail_bytes"]  # fmt: skip
+__all__ = ["ENTRY_BYTES", "FOOTER_BYTES", "RECORDS_MAX", "ColdObjectError", "Contents", "Place", "finish", "folder_of",
+           "name_of", "parse_name", "parse_tail", "tail_bytes"]  # fmt: skip
 
 _MAGIC: Final = b"SSCOLD01"
 _ENTRY: Final = struct.Struct("<32sQII")
@@ -67,10 +67,15 @@ class Contents(NamedTuple):
 
 def name_of(tenant: str, keys: Iterable[bytes]) -> str:
     """Return the name of the object that has a tenant's records of these keys, in this order."""
+    return f"{folder_of(tenant)}{_digest(tenant, keys)}.kv"
+
+
+def folder_of(tenant: str) -> str:
+    """Return what the names of all objects of a tenant begin with."""
     shown = "".join(
         character if re.match(r"[A-Za-z0-9_-]", character) else f"={ord(character):02X}" for character in tenant
     )
-    return f"t{shown}/{_digest(tenant, keys)}.kv"
+    return f"t{shown}/"
 
 
 def _digest(tenant: str, keys: Iterable[bytes]) -> str:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
+from shadowserve.errors import ShadowServeError
+
 __all__ = ["Outage"]
 
 _log = logging.getLogger(__name__)
@@ -22,6 +24,7 @@ class Outage:
 
     Attributes:
         failures: by reason; none ever decreases.
+        last_error: text of the last failure that says something of the bucket, while none has ended well since.
     """
 
     def __init__(self, operation: str, clock_s: Callable[[], float]) -> None:
@@ -33,11 +36,23 @@ class Outage:
         self._strikes = 0
         self._pause_s = _PAUSE_S
         self._until_s = 0.0
+        self._failing_since_s: float | None = None
+        self.last_error = ""
 
     @property
     def away(self) -> bool:
         """Whether the bucket is left alone now."""
         return self._clock_s() < self._until_s
+
+    @property
+    def failing_s(self) -> float:
+        """For how long operations have failed, three in a row at least; 0 where they do not."""
+        since_s = self._failing_since_s
+        return 0.0 if since_s is None or self._strikes < _STRIKES else max(self._clock_s() - since_s, 1e-3)
+
+    def refusal(self, operation: str) -> ShadowServeError:
+        """Return the error of an operation that is not tried, since the bucket is left alone."""
+        return ShadowServeError(f"cannot {operation}: the bucket is left alone for a moment: {self.last_error}")
 
     def failed(self, reason: str, error: object) -> None:
         """Count a failure; the third in a row has the bucket left alone, for twice as long each time."""
@@ -47,6 +62,9 @@ class Outage:
                 return
             self._strikes += 1
             now_s = self._clock_s()
+            self.last_error = " ".join(str(error).split())
+            if self._failing_since_s is None:
+                self._failing_since_s = now_s
             if self._strikes < _STRIKES or now_s < self._until_s:
                 return
             pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _PAUSE_MAX_S)
@@ -60,5 +78,6 @@ class Outage:
         with self._lock:
             was_away = self._strikes >= _STRIKES
             self._strikes, self._pause_s, self._until_s = 0, _PAUSE_S, 0.0
+            self._failing_since_s, self.last_error = None, ""
         if was_away:
             _log.info("s3_back operation=%s", self._operation)

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
@@ -11,6 +10,7 @@ from shadowserve.errors import RecordError
 from shadowserve.pool.cold.bucket import Bucket, BucketError
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
+from shadowserve.pool.cold.fair import FairQueue
 from shadowserve.pool.cold.layout import Contents, Place
 from shadowserve.pool.cold.outage import Outage
 from shadowserve.pool.cold.pace import Pace
@@ -24,6 +24,11 @@ _log = logging.getLogger(__name__)
 
 _RANGE_BYTES: Final = 8 << 20
 """Of neighbours that are read together: S3 carries ranges of 8 to 16 MiB best, several at a time."""
+
+_WAITING_MAX: Final = 16_384
+"""Records of one tenant that wait to be read: some 10 MB. Further reads of this tenant are misses."""
+_COST_BYTES: Final = 256 << 10
+"""What a request costs beside its bytes, in turns: S3 takes about as long to begin as to bring so many."""
 
 Done = Callable[[Lease | None], None]
 
@@ -49,9 +54,10 @@ class ColdItem(Item):
 class _Read:
     """One record under way, and who waits for it."""
 
-    __slots__ = ("address", "begun", "contents", "deadline_s", "key", "place", "waiting")
+    __slots__ = ("address", "begun", "client", "contents", "deadline_s", "key", "place", "waiting")
 
-    def __init__(self, item: ColdItem, deadline_s: float) -> None:
+    def __init__(self, item: ColdItem, client: int, deadline_s: float) -> None:
+        self.client = client
         self.address = item.address
         self.key = item.key
         self.contents = item.contents
@@ -69,12 +75,13 @@ class ColdReader:
         bytes: that they brought.
         records: that were sound.
         shared: requests for a record that was under way already.
+        crowded_out: reads that were a miss because others of their tenant were before them.
     """
 
     def __init__(
         self, config: S3Config, bucket: Bucket, catalog: Catalog, outage: Outage, clock_s: Callable[[], float]
     ) -> None:
-        self.requests = self.bytes = self.records = self.shared = 0
+        self.requests = self.bytes = self.records = self.shared = self.crowded_out = 0
         self._config = config
         self._bucket = bucket
         self._catalog = catalog
@@ -82,7 +89,8 @@ class ColdReader:
         self._clock_s = clock_s
         self._changed = threading.Condition()
         self._reads: dict[tuple[str, bytes], _Read] = {}
-        self._queue: OrderedDict[str, dict[int, _Read]] = OrderedDict()  # by object, then by offset
+        self._queue: FairQueue[_Read] = FairQueue()
+        self._by_object: dict[str, dict[int, _Read]] = {}  # the queue's reads, by offset
         self._bytes_under_way = self._bytes_wanted = 0  # in requests; and of records that are waited for
         self._pace = Pace()
         self._closed = False
@@ -110,14 +118,19 @@ class ColdReader:
     def read(self, item: ColdItem, start: int, end: int, done: Done) -> None:
         """As :meth:`Pool.read`; with the pool's lock held."""
         with self._changed:
+            at = item.contents.name, item.key
+            read = self._reads.get(at)
             refused = self._closed or self._outage.away
+            if not refused and read is None and self._queue.waiting(item.address[0]) >= _WAITING_MAX:
+                refused = True
+                self.crowded_out += 1
             if not refused:
-                at = item.contents.name, item.key
-                read = self._reads.get(at)
                 if read is None:
-                    read = self._reads[at] = _Read(item, self._clock_s() + self._config.timeout_s)
+                    client = self._pool.client
+                    read = self._reads[at] = _Read(item, client, self._clock_s() + self._config.timeout_s)
                     self._bytes_wanted += read.place.length
-                    self._queue.setdefault(item.contents.name, {})[read.place.offset] = read
+                    self._queue.push(item.address[0], client, read)
+                    self._by_object.setdefault(item.contents.name, {})[read.place.offset] = read
                     self._changed.notify()
                 else:
                     self.shared += 1
@@ -134,7 +147,9 @@ class ColdReader:
             for at, read in list(self._reads.items()):
                 if read.deadline_s > now_s and not (away and not read.begun):
                     continue
-                late += bool(read.waiting) and not away
+                if not away:  # a read that only waited for its turn says nothing of the bucket
+                    late += bool(read.waiting) and read.begun
+                    self.crowded_out += bool(read.waiting) and not read.begun
                 ended += [done for _, _, done in read.waiting]
                 read.waiting.clear()
                 if not read.begun:
@@ -151,10 +166,11 @@ class ColdReader:
             self._bytes_wanted -= read.place.length
 
     def _unqueue(self, read: _Read) -> None:
-        of_object = self._queue[read.contents.name]
+        self._queue.discard(read.address[0], read.client, read)
+        of_object = self._by_object[read.contents.name]
         del of_object[read.place.offset]
         if not of_object:
-            del self._queue[read.contents.name]
+            del self._by_object[read.contents.name]
 
     def close(self) -> None:
         """End: whoever waits gets nothing. The threads end when their requests do."""
@@ -162,7 +178,7 @@ class ColdReader:
             self._closed = True
             ended = [done for read in self._reads.values() for _, _, done in read.waiting]
             self._reads.clear()
-            self._queue.clear()
+            self._queue, self._by_object = FairQueue(), {}
             self._bytes_wanted = 0
             self._changed.notify_all()
         for done in ended:
@@ -202,11 +218,12 @@ class ColdReader:
         """Return neighbours to read together, when there is room for them; None at the end."""
         with self._changed:
             while not self._closed:
-                run = self._run_of_first()
+                run = self._next_run()
                 size = sum(read.place.length for read in run)
                 fits = self._bytes_under_way + size <= self._config.read_bytes_under_way_max
                 if run and (fits or not self._bytes_under_way):
                     self._bytes_under_way += size
+                    self._queue.charge(run[0].address[0], run[0].client, size + _COST_BYTES)
                     for read in run:
                         read.begun = True
                         self._unqueue(read)
@@ -216,24 +233,24 @@ class ColdReader:
                 self._changed.wait(1.0)
         return None
 
-    def _run_of_first(self) -> list[_Read]:
-        for of_object in self._queue.values():
-            run: list[_Read] = []
-            size = 0
-            for offset in sorted(of_object):
-                read = of_object[offset]
-                if run and (
-                    offset != run[-1].place.offset + run[-1].place.length or size + read.place.length > _RANGE_BYTES
-                ):
-                    break
-                run.append(read)
-                size += read.place.length
-            return run
-        return []
+    def _next_run(self) -> list[_Read]:
+        """Return the read whose turn it is, and its neighbours behind it in their object, of the same tenant."""
+        found = self._queue.peek()
+        if found is None:
+            return []
+        _, _, first = found
+        of_object = self._by_object[first.contents.name]
+        run, size = [first], first.place.length
+        while (read := of_object.get(run[-1].place.offset + run[-1].place.length)) is not None:
+            size += read.place.length
+            if size > _RANGE_BYTES:
+                break
+            run.append(read)
+        return run
 
     def _fail(self, run: list[_Read], error: BucketError) -> None:
         if error.reason in ("absent", "damaged"):
-            self._catalog.drop(run[0].contents.name)  # the next list says what is there
+            self._catalog.hide(run[0].contents)  # the next list says what is there
         self._outage.failed(error.reason, error)
         for read in run:
             for _, _, done in self._take(read):
@@ -264,7 +281,7 @@ class ColdReader:
                 raise RecordError(f"its head has {head.head_length} bytes, the entry says {read.place.head_bytes}")
         except RecordError as error:
             self._give_back(buffer)
-            self._catalog.drop(read.contents.name)
+            self._catalog.hide(read.contents)
             self._outage.failed("damaged", error)
             for _, _, done in self._take(read):
                 done(None)

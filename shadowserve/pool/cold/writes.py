@@ -51,7 +51,7 @@ class _Packing:
         self.tenant = batch.tenant
         self.addresses = {address for address, _ in batch.records}
         self.spoiled: list[Ticket] = []  # by whoever removes one of the records
-        self.name = ""  # of the object, from when it may be in the bucket
+        self.contents: Contents | None = None  # of the object, from when it may be in the bucket
 
 
 class ColdWriter:
@@ -187,6 +187,8 @@ class ColdWriter:
                 self._write(batch, packing)
             except BucketError as error:
                 self._outage.failed(error.reason, error)
+                if packing.contents is not None and not packing.spoiled:
+                    self._catalog.hide(packing.contents)  # it may have got there all the same
                 with self._changed:
                     self.gathering.put_back(batch)
             except Exception:  # a bug of ours must not leave the tier without this thread
@@ -199,7 +201,7 @@ class ColdWriter:
         if packed is None or packing.spoiled:
             return
         contents, body = packed
-        packing.name = contents.name
+        packing.contents = contents
         if self._bucket.create(contents.name, body):
             self.objects += 1
             self.bytes += len(body)
@@ -221,8 +223,9 @@ class ColdWriter:
         if not packing.spoiled:
             return
         failure: BucketError | None = None
-        name = packing.name
-        if name:
+        if packing.contents is not None:
+            name = packing.contents.name
+            self._catalog.hide(packing.contents)
             self._catalog.condemn(name)
             try:
                 self._bucket.delete(name)

@@ -1,20 +1,19 @@
 """A bucket on loopback: Ceph's object gateway, where it is installed, all in memory; or the tests' own server."""
 
 import contextlib
+import http
 import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.request
+import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
-import obstore
-from obstore.store import S3Store
-
 from shadowserve.errors import ShadowServeError
+from shadowserve.pool.cold.http import HttpClient
+from shadowserve.pool.cold.signing import Credentials, signed_headers
 from shadowserve_tools.processes import free_port, started
 
 __all__ = ["BUCKET", "CREDENTIALS", "MISSING", "bucket_server", "ceph_gateway"]
@@ -52,21 +51,22 @@ def ceph_gateway(bucket: str) -> Iterator[str]:
         except subprocess.CalledProcessError as error:
             raise ShadowServeError(f"Ceph's gateway does not start: {error.stderr or error.stdout}") from error
         endpoint = f"http://127.0.0.1:{port}"
-        store = S3Store(
-            bucket,
-            endpoint=endpoint,
-            access_key_id=CREDENTIALS["AWS_ACCESS_KEY_ID"],
-            secret_access_key=CREDENTIALS["AWS_SECRET_ACCESS_KEY"],
-            client_options={"allow_http": True},
-            virtual_hosted_style_request=False,
-        )
-        url = obstore.sign(store, "PUT", "", timedelta(minutes=1))
-        with urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=_ANSWER_S):
-            pass  # anything but 200 is raised
+        _create(endpoint, bucket)
         yield endpoint
     finally:
         subprocess.run([_SCRIPT, "stop", folder], check=True, timeout=_ANSWER_S)
         shutil.rmtree(folder.parent)
+
+
+def _create(endpoint: str, bucket: str) -> None:
+    credentials = Credentials(CREDENTIALS["AWS_ACCESS_KEY_ID"], CREDENTIALS["AWS_SECRET_ACCESS_KEY"])
+    client = HttpClient(endpoint)
+    headers = signed_headers("PUT", client.host, f"/{bucket}", "", credentials, "us-east-1")
+    deadline_s = time.monotonic() + _ANSWER_S
+    answer = client.request("PUT", f"/{bucket}", headers, deadline_s=deadline_s, bytes_max=1 << 16)
+    client.close()
+    if answer.status != http.HTTPStatus.OK:
+        raise ShadowServeError(f"Ceph's gateway does not make a bucket: {answer.status} {bytes(answer.body)!r}")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,219 @@
+"""Deletion of objects from the bucket: tenants have turns; a removal's ticket settles when its objects are gone."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from shadowserve.errors import ShadowServeError
+from shadowserve.pool.cold.bucket import Bucket, BucketError
+from shadowserve.pool.cold.catalog import Catalog
+from shadowserve.pool.cold.config import S3Config
+from shadowserve.pool.cold.fair import FairQueue
+from shadowserve.pool.cold.layout import parse_name
+from shadowserve.pool.cold.outage import Outage
+from shadowserve.pool.volume.changes import Ticket
+
+__all__ = ["Awaited", "Deletions"]
+
+_log = logging.getLogger(__name__)
+
+_AT_ONCE: Final = 4
+
+
+class _Job:
+    """Objects to delete, and the ticket for it; with ``clears``, also all objects that a list of the tenant shows."""
+
+    def __init__(self, names: Iterable[str], deadline_s: float, *, clears: bool = False) -> None:
+        self.names = list(names)
+        self.names.reverse()  # taken from the end
+        self.ticket = Ticket()
+        self.deadline_s = deadline_s
+        self.clears = clears
+
+
+class Deletions:
+    """Deletes objects. All methods but start() and join() may be called with locks held; none of these waits."""
+
+    def __init__(
+        self, config: S3Config, bucket: Bucket, catalog: Catalog, outage: Outage, clock_s: Callable[[], float]
+    ) -> None:
+        """``outage``: while it says that the bucket is away, a deletion fails at once."""
+        self._config = config
+        self._clock_s = clock_s
+        self._bucket = bucket
+        self._catalog = catalog
+        self._outage = outage
+        self._changed = threading.Condition()
+        self._queue: FairQueue[_Job] = FairQueue()
+        self._unread: dict[str, Ticket] = {}  # by tenant, while all of what is doomed and unread is being deleted
+        self._closed = False
+        self._waited_for: dict[_Job, None] = {}
+        self.threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Begin."""
+        for number in range(_AT_ONCE):
+            thread = threading.Thread(target=self._run, name=f"s3-delete-{number}", daemon=True)
+            thread.start()
+            self.threads.append(thread)
+
+    @property
+    def waiting(self) -> int:
+        """Removals that are not done yet."""
+        return len(self._waited_for)
+
+    def delete(self, tenant: str, names: Iterable[str]) -> Ticket:
+        """Delete objects of a tenant that are doomed; return a ticket for when they are gone.
+
+        It settles within ``timeout_s``: with an error if they are not gone by then; the deletion goes on.
+        """
+        return self._enqueue(tenant, _Job(names, self._clock_s() + self._config.timeout_s))
+
+    def delete_unread(self, tenant: str) -> Ticket:
+        """The same for all doomed objects of a tenant whose contents are not known."""
+        with self._changed:
+            ticket = self._unread.get(tenant)
+        if ticket is None or ticket.settled:
+            ticket = self.delete(tenant, () if self._outage.away else self._catalog.doomed_unread(tenant))
+            with self._changed:
+                self._unread[tenant] = ticket
+        return ticket
+
+    def clear(self, tenant: str | None, names: Iterable[str]) -> Ticket:
+        """Delete objects that are doomed, and all others of a tenant in the bucket; None for all tenants.
+
+        As delete(), within ``list_timeout_s``.
+        """
+        return self._enqueue(tenant, _Job(names, self._clock_s() + self._config.list_timeout_s, clears=True))
+
+    def _enqueue(self, tenant: str | None, job: _Job) -> Ticket:
+        error = self._outage.refusal("delete") if self._outage.away else None
+        if error is not None:
+            job.ticket.settle(error)  # no caller has it yet
+            return job.ticket
+        with self._changed:
+            self._queue.push(tenant, 0, job)
+            self._waited_for[job] = None
+            self._changed.notify()
+        return job.ticket
+
+    def step(self) -> None:
+        """Answer jobs whose deadline has come; called often, without a lock."""
+        now_s = self._clock_s()
+        with self._changed:
+            late = [job for job in self._waited_for if job.deadline_s <= now_s]
+        for job in late:
+            self._answer(job, ShadowServeError("cannot delete all of it in time; it goes on"))
+
+    def _answer(self, job: _Job, failure: ShadowServeError | None) -> None:
+        with self._changed:
+            if job not in self._waited_for:
+                return  # its deadline has come before
+            del self._waited_for[job]
+        job.ticket.settle(failure)
+
+    def close(self) -> None:
+        """End; objects that are not deleted yet stay, and their tickets are not settled any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # ---- The threads that delete
+
+    def _run(self) -> None:
+        while (taken := self._next()) is not None:
+            tenant, job, name = taken
+            failure: ShadowServeError | None = None
+            try:
+                if self._outage.away:
+                    failure = self._outage.refusal("delete")
+                elif job.clears:
+                    self._find_all(tenant, job)
+                elif name is not None:
+                    self.delete_one(name)
+            except BucketError as error:
+                # They are not found here, and are deleted with the next list; a restart before that finds them again.
+                failure = error
+                self._outage.failed(error.reason, error)
+            except Exception as error:  # a bug of ours must not leave the tier without this thread
+                _log.exception("s3_delete_failed")
+                failure = ShadowServeError(f"cannot delete: {error}")
+            self._go_on(tenant, job, failure)
+
+    def _next(self) -> tuple[str | None, _Job, str | None] | None:
+        with self._changed:
+            while not self._closed:
+                if (found := self._queue.peek()) is not None:
+                    tenant, client, job = found
+                    assert tenant is None or isinstance(tenant, str)
+                    self._queue.charge(tenant, client, 1.0)
+                    self._queue.discard(tenant, client, job)
+                    return tenant, job, job.names.pop() if job.names and not job.clears else None
+                self._changed.wait()
+        return None
+
+    def _find_all(self, tenant: str | None, job: _Job) -> None:
+        """Add all objects that a list of its tenant shows to a job."""
+        for listed in self._bucket.list(tenant):
+            if parse_name(listed.name) is not None:
+                self._catalog.condemn(listed.name)
+                job.names.append(listed.name)
+        job.clears = False
+
+    def delete_one(self, name: str) -> None:
+        """Delete an object, if it is still to be deleted.
+
+        Raises:
+            BucketError: it cannot be.
+        """
+        if not self._catalog.is_doomed(name):
+            return
+        self._bucket.delete(name)
+        self._outage.succeeded()
+        self._catalog.spare(name)
+
+    def _go_on(self, tenant: str | None, job: _Job, failure: ShadowServeError | None) -> None:
+        if failure is None and job.names:
+            with self._changed:
+                self._queue.push(tenant, 0, job)
+                self._changed.notify()
+            return
+        self._answer(job, failure)
+
+
+class Awaited:
+    """Removals of records that wait for the first list of the bucket, before which its contents are not known."""
+
+    def __init__(self, timeout_s: float, clock_s: Callable[[], float]) -> None:
+        self._timeout_s = timeout_s
+        self._clock_s = clock_s
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[float, str, bytes, Ticket]] = []
+
+    def add(self, tenant: str, key: bytes) -> Ticket:
+        """Return a ticket for the removal of a tenant's record."""
+        ticket = Ticket()
+        with self._lock:
+            self._waiting.append((self._clock_s() + self._timeout_s, tenant, key, ticket))
+        return ticket
+
+    def begin(self, remove: Callable[[str, bytes], Ticket | None]) -> None:
+        """Begin all of them: the bucket has been listed."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for _, tenant, key, ticket in waiting:
+            begun = remove(tenant, key)
+            if begun is None:
+                ticket.settle()
+            else:
+                begun.then(ticket.settle)
+
+    def expire(self, error: ShadowServeError, *, all_of_them: bool) -> None:
+        """End those that have waited for too long, or all of them, with an error."""
+        now_s = self._clock_s()
+        with self._lock:
+            late = [each for each in self._waiting if all_of_them or each[0] <= now_s]
+            self._waiting = [each for each in self._waiting if each not in late] if late else self._waiting
+        for *_, ticket in late:
+            ticket.settle(error)

@@ -1,0 +1,99 @@
+"""Queues in which tenants, and each tenant's clients, have turns of equal cost, however much one of them asks for."""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+__all__ = ["FairQueue"]
+
+T = TypeVar("T", bound=Hashable)
+
+
+class _Clock:
+    """Chooses the next name: the one with the least cost since it began to wait (start-time fair queueing)."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._had: dict[Hashable, float] = {}
+
+    def enter(self, name: Hashable) -> None:
+        """Let a name wait that did not; it gets no turns for the time when it did not wait."""
+        self._had[name] = max(self._had.get(name, 0.0), self._now)
+
+    def next(self, waiting: "OrderedDict[Hashable, _Lane] | OrderedDict[Hashable, OrderedDict[T, None]]") -> Hashable:
+        return min(waiting, key=self._had.__getitem__)
+
+    def charge(self, name: Hashable, cost: float) -> None:
+        self._now = max(self._now, self._had[name])
+        self._had[name] += cost
+
+    def leave(self, waiting: "OrderedDict[Hashable, _Lane] | OrderedDict[Hashable, OrderedDict[T, None]]") -> None:
+        """Forget names that do not wait any more, and have had no more than others."""
+        if len(self._had) > 2 * len(waiting) + 16:
+            self._had = {name: had for name, had in self._had.items() if name in waiting or had > self._now}
+
+
+class _Lane:
+    """A tenant's items, by clients."""
+
+    def __init__(self) -> None:
+        self.clock = _Clock()
+        self.clients: OrderedDict[Hashable, OrderedDict[Hashable, None]] = OrderedDict()
+        self.count = 0
+
+
+class FairQueue(Generic[T]):
+    """Items of tenants' clients. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._clock = _Clock()
+        self._lanes: OrderedDict[Hashable, _Lane] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._lanes)
+
+    def waiting(self, tenant: Hashable) -> int:
+        """Return how many items of a tenant wait."""
+        lane = self._lanes.get(tenant)
+        return 0 if lane is None else lane.count
+
+    def push(self, tenant: Hashable, client: Hashable, item: T) -> None:
+        """Have an item wait."""
+        lane = self._lanes.get(tenant)
+        if lane is None:
+            lane = self._lanes[tenant] = _Lane()
+            self._clock.enter(tenant)
+        items = lane.clients.get(client)
+        if items is None:
+            items = lane.clients[client] = OrderedDict()
+            lane.clock.enter(client)
+        lane.count += item not in items
+        items[item] = None
+
+    def peek(self) -> tuple[Hashable, Hashable, T] | None:
+        """Return the tenant and the client whose turn it is, and the item; None where no item waits."""
+        if not self._lanes:
+            return None
+        tenant = self._clock.next(self._lanes)
+        lane = self._lanes[tenant]
+        client = lane.clock.next(lane.clients)
+        item: T = next(iter(lane.clients[client]))  # type: ignore[assignment]
+        return tenant, client, item
+
+    def charge(self, tenant: Hashable, client: Hashable, cost: float) -> None:
+        """Count the cost of a turn, before its items are discarded."""
+        self._clock.charge(tenant, cost)
+        self._lanes[tenant].clock.charge(client, cost)
+
+    def discard(self, tenant: Hashable, client: Hashable, item: T) -> None:
+        """Have an item wait no more."""
+        lane = self._lanes[tenant]
+        items = lane.clients[client]
+        del items[item]
+        lane.count -= 1
+        if not items:
+            del lane.clients[client]
+            lane.clock.leave(lane.clients)
+        if not lane.clients:
+            del self._lanes[tenant]
+            self._clock.leave(self._lanes)

@@ -1,0 +1,318 @@
+"""An HTTP client that believes nothing of a server: each answer has a deadline, a size, and no redirect is followed."""
+
+import http.client
+import io
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from shadowserve.errors import ConfigurationError, ShadowServeError
+
+__all__ = ["Answer", "HttpClient", "OversizeError", "tls_context"]
+
+_CONNECT_S: Final = 2.0
+_ERROR_BYTES_MAX: Final = 16 << 10
+_IDLE_MAX: Final = 64
+_IDLE_S: Final = 20.0
+"""How long a connection is kept that nothing is asked through: servers close theirs after a minute or less."""
+
+
+class OversizeError(ShadowServeError):
+    """A body is larger than allowed, or does not have the length that it must have."""
+
+
+class Answer(NamedTuple):
+    """An answer, all of it. ``body``: of an error, its beginning."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytearray
+
+
+class _TimedReader(io.RawIOBase):
+    """Reads from a socket until a deadline, however slowly bytes come."""
+
+    def __init__(self, timed: "_TimedSocket") -> None:
+        self._timed = timed
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]
+        self._timed.set_timeout()
+        return self._timed.socket.recv_into(buffer)
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._timed.release()
+
+
+class _TimedSocket:
+    """A socket that http.client uses; all that it does ends at the deadline.
+
+    As a socket's own, close() closes it when what makefile() has made is closed, too.
+    """
+
+    def __init__(self, sock: socket.socket, deadline_s: float) -> None:
+        self.socket = sock
+        self.deadline_s = deadline_s
+        self._users = 1
+        self._is_closed = False
+
+    def set_timeout(self) -> None:
+        left_s = self.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        self.socket.settimeout(left_s)
+
+    def sendall(self, data: "bytes | bytearray | memoryview") -> None:
+        self.set_timeout()  # of all of it: a socket's timeout is for the whole call
+        self.socket.sendall(data)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        self._users += 1
+        return io.BufferedReader(_TimedReader(self))
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self.release()
+
+    def release(self) -> None:
+        self._users -= 1
+        if not self._users:
+            self.socket.close()
+
+
+class _Connection(http.client.HTTPConnection):
+    """One connection: to the server, or to it through a proxy."""
+
+    def __init__(self, address: tuple[str, int], tls: ssl.SSLContext | None, tunnel: tuple[str, int] | None) -> None:
+        super().__init__(*address)
+        self._address = address
+        self._tls = tls
+        self._through = tunnel
+        self.idle_since_s = 0.0
+
+    def open(self, deadline_s: float) -> None:
+        """Connect.
+
+        Raises:
+            OSError: it cannot; TimeoutError among these.
+        """
+        sock = socket.create_connection(self._address, min(_CONNECT_S, max(0.01, deadline_s - time.monotonic())))
+        timed = _TimedSocket(sock, deadline_s)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            name = self._address[0]
+            if self._through is not None:
+                name = self._through[0]
+                _open_tunnel(timed, *self._through)
+            if self._tls is not None:
+                timed.set_timeout()
+                timed.socket = self._tls.wrap_socket(sock, server_hostname=name)
+        except BaseException:
+            sock.close()
+            raise
+        self.sock = timed
+
+    @property
+    def timed(self) -> _TimedSocket:
+        assert isinstance(self.sock, _TimedSocket)
+        return self.sock
+
+
+def _open_tunnel(timed: _TimedSocket, host: str, port: int) -> None:
+    timed.sendall(f"CONNECT {host}:{port} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode("ascii"))
+    response = http.client.HTTPResponse(timed, method="CONNECT")  # type: ignore[arg-type]
+    response.begin()
+    if response.status != http.HTTPStatus.OK:
+        raise OSError(f"the proxy refuses: {response.status}")
+
+
+def tls_context(ca_file: Path | None) -> ssl.SSLContext:
+    """Return what checks servers' certificates.
+
+    Raises:
+        ConfigurationError: ``ca_file``, trusted beside the system's authorities, cannot be used.
+    """
+    context = ssl.create_default_context()
+    if ca_file is not None:
+        try:
+            context.load_verify_locations(cadata=ca_file.read_text(encoding="ascii"))
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise ConfigurationError(f"s3.ca_file: cannot read {ca_file}: {error}; name a PEM file") from error
+    return context
+
+
+class HttpClient:
+    """Connections to one server. request() may be called by any number of threads."""
+
+    def __init__(self, endpoint: str, tls: ssl.SSLContext | None = None) -> None:
+        """Make a client of the server of a URL; nothing is connected to yet.
+
+        Raises:
+            ConfigurationError: the URL cannot be used.
+        """
+        try:
+            url = urlsplit(endpoint)
+            is_tls, host, port = url.scheme == "https", url.hostname or "", url.port
+            if not host or url.scheme not in ("http", "https"):
+                raise ValueError("it has no host")
+        except ValueError as error:
+            raise ConfigurationError(f"s3.endpoint: {endpoint!r}: {error}; write https://HOST:PORT") from None
+        self.host = f"[{host}]" if ":" in host else host
+        if port is not None and port != (443 if is_tls else 80):
+            self.host += f":{port}"
+        address = host, port or (443 if is_tls else 80)
+        self._tls = (tls or tls_context(None)) if is_tls else None
+        self._address, self._tunnel, self._absolute = address, None, ""
+        proxy = urlsplit(getproxies().get(url.scheme, ""))
+        if proxy.hostname and not proxy_bypass(host):
+            self._address = proxy.hostname, proxy.port or 80
+            self._tunnel = address if is_tls else None
+            self._absolute = "" if is_tls else f"http://{self.host}"
+        self._idle: deque[_Connection] = deque()
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def request(
+        self,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        body: "bytes | bytearray" = b"",
+        *,
+        deadline_s: float,
+        bytes_max: int,
+        length: int | None = None,
+    ) -> Answer:
+        """Return the answer to a request.
+
+        Args:
+            method: of HTTP.
+            target: path and query, encoded.
+            headers: beside ``Host`` and ``Content-Length``.
+            body: to send.
+            deadline_s: monotonic time at which it ends, whatever the server does.
+            bytes_max: most bytes of a body that is no error's.
+            length: that such a body must have; None for any.
+
+        Raises:
+            OSError: the server cannot be reached, or ends the connection; TimeoutError among these.
+            http.client.HTTPException: the answer is not HTTP.
+            OversizeError: a body is larger than ``bytes_max``, or not of ``length`` bytes.
+        """
+        connection = self._take()
+        reused = connection is not None
+        while True:
+            if connection is None:
+                connection = _Connection(self._address, self._tls, self._tunnel)
+                connection.open(deadline_s)
+            try:
+                connection.timed.deadline_s = deadline_s
+                answer, is_whole = self._exchange(connection, method, target, headers, body, bytes_max, length)
+            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+                connection.close()
+                if not reused:
+                    raise
+                connection, reused = None, False  # the server had closed it while nothing was asked
+                continue
+            except BaseException:
+                connection.close()
+                raise
+            self._give_back(connection, is_whole)
+            return answer
+
+    def _exchange(
+        self,
+        connection: _Connection,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        body: "bytes | bytearray",
+        bytes_max: int,
+        length: int | None,
+    ) -> tuple[Answer, bool]:
+        """Return an answer, and whether the connection can be used again."""
+        connection.putrequest(method, self._absolute + target, skip_host=True, skip_accept_encoding=True)
+        connection.putheader("Host", self.host)
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        if body or method in ("PUT", "POST"):
+            connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders()
+        if body:
+            connection.timed.sendall(body)
+        response = connection.getresponse()
+        try:
+            if response.status >= http.HTTPStatus.MULTIPLE_CHOICES:
+                data = _body(response, _ERROR_BYTES_MAX, None, cuts=True)
+            else:
+                data = _body(response, bytes_max, length)
+            is_whole = response.isclosed() and not response.will_close
+        finally:
+            response.close()
+        return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, data), is_whole
+
+    def _take(self) -> _Connection | None:
+        with self._lock:
+            while self._idle:
+                connection = self._idle.pop()
+                if time.monotonic() - connection.idle_since_s < _IDLE_S:
+                    return connection
+                connection.close()
+        return None
+
+    def _give_back(self, connection: _Connection, is_whole: bool) -> None:
+        if not is_whole or connection.sock is None:
+            connection.close()
+            return
+        connection.idle_since_s = time.monotonic()
+        with self._lock:
+            if len(self._idle) < _IDLE_MAX and not self._is_closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def close(self) -> None:
+        """Close the connections that nothing is asked through, and each of the others with its answer."""
+        with self._lock:
+            self._is_closed = True
+            while self._idle:
+                self._idle.pop().close()
+
+
+def _body(response: http.client.HTTPResponse, bytes_max: int, length: int | None, *, cuts: bool = False) -> bytearray:
+    """Return a body; ``cuts``: its beginning where there is more than ``bytes_max``."""
+    said = response.length  # None where it comes in chunks, or to the end of the connection
+    if said is not None and not cuts and (said > bytes_max or (length is not None and said != length)):
+        raise OversizeError(f"a body of {said} bytes, and {length if length is not None else bytes_max} were asked for")
+    size = min(bytes_max, said) if said is not None else bytes_max if length is None else length
+    data = bytearray(size if said is not None or length is not None else 0)
+    got = 0
+    if data:
+        view = memoryview(data)
+        while got < size and (more := response.readinto(view[got:])):
+            got += more
+        view.release()
+        del data[got:]
+    else:
+        while got < size and (piece := response.read(min(64 << 10, size - got))):
+            data += piece
+            got += len(piece)
+    if said is not None and got < min(size, said):
+        raise http.client.IncompleteRead(b"", size - got)
+    if said is None and got == size and not cuts and response.read(1):
+        raise OversizeError(f"a body of more than {size} bytes")
+    if length is not None and got != length:
+        raise OversizeError(f"a body of {got} bytes, and {length} were asked for")
+    return data

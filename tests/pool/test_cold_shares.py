@@ -1,0 +1,255 @@
+"""Tenants over one bucket: shares of its bytes and of the records that a node knows, and turns of reads and writes."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from cold_support import CREDENTIALS, MIB, Chain, Node, Opens, nodes
+from faulty_s3 import Answer, Asked, FaultyS3, faulty_s3
+from machine import wait_for
+
+from shadowserve.pool.cold.bucket import Listed
+from shadowserve.pool.cold.catalog import Catalog
+from shadowserve.pool.cold.fair import FairQueue
+from shadowserve.pool.cold.gathering import Gathering
+from shadowserve.pool.cold.layout import Contents, Place, name_of
+from shadowserve.pool.cold.shares import Shares, most_beyond
+
+MINE = Chain("mine", 12)
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with faulty_s3() as server:
+        yield server
+
+
+@pytest.fixture
+def open_node(bucket: FaultyS3) -> Iterator[Opens]:
+    with nodes(bucket) as opens:
+        yield opens
+
+
+def tenant(node: Node, name: str) -> int:
+    return node.call(node.store.tenant, name)
+
+
+def object_of(tenant: str, label: str, records: int = 1) -> Contents:
+    keys = [f"{label} {number}".encode().ljust(32) for number in range(records)]
+    places = {key: Place(100 * number, 100, 10) for number, key in enumerate(keys)}
+    return Contents(name_of(tenant, keys), tenant, 100 * records + 200, places)
+
+
+# ---- What a share is
+
+
+@pytest.mark.parametrize(
+    ("quotas", "present", "shares"),
+    [
+        ({}, "a", {"a": 60}),
+        ({}, "abc", {"a": 20, "b": 20, "c": 20}),
+        ({"b": 8}, "ab", {"a": 52, "b": 8}),
+        ({"b": 8}, "b", {"b": 8}),
+        ({"b": 8, "x": 50}, "abc", {"a": 26, "b": 8, "c": 26}),
+        ({"a": 300, "b": 100}, "ab", {"a": 45, "b": 15}),
+        ({"a": 300, "b": 100}, "abc", {"a": 30, "b": 10, "c": 20}),
+        ({"a": 0}, "a", {"a": 0}),
+        ({}, "", {}),
+    ],
+)
+def test_a_share_is_a_quota_or_an_equal_part_of_the_rest(
+    quotas: dict[str, int], present: str, shares: dict[str, float]
+) -> None:
+    divided = Shares(60)
+    for name, quota in quotas.items():
+        divided.set_quota(name, quota)
+    assert divided.among(list(present)) == shares
+    for name in quotas:
+        divided.set_quota(name, None)
+    assert divided.among(list(present)) == {name: 60 / len(present) for name in present}
+
+
+def test_the_tenant_furthest_beyond_its_share_is_the_same_on_each_node() -> None:
+    assert most_beyond({"a": 10, "b": 3}, {"a": 20, "b": 2}) == "b"
+    assert most_beyond({"a": 10, "b": 10}, {"a": 20, "b": 20}) == most_beyond({"b": 10, "a": 10}, {"b": 20, "a": 20})
+    assert most_beyond({"a": 1, "b": 100}, {"a": 0, "b": 1}) == "a"
+
+
+# ---- The bucket
+
+
+@pytest.mark.parametrize("quotas", [{}, {"greedy": (8 * MIB, None)}], ids=["equal parts", "a quota"])
+def test_a_sweep_takes_from_the_tenant_that_is_beyond_its_share(
+    bucket: FaultyS3, open_node: Opens, quotas: dict[str, tuple[int, None]]
+) -> None:
+    """Symptom: 100 MiB of another tenant, whose quota is 8 MiB, left a tenant 0 of 12 records."""
+    settings = {"memory_budget_bytes": 256 * MIB, "bytes_max": 64 * MIB, "quotas": quotas}
+    node = open_node(**settings)
+    second = open_node(**settings)
+    node.store_chain(MINE, tenant(node, "modest"))
+    node.await_written(1)
+    greedy = tenant(node, "greedy")
+    for number in range(12):
+        node.store_chain(Chain(f"greedy {number}", 8, MIB), greedy)
+        node.await_written(number + 2)
+    wait_for(lambda: sum(map(len, list(bucket.objects.values()))) <= 64 * MIB)
+    node.await_listed()
+    second.await_listed()
+    assert sum(name.startswith("shadowserve/tmodest/") for name in bucket.objects) == 1
+    assert any(name.startswith("shadowserve/tgreedy/") for name in bucket.objects), (
+        "it has the room that no other tenant needs"
+    )
+    other = open_node(**settings)
+    wait_for(lambda: other.cold().objects == len(bucket.objects))
+    assert other.read_chain(MINE, tenant(other, "modest")) == MINE.values
+
+
+def test_after_a_restart_each_tenant_is_known_as_far_as_its_share(bucket: FaultyS3, open_node: Opens) -> None:
+    """Symptom: with chunks_max less than what another tenant had stored since, a tenant had 0 of 12 records."""
+    node = open_node()
+    node.store_chain(MINE, tenant(node, "modest"))
+    node.await_written(1)
+    for number in range(10):
+        node.store_chain(Chain(f"greedy {number}", 12), tenant(node, "greedy"))
+        node.await_written(number + 2)
+    again = open_node(chunks_max=36)
+    again.await_known(36)
+    assert again.read_chain(MINE, tenant(again, "modest")) == MINE.values
+    newest = Chain("greedy 9", 12)
+    assert again.read_chain(newest, tenant(again, "greedy")) == newest.values
+    assert again.cold().left_out_objects == 8
+    again.await_listed()
+    asked = bucket.count("get")
+    again.await_listed()
+    assert bucket.count("get") == asked, "the tail of an object without room is not read with each list"
+
+
+def test_a_full_catalog_makes_room_for_a_tenant_that_has_less_than_its_share() -> None:
+    catalog = Catalog(Shares(10))
+    for number in range(10):
+        assert catalog.add(object_of("greedy", str(number)), number)
+    assert not catalog.add(object_of("greedy", "older"), -1.0), "its own newer ones stay"
+    assert catalog.add(object_of("greedy", "newer"), 10.0)
+    assert catalog.find("greedy", b"0 0".ljust(32)) is None and catalog.find("greedy", b"1 0".ljust(32)) is not None
+    for number in range(5):
+        assert catalog.add(object_of("modest", str(number)), -10.0 - number)
+    assert not catalog.add(object_of("modest", "more"), -20.0), "no more than its share"
+    assert catalog.chunks == 10 and catalog.left_out == 8
+    assert catalog.begin_list() >= {object_of("modest", "more").name}
+
+
+def test_a_catalog_that_makes_room_counts_records_that_two_objects_have_once() -> None:
+    catalog = Catalog(Shares(4))
+    keys = [b"shared".ljust(32), *(str(number).encode().ljust(32) for number in range(3))]
+    one = Contents(name_of("a", keys[:2]), "a", 500, {key: Place(0, 100, 10) for key in keys[:2]})
+    two = Contents(name_of("a", keys[::2]), "a", 500, {key: Place(0, 100, 10) for key in keys[::2]})
+    assert catalog.add(one, 1.0) and catalog.add(two, 2.0)
+    assert (catalog.chunks, catalog.objects) == (3, 2)
+    assert catalog.add(object_of("b", "x", 2), 0.0)
+    assert catalog.chunks == 4 and catalog.find("a", keys[0]) == two and catalog.find("a", keys[1]) is None
+    listed = Listed(one.name, 500, 1.0)
+    assert not catalog.wants(listed)
+
+
+# ---- Turns
+
+
+def test_tenants_and_their_clients_have_turns_of_equal_cost() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(100):
+        queue.push("greedy", number % 2, f"greedy {number}")
+    taken: list[str] = []
+
+    def take() -> None:
+        found = queue.peek()
+        assert found is not None
+        owner, client, item = found
+        queue.charge(owner, client, 1.0 if item.startswith("modest") else 4.0)
+        queue.discard(owner, client, item)
+        taken.append(item)
+
+    for _ in range(10):
+        take()
+    for number in range(4):
+        queue.push("modest", 7, f"modest {number}")
+    queue.push("greedy", 9, "greedy's other client")
+    for _ in range(7):
+        take()
+    behind = taken[10:]
+    assert sum(item.startswith("modest") for item in behind) >= 4, "by cost, not by count"
+    assert "greedy's other client" in behind
+    assert queue.waiting("greedy") + queue.waiting("modest") == 105 - len(taken)
+    while queue:
+        take()
+    assert sorted(taken) == sorted(set(taken)) and len(taken) == 105 and queue.peek() is None
+
+
+def test_a_flood_of_cold_reads_costs_another_tenant_no_miss(bucket: FaultyS3, open_node: Opens) -> None:
+    """Symptom: a tenant's read waited behind all of another's, and was a miss after timeout_s."""
+    writer = open_node()
+    floods = [Chain(f"flood {number}", 12) for number in range(20)]
+    for number, chain in enumerate([*floods, MINE]):
+        writer.store_chain(chain, tenant(writer, "modest" if chain is MINE else "greedy"))
+        writer.await_written(number + 1)
+    node = open_node(index_ttl_s=3600.0, reads_at_once=1, timeout_s=60.0)
+    node.await_known(252)
+    modest, greedy = tenant(node, "modest"), tenant(node, "greedy")
+    first, gate = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def slow(asked: Asked) -> Answer | None:
+        if asked.operation != "get":
+            return None
+        order.append(asked.name.split("/")[1])
+        first.set()
+        return Answer(after=gate)
+
+    bucket.fault = slow
+    flooding = [node.open(key, tenant=greedy) for chain in floods for key in chain.keys]
+    assert first.wait(60)
+    mine = [node.open(key, tenant=modest) for key in MINE.keys]
+    gate.set()
+    assert [None if reading is None else reading.wait() for reading in mine] == MINE.values
+    for reading in [*flooding, *mine]:
+        if reading is not None:
+            reading.wait()
+            reading.release()
+    assert "tmodest" in order[:3], "at most what is under way, and one turn, comes before"
+
+
+def test_reads_that_wait_for_their_turn_alone_do_not_make_the_bucket_look_away(
+    bucket: FaultyS3, open_node: Opens
+) -> None:
+    """Symptom: a tenant whose reads were too many made all others be answered misses: the bucket counted as away."""
+    writer = open_node()
+    chains = [Chain(f"chain {number}", 4) for number in range(8)]
+    for number, chain in enumerate(chains):
+        writer.store_chain(chain)
+        writer.await_written(number + 1)
+    node = open_node(index_ttl_s=3600.0, reads_at_once=1, timeout_s=0.5)
+    node.await_known(32)
+    gate = threading.Event()
+    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
+    readings = [node.open(key) for chain in chains for key in chain.keys]
+    for reading in readings:
+        assert reading is not None and reading.wait() is None
+        reading.release()
+    gate.set()
+    wait_for(lambda: node.cold().crowded_out_reads > 0)
+    assert not node.cold().away and node.cold().failed_reads.get("timeout", 0) <= 2
+
+
+def test_a_full_backlog_drops_records_of_the_tenant_that_has_most() -> None:
+    """Symptom: a tenant's stores pushed another's records out of the backlog, and they never got into the bucket."""
+    gathering = Gathering(1000, 5.0, 100, backlog_max=10)
+    for number in range(4):
+        gathering.add((1, b"mine %d" % number), b"mine %d" % number, b"", 1000, 0.0)
+    for number in range(100):
+        gathering.add((2, b"%d" % number), b"%d" % number, b"", 1000, 0.0)
+    assert (gathering.waiting, gathering.dropped) == (10, 94)
+    turns = []
+    while (batch := gathering.take(0.0)) is not None:
+        turns.append(batch.tenant)
+    assert sorted(turns) == [1] * 4 + [2] * 6 and 1 in turns[:2] and 2 in turns[:2]

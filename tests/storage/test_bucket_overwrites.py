@@ -1,0 +1,169 @@
+"""Commands that replace or remove a record that a bucket has: none is acknowledged before the record is gone there."""
+
+import json
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cold_support import CREDENTIALS, Chain
+from faulty_s3 import BUCKET, Answer, Asked, FaultyS3, faulty_s3
+from machine import wait_for
+from storage_support import Child, Client
+
+from shadowserve.resp import ErrorReply
+from storage_kv.commands import TABLE
+
+NEW = b"new value"
+Words = Callable[[bytes], list[tuple[bytes | str | int, ...]]]
+
+REPLACING: dict[str, Words] = {
+    "set": lambda key: [("SET", key, NEW)],
+    "set px": lambda key: [("SET", key, NEW, "PX", 10**9)],
+    "set xx": lambda key: [("SET", key, NEW, "XX")],
+    "set get": lambda key: [("SET", key, NEW, "GET")],
+    "setex": lambda key: [("SETEX", key, 10**6, NEW)],
+    "psetex": lambda key: [("PSETEX", key, 10**9, NEW)],
+    "getset": lambda key: [("GETSET", key, NEW)],
+    "mset": lambda key: [("MSET", "another", "x", key, NEW)],
+    "set set": lambda key: [("SET", key, NEW), ("SET", key, NEW)],
+    "del setnx": lambda key: [("DEL", key), ("SETNX", key, NEW)],
+    "del msetnx": lambda key: [("DEL", key), ("MSETNX", key, NEW)],
+    "exec": lambda key: [("MULTI",), ("SET", key, NEW), ("EXEC",)],
+}
+REMOVING: dict[str, Words] = {
+    "del": lambda key: [("DEL", key)],
+    "unlink": lambda key: [("UNLINK", key)],
+    "getdel": lambda key: [("GETDEL", key)],
+    "flushdb": lambda key: [("FLUSHDB",)],
+    "flushall": lambda key: [("FLUSHALL",)],
+}
+EXPIRING: dict[str, Words] = {
+    "expire": lambda key: [("EXPIRE", key, 10**6)],
+    "pexpire": lambda key: [("PEXPIRE", key, 10**9)],
+    "expireat": lambda key: [("EXPIREAT", key, 4 * 10**9)],
+    "pexpireat": lambda key: [("PEXPIREAT", key, 4 * 10**12)],
+    "getex": lambda key: [("GETEX", key, "PX", 10**9)],
+    "expire persist": lambda key: [("EXPIRE", key, 10**6), ("PERSIST", key)],
+}
+ALL = {**REPLACING, **EXPIRING, **REMOVING}
+CHANGES_NO_VALUE = {"kv.announce", "kv.pin", "kv.unpin"}
+RECORDS = {what: Chain(f"record of {what}", 1) for what in ALL}
+
+
+@pytest.fixture
+def bucket() -> Iterator[FaultyS3]:
+    with faulty_s3() as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "device"])
+def start_node(
+    start: Callable[..., Child], bucket: FaultyS3, request: pytest.FixtureRequest, tmp_path: Path
+) -> Callable[[], tuple[Child, Client]]:
+    def start_one() -> tuple[Child, Client]:
+        s3 = {"bucket": BUCKET, "endpoint": bucket.endpoint, "gather_s": 0.0, "index_ttl_s": 3600.0, "timeout_s": 20.0}
+        flags = ["--memory-budget-bytes", "64 MiB", "--s3", json.dumps(s3)]
+        if request.param == "device":
+            device = {"path": str(tmp_path / "values.pool"), "size": 64 << 20, "bandwidth": 1 << 30}
+            flags += ["--devices", json.dumps([device])]
+        child = start(*flags, environment=CREDENTIALS)
+        return child, child.client()
+
+    return start_one
+
+
+def store(client: Client, bucket: FaultyS3, what: str) -> bytes:
+    """Store the record of a command, and wait until the bucket has it in an object of its own; return its key."""
+    key, value = RECORDS[what].keys[0], RECORDS[what].values[0]
+    before = len(bucket.objects)
+    assert client.call("SET", key, value) == b"OK"
+    wait_for(lambda: len(bucket.objects) > before and client.info("s3")["waiting_records"] == "0")
+    wait_for(lambda: int(client.info("s3")["records"]) > before)
+    return key
+
+
+def in_bucket(bucket: FaultyS3, what: str) -> bool:
+    return any(RECORDS[what].values[0] in body for body in list(bucket.objects.values()))
+
+
+def test_the_table_has_every_command_that_writes() -> None:
+    covered = {word for what in ALL for word in what.split()}
+    assert {command.name for command in TABLE if "write" in command.flags.split()} - CHANGES_NO_VALUE <= covered
+
+
+def test_no_command_is_acknowledged_before_the_bucket_has_let_go_of_what_it_replaces(
+    bucket: FaultyS3, start_node: Callable[[], tuple[Child, Client]]
+) -> None:
+    """Symptom: SET, GETSET, MSET, SET PX and EXEC were answered first, and a node that was killed served the old."""
+    child, client = start_node()
+    other = child.client()
+    for what, words in ALL.items():
+        key, gate = store(client, bucket, what), threading.Event()
+
+        def late(asked: Asked, gate: threading.Event = gate) -> Answer | None:
+            return Answer(after=gate) if asked.operation == "delete" else None
+
+        bucket.fault = late
+        asked = bucket.count("delete")
+        commands = words(key)
+        for command in commands:
+            client.send(*command)
+        if what == "exec":  # the header of its replies is sent at once
+            assert client.receive_raw(18) == b"+OK\r\n+QUEUED\r\n*1\r\n"
+        wait_for(lambda asked=asked: bucket.count("delete") > asked)
+        assert other.call("PING") == b"PONG", "no other client waits"
+        assert other.call("SET", "free", "value") == b"OK"
+        assert not select.select([client.socket], [], [], 0)[0], f"{what} was answered before the bucket was asked"
+        gate.set()
+        replies = [client.receive() for _ in (commands[:1] if what == "exec" else commands)]
+        assert not in_bucket(bucket, what), what
+        assert not any(isinstance(reply, ErrorReply) for reply in replies), (what, replies)
+    child.stop(signal.SIGKILL)
+    bucket.fault = lambda asked: None
+    _, client = start_node()
+    for what in [*REPLACING, *REMOVING]:
+        assert client.call("GET", RECORDS[what].keys[0]) != RECORDS[what].values[0], what
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_bucket_that_refuses_makes_an_error_of_each_such_command_again_and_again(
+    bucket: FaultyS3, start_node: Callable[[], tuple[Child, Client]], number: signal.Signals
+) -> None:
+    """Symptom: SET was answered OK while the bucket refused, and the second DEL of a key 0."""
+    child, client = start_node()
+    keys = {what: store(client, bucket, what) for what in ALL if what not in ("expire persist", "set xx")}
+    bucket.fault = lambda asked: Answer(403, "AccessDenied") if asked.operation == "delete" else None
+    for what, key in keys.items():
+        for turn in ("first", "second"):
+            if turn == "second" and what in ("getdel", "getex", *EXPIRING, "set xx", "del setnx", "del msetnx"):
+                continue  # what there is now is no record any more, or nothing: nothing is changed
+            replies = [client.call(*command) for command in ALL[what](key)]
+            last = replies[-1][0] if isinstance(replies[-1], list) else replies[-1]
+            assert isinstance(last, ErrorReply) and "IOERR" in str(last), (what, turn, replies)
+        assert in_bucket(bucket, what)
+    child.stop(number)
+    bucket.fault = lambda asked: None
+    _, client = start_node()
+    for what in ("set", "getset", "mset"):
+        assert client.call("GET", keys[what]) in (NEW, RECORDS[what].values[0])
+
+
+def test_a_removal_before_the_first_list_waits_for_it(
+    bucket: FaultyS3, start_node: Callable[[], tuple[Child, Client]]
+) -> None:
+    """Symptom: DEL of a node that did not know the bucket yet was answered 0, and the record was found afterwards."""
+    child, client = start_node()
+    key = store(client, bucket, "del")
+    child.stop(signal.SIGKILL)
+    bucket.fault = lambda asked: Answer(503, "SlowDown") if asked.operation == "list" else None
+    child, client = start_node()
+    wait_for(lambda: client.info("s3")["state"] == "away")
+    reply = client.call("DEL", key)
+    assert isinstance(reply, ErrorReply) and "not listed" in str(reply)
+    bucket.fault = lambda asked: None
+    wait_for(lambda: client.info("s3")["state"] == "ok")
+    assert client.call("DEL", key) == 1
+    assert not in_bucket(bucket, "del")

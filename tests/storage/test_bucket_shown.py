@@ -1,0 +1,114 @@
+"""What operators see of a bucket: in /readyz, the metrics, ``shadowserve stats``, INFO, the log and at the start."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from cold_support import CREDENTIALS, Chain
+from faulty_s3 import BUCKET, Answer, FaultyS3, faulty_s3
+from machine import wait_for
+from storage_support import Child
+
+from shadowserve_tools import main
+
+CHAIN = Chain("document", 4)
+ODD = ("a//b", "./x", "../x", "a\tb", "a\nb", "readme.txt")
+
+
+@pytest.fixture
+def bucket() -> Iterator[FaultyS3]:
+    with faulty_s3() as server:
+        yield server
+
+
+@pytest.fixture
+def start_node(start: Callable[..., Child], bucket: FaultyS3) -> Callable[..., Child]:
+    def start_one(**keys: Any) -> Child:
+        s3 = {"bucket": BUCKET, "endpoint": bucket.endpoint, "gather_s": 0.0, "index_ttl_s": 0.1, "timeout_s": 20.0}
+        return start("--metrics-port", "0", "--s3", json.dumps(s3 | keys), environment=CREDENTIALS)
+
+    return start_one
+
+
+def stats(child: Child, *flags: str) -> str:
+    done = CliRunner(env={"COLUMNS": "160"}).invoke(main, ["stats", "--port", str(child.port), *flags])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_bucket_is_shown_while_it_answers_while_it_does_not_and_afterwards(
+    bucket: FaultyS3, start_node: Callable[..., Child]
+) -> None:
+    """Symptom: the bucket was in neither."""
+    child = start_node()
+    client = child.client()
+    for key, value in zip(CHAIN.keys, CHAIN.values, strict=True):
+        client.call("SET", key, value)
+    wait_for(lambda: client.info("s3")["records"] == "4")
+    assert child.http("/readyz")[0] == 200
+    assert "ok bucket: reachable: 4 records in" in child.http("/readyz")[1]
+    assert "0 reads, 0 writes and 0 removals wait" in child.http("/readyz")[1]
+    assert child.samples()["shadowserve_storage_s3_up"] == 1
+    shown = json.loads(stats(child, "--json"))["bucket"]
+    assert (shown["up"], shown["state"], shown["records"], shown["last_error"]) == (1, "ok", 4, "")
+    assert shown["bytes"] > 0 and shown["objects"] >= 1 and shown["failed_reads"] == {}
+    assert "reachable" in stats(child) and "removals wait" in stats(child)
+
+    bucket.fault = lambda asked: Answer(503, "SlowDown [/]")
+    wait_for(lambda: child.samples()["shadowserve_storage_s3_up"] == 0)
+    assert child.samples()["shadowserve_storage_s3_failing_s"] > 0
+    status, text = child.http("/readyz")
+    assert status == 200, "the node serves its memory"
+    assert "bucket: away for" in text and "503 SlowDown" in text
+    shown = json.loads(stats(child, "--json"))["bucket"]
+    assert shown["up"] == 0 and shown["failing_s"] > 0 and "cannot list" in shown["last_error"]
+    assert "away for" in stats(child) and "last error of the bucket: cannot list" in stats(child)
+
+    bucket.fault = lambda asked: None
+    wait_for(lambda: child.samples()["shadowserve_storage_s3_up"] == 1)
+    assert "ok bucket: reachable" in child.http("/readyz")[1]
+
+
+def test_a_node_without_a_bucket_shows_none(start: Callable[..., Child]) -> None:
+    child = start("--metrics-port", "0")
+    assert "bucket" not in child.http("/readyz")[1]
+    assert json.loads(stats(child, "--json"))["bucket"] is None
+
+
+def test_a_bucket_that_was_never_listed_says_so(bucket: FaultyS3, start_node: Callable[..., Child]) -> None:
+    bucket.fault = lambda asked: Answer(403, "AccessDenied")
+    child = start_node()
+    wait_for(lambda: "bucket: away for" in child.http("/readyz")[1])
+    assert "403 AccessDenied" in child.http("/readyz")[1]
+    assert child.samples()["shadowserve_storage_s3_up"] == 0
+
+
+def test_without_credentials_the_node_does_not_start_and_says_what_to_set(
+    start: Callable[..., Child], bucket: FaultyS3, tmp_path: Path
+) -> None:
+    s3 = json.dumps({"bucket": BUCKET, "endpoint": bucket.endpoint})
+    with pytest.raises(AssertionError, match="no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+        start("--s3", s3, environment={"AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none")})
+
+
+def test_names_that_are_none_of_ours_are_left_alone_counted_and_logged_once(
+    bucket: FaultyS3, start_node: Callable[..., Child]
+) -> None:
+    """Symptom: with one such name the node found none of its records, and FLUSHALL was an error."""
+    child = start_node()
+    client = child.client()
+    for key, value in zip(CHAIN.keys, CHAIN.values, strict=True):
+        client.call("SET", key, value)
+    wait_for(lambda: client.info("s3")["records"] == "4")
+    bucket.objects |= {f"shadowserve/{name}": b"x" for name in ODD}
+    again = start_node()
+    reader = again.client()
+    wait_for(lambda: int(reader.info("s3")["lists"]) > 2)
+    assert reader.call("MGET", *CHAIN.keys) == CHAIN.values
+    assert again.samples()["shadowserve_storage_s3_foreign_objects"] == len(ODD)
+    assert sum("s3_foreign_objects" in line for line in again.log) == 1
+    assert reader.call("FLUSHALL") == b"OK"
+    assert set(bucket.objects) == {f"shadowserve/{name}" for name in ODD}
