@@ -261,7 +261,7 @@ class WorkerSide:
     # ------------------------------------------------------------------ each step
 
     def exchange(self, metadata: ShadowServeMetadata) -> None:
-        """Hand this step's loads to the manager and take those that have ended: all, where fetching is synchronous."""
+        """Hand this step's loads to the manager, wait for those of ``in_step``, and take those that have ended."""
         self._watch.follow(metadata.epoch)
         if not metadata.loads and not self._moving:
             return  # as in most steps
@@ -270,9 +270,8 @@ class WorkerSide:
         self.layerwise = {load.request_id for load in metadata.loads if load.layerwise}
         self._awaited = set()
         self._window_s = metadata.window_s
-        self._synchronous |= self.layerwise
-        if not self._config.asynchronous_fetch:
-            self._synchronous.update(load.request_id for load in metadata.loads)
+        in_step = {load.request_id for load in metadata.loads if load.in_step}
+        self._synchronous |= self.layerwise | in_step
         if not self._managers:
             self._results += [self._failed(load, "disabled") for load in metadata.loads]
             return
@@ -283,8 +282,8 @@ class WorkerSide:
             manager.rate, manager.held = metadata.rate, metadata.held
             try:
                 self._results += manager.exchange(map(self._job, loads), metadata.cancels, metadata.arrived)
-                if waited := self._synchronous - self.layerwise:
-                    manager.wait(waited)
+                if in_step:
+                    manager.wait(in_step)
                     self._results += manager.exchange()
             except ValueError as error:  # vLLM handed over a request twice; computing it is always right
                 self._results += [self._failed(load, "internal", str(error)) for load in loads]
