@@ -157,12 +157,29 @@ class HostConfig(Section):
             raise ValueError("scale_tokens is above chunk_tokens")
         return self
 
+    @model_validator(mode="after")
+    def _pages(self) -> Self:
+        if not self.pages:
+            return self
+        if self.quantizer == "binned":
+            raise ValueError(
+                "pages: true stores chunks as they are in paged memory, and quantizer: binned stores coarser values; "
+                "remove one of them"
+            )
+        if not self.data_plane_is_local:
+            raise ValueError(
+                f"pages: true needs a data plane on this machine, and data_plane is {self.data_plane}; name it by a "
+                "loopback address or unix:/path, or remove pages"
+            )
+        return self
+
     @classmethod
-    def from_engine(cls, extra: Mapping[str, Any]) -> Self:
+    def from_engine(cls, extra: Mapping[str, Any], place: str = "kv_connector_extra_config") -> Self:
         """Return the configuration, with what an engine's own configuration holds above environment and file.
 
         Args:
             extra: keys, plain or with the prefix ``shadowserve.``.
+            place: where they are, for messages.
 
         Raises:
             ConfigurationError: an unknown key (the message names the nearest), a key given in both spellings with
@@ -172,11 +189,9 @@ class HostConfig(Section):
         for spelled, value in extra.items():
             key = str(spelled).removeprefix(_DOTTED)
             if key in flags and flags[key] != value:
-                raise ConfigurationError(
-                    f"kv_connector_extra_config gives '{key}' twice, as {flags[key]!r} and as {value!r}; keep one"
-                )
+                raise ConfigurationError(f"{place} gives '{key}' twice, as {flags[key]!r} and as {value!r}; keep one")
             flags[key] = value
-        return cls.load(flags=flags)
+        return cls.load(flags=flags, flags_place=place)
 
     def client(self, rank: int) -> DataPlaneClient:
         """Return a client of the data plane that serves worker ``rank``.

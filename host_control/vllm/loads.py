@@ -1,6 +1,7 @@
 """Loads: what each takes of each KV cache group, and which way it goes.
 
-It goes beside other requests, within the step that computes on it, or by layers in that step. The scheduler's half decides, counts each load that goes a slower way than configured, and writes the way into the
+It goes beside other requests, within the step that computes on it, or by layers in that step. The scheduler's half
+decides, counts each load that goes a slower way than configured, and writes the way into the
 :class:`~host_control.vllm.metadata.LoadOperation`. The worker's half follows that and has no rule of its own.
 """
 
@@ -9,6 +10,7 @@ from importlib.metadata import entry_points
 from typing import Any, Final
 
 from host_control.config import HostConfig
+from host_control.lookup import LookupAnswer
 from host_control.vllm.groups import Group, Groups
 from host_control.vllm.metadata import GroupLoad
 from host_control.vllm.metrics import SlowerPaths
@@ -31,6 +33,9 @@ _DETAILS: Final = {
     " ranks or pipeline stages; they go chunk by chunk",
     "pending_chunks": "layer_order is configured, and a load waits for chunks that another engine is still storing; it "
     "goes chunk by chunk",
+    "no_publishing": "a request is to wait for chunks that another engine is storing, and storage publishes no chunks "
+    "(Redis, Valkey and clusters of them do not); it loads what is stored when it looks. Use a storage node of "
+    "ShadowServe, or a proxy that carries kv_transfer_params (docs/handover.md)",
 }
 """What each reason's log line says. docs/combinations.md has the same reasons."""
 
@@ -102,6 +107,11 @@ class LoadWays:
         if other_shards:
             return "shard_layout"
         return "" if alone else "other_requests"
+
+    def looked_up(self, answer: LookupAnswer) -> None:
+        """Count a lookup that could not wait for chunks that another engine is storing."""
+        if answer.unpublished:
+            self._slower.add("no_publishing", _DETAILS["no_publishing"])
 
     def begin(self, request: Any, why_not_by_layers: str) -> None:
         """Count a load that begins, where it goes a slower way than configured."""

@@ -242,7 +242,8 @@ class SchedulerSide:
             return 0
         tracked.not_by_layers = self._not_by_layers(tracked, answer.cut)
         may_go_layerwise = not tracked.not_by_layers
-        if may_go_layerwise and self._load_chunks(tracked, usable) > self.ways.layerwise_chunks:
+        chunks = self._chunks(local_tokens + usable) - local_tokens // self._chunk_tokens
+        if may_go_layerwise and chunks > self.ways.layerwise_chunks:
             tracked.not_by_layers = "beyond_fetch_buffer"
         tracked.layerwise = not tracked.not_by_layers
         # A prompt that another engine has computed for this one was not to be computed here.
@@ -258,9 +259,6 @@ class SchedulerSide:
             links = [*links[: tracked.tail_end // self._chunk_tokens], *self._lookup.tail(request.request_id)]
         tracked.offered, tracked.offered_epoch, tracked.offered_cut = links, self.epochs.current, answer.cut
         return usable
-
-    def _load_chunks(self, tracked: Tracked, usable: int) -> int:
-        return self._chunks(tracked.local_tokens + usable) - tracked.local_tokens // self._chunk_tokens
 
     def _not_by_layers(self, tracked: Tracked, cut: int = 0) -> str:
         """Return why a load of records of a shard layout may not go by layers, however long it is."""
@@ -367,6 +365,7 @@ class SchedulerSide:
             return
         tracked.counted = True
         self.counts.add("lookup_requests")
+        self.ways.looked_up(answer)
         self.counts.add("lookup_tokens", tracked.request.num_prompt_tokens // self._chunk_tokens * self._chunk_tokens)
         self.counts.add("hit_tokens", self._chunks(answer.tokens) * self._chunk_tokens)
         if answer.reason != "complete":

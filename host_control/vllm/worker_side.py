@@ -32,7 +32,7 @@ from host_control.vllm.metadata import (
     WorkerHandshake,
     WorkerReport,
 )
-from host_control.vllm.metrics import Counts, FailureLog
+from host_control.vllm.metrics import Counts, FailureLog, SlowerPaths
 from host_control.vllm.paging import PagePlacer, share_pages
 from host_control.vllm.parts import Part, Rank, find_parts
 from host_control.vllm.support import UncacheableError
@@ -119,12 +119,15 @@ class WorkerSide:
     # ------------------------------------------------------------------ start
 
     def register(self, caches: dict[str, Any]) -> None:
-        """Take the KV caches, make sure that their layout is understood, and connect."""
+        """Take the KV caches, make sure that their layout is understood, and connect.
+
+        Raises:
+            ConfigurationError: an ability is configured that these caches cannot have.
+        """
         if self.problem or self._groups is None:
             return
+        self._pages = share_pages(self._config, self._kv_cache_config, self._groups, caches, self._logger)
         try:
-            pages = share_pages(self._config, self._kv_cache_config, self._groups, caches, self._logger)
-            self._pages = pages
             parts = find_parts(
                 self._vllm_config,
                 self._kv_cache_config,
@@ -132,7 +135,7 @@ class WorkerSide:
                 caches,
                 self._config,
                 self._rank,
-                paged=pages is not None,
+                paged=self._pages is not None,
             )
             self._device = parts[0].layout.device
             self._delivery = choose(self._config, self._device)
@@ -212,7 +215,8 @@ class WorkerSide:
         assert self._client is not None
         timeout = self._config.connect_timeout
         self._page_delivery = PageDelivery(self._client, self._pages, self._shapes[0][0], timeout)
-        return PagePlacer(self._page_delivery, self._parts[0][0], lambda: self._watch)
+        slower = SlowerPaths(self.counts, self._logger) if self._rank.number == 0 else None
+        return PagePlacer(self._page_delivery, self._parts[0][0], lambda: self._watch, slower)
 
     def _destination(self, cut: int, configured: int, make: Callable[[int], Memory]) -> Destination:
         assert self._client is not None
@@ -227,10 +231,18 @@ class WorkerSide:
         return min(max(configured // chunk_bytes, 2), _BUFFER_CHUNKS_MAX)
 
     def _single_layers(self) -> dict[str, int]:
-        """Return the numbers of layers that can be loaded one by one: of one group of full attention, all alike."""
+        """Return the numbers of layers that can be loaded one by one.
+
+        Raises:
+            ConfigurationError: they are not alike.
+        """
         assert self._groups is not None
-        if not (self._config.layer_order and self._fetch and self._groups.one and len(self._parts[0]) == 1):
+        if not (self._config.layer_order and self._fetch):
             return {}
+        if len(self._parts[0]) > 1:
+            raise ConfigurationError(
+                "layer_order: true needs layers whose KV caches are alike; this engine has others; remove layer_order"
+            )
         names = self._kv_cache_config.kv_cache_groups[self._groups.groups[0].index].layer_names
         return {name: number for number, name in enumerate(names)}
 

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from machine import wait_for
 
+from shadowserve.errors import ConfigurationError
+
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
@@ -38,3 +40,27 @@ def test_asynchronous_fetch_false_with_two_groups_loads_beside_other_requests(
         assert counted["loaded_tokens"] and counted["slower_paths/several_groups"] == 1
     finally:
         engine.close()
+
+
+def test_pages_of_a_data_plane_without_devices_come_as_without_pages(
+    data_plane: Any, make_engine: Callable[..., Any], reference: Any, prompt: Any
+) -> None:
+    engine = make_engine(data_plane.address, extra={"pages": True})
+    try:
+        assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
+        engine.flush()
+        engine.forget()
+        assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
+        counted = engine.counters()
+        assert counted["loaded_tokens"] == 768 and counted["slower_paths/no_page_devices"] == 1
+        assert "FetchPages" not in data_plane.calls
+    finally:
+        engine.close()
+
+
+def test_an_engine_with_windows_refuses_layer_order(
+    data_plane: Any, make_engine: Callable[..., Any], family: Any
+) -> None:
+    """Symptom: vLLM made piecewise CUDA graphs, and no load ever went by layers."""
+    with pytest.raises(ConfigurationError, match="layer_order: true needs one KV cache group"):
+        make_engine(data_plane.address, model=family("gemma3"), extra={"layer_order": True})
