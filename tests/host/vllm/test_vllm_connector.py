@@ -102,6 +102,14 @@ def test_an_engine_with_several_groups_refuses_what_needs_one(
         make(role, "the plugin is off", **{asked: True})
 
 
+def test_vllm_makes_piecewise_graphs_only_where_layers_are_loaded_one_by_one() -> None:
+    from host_control.vllm.connector import ShadowServeConnector
+
+    asks = ShadowServeConnector.requires_piecewise_for_cudagraph
+    assert asks({"layer_order": True})
+    assert not asks({"layer_order": True, "fetch": False}) and not asks({})
+
+
 class Request(SimpleNamespace):
     """As much of vLLM's as the connector looks at."""
 

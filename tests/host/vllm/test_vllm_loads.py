@@ -1,6 +1,7 @@
 """Which way a load goes, of both halves of the connector: beside other requests, within its step, or by layers."""
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,3 +138,11 @@ def test_why_a_load_may_not_go_by_layers(
     ways = make_side(layer_order=True).ways
     request = Request("r", TOKENS)
     assert ways.not_by_layers(request, pending=pending, other_shards=other_shards, alone=alone) == reason
+
+
+def test_each_reason_has_a_row_in_the_document() -> None:
+    from host_control.vllm import loads, paging
+
+    document = (Path(__file__).resolve().parents[3] / "docs" / "combinations.md").read_text()
+    missing = [reason for reason in (*loads._DETAILS, *paging._OBSTACLES) if f"| `{reason}` |" not in document]
+    assert not missing
