@@ -87,7 +87,7 @@ class SchedulerSide:
         self._chunk_tokens = groups.chunk_tokens if groups is not None else config.chunk_tokens
         self._states = {group.index for group in self._groups if group.kind == "state"}
         # A load that waits for chunks may fall short of them, and then the engine has to go on without.
-        self._loads_wait = config.asynchronous_fetch and recomputes
+        self._loads_wait = recomputes and (config.asynchronous_fetch or (groups is not None and not groups.one))
         self._fetch = fetch
         self._store = store
         self._logger = logger

@@ -84,6 +84,8 @@ def connector_settings(extra: Mapping[str, Any], vllm_config: Any) -> HostConfig
         )
     within = {"layer_order: true": config.layer_order, "asynchronous_fetch: false": not config.asynchronous_fetch}
     loads = config.fetch and vllm_config.kv_transfer_config.is_kv_consumer
+    if config.layer_order and config.fetch and not loads:  # it would cost piecewise CUDA graphs, and bring nothing
+        raise ConfigurationError("layer_order: true needs an engine that loads, and this one has kv_role: kv_producer")
     named = " and ".join(name for name, asked in within.items() if asked)
     if loads and named and (problem := in_step_problem(vllm_config)) is not None:
         raise ConfigurationError(f"{named} cannot be used with this engine: {problem}; or remove {named}")

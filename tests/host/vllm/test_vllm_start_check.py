@@ -13,7 +13,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 def engine(name: str, extra: dict[str, Any], **changes: Any) -> Any:
     """Return vLLM's configuration of an engine on a CPU, with a connector."""
-    transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra, is_kv_consumer=True)
+    loads = changes.pop("loads", True)
+    transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra, is_kv_consumer=loads)
     given: dict[str, Any] = {
         "kv_transfer_config": transfer,
         "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
@@ -53,6 +54,7 @@ STAGES = {"parallel_config": SimpleNamespace(pipeline_parallel_size=2), "max_con
         ({"layer_order": True}, STAGES, ("layer_order: true", "pipeline stage")),
         ({"layer_order": True}, {"use_v2_model_runner": True}, ("layer_order: true", "VLLM_USE_V2_MODEL_RUNNER=0")),
         ({"asynchronous_fetch": False}, {"use_v2_model_runner": True}, ("asynchronous_fetch: false", "second model")),
+        ({"layer_order": True}, {"loads": False}, ("layer_order: true", "kv_role: kv_producer")),
         ({"pages": True}, {"device_config": SimpleNamespace(device_type="cuda")}, ("pages: true", "'cuda'")),
         ({"pages": True, "quantizer": "binned"}, {}, ("pages: true", "quantizer: binned")),
         ({"pages": True, "data_plane": "10.0.0.1:50151"}, {}, ("pages: true", "10.0.0.1:50151")),
@@ -72,6 +74,7 @@ def test_a_configuration_that_cannot_be_used_is_refused(
 def test_what_an_engine_can_do_is_accepted() -> None:
     assert accepts("ShadowServeConnector", {"layer_order": True, "pages": True, "shadowserve.fetch_timeout": 1.0})
     assert accepts("ShadowServeConnector", {"layer_order": True, "fetch": False}, max_concurrent_batches=2)
+    assert accepts("ShadowServeConnector", {"asynchronous_fetch": False}, loads=False, max_concurrent_batches=2)
     assert accepts("NixlConnector", {"whatever": 1})
     assert accepts("ShadowServeConnector", {}, kv_transfer_config=None)
 
