@@ -40,7 +40,7 @@ from host_control.vllm.metadata import ShadowServeMetadata, WorkerHandshake, Wor
 from host_control.vllm.metrics import ShadowServePromMetrics, ShadowServeStats
 from host_control.vllm.parts import Rank
 from host_control.vllm.scheduler_side import SchedulerSide
-from host_control.vllm.start_check import connector_settings
+from host_control.vllm.start_check import connector_settings, needs_one_group
 from host_control.vllm.support import UncacheableError, uncacheable
 from host_control.vllm.worker_side import WorkerSide
 from shadowserve.errors import ConfigurationError
@@ -60,7 +60,8 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         config = connector_settings(transfer.kv_connector_extra_config, vllm_config)
         groups, problem = _groups(vllm_config, kv_cache_config, config)
         fetch = config.fetch and transfer.is_kv_consumer
-        _check_groups(config, groups, fetch=fetch)
+        if groups is not None and not groups.one:
+            needs_one_group(config, ", ".join(group.kind for group in groups.groups), loads=fetch)
         store = config.store and transfer.is_kv_producer
         self._groups = groups
         self._scheduler: SchedulerSide | None = None
@@ -311,18 +312,6 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
-
-
-def _check_groups(config: HostConfig, groups: Groups | None, *, fetch: bool) -> None:
-    """Raise ConfigurationError for abilities that an engine with such groups does not have: vLLM made them just now."""
-    if groups is None or groups.one:
-        return
-    asked = {"layer_order: true": config.layer_order and fetch, "pages: true": config.pages}
-    if named := " and ".join(name for name, wanted in asked.items() if wanted):
-        raise ConfigurationError(
-            f"{named} needs one KV cache group of full attention without draft layers, and this engine has "
-            f"{', '.join(group.kind for group in groups.groups)}; remove {named}"
-        )
 
 
 def _groups(vllm_config: Any, kv_cache_config: Any, config: HostConfig) -> tuple[Groups | None, str]:

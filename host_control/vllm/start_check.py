@@ -7,6 +7,7 @@ has no entry point.
 """
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
@@ -17,7 +18,9 @@ from host_control.vllm.support import in_step_problem
 from shadowserve.errors import ConfigurationError
 from shadowserve.tls import read_authorities, read_key_pair
 
-__all__ = ["check", "check_at_start", "connector_settings", "tier_settings"]
+__all__ = ["check", "check_at_start", "connector_settings", "needs_one_group", "tier_settings"]
+
+_logger = logging.getLogger("vllm.shadowserve")
 
 _TIER_OPTIONS: Final = ("type", "module_path", "locality", "enable_kv_events", "trust_names", "backpressure")
 """Keys of an entry of ``secondary_tiers`` that are vLLM's or the tier's, and not of section ``host``."""
@@ -44,6 +47,8 @@ def check_at_start() -> None:
         except ConfigurationError as error:
             _print_without_traceback(error)
             raise
+        except Exception:  # of a configuration that is like none that we know; a connector's constructor checks again
+            _logger.exception("ShadowServe: this engine's configuration cannot be checked before its start")
 
     checked.checks_shadowserve = True  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = checked
@@ -89,7 +94,32 @@ def connector_settings(extra: Mapping[str, Any], vllm_config: Any) -> HostConfig
     named = " and ".join(name for name, asked in within.items() if asked)
     if loads and named and (problem := in_step_problem(vllm_config)) is not None:
         raise ConfigurationError(f"{named} cannot be used with this engine: {problem}; or remove {named}")
+    needs_one_group(config, _other_groups(vllm_config), loads=loads)
     return config
+
+
+def _other_groups(vllm_config: Any) -> str:
+    """Return what an engine keeps beside one KV cache group of full attention, as far as its model alone says."""
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    if speculative is not None and speculative.use_eagle_block_drop():
+        return "draft layers"
+    stateful = getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False)
+    return "recurrent state" if stateful else ""
+
+
+def needs_one_group(config: HostConfig, others: str, *, loads: bool) -> None:
+    """Check that no ability is configured that needs one KV cache group of full attention, where there are ``others``.
+
+    Raises:
+        ConfigurationError: one is.
+    """
+    asked = {"layer_order: true": config.layer_order and loads, "pages: true": config.pages}
+    named = " and ".join(name for name, wanted in asked.items() if wanted)
+    if others and named:
+        raise ConfigurationError(
+            f"{named} needs one KV cache group of full attention without draft layers, and this engine has {others}; "
+            f"remove {named}"
+        )
 
 
 def tier_settings(given: Mapping[str, Any]) -> HostConfig:

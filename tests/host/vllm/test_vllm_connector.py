@@ -54,6 +54,7 @@ def make(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, policy="fcfs"),
         lora_config=None,
         speculative_config=None,
+        model_config=SimpleNamespace(is_hybrid=False, is_attention_free=False),
         max_concurrent_batches=1,
         device_config=SimpleNamespace(device_type="cpu"),
     )

@@ -21,6 +21,8 @@ def engine(name: str, extra: dict[str, Any], **changes: Any) -> Any:
         "device_config": SimpleNamespace(device_type="cpu"),
         "max_concurrent_batches": 1,
         "use_v2_model_runner": False,
+        "speculative_config": None,
+        "model_config": SimpleNamespace(is_hybrid=False, is_attention_free=False),
     }
     return SimpleNamespace(**(given | changes))
 
@@ -41,6 +43,7 @@ def accepts(name: str, extra: dict[str, Any], **changes: Any) -> bool:
     return True
 
 
+DRAFTS = SimpleNamespace(use_eagle_block_drop=lambda: True)
 STAGES = {"parallel_config": SimpleNamespace(pipeline_parallel_size=2), "max_concurrent_batches": 2}
 
 
@@ -55,6 +58,8 @@ STAGES = {"parallel_config": SimpleNamespace(pipeline_parallel_size=2), "max_con
         ({"layer_order": True}, {"use_v2_model_runner": True}, ("layer_order: true", "VLLM_USE_V2_MODEL_RUNNER=0")),
         ({"asynchronous_fetch": False}, {"use_v2_model_runner": True}, ("asynchronous_fetch: false", "second model")),
         ({"layer_order": True}, {"loads": False}, ("layer_order: true", "kv_role: kv_producer")),
+        ({"layer_order": True}, {"model_config": SimpleNamespace(is_hybrid=True)}, ("one KV cache group", "recurrent")),
+        ({"pages": True}, {"speculative_config": DRAFTS}, ("pages: true needs one KV cache group", "draft layers")),
         ({"pages": True}, {"device_config": SimpleNamespace(device_type="cuda")}, ("pages: true", "'cuda'")),
         ({"pages": True, "quantizer": "binned"}, {}, ("pages: true", "quantizer: binned")),
         ({"pages": True, "data_plane": "10.0.0.1:50151"}, {}, ("pages: true", "10.0.0.1:50151")),
@@ -140,3 +145,31 @@ def test_every_key_of_the_host_is_used_by_a_tier_or_refused() -> None:
     unread = {key for key in HostConfig.model_fields if f"settings.{key}" not in read and f"config.{key}" not in read}
     unread -= {key for key in unread if f"self.{key}" in read}
     assert unread <= set(_TIER_UNUSED)
+
+
+def test_vllm_checks_each_configuration_that_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.config
+
+    from host_control.vllm import start_check
+
+    class Made:
+        def __post_init__(self) -> None:
+            self.complete = True
+
+    monkeypatch.setattr(vllm.config, "VllmConfig", Made)
+    seen = []
+    monkeypatch.setattr(start_check, "check", lambda config: seen.append(config.complete))
+    for _ in range(2):
+        start_check.check_at_start()
+    Made().__post_init__()
+    assert seen == [True], "once, behind vLLM's own"
+    monkeypatch.setattr(start_check, "check", lambda config: config.something_new)
+    Made().__post_init__()  # what cannot be read is left to the connector
+
+    def refuse(config: Any) -> None:
+        raise ConfigurationError("no")
+
+    monkeypatch.setattr(start_check, "check", refuse)
+    monkeypatch.setattr("sys.excepthook", print)
+    with pytest.raises(ConfigurationError):
+        Made().__post_init__()
