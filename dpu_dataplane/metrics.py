@@ -1,5 +1,6 @@
 """Counts of everything that an operator asks for, as a Prometheus registry and for the Statistics call."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from shadowserve.proto.dataplane_pb2 import Outcome
 __all__ = ["Metrics", "StageCount", "outcome_name", "resident_bytes"]
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+_logger = logging.getLogger(__name__)
 
 Gauges = dict[str, tuple[str, Callable[[], float]]]
 
@@ -44,6 +47,7 @@ class Metrics:
         integrity_failures: records found faulty, by outcome.
         tier_records: by what tiers did: had them in ``memory`` or on a ``device`` as they were fetched, ``kept`` them,
             ``dropped`` them for want of room, ``lost`` them since they were damaged or a device failed.
+        slower_paths: fetches that took a slower path than configured, by reason: docs/combinations.md.
         promotions: reads what hops have carried into the tiers' memory: bytes and seconds, by where they begin.
         promotion_wasted_bytes: of records that were promoted, and that nobody has fetched.
         stages: reads the pipeline's counters.
@@ -55,6 +59,7 @@ class Metrics:
     lookups: Counter[str] = field(default_factory=Counter)
     integrity_failures: Counter[str] = field(default_factory=Counter)
     tier_records: Counter[str] = field(default_factory=Counter)
+    slower_paths: Counter[str] = field(default_factory=Counter)
     lookup_keys: int = 0
     lookup_hits: int = 0
     rounds: int = 0
@@ -84,6 +89,17 @@ class Metrics:
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(f"shadowserve_{name}_seconds", text, buckets=_SECONDS, registry=self.registry)
+
+    def add_slower_path(self, reason: str, detail: str) -> None:
+        """Count a fetch that takes a slower path than configured, and log each reason once.
+
+        Args:
+            reason: label of the counter, from a fixed set.
+            detail: the path that was configured, the path that is taken, and what to do about it.
+        """
+        self.slower_paths[reason] += 1
+        if self.slower_paths[reason] == 1:
+            _logger.warning("a slower path than configured is taken (%s): %s", reason, detail)
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric family; called by the registry."""
@@ -117,6 +133,7 @@ class Metrics:
             ("lookups", "Lookup calls", "outcome", self.lookups),
             ("integrity_failures", "Records found faulty", "reason", self.integrity_failures),
             ("tier_records", "Records that tiers had as they were fetched, or kept", "what", self.tier_records),
+            ("slower_paths", "Fetches that took a slower path than configured", "reason", self.slower_paths),
         ):
             family = CounterMetricFamily(f"shadowserve_{name}", text, labels=[label])
             for value, count in list(counts.items()):

@@ -74,7 +74,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         placing: Placing | None,
     ) -> None:
         self._config = config
-        self._placing = placing
+        devices = config.tiers is not None and bool(config.tiers.devices) and "shared_memory" in destinations.kinds
+        self._placing = placing if devices else None
         self._tracer = tracer
         self._repeats = repeats
         self._catalog = catalog
@@ -264,6 +265,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             emulated=backend.emulated,
             device=backend.description,
             memory_kinds=self._destinations.kinds,
+            page_devices=self._placing is not None,
         )
 
     def _check_shape(self, layout: ChunkLayout, chunk_bytes: int) -> None:
@@ -482,7 +484,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             with self._destinations.claim(destination, request.offset, length, writing=False):
                 try:
                     to_store = (request.offset, keys, parents, request.lasts_ms)
-                    response = await self._storer.run(job, destination, *to_store, plain=request.plain)
+                    plain = request.plain and self._placing is not None  # raw bytes would only cost the link
+                    response = await self._storer.run(job, destination, *to_store, plain=plain)
                     self._check_reach(destination, response.outcome)
                     return response
                 except Exception as error:

@@ -47,17 +47,18 @@ class HostConfig(Section):
     """Look prompts up and fetch what is stored."""
     asynchronous_fetch: bool = True
     """Fetch while the engine goes on with other requests. False blocks the whole engine until a request's KV is in
-    place, where it has one step under way at a time; it is there to be measured (ShadowServe section 6.4, "No AF")."""
+    place; it is there to be measured (ShadowServe section 6.4, "No AF"). An engine with more than one step under way at
+    a time refuses it. docs/combinations.md says which requests are fetched beside others all the same."""
     layer_order: bool = False
     """Fetch layer by layer, and begin to compute as the first layer arrives, for requests that come while no other
-    runs, of engines with one group of full attention and one step under way at a time (no pipeline stages,
-    ``--no-async-scheduling``), and as many chunks as ``fetch_buffer_bytes`` holds; others are fetched chunk by chunk
-    beside what runs, as all are without it."""
+    runs. It needs one KV cache group of full attention and one step under way at a time: no pipeline stages,
+    ``--no-async-scheduling``, ``VLLM_USE_V2_MODEL_RUNNER=0``. Other engines refuse it. docs/combinations.md says which
+    requests are fetched chunk by chunk all the same."""
     pages: bool = False
     """Store chunks as this engine's pages are, not compressed, in the tiers of a data plane on this machine, and have
-    its devices bring them straight into paged memory, which becomes shared memory (docs/tiers.md). For engines on CPUs
-    with one group of layers that are alike; others are served as without it. At the start ``/dev/shm`` must have room
-    for twice the engine's paged memory. Engines that have this and engines that have not share nothing."""
+    its devices bring them straight into paged memory, which becomes shared memory (docs/tiers.md). It needs an engine
+    on a CPU with one KV cache group of layers that are alike; other engines refuse it. At the start ``/dev/shm`` must
+    have room for twice the engine's paged memory. Engines that have this and engines that have not share nothing."""
     fetch_or_compute: bool = False
     """Compute a prompt, or more of it, that is stored, where that is predicted to bring its first token sooner than
     fetching. Until both have been seen often enough, what is stored is fetched, as all of it is without this
@@ -157,12 +158,29 @@ class HostConfig(Section):
             raise ValueError("scale_tokens is above chunk_tokens")
         return self
 
+    @model_validator(mode="after")
+    def _pages(self) -> Self:
+        if not self.pages:
+            return self
+        if self.quantizer == "binned":
+            raise ValueError(
+                "pages: true stores chunks as they are in paged memory, and quantizer: binned stores coarser values; "
+                "remove one of them"
+            )
+        if not self.data_plane_is_local:
+            raise ValueError(
+                f"pages: true needs a data plane on this machine, and data_plane is {self.data_plane}; name it by a "
+                "loopback address or unix:/path, or remove pages"
+            )
+        return self
+
     @classmethod
-    def from_engine(cls, extra: Mapping[str, Any]) -> Self:
+    def from_engine(cls, extra: Mapping[str, Any], place: str = "kv_connector_extra_config") -> Self:
         """Return the configuration, with what an engine's own configuration holds above environment and file.
 
         Args:
             extra: keys, plain or with the prefix ``shadowserve.``.
+            place: where they are, for messages.
 
         Raises:
             ConfigurationError: an unknown key (the message names the nearest), a key given in both spellings with
@@ -172,11 +190,9 @@ class HostConfig(Section):
         for spelled, value in extra.items():
             key = str(spelled).removeprefix(_DOTTED)
             if key in flags and flags[key] != value:
-                raise ConfigurationError(
-                    f"kv_connector_extra_config gives '{key}' twice, as {flags[key]!r} and as {value!r}; keep one"
-                )
+                raise ConfigurationError(f"{place} gives '{key}' twice, as {flags[key]!r} and as {value!r}; keep one")
             flags[key] = value
-        return cls.load(flags=flags)
+        return cls.load(flags=flags, flags_place=place)
 
     def client(self, rank: int) -> DataPlaneClient:
         """Return a client of the data plane that serves worker ``rank``.

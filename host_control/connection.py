@@ -54,13 +54,19 @@ _CHANNEL_OPTIONS: Final = (
 
 
 class Peer(NamedTuple):
-    """What a data plane says of itself. ``emulated``: the device of its backend is an emulator."""
+    """What a data plane says of itself.
+
+    Attributes:
+        emulated: the device of its backend is an emulator.
+        page_devices: it has devices that bring chunks straight into paged memory.
+    """
 
     version: str
     backend: str
     emulated: bool
     device: str
     memory_kinds: tuple[str, ...]
+    page_devices: bool
 
 
 class Connection:
@@ -147,7 +153,14 @@ class Connection:
             if not wait or error.outcome != "unreachable" or time.monotonic() >= ends:
                 raise
             answer = self._hello(request, ends, wait=True)
-        peer = Peer(answer.version, answer.backend, answer.emulated, answer.device, tuple(answer.memory_kinds))
+        peer = Peer(
+            answer.version,
+            answer.backend,
+            answer.emulated,
+            answer.device,
+            tuple(answer.memory_kinds),
+            answer.page_devices,
+        )
         with self._lock:
             self._session, self._peer = answer.session, peer
         return peer

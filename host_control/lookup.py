@@ -55,6 +55,7 @@ class LookupAnswer:
         tail: whether the prompt's tail is there, too.
         chunk_bytes: mean bytes of a chunk's records, of all groups and ranks together; 0 where nobody can say.
         cold_seconds: in how many storage expects to have what it must fetch itself of them, where it was asked.
+        unpublished: chunks are missing that another engine may be storing, and storage does not know of such chunks.
 
     Where a load may begin before all of it is there, what is announced counts as there; :meth:`PrefixLookup.arrived`
     tells of it.
@@ -68,6 +69,7 @@ class LookupAnswer:
     tail: bool = False
     chunk_bytes: float = field(default=0.0, compare=False)
     cold_seconds: float = field(default=0.0, compare=False)
+    unpublished: bool = field(default=False, compare=False)
 
 
 class _Chain(NamedTuple):
@@ -371,6 +373,7 @@ class PrefixLookup:
         lookup.so_far = LookupAnswer(
             tokens, "complete", cut=best.cut, present=present, tail=tail, chunk_bytes=best.chunk_bytes,
             cold_seconds=best.cold_seconds,
+            unpublished=best.coming is None and lookup.handover.waits > 0 and hits < len(wanted),
         )  # fmt: skip
         if hits < len(wanted) and self._is_coming(lookup, hits, best.coming):
             if best.coming is None:  # nobody can say of which cut, either

@@ -194,6 +194,16 @@ class PageDelivery:
         self._not_before = 0.0
         self._segment: Segment | None = None  # that it stands for
 
+    @property
+    def obstacle(self) -> str:
+        """Why no chunk can be loaded into pages now: ``no_page_devices``, ``pages_refused`` or ``pages_private``."""
+        peer = self._client.peer
+        if self._pages.private:
+            return "pages_private"
+        if peer is not None and not peer.page_devices:
+            return "no_page_devices"
+        return "pages_refused" if time.monotonic() < self._not_before else ""
+
     def fetch(
         self,
         keys: Sequence[bytes],
@@ -241,6 +251,8 @@ class PageDelivery:
         if not self._client.breakers["register"].allow():
             return False
         self._client.connect(min(left, self._connect_timeout), self._shape)
+        if self.obstacle:
+            return False
         try:
             registered = self._client.register(self._shape, self._pages.message(), self._pages.paging())
         except DataPlaneError as error:

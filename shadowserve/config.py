@@ -66,6 +66,8 @@ class Section(BaseModel):
         file: str | os.PathLike[str] | None = None,
         flags: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
+        *,
+        flags_place: str = "command line",
     ) -> Self:
         """Return the configuration from all four places.
 
@@ -73,6 +75,7 @@ class Section(BaseModel):
             file: YAML file; by default the one that ``SHADOWSERVE_CONFIG_FILE`` names, if any.
             flags: keys given on the command line, or by an engine; ``None`` values do not count as given.
             environment: by default ``os.environ``.
+            flags_place: where ``flags`` were given, for messages.
 
         Raises:
             ConfigurationError: a file that cannot be read, an unknown key, a value that does not fit; the message
@@ -83,7 +86,7 @@ class Section(BaseModel):
         layers = [
             (f"file {path}", cls._from_file(Path(path)) if path else {}),
             ("environment", cls._from_environment(environment)),
-            ("command line", {key: value for key, value in (flags or {}).items() if value is not None}),
+            (flags_place, {key: value for key, value in (flags or {}).items() if value is not None}),
         ]
         values: dict[str, Any] = {}
         source: dict[str, str] = {}

@@ -220,6 +220,10 @@ class StorageConfig(PoolConfig, AccessConfig):
     def _check_together(self) -> Self:
         if self.request_bytes_max < self.bulk_bytes_max:
             raise ValueError("request_bytes_max is less than bulk_bytes_max; a request holds at least one bulk")
+        if self.engine == "memory" and self.devices:
+            raise ValueError(
+                "devices are given, and engine: memory uses none; use engine: pool (or auto), or remove devices"
+            )
         check_served(self.tls_cert, self.tls_key, self.tls_client_ca)
         if self.tls_users != "off" and not self.tls_client_ca:
             raise ValueError("tls_users is given without tls_client_ca: a certificate that nobody checks names nobody")
@@ -231,11 +235,6 @@ class StorageConfig(PoolConfig, AccessConfig):
         if self.engine == "auto":
             return "pool" if self.devices else "memory"
         return self.engine
-
-    @property
-    def pool(self) -> PoolConfig:
-        """What the pool is made of; one of memory alone has no devices, whatever is configured."""
-        return self.model_copy(update={"devices": []}) if self.kind == "memory" else self
 
     @property
     def clients_memory_bytes(self) -> int:

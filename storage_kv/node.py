@@ -380,7 +380,7 @@ class Node:
         return self.reconfiguration.config
 
     def _follow_pool(self, config: StorageConfig) -> None:
-        self.store.follow(config.pool)
+        self.store.follow(config)
 
     def _follow_tenants(self, config: StorageConfig) -> None:
         """Give tenants their new limits; those that are named no more have none."""

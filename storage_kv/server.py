@@ -103,7 +103,7 @@ class StorageServer:
         users = Users(config, BY_FULL_NAME)
         if store is None:
             below = None if config.s3 is None else _tier_below(config, config.s3)
-            store = (DevicePool if config.pool.devices else MemoryPool)(config.pool, below=below)
+            store = (DevicePool if config.devices else MemoryPool)(config, below=below)
         self.node = Node(Reconfiguration(config, load), users, store, wall_clock_ms, audit=audit)
         self.operations = Operations(self.node)
         self.node.reconfiguration.follow("connections_max", self._follow_connections_max)

@@ -11,9 +11,15 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make ``ShadowServeConnector`` known to vLLM; called in each of its processes, any number of times."""
+    """Make ``ShadowServeConnector`` known to vLLM, and have its configuration checked before weights are loaded.
+
+    vLLM calls it in each of its processes, any number of times.
+    """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    from host_control.vllm.start_check import check_at_start
+
+    check_at_start()
     try:
         KVConnectorFactory.register_connector(
             "ShadowServeConnector", "host_control.vllm.connector", "ShadowServeConnector"

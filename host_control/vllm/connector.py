@@ -9,7 +9,7 @@ In call order, in the scheduler: ``on_new_request``, ``get_num_new_matched_token
 Loads are asynchronous (a request waits for its KV outside the running batch), or, without ``asynchronous_fetch`` and
 with one KV cache group, complete before the step's forward pass begins. With ``layer_order`` and one such group, a load
 of a request that would compute alone goes on while it computes, and each layer is waited for as it is needed. Both are
-for engines with one step under way at a time.
+for engines with one step under way at a time; others refuse to start with them (:mod:`host_control.vllm.start_check`).
 
 What is stored is what vLLM's own prefix cache has, of every KV cache group (:mod:`host_control.vllm.groups`). Without
 ``SupportsHMA`` vLLM would give each model a single group, whose windows keep the whole context, or not start at all
@@ -35,12 +35,15 @@ from host_control.vllm.groups import Groups
 from host_control.vllm.identity.adapters import Adapters
 from host_control.vllm.identity.content import content_hashes
 from host_control.vllm.identity.requests import RequestInputs
+from host_control.vllm.loads import has_own_logits_processors
 from host_control.vllm.metadata import ShadowServeMetadata, WorkerHandshake, WorkerReport
 from host_control.vllm.metrics import ShadowServePromMetrics, ShadowServeStats
 from host_control.vllm.parts import Rank
 from host_control.vllm.scheduler_side import SchedulerSide
-from host_control.vllm.support import UncacheableError, in_step_problem, uncacheable
+from host_control.vllm.start_check import connector_settings, needs_one_group
+from host_control.vllm.support import UncacheableError, uncacheable
 from host_control.vllm.worker_side import WorkerSide
+from shadowserve.errors import ConfigurationError
 
 __all__ = ["ShadowServeConnector"]
 
@@ -54,9 +57,11 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        config = _carried_out(HostConfig.from_engine(transfer.kv_connector_extra_config), vllm_config, role)
+        config = connector_settings(transfer.kv_connector_extra_config, vllm_config)
         groups, problem = _groups(vllm_config, kv_cache_config, config)
         fetch = config.fetch and transfer.is_kv_consumer
+        if groups is not None and not groups.one:
+            needs_one_group(config, ", ".join(group.kind for group in groups.groups), loads=fetch)
         store = config.store and transfer.is_kv_producer
         self._groups = groups
         self._scheduler: SchedulerSide | None = None
@@ -75,6 +80,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 recomputes=transfer.kv_load_failure_policy == "recompute",
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 by_priority=vllm_config.scheduler_config.policy == "priority",
+                sampling_state=has_own_logits_processors(vllm_config),
             )
         else:
             self._worker = WorkerSide(
@@ -102,8 +108,12 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return whether layers are waited for, which a graph of the whole model would leave out."""
-        return HostConfig.from_engine(extra_config).layer_order
+        """Return whether layers are waited for, which a graph of the whole model would leave out.
+
+        Where layer order cannot happen, the start is refused, so no engine has such graphs in vain.
+        """
+        config = HostConfig.from_engine(extra_config)
+        return config.layer_order and config.fetch
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -196,6 +206,9 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         assert self._worker is not None
         try:
             self._worker.register(kv_caches)
+        except ConfigurationError:
+            self._worker.close()
+            raise
         except Exception as error:  # whatever it is, a cache must not stop a service
             _logger.exception("ShadowServe: the KV caches cannot be taken")
             self._worker.close()
@@ -299,18 +312,6 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
-
-
-def _carried_out(config: HostConfig, vllm_config: Any, role: KVConnectorRole) -> HostConfig:
-    """Return the configuration without loads within steps, where steps of this engine cannot be taken back."""
-    within = {"layer_order": config.layer_order, "asynchronous_fetch: false": not config.asynchronous_fetch}
-    problem = in_step_problem(vllm_config) if any(within.values()) else None
-    if problem is None:
-        return config
-    if role == KVConnectorRole.SCHEDULER:
-        named = " and ".join(name for name, asked in within.items() if asked)
-        _logger.warning("ShadowServe: without %s, prompts are fetched beside what runs: %s", named, problem)
-    return config.model_copy(update={"layer_order": False, "asynchronous_fetch": True})
 
 
 def _groups(vllm_config: Any, kv_cache_config: Any, config: HostConfig) -> tuple[Groups | None, str]:

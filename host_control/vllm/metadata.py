@@ -39,6 +39,7 @@ class LoadOperation:
         cut: whose records they are (:class:`host_control.vllm.parts.Part`).
         groups: what of each, by its index; none where the load is one that cannot be.
         layerwise: layer by layer, in the step that computes on it.
+        in_step: all of it before the step that computes on it begins.
         arrived: how many of its chunks are there, where others still store the rest.
     """
 
@@ -47,6 +48,7 @@ class LoadOperation:
     cut: int
     groups: dict[int, GroupLoad]
     layerwise: bool = False
+    in_step: bool = False
     arrived: Arrived | None = None
 
 

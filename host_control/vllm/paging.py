@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -14,23 +14,33 @@ from host_control.pages import PageDelivery, SharedPages
 from host_control.placing import Placed
 from host_control.vllm.groups import Groups
 from host_control.vllm.loaded_weights import WeightsWatch
+from host_control.vllm.metrics import SlowerPaths
 from host_control.vllm.parts import Part
 from shadowserve.errors import ConfigurationError
 
 __all__ = ["PagePlacer", "share_pages"]
 
+_OBSTACLES: Final = {
+    "no_page_devices": "pages: true is configured, and the data plane has no devices in tiers that could bring pages; "
+    "chunks are stored compressed and fetched as without pages. Give the data plane tiers.devices, or remove pages",
+    "pages_refused": "pages: true is configured, and the data plane refused this engine's paged memory; chunks are "
+    "fetched as without pages. Its log says why; often destination_bytes_max is too small",
+    "pages_private": "pages: true is configured, and /dev/shm had no room to replace paged memory after a call without "
+    "an answer; chunks are fetched as without pages until the engine starts again. Enlarge /dev/shm",
+}
+
 
 def share_pages(
     config: HostConfig, kv_cache_config: Any, groups: Groups, caches: dict[str, Any], logger: logging.Logger
 ) -> SharedPages | None:
-    """Make paged memory shared memory, for host.pages; ``None`` where that is not wanted, or cannot be: it is said."""
+    """Make paged memory shared memory, for host.pages; ``None`` where that is not wanted.
+
+    Raises:
+        ConfigurationError: it cannot be; nothing has changed.
+    """
     if not config.pages:
         return None
     try:
-        if not config.data_plane_is_local:
-            raise ConfigurationError(f"the data plane {config.data_plane} is not on this machine for certain")
-        if not groups.one:
-            raise ConfigurationError("it has several groups of KV caches")
         (group,) = groups.groups
         names = kv_cache_config.kv_cache_groups[group.index].layer_names
         tensors = [caches[name] for name in names if name in caches]
@@ -42,8 +52,7 @@ def share_pages(
         pages = SharedPages(tensors, group.record_blocks * (int(tensors[0].shape[0]) // kv_cache_config.num_blocks))
         logger.info("ShadowServe: paged memory is shared since %.0f ms", 1000 * (time.monotonic() - began))
     except ConfigurationError as error:
-        logger.warning("ShadowServe serves this engine without host.pages: %s", error)
-        return None
+        raise ConfigurationError(f"pages: true cannot be used with this engine: {error}; or remove pages") from None
     return pages
 
 
@@ -54,18 +63,24 @@ class PagePlacer:
         delivery: into the pages.
         part: of which they are.
         watch: of the engine's weights.
+        slower: counts the loads that could not go into pages; of one rank alone.
     """
 
-    def __init__(self, delivery: PageDelivery, part: Part, watch: Callable[[], WeightsWatch]) -> None:
+    def __init__(
+        self, delivery: PageDelivery, part: Part, watch: Callable[[], WeightsWatch], slower: SlowerPaths | None
+    ) -> None:
         self._delivery = delivery
         self._part = part
         self._watch = watch
+        self._slower = slower
 
     def _blocks(self, job: FetchJob) -> list[int]:
         return self._part.kernel_blocks(job.target.groups[self._part.group.index].blocks)
 
     def first(self, job: FetchJob) -> int:
         """Return the first chunk from which on all blocks are to be written: others may be shared by now."""
+        if self._slower is not None and (obstacle := self._delivery.obstacle):
+            self._slower.add(obstacle, _OBSTACLES[obstacle])
         kept = [index for index, block in enumerate(self._blocks(job)) if block == NOWHERE]
         return kept[-1] // self._part.record_blocks + 1 if kept else 0
 

@@ -21,15 +21,15 @@ from host_control.vllm.epochs import Epochs
 from host_control.vllm.groups import NULL_BLOCK, Groups
 from host_control.vllm.handover import handover_of, reply_of
 from host_control.vllm.identity.requests import RequestInputs
+from host_control.vllm.loads import LoadWays, group_loads
 from host_control.vllm.metadata import (
-    GroupLoad,
     LoadOperation,
     ShadowServeMetadata,
     StoreOperation,
     WorkerHandshake,
     WorkerReport,
 )
-from host_control.vllm.metrics import Counts, FailureLog
+from host_control.vllm.metrics import Counts, FailureLog, SlowerPaths
 from host_control.vllm.preemption import Held, Preemption, Saved
 from host_control.vllm.stores import Stores
 from host_control.vllm.support import request_problem
@@ -58,6 +58,7 @@ class SchedulerSide:
         recomputes: whether a load that falls short costs its computation, and not the request.
         step_tokens: that the engine computes in a step at most; by default any number.
         by_priority: whether waiting requests run by priority, and not as they came.
+        sampling_state: whether the engine runs logits processors that may keep state.
 
     Attributes:
         waiting: the engine's queue, of which data planes are told; None where nothing is fetched.
@@ -76,6 +77,7 @@ class SchedulerSide:
         recomputes: bool = True,
         step_tokens: int = 1 << 30,
         by_priority: bool = False,
+        sampling_state: bool = False,
     ) -> None:
         self._config = config
         self._by_priority = by_priority
@@ -84,10 +86,8 @@ class SchedulerSide:
         self._rules = groups
         self._chunk_tokens = groups.chunk_tokens if groups is not None else config.chunk_tokens
         self._states = {group.index for group in self._groups if group.kind == "state"}
-        # vLLM is told of a load's end at once only where it is told of single blocks that fell short.
-        self.asynchronous = config.asynchronous_fetch or groups is None or not groups.one
         # A load that waits for chunks may fall short of them, and then the engine has to go on without.
-        self._loads_wait = config.asynchronous_fetch and recomputes
+        self._loads_wait = recomputes and (config.asynchronous_fetch or (groups is not None and not groups.one))
         self._fetch = fetch
         self._store = store
         self._logger = logger
@@ -107,11 +107,11 @@ class SchedulerSide:
         # would every request that shares its blocks; if it falls short, it computes on garbage before vLLM hears of it.
         # Of each its table of blocks: they are in vLLM's own prefix cache already, whatever becomes of the request.
         self._unconfirmed: dict[str, tuple[Tracked, list[int]]] = {}
-        self._layerwise_chunks = 0
         self._layers = 0
         self._requests: dict[str, Any] = {}  # all that the engine has, also those that are served without the cache
         self._cancels: list[str] = []
         self.counts = Counts()
+        self.ways = LoadWays(config, groups, SlowerPaths(self.counts, logger), sampling_state=sampling_state)
         self.problem = problem
         self._timing = Timing(config, counts=self.counts)
         self._deciding: Deciding | None = None
@@ -135,7 +135,7 @@ class SchedulerSide:
             self._turn_off(str(error))
             return
         self._model, self._clients = workers.model, workers.clients
-        self._layerwise_chunks, self._layers = workers.layerwise_chunks, workers.layers
+        self.ways.layerwise_chunks, self._layers = workers.layerwise_chunks, workers.layers
         self._timing.begin(workers.model, workers.machine, workers.layers, self._logger)
         self._lookup = PrefixLookup(
             self._model,
@@ -240,8 +240,12 @@ class SchedulerSide:
         usable = self._usable(tracked, answer)
         if usable < worth:
             return 0
-        may_go_layerwise = answer.cut == 0 and self._may_go_layerwise(tracked)
-        tracked.layerwise = may_go_layerwise and self._load_chunks(tracked, usable) <= self._layerwise_chunks
+        tracked.not_by_layers = self._not_by_layers(tracked, answer.cut)
+        may_go_layerwise = not tracked.not_by_layers
+        chunks = self._chunks(local_tokens + usable) - local_tokens // self._chunk_tokens
+        if may_go_layerwise and chunks > self.ways.layerwise_chunks:
+            tracked.not_by_layers = "beyond_fetch_buffer"
+        tracked.layerwise = not tracked.not_by_layers
         # A prompt that another engine has computed for this one was not to be computed here.
         if self._deciding is not None and not tracked.handover.waits:
             usable = self._decided(self._deciding, tracked, answer, usable, may_go_layerwise)
@@ -256,16 +260,16 @@ class SchedulerSide:
         tracked.offered, tracked.offered_epoch, tracked.offered_cut = links, self.epochs.current, answer.cut
         return usable
 
-    def _load_chunks(self, tracked: Tracked, usable: int) -> int:
-        return self._chunks(tracked.local_tokens + usable) - tracked.local_tokens // self._chunk_tokens
-
-    def _may_go_layerwise(self, tracked: Tracked) -> bool:
-        """Return whether a load may be computed on before it ends: nothing else runs or loads, and would wait."""
-        return (
-            self._arrived(tracked) is None
-            and self._layerwise_chunks > 0
-            and not (self._loading or self._new_loads)
-            and not any(request.status == RequestStatus.RUNNING for request in self._requests.values())
+    def _not_by_layers(self, tracked: Tracked, cut: int = 0) -> str:
+        """Return why a load of records of a shard layout may not go by layers, however long it is."""
+        if not self.ways.layerwise_chunks:
+            return "off"
+        running = any(request.status == RequestStatus.RUNNING for request in self._requests.values())
+        return self.ways.not_by_layers(
+            tracked.request,
+            pending=self._arrived(tracked) is not None,
+            other_shards=cut != 0,
+            alone=not (running or self._loading or self._new_loads),
         )
 
     def _arrived(self, tracked: Tracked) -> Arrived | None:
@@ -313,7 +317,7 @@ class SchedulerSide:
             local_tokens=tracked.local_tokens,
             end_tokens=end,
             layers=self._layers if may_go_layerwise else 0,
-            layerwise_chunks=self._layerwise_chunks,
+            layerwise_chunks=self.ways.layerwise_chunks,
         )
 
     def _is_computed_anyway(self, tracked: Tracked) -> bool:
@@ -327,7 +331,7 @@ class SchedulerSide:
         tracked.foreseen = True
         tokens = tracked.request.num_tokens
         end = min(tokens // self._chunk_tokens * self._chunk_tokens, tokens - 1)
-        hit = self._hit(tracked, end, self._may_go_layerwise(tracked))
+        hit = self._hit(tracked, end, not self._not_by_layers(tracked))
         tracked.decision = self._deciding.foresee(hit, tracked.request.max_tokens, stores=self._store)
         return tracked.decision is not None
 
@@ -337,7 +341,7 @@ class SchedulerSide:
 
     def waits(self, request: Any) -> bool:
         """Return whether a request whose tokens were matched waits for its load outside the running batch."""
-        return self.asynchronous and not self._tracked[request.request_id].layerwise
+        return not (self._tracked[request.request_id].layerwise or self.ways.goes_in_step(request))
 
     def _usable(self, tracked: Tracked, answer: LookupAnswer) -> int:
         """Return how many tokens beyond the local prefix are to be loaded of those that can."""
@@ -361,6 +365,7 @@ class SchedulerSide:
             return
         tracked.counted = True
         self.counts.add("lookup_requests")
+        self.ways.looked_up(answer)
         self.counts.add("lookup_tokens", tracked.request.num_prompt_tokens // self._chunk_tokens * self._chunk_tokens)
         self.counts.add("hit_tokens", self._chunks(answer.tokens) * self._chunk_tokens)
         if answer.reason != "complete":
@@ -386,7 +391,6 @@ class SchedulerSide:
             return
         if request.num_preemptions:
             self.counts.add("restored_tokens", external_tokens)
-        assert tracked.offered is not None, "blocks for a load that was not offered"
         end_tokens = tracked.local_tokens + external_tokens
         operation = LoadOperation(
             request.request_id,
@@ -394,18 +398,14 @@ class SchedulerSide:
             tracked.offered_cut,
             {},
             layerwise=tracked.layerwise,
+            in_step=not (tracked.layerwise or self.waits(request)),
             arrived=self._arrived(tracked),
         )
+        self.ways.begin(request, "" if tracked.layerwise else tracked.not_by_layers)
         try:
-            for group in self._groups:
-                tail = end_tokens == tracked.offered_tail
-                chunks, blocks = group.wanted(tables[group.index], tracked.local_tokens, end_tokens, tail=tail)
-                links = [tracked.offered[chunk] for chunk in chunks.tolist()]
-                numbers = (chunks - tracked.local_tokens // self._chunk_tokens).tolist()
-                operation.groups[group.index] = GroupLoad(links, blocks.reshape(-1).tolist(), numbers)
+            operation.groups = group_loads(tracked, self._groups, tables, end_tokens, self._chunk_tokens)
         except ValueError as error:  # a rule of vLLM's that is not known here: the load falls short, nothing is read
             self._failures.warn("a prompt cannot be loaded", "unknown_rule", str(error))
-            operation.groups = {}
         tracked.first_chunk = tracked.local_tokens // self._chunk_tokens
         tracked.load_chunks = self._chunks(end_tokens) - tracked.first_chunk
         self._new_loads[request.request_id] = operation

@@ -108,16 +108,22 @@ def in_step_problem(vllm_config: Any) -> str | None:
     """Return why no step of this engine may compute on KV that is still being loaded, ``None`` where it may.
 
     vLLM hears that such a load fell short with the output of the step that waited for it, and takes that step back
-    alone. Where others are scheduled by then, they go on behind KV that is none, and what they sample counts.
+    alone. Where others are scheduled by then, they go on behind KV that is none, and what they sample counts. The
+    second model runner takes no step back: its count of computed tokens is on the GPU, and stays as it is.
     """
-    if vllm_config.max_concurrent_batches <= 1:
-        return None
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return "vLLM has a step under way in each pipeline stage, and takes back only one whose load falls short"
-    return (
-        "vLLM schedules a step before the one before it has ended, and takes back only one whose load falls short; "
-        "--no-async-scheduling has it wait"
-    )
+    if vllm_config.max_concurrent_batches > 1:
+        return (
+            "vLLM schedules a step before the one before it has ended, and takes back only one whose load falls short; "
+            "start it with --no-async-scheduling"
+        )
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        return (
+            "vLLM's second model runner does not take back a step whose load falls short; start it with "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    return None
 
 
 def request_problem(request: Any) -> str | None:

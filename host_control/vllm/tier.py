@@ -44,6 +44,7 @@ from host_control.vllm.identity.content import content_hashes
 from host_control.vllm.identity.namespace import computation
 from host_control.vllm.identity.weights import weight_digests
 from host_control.vllm.metrics import FailureLog
+from host_control.vllm.start_check import tier_settings
 from host_control.vllm.support import UncacheableError
 from host_control.vllm.tier_work import RowLookups, Rows, RowStores
 from shadowserve.chunk import TOKENS_MAX, ChunkLayout, DType, Quantizer
@@ -81,13 +82,13 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         locality: ``LOCAL`` or ``REMOTE``, as requests may ask for.
         enable_kv_events: tell vLLM's subscribers which rows have been stored.
         trust_names: serve engines that take adapters or images, too: vLLM's hashes name those by words.
-        **config: keys of section ``host``; those of chunks, layouts and lossy quantizers have no meaning here.
+        **config: keys of section ``host``; those that a tier does not use are refused.
 
     Attributes:
         problem: why this engine is served without the tier; empty where it is not.
 
     Raises:
-        ConfigurationError: an unknown key, or a value that does not fit.
+        ConfigurationError: an unknown key, a value that does not fit, or a key that a tier does not use.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -106,7 +107,7 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality(locality) if locality is not None else None
-        settings = HostConfig.from_engine(config)
+        settings = tier_settings(config)
         self._close_timeout = settings.close_timeout
         self._events: list[OffloadingEvent] = []
         self._announces = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events

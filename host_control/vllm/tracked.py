@@ -31,6 +31,7 @@ class Tracked:
     offered_epoch: str = ""
     offered_cut: int = 0
     layerwise: bool = False  # it was offered in the order of layers
+    not_by_layers: str = ""  # why not, by the reasons of loads.LoadWays
     decision: Decision | None = None  # what came of the last question, until it is carried out
     foreseen: bool = False  # it was asked whether any answer to its lookup would have it loaded
     first_chunk: int = 0  # of the load that is under way

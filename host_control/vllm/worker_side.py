@@ -32,7 +32,7 @@ from host_control.vllm.metadata import (
     WorkerHandshake,
     WorkerReport,
 )
-from host_control.vllm.metrics import Counts, FailureLog
+from host_control.vllm.metrics import Counts, FailureLog, SlowerPaths
 from host_control.vllm.paging import PagePlacer, share_pages
 from host_control.vllm.parts import Part, Rank, find_parts
 from host_control.vllm.support import UncacheableError
@@ -119,12 +119,15 @@ class WorkerSide:
     # ------------------------------------------------------------------ start
 
     def register(self, caches: dict[str, Any]) -> None:
-        """Take the KV caches, make sure that their layout is understood, and connect."""
+        """Take the KV caches, make sure that their layout is understood, and connect.
+
+        Raises:
+            ConfigurationError: an ability is configured that these caches cannot have.
+        """
         if self.problem or self._groups is None:
             return
+        self._pages = share_pages(self._config, self._kv_cache_config, self._groups, caches, self._logger)
         try:
-            pages = share_pages(self._config, self._kv_cache_config, self._groups, caches, self._logger)
-            self._pages = pages
             parts = find_parts(
                 self._vllm_config,
                 self._kv_cache_config,
@@ -132,7 +135,7 @@ class WorkerSide:
                 caches,
                 self._config,
                 self._rank,
-                paged=pages is not None,
+                paged=self._pages is not None,
             )
             self._device = parts[0].layout.device
             self._delivery = choose(self._config, self._device)
@@ -212,7 +215,8 @@ class WorkerSide:
         assert self._client is not None
         timeout = self._config.connect_timeout
         self._page_delivery = PageDelivery(self._client, self._pages, self._shapes[0][0], timeout)
-        return PagePlacer(self._page_delivery, self._parts[0][0], lambda: self._watch)
+        slower = SlowerPaths(self.counts, self._logger) if self._rank.number == 0 else None
+        return PagePlacer(self._page_delivery, self._parts[0][0], lambda: self._watch, slower)
 
     def _destination(self, cut: int, configured: int, make: Callable[[int], Memory]) -> Destination:
         assert self._client is not None
@@ -227,10 +231,18 @@ class WorkerSide:
         return min(max(configured // chunk_bytes, 2), _BUFFER_CHUNKS_MAX)
 
     def _single_layers(self) -> dict[str, int]:
-        """Return the numbers of layers that can be loaded one by one: of one group of full attention, all alike."""
+        """Return the numbers of layers that can be loaded one by one.
+
+        Raises:
+            ConfigurationError: they are not alike.
+        """
         assert self._groups is not None
-        if not (self._config.layer_order and self._fetch and self._groups.one and len(self._parts[0]) == 1):
+        if not (self._config.layer_order and self._fetch):
             return {}
+        if len(self._parts[0]) > 1:
+            raise ConfigurationError(
+                "layer_order: true needs layers whose KV caches are alike; this engine has others; remove layer_order"
+            )
         names = self._kv_cache_config.kv_cache_groups[self._groups.groups[0].index].layer_names
         return {name: number for number, name in enumerate(names)}
 
@@ -261,7 +273,7 @@ class WorkerSide:
     # ------------------------------------------------------------------ each step
 
     def exchange(self, metadata: ShadowServeMetadata) -> None:
-        """Hand this step's loads to the manager and take those that have ended: all, where fetching is synchronous."""
+        """Hand this step's loads to the manager, wait for those of ``in_step``, and take those that have ended."""
         self._watch.follow(metadata.epoch)
         if not metadata.loads and not self._moving:
             return  # as in most steps
@@ -270,9 +282,8 @@ class WorkerSide:
         self.layerwise = {load.request_id for load in metadata.loads if load.layerwise}
         self._awaited = set()
         self._window_s = metadata.window_s
-        self._synchronous |= self.layerwise
-        if not self._config.asynchronous_fetch:
-            self._synchronous.update(load.request_id for load in metadata.loads)
+        in_step = {load.request_id for load in metadata.loads if load.in_step}
+        self._synchronous |= self.layerwise | in_step
         if not self._managers:
             self._results += [self._failed(load, "disabled") for load in metadata.loads]
             return
@@ -283,8 +294,8 @@ class WorkerSide:
             manager.rate, manager.held = metadata.rate, metadata.held
             try:
                 self._results += manager.exchange(map(self._job, loads), metadata.cancels, metadata.arrived)
-                if waited := self._synchronous - self.layerwise:
-                    manager.wait(waited)
+                if in_step:
+                    manager.wait(in_step)
                     self._results += manager.exchange()
             except ValueError as error:  # vLLM handed over a request twice; computing it is always right
                 self._results += [self._failed(load, "internal", str(error)) for load in loads]

@@ -1,9 +1,9 @@
 """What a pool is made of. A program that has one adds these keys to its own section."""
 
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
 __all__ = ["DEVICES_MAX", "DeviceConfig", "PoolConfig"]
 
@@ -83,3 +83,16 @@ class PoolConfig(BaseModel):
         if len(value) > DEVICES_MAX:
             raise ValueError(f"{len(value)} devices; a pool has at most {DEVICES_MAX}")
         return value
+
+    @model_validator(mode="after")
+    def _check_what_devices_are_for(self) -> Self:
+        fields = type(self).model_fields
+        asked = {
+            "admission: second_hit": self.admission == "second_hit",
+            "memory_homes: true": self.memory_homes,
+            "strict_order: true": self.strict_order and not fields["strict_order"].default,
+            "scrub_bytes_per_s": self.scrub_bytes_per_s not in (0, fields["scrub_bytes_per_s"].default),
+        }
+        if not self.devices and (named := [name for name, wanted in asked.items() if wanted]):
+            raise ValueError(f"{' and '.join(named)} needs devices, and there are none; give devices, or remove it")
+        return self

@@ -94,7 +94,7 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., record_version: _Optional[int] = ..., key_schema: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[str] = ..., layout: _Optional[_Union[ChunkLayout, _Mapping]] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
 
 class HelloResponse(_message.Message):
-    __slots__ = ("session", "protocol_version", "version", "backend", "emulated", "device", "memory_kinds")
+    __slots__ = ("session", "protocol_version", "version", "backend", "emulated", "device", "memory_kinds", "page_devices")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,7 @@ class HelloResponse(_message.Message):
     EMULATED_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_KINDS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_DEVICES_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     protocol_version: int
     version: str
@@ -109,7 +110,8 @@ class HelloResponse(_message.Message):
     emulated: bool
     device: str
     memory_kinds: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, session: _Optional[bytes] = ..., protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., backend: _Optional[str] = ..., emulated: _Optional[bool] = ..., device: _Optional[str] = ..., memory_kinds: _Optional[_Iterable[str]] = ...) -> None: ...
+    page_devices: bool
+    def __init__(self, session: _Optional[bytes] = ..., protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., backend: _Optional[str] = ..., emulated: _Optional[bool] = ..., device: _Optional[str] = ..., memory_kinds: _Optional[_Iterable[str]] = ..., page_devices: _Optional[bool] = ...) -> None: ...
 
 class KeyChain(_message.Message):
     __slots__ = ("keys", "namespace")

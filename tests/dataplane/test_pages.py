@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from dataplane_support import Client, Fetched, Segment, keys_of, kv, layout, running
+from dataplane_support import Client, Fetched, Segment, Server, keys_of, kv, layout, running
 from machine import PATIENCE_MS, PATIENCE_S, until
 from test_tiers import store, tiers_in, tiers_of
 
@@ -161,6 +161,24 @@ async def test_pages_are_there_after_a_restart(tmp_path: Path) -> None:
         await paged.register()
         paged.assert_right(await paged.fetch())
         paged.close()
+
+
+@pytest.mark.parametrize("tiers", [False, True])
+async def test_chunks_of_pages_are_compressed_where_no_device_could_bring_them(storage: Server, tiers: bool) -> None:
+    """Symptom: raw chunks went to the storage server and came back over the link."""
+    async with running(storage, **({"tiers": tiers_of()} if tiers else {})) as (_, client):
+        assert not (await client.hello()).page_devices
+        await client.register(SHAPE, CHUNKS)
+        client.segment.memory[: CHUNKS * SHAPE.raw_bytes] = 7
+        answer = await client.store(KEYS, plain=True, parents=[b"", *KEYS[:-1]])
+        assert answer.chunks == CHUNKS and answer.stored_bytes < answer.raw_bytes / 10
+        assert storage.has(KEYS[0])
+        assert (await client.fetch(KEYS)).chunks == CHUNKS and client.chunk(1) == b"\x07" * SHAPE.raw_bytes
+
+
+async def test_a_data_plane_says_that_its_devices_bring_pages(tmp_path: Path) -> None:
+    async with running("", tiers=tiers_of(tmp_path)) as (_, client):
+        assert (await client.hello()).page_devices
 
 
 async def test_a_chain_longer_than_a_hold_of_the_lock_is_one_request(

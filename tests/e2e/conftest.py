@@ -26,6 +26,8 @@ PROMPTS = {
 }
 """Arguments of :func:`prompt` -> tokens that :func:`reference` generates. Prompts of one seed are prefixes of each
 other."""
+SEEDED = {"temperature": 1.0, "seed": 11}
+"""How :func:`seeded_reference` samples."""
 
 
 @pytest.fixture(scope="session")
@@ -73,8 +75,10 @@ def prompt() -> Callable[..., list[int]]:
 
 
 @pytest.fixture(scope="session")
-def reference(make_engine: Callable[..., Engine], prompt: Callable[..., list[int]]) -> Callable[..., list[list[int]]]:
-    """Return a function that gives the outputs of an engine without any cache.
+def plain_outputs(
+    make_engine: Callable[..., Engine], prompt: Callable[..., list[int]]
+) -> tuple[dict[tuple[int, ...], list[int]], dict[tuple[int, ...], list[int]]]:
+    """Return the greedy outputs of an engine without any cache, and the seeded ones, by the prompt's tokens.
 
     Only one engine can live in a process, and starting one takes seconds, so the outputs of every prompt that the
     tests use are made up front; and for each that a hit can serve, it is shown that outputs tell.
@@ -82,19 +86,39 @@ def reference(make_engine: Callable[..., Engine], prompt: Callable[..., list[int
     engine = make_engine(None, enable_prefix_caching=False)
     try:
         prompts = {arguments: prompt(*arguments) for arguments in PROMPTS}
-        known = {}
+        known: dict[tuple[int, ...], list[int]] = {}
         for count in set(PROMPTS.values()):
             batch = [tokens for arguments, tokens in prompts.items() if PROMPTS[arguments] == count]
             known.update(zip(map(tuple, batch), engine.outputs(batch, count), strict=True))
         chunked = [tokens for tokens in prompts.values() if len(tokens) >= CHUNK]
+        long = [tokens for tokens in chunked if len(tokens) in (700, 1000)]
+        seeded = {tuple(tokens): list(engine.generate([tokens], **SEEDED)[0].outputs[0].token_ids) for tokens in long}
         engine.assert_sensitive(chunked, [known[tuple(tokens)][:OUTPUT] for tokens in chunked])
     finally:
         engine.close()
+    return known, seeded
+
+
+@pytest.fixture(scope="session")
+def reference(plain_outputs: Any) -> Callable[..., list[list[int]]]:
+    """Return a function that gives the outputs of an engine without any cache."""
 
     def of(prompts: list[list[int]], tokens: int = 8) -> list[list[int]]:
-        return [known[tuple(prompt)][:tokens] for prompt in prompts]
+        return [plain_outputs[0][tuple(prompt)][:tokens] for prompt in prompts]
 
     return of
+
+
+@pytest.fixture(scope="session")
+def seeded_reference(plain_outputs: Any) -> Callable[[list[int]], list[int]]:
+    """Return a function that gives what that engine samples for a prompt with :data:`SEEDED`."""
+    return lambda prompt: list(plain_outputs[1][tuple(prompt)])
+
+
+@pytest.fixture(scope="session")
+def seeded() -> dict[str, Any]:
+    """Return these sampling parameters."""
+    return SEEDED
 
 
 @pytest.fixture

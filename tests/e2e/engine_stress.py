@@ -348,6 +348,7 @@ KINDS: Final = {
     "layers": Kind({"layer_order": True, "interference_budget": 0}),
     "decides": Kind({"layer_order": True, "fetch_or_compute": True}),
     "waits": Kind({"asynchronous_fetch": False}),
+    "waits-windows": Kind({"asynchronous_fetch": False}, {"num_gpu_blocks_override": 260}, "gemma3"),
     "preempts": Kind(options=_UNSHARED),
     "priorities": Kind({"layer_order": True}, {"scheduling_policy": "priority"}),
     "windows": Kind(options={"num_gpu_blocks_override": 260}, family="gemma3"),

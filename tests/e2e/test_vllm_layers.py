@@ -183,6 +183,18 @@ def test_no_layer_that_fails_reaches_a_token(engine: Any, plane: Any, reference:
         assert engine.free_blocks() == engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
 
 
+@pytest.mark.parametrize("good", [0, 1])
+def test_a_seeded_request_whose_load_falls_short_samples_what_it_samples_without_the_plugin(
+    engine: Any, plane: Any, seeded: Any, seeded_reference: Any, prompt: Any, good: int
+) -> None:
+    """Symptom: other tokens. vLLM drops the step that waited for the load, but its generator has gone on."""
+    plane.script.fail_layer, plane.script.fail_fetch_at = 1, good
+    (output,) = engine.generate([prompt(1000)], **seeded)
+    assert list(output.outputs[0].token_ids) == seeded_reference(prompt(1000))
+    counted = engine.counted_since()
+    assert plane.layerwise_calls == 0 and counted["slower_paths/seed"] == 1
+
+
 def test_what_was_computed_behind_a_layer_that_failed_is_stored_as_it_is_computed_again(
     engine: Any, plane: Any, reference: Any, prompt: Any
 ) -> None:
@@ -262,7 +274,7 @@ def test_beside_another_load_a_request_comes_chunk_by_chunk(
     engine.flush()
     engine.reset(plane)
     spoil(engine)
-    monkeypatch.setattr(engine.connector._scheduler, "_layerwise_chunks", 2)
+    monkeypatch.setattr(engine.connector._scheduler.ways, "layerwise_chunks", 2)
     prompts = [prompt(1000), prompt(600, 1)]  # the first is too long to come layer by layer
     with engine.awaiting_lookups():
         assert engine.outputs(prompts) == reference(prompts)
@@ -275,7 +287,7 @@ def test_beside_another_load_a_request_comes_chunk_by_chunk(
 def test_more_chunks_than_the_memory_holds_come_chunk_by_chunk(
     engine: Any, plane: Any, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.connector._scheduler, "_layerwise_chunks", 2)
+    monkeypatch.setattr(engine.connector._scheduler.ways, "layerwise_chunks", 2)
     assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
     assert plane.layerwise_calls == 0 and plane.calls.count("Fetch") >= 1
     engine.forget()

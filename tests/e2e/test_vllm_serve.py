@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import PATIENCE_S, wait_for
+from machine import NEVER_S, PATIENCE_S, wait_for
 from stack import Server
 from tiny_models import with_another_first_chunk
 
@@ -38,3 +38,34 @@ def test_serve_stores_loads_and_stops_on_sigterm(server: Server, data_plane: Any
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(2 * PATIENCE_S) in (0, -signal.SIGTERM), server.log.read_text()[-4000:]
     wait_for(lambda: not data_plane.destinations)  # no memory is registered once the server has stopped
+
+
+@pytest.mark.parametrize(
+    ("configured", "options", "said"),
+    [
+        (
+            {"layer_ordr": True},
+            (),
+            "kv_connector_extra_config: there is no key 'layer_ordr'; did you mean 'layer_order'?",
+        ),
+        (
+            {"layer_order": True},
+            ("--pipeline-parallel-size", "2"),
+            "layer_order: true cannot be used with this engine: vLLM has a step under way in each pipeline stage",
+        ),
+    ],
+    ids=["misspelt", "stages"],
+)
+def test_a_wrong_configuration_ends_vllm_serve_with_one_line_and_without_weights(
+    model: Path, tmp_path: Path, configured: dict[str, Any], options: tuple[str, ...], said: str
+) -> None:
+    """Symptom: it was reported only after warm-up, inside a traceback, and labelled "command line"."""
+    server = Server(model, configured, tmp_path / "server.log", *options)
+    try:
+        assert server.process.wait(NEVER_S) == 1
+    finally:
+        server.kill()
+    log = server.log.read_text()
+    (line,) = [line for line in log.splitlines() if line.startswith("ShadowServe: ")]
+    assert line.removeprefix("ShadowServe: ").startswith(said)
+    assert "Traceback" not in log and "load model" not in log and "EngineCore" not in log, log[-4000:]

@@ -91,6 +91,20 @@ def test_nothing_wrong_is_stored_behind_a_load_that_fails(
     assert engine.free_blocks() == engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
 
 
+@pytest.mark.parametrize("good", [0, 1])
+def test_a_seeded_request_whose_load_falls_short_samples_what_it_samples_without_the_plugin(
+    engines: Any, plane: Any, seeded: Any, seeded_reference: Any, prompt: Any, good: int
+) -> None:
+    """Symptom: other tokens. vLLM drops the step that waited for the load, but its generator has gone on."""
+    engine = engines(False)
+    warm(engine, plane, prompt)
+    plane.script.fail_fetch_at = good
+    (output,) = engine.generate([prompt(1000)], **seeded)
+    assert list(output.outputs[0].token_ids) == seeded_reference(prompt(1000))
+    counted = engine.counted_since()
+    assert counted["load_failures/corrupt"] == 1 and counted["slower_paths/seed"] == 1
+
+
 def test_a_fetch_that_never_ends_costs_its_deadline(engines: Any, plane: Any, reference: Any, prompt: Any) -> None:
     engine = engines(False)
     warm(engine, plane, prompt)

@@ -45,9 +45,9 @@ class Topologies:
 
     @contextmanager
     def engine(self, **topology: int) -> Iterator[None]:
-        self._engine = self._make_engine(
-            self._plane.address, extra={"layer_order": True}, max_num_batched_tokens=128, **topology
-        )
+        # Steps of both stages are under way, so such an engine refuses layer order.
+        extra = {"layer_order": topology != TWO_STAGES}
+        self._engine = self._make_engine(self._plane.address, extra=extra, max_num_batched_tokens=128, **topology)
         try:
             if topology == TWO_STAGES:
                 self._engine.llm.collective_rpc(make_room)
@@ -121,7 +121,7 @@ def test_ranks_and_stages_of_another_number_load_what_was_stored(
         over.find(OF_ONE)
         over.find(OF_RANKS)
         over.store(OF_STAGES, 4)
-        over.find(OF_STAGES)  # chunk by chunk: steps of both stages are under way
+        over.find(OF_STAGES)
         over.lose(OF_STAGES, layers=1)
     with over.engine():
         over.find(OF_RANKS)

@@ -106,6 +106,7 @@ class Request(SimpleNamespace):
             prompt_embeds=None,
             kv_transfer_params=None,
             pooling_params=None,
+            sampling_params=None,
             lora_request=None,
             mm_features=[],
             cache_salt=None,

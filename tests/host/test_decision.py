@@ -110,7 +110,8 @@ def test_what_is_not_known_is_fetched() -> None:
 def test_where_nobody_says_how_large_it_is_everything_is_fetched() -> None:
     engine = experienced(rate=1 * MBIT)
     assert engine.policy.decide(engine.hit(512), engine.now).way == "compute"
-    assert engine.policy.decide(engine.hit(512, chunk_bytes=0.0), engine.now).kind == "unknown"
+    decision = engine.policy.decide(engine.hit(512, chunk_bytes=0.0), engine.now)
+    assert (decision.kind, decision.way, decision.end_tokens) == ("unknown", "fetch", 511)
 
 
 @pytest.mark.parametrize("mbit", [50, 250, 1000, 4000])

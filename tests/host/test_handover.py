@@ -400,3 +400,7 @@ def test_who_is_forgotten_while_its_load_waits_is_asked_for_no_more(
     store(plane, *LINKS)
     wait_for(lambda: not early._coming._waiting)
     assert early.arrived("r") is None
+    asked = plane.calls.count("Lookup")
+    early.submit("another", [7, *TOKENS])
+    wait(lambda: early.poll("another"))
+    assert plane.calls.count("Lookup") == asked + 1, "it alone was looked up"

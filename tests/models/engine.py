@@ -120,7 +120,8 @@ class Engine:
     def generate(self, prompts: list[list[int]], tokens: int = 8, **sampling: Any) -> list[Any]:
         from vllm import SamplingParams
 
-        parameters = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **sampling)
+        options = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **sampling}
+        parameters = SamplingParams(max_tokens=tokens, **options)
         return list(self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False))
 
     def outputs(self, prompts: list[list[int]], tokens: int = 8) -> list[list[int]]:

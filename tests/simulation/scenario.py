@@ -215,7 +215,7 @@ class Simulation:
         known = {str(entry.path): entry for entry in self.config.devices}
         entries = [(known[device.name], device) for device in self.devices]
         return DevicePool(
-            self.config.pool,
+            self.config,
             devices=lambda: list(entries),
             clock_ms=self.world.wall_ms,
             seed=self.world.random.randrange(1 << 32),

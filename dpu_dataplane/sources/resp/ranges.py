@@ -33,6 +33,15 @@ __all__ = ["Ranges"]
 
 _PASSING: Final = ("CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN")
 """Errors of a cluster's node that may be over when it is asked again, or another one is."""
+_RANGES: Final = {
+    "cluster": "a fetch in the order of layers is asked for in ranges, as a Redis or Valkey cluster does not know "
+    "KV.LAYERS; its layers share no link with those of others by a node's egress_policy",
+    "several_nodes": "a fetch in the order of layers is asked for in ranges, as several storage nodes hold parts of it",
+    "near_chunks": "a fetch in the order of layers is asked for in ranges, as tiers of this machine hold some of it",
+    "no_layer_requests": "a fetch in the order of layers is asked for in ranges, as storage does not know KV.LAYERS; "
+    "use a storage node of ShadowServe of this release",
+}
+"""Why layers are not asked for in one request. docs/combinations.md has the same reasons."""
 _logger = logging.getLogger(__name__)
 _ANY: Final = 1 << 32
 """Behind every chunk."""
@@ -234,15 +243,30 @@ class Ranges:
 
     def _layer_request(self, order: Order, batch: Sequence[int], links: dict[Node, list[Link]]) -> LayerRequest | None:
         """Return what to ask for in one request, if anything."""
-        if self._threshold is None or not order.layerwise or len(links) != 1:
+        if not order.layerwise or not links:
             return None
-        if (order.pieces["origin"][list(batch)] != Origin.SERVER).any():  # the server would send those, too
+        if self._threshold is None and not self._servers.clustered:  # pieces are asked for one at a time
             return None
+        if reason := self._not_one_request(order, batch, links):
+            self._metrics.add_slower_path(reason, _RANGES[reason])
+            return None
+        assert self._threshold is not None, "a cluster is asked for ranges alone"
         [used] = links.values()
         bytes_min = self._threshold.bytes_min(min(link.latency_s for link in used))
-        if not used[0].takes_layers or order.pieces["body_length"][list(batch)].sum() < bytes_min:
+        if order.pieces["body_length"][list(batch)].sum() < bytes_min:
             return None
         return layer_request(order, batch)
+
+    def _not_one_request(self, order: Order, batch: Sequence[int], links: dict[Node, list[Link]]) -> str:
+        """Return why storage cannot be asked for layers in one request; empty where it can."""
+        if self._servers.clustered:
+            return "cluster"
+        if len(links) > 1:
+            return "several_nodes"
+        if (order.pieces["origin"][list(batch)] != Origin.SERVER).any():  # the server would send those, too
+            return "near_chunks"
+        [used] = links.values()
+        return "" if used[0].takes_layers else "no_layer_requests"
 
     def _take_note(
         self, round_: native.Round, seconds: float, links: Sequence[Link], request: LayerRequest | None

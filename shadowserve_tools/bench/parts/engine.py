@@ -247,23 +247,17 @@ class _Engine:
 
     def switch(self, asynchronous: bool) -> bool:
         """Have the plugin fetch asynchronously from now on, or not; only while nothing runs."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
         if self._core.has_unfinished_requests():
             raise RuntimeError("requests are under way")
-        for connector in (self._core.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()):
-            if connector._scheduler is not None:
-                connector._scheduler.asynchronous = asynchronous
-            side = connector._scheduler or connector._worker
-            side._config = side._config.model_copy(update={"asynchronous_fetch": asynchronous})
+        self._core.engine_core.engine_core.scheduler.connector._scheduler.ways.in_step = not asynchronous
         return asynchronous
 
     def layerwise(self, on: bool) -> bool:
         """Have the plugin load layer by layer where it may from now on, or not at all."""
-        side = self._core.engine_core.engine_core.scheduler.connector._scheduler
+        ways = self._core.engine_core.engine_core.scheduler.connector._scheduler.ways
         if self._layerwise_chunks is None:
-            self._layerwise_chunks = side._layerwise_chunks
-        side._layerwise_chunks = self._layerwise_chunks if on else 0
+            self._layerwise_chunks = ways.layerwise_chunks
+        ways.layerwise_chunks = self._layerwise_chunks if on else 0
         return on
 
     def hits(self, way: str) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from scripted import ScriptedDataPlane
 
+from shadowserve.errors import ConfigurationError
+
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
@@ -18,12 +20,22 @@ def plane() -> Iterator[ScriptedDataPlane]:
 
 
 @pytest.fixture
-def make(plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Any]]:
-    """Return a function that makes the connector of a role, off for a reason or, without one, on."""
+def groups() -> list[Any]:
+    """Return the KV cache groups of the engine: one."""
     import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+
+    full = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+    return [KVCacheGroupSpec(["a"], full)]
+
+
+@pytest.fixture
+def make(
+    plane: ScriptedDataPlane, groups: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str, str], Any]]:
+    """Return a function that makes the connector of a role, off for a reason or, without one, on."""
     import vllm.distributed.parallel_state as parallel_state
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
     import host_control.vllm.connector as connector
 
@@ -35,8 +47,6 @@ def make(plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         is_kv_producer=True,
         kv_load_failure_policy="recompute",
     )
-    full = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
-    groups = [KVCacheGroupSpec(["a"], full)]
     parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)
     config = SimpleNamespace(
         kv_transfer_config=transfer,
@@ -44,7 +54,9 @@ def make(plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, policy="fcfs"),
         lora_config=None,
         speculative_config=None,
+        model_config=SimpleNamespace(is_hybrid=False, is_attention_free=False),
         max_concurrent_batches=1,
+        device_config=SimpleNamespace(device_type="cpu"),
     )
     made = []
 
@@ -62,18 +74,41 @@ def make(plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.mark.parametrize("asked", [{"layer_order": True}, {"asynchronous_fetch": False}], ids=str)
-def test_tokens_of_a_load_that_fell_short_while_the_next_step_ran(
-    make: Callable[..., Any], caplog: pytest.LogCaptureFixture, asked: dict[str, bool]
+def test_an_engine_with_several_steps_under_way_refuses_loads_within_steps(
+    make: Callable[..., Any], asked: dict[str, bool]
 ) -> None:
-    """vLLM takes back one step: where several are under way, none computes on what is still being loaded."""
+    """Symptom: tokens of a load that fell short while the next step ran. vLLM takes back one step."""
+    named = "layer_order: true" if "layer_order" in asked else "asynchronous_fetch: false"
     for role in ("SCHEDULER", "WORKER"):
-        alone, several = make(role, "", 1, **asked), make(role, "", 2, **asked)
-        for one, within in ((alone, True), (several, False)):
-            config = (one._scheduler or one._worker)._config
-            assert (config.layer_order or not config.asynchronous_fetch) == within
-    named = "layer_order" if "layer_order" in asked else "asynchronous_fetch: false"
-    (said,) = [line for line in caplog.messages if "fetched beside what runs" in line]
-    assert f"without {named}," in said and "--no-async-scheduling" in said
+        make(role, "", 1, **asked)
+        make(role, "", 2, fetch=False, **asked)
+        with pytest.raises(
+            ConfigurationError, match=f"{named} cannot be used .*--no-async-scheduling.* remove {named}"
+        ):
+            make(role, "", 2, **asked)
+
+
+@pytest.mark.parametrize("asked", ["layer_order", "pages"])
+def test_an_engine_with_several_groups_refuses_what_needs_one(
+    make: Callable[..., Any], groups: list[Any], asked: str
+) -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
+
+    window = SlidingWindowSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, sliding_window=64)
+    groups.append(KVCacheGroupSpec(["b"], window))
+    for role in ("SCHEDULER", "WORKER"):
+        with pytest.raises(ConfigurationError, match=f"{asked}: true needs one KV cache group .* has full, window;"):
+            make(role, "", **{asked: True})
+        make(role, "the plugin is off", **{asked: True})
+
+
+def test_vllm_makes_piecewise_graphs_only_where_layers_are_loaded_one_by_one() -> None:
+    from host_control.vllm.connector import ShadowServeConnector
+
+    asks = ShadowServeConnector.requires_piecewise_for_cudagraph
+    assert asks({"layer_order": True})
+    assert not asks({"layer_order": True, "fetch": False}) and not asks({})
 
 
 class Request(SimpleNamespace):

@@ -322,7 +322,7 @@ def test_a_request_that_ends_before_its_load_leaves_nothing_behind(
     side: Any, plane: ScriptedDataPlane, monkeypatch: Any, asynchronous: bool
 ) -> None:
     monkeypatch.setattr(side._deciding, "decide", lambda hit: fetching(hit.end_tokens))
-    side.asynchronous = asynchronous
+    monkeypatch.setattr(side.ways, "goes_in_step", lambda request: not asynchronous)
     request = arrive(side, plane, TOKENS, stored=40)
     side.allocated(request, [list(range(100, 300))], matched(side, request))
     side.step(step())

@@ -425,6 +425,7 @@ def test_without_announcements_the_other_engines_word_is_waited_for(make_side: A
     hold(plane)
     assert matched(side, request) == WHOLE + TAIL
     assert matched(side, arrive(side, TAKES, [9, *TOKENS], "cold")) == 0
+    assert side.counts.take().data["slower_paths/no_publishing"] == 1, "nothing says how long to wait for this one"
 
 
 def test_a_tail_that_could_not_be_loaded_is_stored_again(make_side: Any, plane: ScriptedDataPlane) -> None:

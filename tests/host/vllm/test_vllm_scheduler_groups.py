@@ -89,7 +89,7 @@ def test_a_load_takes_of_each_group_what_vllm_has_blocks_for(side: Any, plane: S
     request = arrive(side, plane, TOKENS)
     local = CHUNK
     tokens = matched(side, request, local)
-    assert tokens == 3 * CHUNK and side.asynchronous
+    assert tokens == 3 * CHUNK and side.waits(request)
     tables = (TABLES[0], null_before(TABLES[1], 13), [0, 0, 0, 3003, 3004])
     side.allocated(request, tables, tokens)
     (load,) = side.step(step()).loads

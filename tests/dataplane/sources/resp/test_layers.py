@@ -70,6 +70,8 @@ async def test_a_server_that_does_not_know_it_is_asked_once_and_then_by_ranges(
         said = [record.message for record in caplog.records if "does not answer KV.LAYERS" in record.message]
         assert len(said) == 1 and "unknown command" in said[0]
         assert daemon.metrics.layer_rounds == 0
+        assert daemon.metrics.slower_paths == {"no_layer_requests": 2}, "all but the one that found that out"
+        assert sum("(no_layer_requests)" in record.message for record in caplog.records) == 1
 
 
 async def test_below_the_setting_there_are_ranges(storage: Server) -> None:
@@ -132,6 +134,9 @@ async def test_below_tiers_what_comes_in_one_request_is_kept_and_what_tiers_have
                 assert mine == expected(large, keys[index], make_record(large, keys[index], index))
             assert daemon.metrics.layer_rounds == rounds
         assert daemon.metrics.tier_records["memory"] == 2 + 2 + 1
+        assert daemon.metrics.slower_paths == {"near_chunks": 1}, (
+            "of the two that tiers had, and the one that they had not"
+        )
 
 
 # ---- What is asked for
