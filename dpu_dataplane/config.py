@@ -188,9 +188,11 @@ class DataPlaneConfig(Section):
     head_cache_bytes: ByteSize = Field(ByteSize(32 * MIB), ge=0)
     """Heads of records remembered between a lookup and the fetches that follow it."""
     destinations_max: int = Field(64, ge=1, le=65536)
-    """Destinations, clients' memory, registered at one time."""
+    """Regions of registered memory at one time; each of ``hosts_max`` hosts has an equal share of them. Each worker of
+    an engine registers one region to fetch into and one to store from, and one more where ``pages`` are shared, however
+    many KV cache groups the model has."""
     destination_bytes_max: ByteSize = Field(ByteSize(64 * 1024 * MIB), ge=1)
-    """Bytes of all registered destinations together."""
+    """Bytes of all registered memory; each of ``hosts_max`` hosts has an equal share of them."""
     destination_idle: Positive = 600.0
     """A destination that no call has used for so long is forgotten: its owner is gone, or will register again."""
     quarantine_time: Positive = 300.0

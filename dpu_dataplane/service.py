@@ -342,9 +342,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         return response
 
     async def _register(self, request: pb.RegisterDestinationRequest, host: Host) -> pb.RegisterDestinationResponse:
-        layout = self._validate.layout(request.layout)
-        self._check_buffers(layout)
-        destination = await self._destinations.register(request, layout, host.owner)
+        layouts = self._validate.layouts(request.layouts)
+        for layout in layouts:
+            self._check_buffers(layout)
+        destination = await self._destinations.register(request, layouts, host.owner)
         if destination.paging is not None and (placing := self._placing) is not None:
             memory = destination.memory
             destination.at_end(functools.partial(placing.unregister, memory))
@@ -354,9 +355,11 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             "registered",
             host.owner,
             f"registered destination {destination.destination_id:016x}: {destination.size} bytes of "
-            f"{request.WhichOneof('memory')}, {layout.raw_bytes} a chunk",
+            f"{request.WhichOneof('memory')}, {len(layouts)} layouts",
         )
-        return pb.RegisterDestinationResponse(destination_id=destination.destination_id, chunk_bytes=layout.raw_bytes)
+        return pb.RegisterDestinationResponse(
+            destination_id=destination.destination_id, chunk_bytes=[layout.raw_bytes for layout in layouts]
+        )
 
     def _check_buffers(self, layout: ChunkLayout) -> None:
         """Refuse a layout of which not even one chunk fits: every fetch of it would end with nothing."""
@@ -442,7 +445,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         keys: Sequence[bytes],
         blocks: npt.NDArray[np.uint32],
     ) -> pb.FetchResponse:
-        layout, paging = destination.layout, destination.paging
+        (layout,), paging = destination.layouts, destination.paging
         assert paging is not None
         if self._placing is None:
             return pb.FetchResponse(outcome=pb.OUTCOME_ABSENT, detail="this data plane has no devices")
@@ -472,17 +475,19 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         keys = self._validate.keys("keys", list(request.keys))
         parents = self._validate.parents(list(request.parents), len(keys))
         destination = self._destinations.get(request.destination_id, host.owner)
+        layout = None
         if destination is not None:
-            self._validate.offset(destination, request.offset)
+            layout = self._validate.layout_of(destination, request.layout)
+            self._validate.offset(layout, request.offset)
 
         async def work(job: Job) -> pb.StoreResponse:
-            if destination is None:
+            if destination is None or layout is None:
                 return pb.StoreResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION, detail=_unknown(request.destination_id))
-            length = len(keys) * destination.layout.raw_bytes
+            length = len(keys) * layout.raw_bytes
             with self._destinations.claim(destination, request.offset, length, writing=False):
                 try:
                     to_store = (request.offset, keys, parents, request.lasts_ms)
-                    response = await self._storer.run(job, destination, *to_store, plain=request.plain)
+                    response = await self._storer.run(job, destination, layout, *to_store, plain=request.plain)
                     self._check_reach(destination, response.outcome)
                     return response
                 except Exception as error:

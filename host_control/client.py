@@ -50,6 +50,12 @@ _MEMORY_FIELDS: Final[dict[type[Any], str]] = {
     pb.CudaIpcMemory: "cuda_ipc",
 }
 _OPERATION = Literal["lookup", "fetch", "store", "register"]
+_ADVICE: Final = {
+    "unreachable": "; is `shadowserve dpu` running there?",
+    "deadline": "; is `shadowserve dpu` running there, and can it reach the storage server?",
+    "storage_unavailable": "; can the data plane reach the storage server?",
+}
+"""What to do about failures of which the data plane itself says nothing, or too little."""
 _AT_FAULT: Final = {
     "unreachable",
     "deadline",
@@ -63,10 +69,9 @@ _AT_FAULT: Final = {
 
 
 class Registration(NamedTuple):
-    """What the daemon calls memory that it knows."""
+    """What the daemon calls registered memory."""
 
     destination_id: int
-    chunk_bytes: int
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class FetchPart:
         length: bytes from there on that chunks go to.
         keys: of the chunks.
         wanted: pieces, by layer and chunk.
+        layout: index of their shape among those that the memory was registered with.
     """
 
     destination_id: int
@@ -86,6 +92,7 @@ class FetchPart:
     length: int
     keys: Sequence[bytes]
     wanted: Flags
+    layout: int = 0
 
     @classmethod
     def whole(
@@ -96,19 +103,25 @@ class FetchPart:
         offset: int = 0,
         length: int | None = None,
         layers: slice = slice(None),
+        layout: int = 0,
     ) -> Self:
         """Return the part that wants chunks, all layers or some, by default in a region that has room for them."""
         size = len(keys) * shape.raw_bytes if length is None else length
         wanted = np.zeros((shape.layers, len(keys)), np.bool_)
         wanted[layers] = True
-        return cls(destination_id, offset, size, keys, wanted)
+        return cls(destination_id, offset, size, keys, wanted, layout)
 
     @property
     def message(self) -> pb.FetchPart:
         """What the data plane is told."""
         wanted = b"" if self.wanted.all() else pack(self.wanted)
         return pb.FetchPart(
-            destination_id=self.destination_id, offset=self.offset, length=self.length, keys=self.keys, wanted=wanted
+            destination_id=self.destination_id,
+            offset=self.offset,
+            length=self.length,
+            keys=self.keys,
+            wanted=wanted,
+            layout=self.layout,
         )
 
 
@@ -371,14 +384,21 @@ class DataPlaneClient:
         cold_seconds = [ms / 1e3 for ms in answer.cold_ms or nothing]
         return Found(present, announced, list(answer.stored_bytes or nothing), cold_seconds)
 
-    def register(self, shape: ChunkLayout, memory: MemoryMessage, pages: pb.PagedMemory | None = None) -> Registration:
-        """Make memory known to the data plane, and where ``pages`` are in it. The caller has asked the breaker.
+    def register(
+        self, shapes: Sequence[ChunkLayout], memory: MemoryMessage, pages: pb.PagedMemory | None = None
+    ) -> Registration:
+        """Register memory at the data plane, for chunks of some shapes. The caller has asked the breaker.
+
+        Args:
+            shapes: of the chunks; calls name one by its index.
+            memory: to be registered.
+            pages: where an engine's pages are in it.
 
         Raises:
             DataPlaneError: refused, unreachable, or the daemon counts another chunk size than we do.
         """
         request = pb.RegisterDestinationRequest(
-            layout=layout_message(shape),
+            layouts=map(layout_message, shapes),
             pages=pages,
             **{_MEMORY_FIELDS[type(memory)]: memory},  # type: ignore[arg-type]
         )
@@ -389,11 +409,11 @@ class DataPlaneClient:
         except grpc.RpcError as error:
             self._connection.lost(error)
             raise self._fail("register", *explain(error)) from error
-        if answer.chunk_bytes != shape.raw_bytes:
-            detail = f"the data plane counts {answer.chunk_bytes} bytes in a chunk, this host {shape.raw_bytes}"
+        if list(answer.chunk_bytes) != (ours := [shape.raw_bytes for shape in shapes]):
+            detail = f"the data plane counts {list(answer.chunk_bytes)[:16]} bytes in a chunk, this host {ours[:16]}"
             raise self._fail("register", "invalid_answer", detail)
         self._report("register", "complete")
-        return Registration(answer.destination_id, answer.chunk_bytes)
+        return Registration(answer.destination_id)
 
     def release(self, destination_id: int, *, wait: bool) -> bool:
         """Have the data plane forget memory; one that does not answer forgets it by itself, some time.
@@ -548,10 +568,13 @@ class DataPlaneClient:
         parents: Sequence[bytes],
         timeout: float,
         *,
+        layout: int = 0,
         lasts_s: float = 0.0,
         plain: bool = False,
     ) -> StoreAnswer:
         """Store chunks that lie in the region one after the other; blocks until the outcome.
+
+        ``layout`` is the index of their shape among those that the memory was registered with.
 
         ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first. After ``lasts_s``
         seconds nobody needs them any more; 0: they are stored for good. ``plain``: not compressed, so that devices can
@@ -569,6 +592,7 @@ class DataPlaneClient:
             timeout_ms=_milliseconds(timeout),
             lasts_ms=int(lasts_s * 1000),
             plain=plain,
+            layout=layout,
         )
         try:
             answer = self._connection.stub.Store(
@@ -656,10 +680,9 @@ class DataPlaneClient:
 
     def _fail(self, operation: _OPERATION, reason: str, detail: str) -> DataPlaneError:
         self._report(operation, reason)
+        advice = _ADVICE.get(reason, "")
         return DataPlaneError(
-            f"{operation} at the data plane {self.address} failed ({reason}): {detail or 'no detail'}; "
-            "is `shadowserve dpu` running there, and can it reach the storage server?",
-            reason,
+            f"{operation} at the data plane {self.address} failed ({reason}): {detail or 'no detail'}{advice}", reason
         )
 
 

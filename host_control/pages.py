@@ -242,7 +242,7 @@ class PageDelivery:
             return False
         self._client.connect(min(left, self._connect_timeout), self._shape)
         try:
-            registered = self._client.register(self._shape, self._pages.message(), self._pages.paging())
+            registered = self._client.register([self._shape], self._pages.message(), self._pages.paging())
         except DataPlaneError as error:
             if error.outcome == "refused":
                 self._not_before = time.monotonic() + _REFUSED_S

@@ -88,13 +88,13 @@ class WorkerSide:
         self._logger = logger
         self._failures = FailureLog(logger)
         self._model = b""
-        self._parts: dict[int, list[Part]] = {}
-        self._shapes: dict[int, list[ChunkLayout]] = {}
+        self._parts: list[Part] = []  # those of this engine's shard layout first
+        self._shapes: list[ChunkLayout] = []
         self._client: DataPlaneClient | None = None
         self._device = torch.device("cpu")
         self._delivery: Delivery
         self._stream = SideStream(torch.device("cpu"), None)
-        self._managers: dict[int, KVCacheManager] = {}
+        self._managers: dict[bool, KVCacheManager] = {}  # of records of other shard layouts, or of this engine's own
         self._store: StoreQueue | None = None
         self._moving = False  # some manager has a job, or an outcome that nobody has taken
         self._results: list[FetchResult] = []
@@ -138,9 +138,7 @@ class WorkerSide:
             self._delivery = choose(self._config, self._device)
             hashes = content_hashes(self._config, self._logger)
             model = model_identity(self._vllm_config, self._kv_cache_config, self._groups.chunk_tokens, hashes)
-            for part in parts:
-                self._parts.setdefault(part.cut, []).append(part)
-                self._shapes.setdefault(part.cut, []).append(part.described(model, self._config))
+            self._parts, self._shapes = parts, [part.described(model, self._config) for part in parts]
         except (UncacheableError, ConfigurationError) as error:
             self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
@@ -160,11 +158,11 @@ class WorkerSide:
             self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
         if self._fetch:
-            self._managers[0] = self._make_manager(0)
+            self._managers[False] = self._make_manager(foreign=False)
         if self._store_enabled:
             self._store = StoreQueue(
                 self._client,
-                self._destination(0, self._config.store_buffer_bytes, self._delivery.store),
+                self._destination(self._places(), self._config.store_buffer_bytes, self._delivery.store),
                 batch_chunks=self._config.store_batch_chunks,
                 timeout=self._config.store_timeout,
                 recent_keys=self._config.recent_keys,
@@ -188,21 +186,28 @@ class WorkerSide:
             ", ".join(
                 f"{part.group.kind} group {part.group.index} ({part.layout.layers} layers x {part.layout.heads} x "
                 f"{part.layout.head_size}, {shape.raw_bytes} bytes of {shape.tokens} rows, {shape.quantizer.label})"
-                for part, shape in zip(self._parts[0], self._shapes[0], strict=True)
+                for part, shape in zip(self._parts, self._shapes, strict=True)
+                if part.cut == 0
             ),
         )
 
-    def _make_manager(self, cut: int) -> KVCacheManager:
-        """Return what fetches the records of one cut: each has memory of its own, made when first needed."""
+    def _places(self, *, foreign: bool = False) -> range:
+        """Return the places of the parts of this engine's own shard layout, or of all others."""
+        own = sum(part.cut == 0 for part in self._parts)
+        return range(own, len(self._parts)) if foreign else range(own)
+
+    def _make_manager(self, *, foreign: bool) -> KVCacheManager:
+        """Return what fetches records of this engine's shard layout, or of all others, into one region of memory."""
         assert self._client is not None
+        places = self._places(foreign=foreign)
         return KVCacheManager(
             self._client,
-            self._destination(cut, self._config.fetch_buffer_bytes, self._delivery.fetch),
+            self._destination(places, self._config.fetch_buffer_bytes, self._delivery.fetch),
             self._scatter,
             scatter_layers=lambda job, chunks, layers: self._scatter(job, 0, 0, chunks, layers),
-            layers=[part.wanted for part in self._parts[cut]],
+            layers=[self._parts[place].wanted for place in places],
             order=ORDERS[self._config.order],
-            placer=self._make_placer() if cut == 0 else None,
+            placer=None if foreign else self._make_placer(),
             fetch_timeout=self._config.fetch_timeout,
         )
 
@@ -211,25 +216,33 @@ class WorkerSide:
             return None
         assert self._client is not None
         timeout = self._config.connect_timeout
-        self._page_delivery = PageDelivery(self._client, self._pages, self._shapes[0][0], timeout)
-        return PagePlacer(self._page_delivery, self._parts[0][0], lambda: self._watch)
+        self._page_delivery = PageDelivery(self._client, self._pages, self._shapes[0], timeout)
+        return PagePlacer(self._page_delivery, self._parts[0], lambda: self._watch)
 
-    def _destination(self, cut: int, configured: int, make: Callable[[int], Memory]) -> Destination:
+    def _destination(self, places: range, configured: int, make: Callable[[int], Memory]) -> Destination:
+        """Return memory for chunks of some parts."""
         assert self._client is not None
-        shapes, chunks = self._shapes[cut], self._buffer_chunks(cut, configured)
-        size = chunks * sum(shape.raw_bytes for shape in shapes)
+        size = self._buffer_chunks(places, configured) * self._row_bytes(places)
+        shapes = [self._shapes[place] for place in places]
         timeout, progress = self._config.connect_timeout, self._delivery.shared
         return Destination(self._client, shapes, size, timeout, make=make, progress=progress)
 
-    def _buffer_chunks(self, cut: int, configured: int) -> int:
+    def _row_bytes(self, places: range) -> int:
+        """Return the bytes of one chunk of each part; of several shard layouts, of the largest."""
+        sizes: dict[int, int] = {}
+        for place in places:
+            cut = self._parts[place].cut
+            sizes[cut] = sizes.get(cut, 0) + self._shapes[place].raw_bytes
+        return max(sizes.values())
+
+    def _buffer_chunks(self, places: range, configured: int) -> int:
         """Return how many chunks a buffer of so many bytes is made for."""
-        chunk_bytes = sum(shape.raw_bytes for shape in self._shapes[cut])
-        return min(max(configured // chunk_bytes, 2), _BUFFER_CHUNKS_MAX)
+        return min(max(configured // self._row_bytes(places), 2), _BUFFER_CHUNKS_MAX)
 
     def _single_layers(self) -> dict[str, int]:
         """Return the numbers of layers that can be loaded one by one: of one group of full attention, all alike."""
         assert self._groups is not None
-        if not (self._config.layer_order and self._fetch and self._groups.one and len(self._parts[0]) == 1):
+        if not (self._config.layer_order and self._fetch and self._groups.one and len(self._places()) == 1):
             return {}
         names = self._kv_cache_config.kv_cache_groups[self._groups.groups[0].index].layer_names
         return {name: number for number, name in enumerate(names)}
@@ -237,7 +250,7 @@ class WorkerSide:
     def _loaded_weights(self) -> LoadedWeights | None:
         if getattr(self._vllm_config.parallel_config, "enable_eplb", False):
             return None  # experts change places all the time, and compute the same
-        name = self._kv_cache_config.kv_cache_groups[self._parts[0][0].group.index].layer_names[0]
+        name = self._kv_cache_config.kv_cache_groups[self._parts[0].group.index].layer_names[0]
         layer = self._vllm_config.compilation_config.static_forward_context.get(name)
         weights = LoadedWeights.of_engine(layer)
         if weights is None:
@@ -250,11 +263,9 @@ class WorkerSide:
     def handshake(self) -> WorkerHandshake:
         """Return what the scheduler's half needs to know."""
         namespaces = tuple(
-            (cut, part.group.index, shape.namespace)
-            for cut, parts in self._parts.items()
-            for part, shape in zip(parts, self._shapes[cut], strict=True)
+            (part.cut, part.group.index, shape.namespace) for part, shape in zip(self._parts, self._shapes, strict=True)
         )
-        chunks = self._buffer_chunks(0, self._config.fetch_buffer_bytes) if self._layers else 0
+        chunks = self._buffer_chunks(self._places(), self._config.fetch_buffer_bytes) if self._layers else 0
         machine = machine_name(self._device)
         return WorkerHandshake(self._model, namespaces, self.problem, chunks, len(self._layers), machine)
 
@@ -276,10 +287,10 @@ class WorkerSide:
         if not self._managers:
             self._results += [self._failed(load, "disabled") for load in metadata.loads]
             return
-        for cut in {load.cut for load in metadata.loads} - self._managers.keys():
-            self._managers[cut] = self._make_manager(cut)
-        for cut, manager in self._managers.items():
-            loads = [load for load in metadata.loads if load.cut == cut]
+        for foreign in {load.cut != 0 for load in metadata.loads} - self._managers.keys():
+            self._managers[foreign] = self._make_manager(foreign=foreign)
+        for foreign, manager in self._managers.items():
+            loads = [load for load in metadata.loads if (load.cut != 0) == foreign]
             manager.rate, manager.held = metadata.rate, metadata.held
             try:
                 self._results += manager.exchange(map(self._job, loads), metadata.cancels, metadata.arrived)
@@ -302,14 +313,17 @@ class WorkerSide:
             self._results += manager.exchange()
 
     def _job(self, load: LoadOperation) -> FetchJob:
-        keys = tuple(
-            tuple(record_keys(shape.namespace, load.groups[part.group.index].links)) if load.groups else ()
-            for part, shape in zip(self._parts[load.cut], self._shapes[load.cut], strict=True)
-        )
+        keys: list[tuple[bytes, ...]] = []
+        chunks: list[list[int]] = []
+        for place in self._places(foreign=load.cut != 0):
+            part, shape = self._parts[place], self._shapes[place]
+            group = load.groups.get(part.group.index) if part.cut == load.cut else None
+            keys.append(tuple(record_keys(shape.namespace, group.links)) if group is not None else ())
+            chunks.append(group.chunks if group is not None else [])
         return FetchJob(
             request_id=load.request_id,
-            keys=keys,
-            places=tuple(load.groups[part.group.index].chunks for part in self._parts[load.cut] if load.groups),
+            keys=tuple(keys),
+            places=tuple(chunks) if load.groups else (),
             target=load,
             arrived=load.arrived,
             layerwise=load.layerwise,
@@ -324,7 +338,7 @@ class WorkerSide:
         """Wait until a layer is in place of this step's loads that go layer by layer, or they have ended."""
         if (layer := self._layers.get(name)) is not None and self._managers:
             began_s = time.monotonic()
-            self._managers[0].wait_layer(self.layerwise, layer)
+            self._managers[False].wait_layer(self.layerwise, layer)
             self._awaited.add(layer)
             if self._device.type == "cpu":
                 self._layer_times.waited(began_s, time.monotonic())
@@ -337,9 +351,9 @@ class WorkerSide:
         layerwise, self.layerwise = self.layerwise, set()
         if not layerwise or not self._managers:
             return
-        self._managers[0].wait(layerwise)
+        self._managers[False].wait(layerwise)
         self._layer_seconds = self._layer_times.take()
-        self._results += self._managers[0].exchange()
+        self._results += self._managers[False].exchange()
         if len(self._awaited) < len(self._layers):
             for number, result in enumerate(self._results):
                 if result.job.request_id in layerwise:
@@ -359,7 +373,8 @@ class WorkerSide:
 
         with self._store.together():
             for operation in operations:
-                for place, part in enumerate(self._parts[0]):
+                for place in self._places():
+                    part = self._parts[place]
                     if part.group.index == operation.group and not self._another_stores(part):
                         self._offer(operation, place, lasts)
 
@@ -378,12 +393,12 @@ class WorkerSide:
 
     def _offer(self, operation: StoreOperation, place: int, lasts: Callable[[], str]) -> None:
         assert self._store is not None
-        part, namespace = self._parts[0][place], self._shapes[0][place].namespace
+        part, namespace = self._parts[place], self._shapes[place].namespace
         blocks = part.kernel_blocks(operation.blocks)
         each, rows = part.record_blocks, None
         if operation.tail_tokens:  # a row is a token, or, where nobody knows what pages hold, a page
             assert self._groups is not None
-            rows = -(-operation.tail_tokens * self._shapes[0][place].tokens // self._groups.chunk_tokens)
+            rows = -(-operation.tail_tokens * self._shapes[place].tokens // self._groups.chunk_tokens)
 
         def copy(index: int, chunk: Any) -> Callable[[], str]:
             part.layout.gather(chunk, blocks[index * each : (index + 1) * each], rows)
@@ -433,7 +448,9 @@ class WorkerSide:
         if self._config.fetch_or_compute and (complete or result.reason == "deadline"):
             self._seconds[load.request_id] = result.seconds - result.waited
         # Parts of one group have the same chunks; what several groups have of a prompt is of use as a whole.
-        chunks = min(result.chunks) if self._groups.one else max(result.chunks) if complete else 0
+        parts = [self._parts[place] for place in self._places(foreign=load.cut != 0)]
+        placed = [there for part, there in zip(parts, result.chunks, strict=True) if part.cut == load.cut]
+        chunks = min(placed) if self._groups.one else max(placed) if complete else 0
         self._delivered_bytes += result.delivered_bytes
         self.counts.add("load_seconds", result.seconds)
         self.counts.add("fetched_bytes", result.fetched_bytes)
@@ -529,7 +546,8 @@ class WorkerSide:
         self, job: FetchJob, part: int, first: int, chunks: Any, layers: tuple[int, int] | None = None
     ) -> None:
         load = job.target
-        made, chunk_bytes = self._parts[load.cut][part], self._shapes[load.cut][part].raw_bytes
+        place = self._places(foreign=load.cut != 0)[part]
+        made, chunk_bytes = self._parts[place], self._shapes[place].raw_bytes
         each = made.group.record_blocks
         count = len(chunks) // chunk_bytes
         blocks = load.groups[made.group.index].blocks[first * each : (first + count) * each]

@@ -202,18 +202,18 @@ class ExpectResponse(_message.Message):
     def __init__(self, again: _Optional[bool] = ..., unused: _Optional[bool] = ...) -> None: ...
 
 class RegisterDestinationRequest(_message.Message):
-    __slots__ = ("layout", "shared_memory", "exported_memory", "cuda_ipc", "pages")
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("layouts", "shared_memory", "exported_memory", "cuda_ipc", "pages")
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     EXPORTED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     CUDA_IPC_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
-    layout: ChunkLayout
+    layouts: _containers.RepeatedCompositeFieldContainer[ChunkLayout]
     shared_memory: SharedMemory
     exported_memory: ExportedMemory
     cuda_ipc: CudaIpcMemory
     pages: PagedMemory
-    def __init__(self, layout: _Optional[_Union[ChunkLayout, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., exported_memory: _Optional[_Union[ExportedMemory, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcMemory, _Mapping]] = ..., pages: _Optional[_Union[PagedMemory, _Mapping]] = ...) -> None: ...
+    def __init__(self, layouts: _Optional[_Iterable[_Union[ChunkLayout, _Mapping]]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., exported_memory: _Optional[_Union[ExportedMemory, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcMemory, _Mapping]] = ..., pages: _Optional[_Union[PagedMemory, _Mapping]] = ...) -> None: ...
 
 class PagedMemory(_message.Message):
     __slots__ = ("first", "stride", "blocks")
@@ -258,8 +258,8 @@ class RegisterDestinationResponse(_message.Message):
     DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     destination_id: int
-    chunk_bytes: int
-    def __init__(self, destination_id: _Optional[int] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
+    chunk_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, destination_id: _Optional[int] = ..., chunk_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseDestinationRequest(_message.Message):
     __slots__ = ("destination_id",)
@@ -272,18 +272,20 @@ class ReleaseDestinationResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class FetchPart(_message.Message):
-    __slots__ = ("destination_id", "offset", "length", "keys", "wanted")
+    __slots__ = ("destination_id", "offset", "length", "keys", "wanted", "layout")
     DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     destination_id: int
     offset: int
     length: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     wanted: bytes
-    def __init__(self, destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., wanted: _Optional[bytes] = ...) -> None: ...
+    layout: int
+    def __init__(self, destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., wanted: _Optional[bytes] = ..., layout: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("job_id", "timeout_ms", "parts", "order", "progress", "window_us", "rate")
@@ -342,7 +344,7 @@ class FetchLayersResponse(_message.Message):
     def __init__(self, layers: _Optional[int] = ..., answer: _Optional[_Union[FetchResponse, _Mapping]] = ...) -> None: ...
 
 class StoreRequest(_message.Message):
-    __slots__ = ("job_id", "destination_id", "offset", "keys", "timeout_ms", "parents", "lasts_ms", "plain")
+    __slots__ = ("job_id", "destination_id", "offset", "keys", "timeout_ms", "parents", "lasts_ms", "plain", "layout")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -351,6 +353,7 @@ class StoreRequest(_message.Message):
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     LASTS_MS_FIELD_NUMBER: _ClassVar[int]
     PLAIN_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     destination_id: int
     offset: int
@@ -359,7 +362,8 @@ class StoreRequest(_message.Message):
     parents: _containers.RepeatedScalarFieldContainer[bytes]
     lasts_ms: int
     plain: bool
-    def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ..., parents: _Optional[_Iterable[bytes]] = ..., lasts_ms: _Optional[int] = ..., plain: _Optional[bool] = ...) -> None: ...
+    layout: int
+    def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ..., parents: _Optional[_Iterable[bytes]] = ..., lasts_ms: _Optional[int] = ..., plain: _Optional[bool] = ..., layout: _Optional[int] = ...) -> None: ...
 
 class StoreResponse(_message.Message):
     __slots__ = ("outcome", "detail", "raw_bytes", "stored_bytes", "stored")

@@ -275,13 +275,13 @@ class Client:
         self.segments.append(self.segment)
         answer = await self.stub.RegisterDestination(self.registration())
         self.segment.unlink()
-        assert answer.chunk_bytes == shape.raw_bytes
+        assert list(answer.chunk_bytes) == [shape.raw_bytes]
         self.destination = answer.destination_id
         return self
 
     def registration(self, **changes: Any) -> pb.RegisterDestinationRequest:
         fields: dict[str, Any] = {
-            "layout": layout_message(self.shape),
+            "layouts": [layout_message(self.shape)],
             "shared_memory": pb.SharedMemory(name=self.segment.name, size=self.segment.size),
         }
         return pb.RegisterDestinationRequest(**(fields | changes))

@@ -166,7 +166,7 @@ async def test_a_host_is_gone_when_it_has_no_call_no_segment_and_was_idle(storag
     segment = Segment(SHAPE.raw_bytes)
     memory = pb.SharedMemory(name=segment.name, size=segment.size)
     request = pb.RegisterDestinationRequest(shared_memory=memory)
-    destination = await destinations.register(request, SHAPE, host.owner)
+    destination = await destinations.register(request, [SHAPE], host.owner)
     segment.close()
     destination.used_at = host.used_at + 950
     hosts.expire(host.used_at + 1000)
@@ -246,12 +246,10 @@ async def test_a_host_cannot_take_the_room_for_memory_of_the_others(storage: Ser
     ):
         await ours.register(SHAPE, 4)
         error = await status(ours.register(SHAPE, 9))
-        assert error.code() is EXHAUSTED and f"{3 * size} bytes, this host's share" in (error.details() or "")
+        assert error.code() is EXHAUSTED and f"its share is {3 * size}" in (error.details() or "")
         await ours.register(SHAPE, 4)
         error = await status(ours.register(SHAPE, 4))
-        assert error.code() is EXHAUSTED and "2 destinations are registered, this host's share" in (
-            error.details() or ""
-        )
+        assert error.code() is EXHAUSTED and "has registered 2 regions" in (error.details() or "")
         await theirs.register(SHAPE, 4)
         await theirs.register(SHAPE, 8)
         for client in (ours, theirs):
