@@ -88,13 +88,13 @@ class WorkerSide:
         self._logger = logger
         self._failures = FailureLog(logger)
         self._model = b""
-        self._parts: list[Part] = []  # those of this engine's shard layout first
-        self._shapes: list[ChunkLayout] = []
+        self._parts: dict[int, list[Part]] = {}
+        self._shapes: dict[int, list[ChunkLayout]] = {}
         self._client: DataPlaneClient | None = None
         self._device = torch.device("cpu")
         self._delivery: Delivery
         self._stream = SideStream(torch.device("cpu"), None)
-        self._managers: dict[bool, KVCacheManager] = {}  # of records of other shard layouts, or of this engine's own
+        self._managers: dict[bool, KVCacheManager] = {}  # of records of other shard layouts; of this engine's own
         self._store: StoreQueue | None = None
         self._moving = False  # some manager has a job, or an outcome that nobody has taken
         self._results: list[FetchResult] = []
@@ -138,7 +138,9 @@ class WorkerSide:
             self._delivery = choose(self._config, self._device)
             hashes = content_hashes(self._config, self._logger)
             model = model_identity(self._vllm_config, self._kv_cache_config, self._groups.chunk_tokens, hashes)
-            self._parts, self._shapes = parts, [part.described(model, self._config) for part in parts]
+            for part in parts:
+                self._parts.setdefault(part.cut, []).append(part)
+                self._shapes.setdefault(part.cut, []).append(part.described(model, self._config))
         except (UncacheableError, ConfigurationError) as error:
             self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
@@ -162,7 +164,7 @@ class WorkerSide:
         if self._store_enabled:
             self._store = StoreQueue(
                 self._client,
-                self._destination(self._places(), self._config.store_buffer_bytes, self._delivery.store),
+                self._destination([0], self._config.store_buffer_bytes, self._delivery.store),
                 batch_chunks=self._config.store_batch_chunks,
                 timeout=self._config.store_timeout,
                 recent_keys=self._config.recent_keys,
@@ -186,26 +188,24 @@ class WorkerSide:
             ", ".join(
                 f"{part.group.kind} group {part.group.index} ({part.layout.layers} layers x {part.layout.heads} x "
                 f"{part.layout.head_size}, {shape.raw_bytes} bytes of {shape.tokens} rows, {shape.quantizer.label})"
-                for part, shape in zip(self._parts, self._shapes, strict=True)
-                if part.cut == 0
+                for part, shape in zip(self._parts[0], self._shapes[0], strict=True)
             ),
         )
 
-    def _places(self, *, foreign: bool = False) -> range:
-        """Return the places of the parts of this engine's own shard layout, or of all others."""
-        own = sum(part.cut == 0 for part in self._parts)
-        return range(own, len(self._parts)) if foreign else range(own)
+    def _cuts(self, *, foreign: bool) -> list[int]:
+        """Return this engine's own shard layout, or all others."""
+        return [cut for cut in self._parts if (cut != 0) == foreign]
 
     def _make_manager(self, *, foreign: bool) -> KVCacheManager:
         """Return what fetches records of this engine's shard layout, or of all others, into one region of memory."""
         assert self._client is not None
-        places = self._places(foreign=foreign)
+        cuts = self._cuts(foreign=foreign)
         return KVCacheManager(
             self._client,
-            self._destination(places, self._config.fetch_buffer_bytes, self._delivery.fetch),
+            self._destination(cuts, self._config.fetch_buffer_bytes, self._delivery.fetch),
             self._scatter,
             scatter_layers=lambda job, chunks, layers: self._scatter(job, 0, 0, chunks, layers),
-            layers=[self._parts[place].wanted for place in places],
+            layers=[part.wanted for cut in cuts for part in self._parts[cut]],
             order=ORDERS[self._config.order],
             placer=None if foreign else self._make_placer(),
             fetch_timeout=self._config.fetch_timeout,
@@ -216,33 +216,29 @@ class WorkerSide:
             return None
         assert self._client is not None
         timeout = self._config.connect_timeout
-        self._page_delivery = PageDelivery(self._client, self._pages, self._shapes[0], timeout)
-        return PagePlacer(self._page_delivery, self._parts[0], lambda: self._watch)
+        self._page_delivery = PageDelivery(self._client, self._pages, self._shapes[0][0], timeout)
+        return PagePlacer(self._page_delivery, self._parts[0][0], lambda: self._watch)
 
-    def _destination(self, places: range, configured: int, make: Callable[[int], Memory]) -> Destination:
-        """Return memory for chunks of some parts."""
+    def _destination(self, cuts: Sequence[int], configured: int, make: Callable[[int], Memory]) -> Destination:
+        """Return memory for chunks of some shard layouts."""
         assert self._client is not None
-        size = self._buffer_chunks(places, configured) * self._row_bytes(places)
-        shapes = [self._shapes[place] for place in places]
+        shapes = [shape for cut in cuts for shape in self._shapes[cut]]
+        size = max(self._buffer_chunks(cut, configured) * self._row_bytes(cut) for cut in cuts)
         timeout, progress = self._config.connect_timeout, self._delivery.shared
         return Destination(self._client, shapes, size, timeout, make=make, progress=progress)
 
-    def _row_bytes(self, places: range) -> int:
-        """Return the bytes of one chunk of each part; of several shard layouts, of the largest."""
-        sizes: dict[int, int] = {}
-        for place in places:
-            cut = self._parts[place].cut
-            sizes[cut] = sizes.get(cut, 0) + self._shapes[place].raw_bytes
-        return max(sizes.values())
+    def _row_bytes(self, cut: int) -> int:
+        """Return the bytes of one chunk of each part."""
+        return sum(shape.raw_bytes for shape in self._shapes[cut])
 
-    def _buffer_chunks(self, places: range, configured: int) -> int:
+    def _buffer_chunks(self, cut: int, configured: int) -> int:
         """Return how many chunks a buffer of so many bytes is made for."""
-        return min(max(configured // self._row_bytes(places), 2), _BUFFER_CHUNKS_MAX)
+        return min(max(configured // self._row_bytes(cut), 2), _BUFFER_CHUNKS_MAX)
 
     def _single_layers(self) -> dict[str, int]:
         """Return the numbers of layers that can be loaded one by one: of one group of full attention, all alike."""
         assert self._groups is not None
-        if not (self._config.layer_order and self._fetch and self._groups.one and len(self._places()) == 1):
+        if not (self._config.layer_order and self._fetch and self._groups.one and len(self._parts[0]) == 1):
             return {}
         names = self._kv_cache_config.kv_cache_groups[self._groups.groups[0].index].layer_names
         return {name: number for number, name in enumerate(names)}
@@ -250,7 +246,7 @@ class WorkerSide:
     def _loaded_weights(self) -> LoadedWeights | None:
         if getattr(self._vllm_config.parallel_config, "enable_eplb", False):
             return None  # experts change places all the time, and compute the same
-        name = self._kv_cache_config.kv_cache_groups[self._parts[0].group.index].layer_names[0]
+        name = self._kv_cache_config.kv_cache_groups[self._parts[0][0].group.index].layer_names[0]
         layer = self._vllm_config.compilation_config.static_forward_context.get(name)
         weights = LoadedWeights.of_engine(layer)
         if weights is None:
@@ -263,9 +259,11 @@ class WorkerSide:
     def handshake(self) -> WorkerHandshake:
         """Return what the scheduler's half needs to know."""
         namespaces = tuple(
-            (part.cut, part.group.index, shape.namespace) for part, shape in zip(self._parts, self._shapes, strict=True)
+            (cut, part.group.index, shape.namespace)
+            for cut, parts in self._parts.items()
+            for part, shape in zip(parts, self._shapes[cut], strict=True)
         )
-        chunks = self._buffer_chunks(self._places(), self._config.fetch_buffer_bytes) if self._layers else 0
+        chunks = self._buffer_chunks(0, self._config.fetch_buffer_bytes) if self._layers else 0
         machine = machine_name(self._device)
         return WorkerHandshake(self._model, namespaces, self.problem, chunks, len(self._layers), machine)
 
@@ -314,21 +312,25 @@ class WorkerSide:
 
     def _job(self, load: LoadOperation) -> FetchJob:
         keys: list[tuple[bytes, ...]] = []
-        chunks: list[list[int]] = []
-        for place in self._places(foreign=load.cut != 0):
-            part, shape = self._parts[place], self._shapes[place]
-            group = load.groups.get(part.group.index) if part.cut == load.cut else None
-            keys.append(tuple(record_keys(shape.namespace, group.links)) if group is not None else ())
-            chunks.append(group.chunks if group is not None else [])
+        places: list[list[int]] = []
+        for cut in self._cuts(foreign=load.cut != 0):
+            for part, shape in zip(self._parts[cut], self._shapes[cut], strict=True):
+                group = load.groups[part.group.index] if load.groups and cut == load.cut else None
+                keys.append(tuple(record_keys(shape.namespace, group.links)) if group is not None else ())
+                places.append(group.chunks if group is not None else [])
         return FetchJob(
             request_id=load.request_id,
             keys=tuple(keys),
-            places=tuple(chunks) if load.groups else (),
+            places=tuple(places) if load.groups else (),
             target=load,
             arrived=load.arrived,
             layerwise=load.layerwise,
             window_s=self._window_s,
         )
+
+    def _first_place(self, cut: int) -> int:
+        """Return the number of the first part of a shard layout among those of its manager."""
+        return sum(len(self._parts[each]) for each in self._cuts(foreign=cut != 0) if each < cut)
 
     def _failed(self, load: LoadOperation, reason: str, detail: str = "") -> FetchResult:
         job = self._job(load)
@@ -373,8 +375,7 @@ class WorkerSide:
 
         with self._store.together():
             for operation in operations:
-                for place in self._places():
-                    part = self._parts[place]
+                for place, part in enumerate(self._parts[0]):
                     if part.group.index == operation.group and not self._another_stores(part):
                         self._offer(operation, place, lasts)
 
@@ -393,12 +394,12 @@ class WorkerSide:
 
     def _offer(self, operation: StoreOperation, place: int, lasts: Callable[[], str]) -> None:
         assert self._store is not None
-        part, namespace = self._parts[place], self._shapes[place].namespace
+        part, namespace = self._parts[0][place], self._shapes[0][place].namespace
         blocks = part.kernel_blocks(operation.blocks)
         each, rows = part.record_blocks, None
         if operation.tail_tokens:  # a row is a token, or, where nobody knows what pages hold, a page
             assert self._groups is not None
-            rows = -(-operation.tail_tokens * self._shapes[place].tokens // self._groups.chunk_tokens)
+            rows = -(-operation.tail_tokens * self._shapes[0][place].tokens // self._groups.chunk_tokens)
 
         def copy(index: int, chunk: Any) -> Callable[[], str]:
             part.layout.gather(chunk, blocks[index * each : (index + 1) * each], rows)
@@ -448,8 +449,7 @@ class WorkerSide:
         if self._config.fetch_or_compute and (complete or result.reason == "deadline"):
             self._seconds[load.request_id] = result.seconds - result.waited
         # Parts of one group have the same chunks; what several groups have of a prompt is of use as a whole.
-        parts = [self._parts[place] for place in self._places(foreign=load.cut != 0)]
-        placed = [there for part, there in zip(parts, result.chunks, strict=True) if part.cut == load.cut]
+        placed = result.chunks[self._first_place(load.cut) :][: len(self._parts[load.cut])]
         chunks = min(placed) if self._groups.one else max(placed) if complete else 0
         self._delivered_bytes += result.delivered_bytes
         self.counts.add("load_seconds", result.seconds)
@@ -546,8 +546,8 @@ class WorkerSide:
         self, job: FetchJob, part: int, first: int, chunks: Any, layers: tuple[int, int] | None = None
     ) -> None:
         load = job.target
-        place = self._places(foreign=load.cut != 0)[part]
-        made, chunk_bytes = self._parts[place], self._shapes[place].raw_bytes
+        place = part - self._first_place(load.cut)
+        made, chunk_bytes = self._parts[load.cut][place], self._shapes[load.cut][place].raw_bytes
         each = made.group.record_blocks
         count = len(chunks) // chunk_bytes
         blocks = load.groups[made.group.index].blocks[first * each : (first + count) * each]

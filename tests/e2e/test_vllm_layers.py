@@ -52,12 +52,12 @@ def engine(running: Any, decides: Any, plane: Any, prompt: Any) -> Any:
 
 def spoil(engine: Any) -> None:
     """Fill paged memory: or blocks may still hold what a prompt left there when it was stored."""
-    for cache in engine.worker._parts[0].layout._mover._views:
+    for cache in engine.worker._parts[0][0].layout._mover._views:
         cache.fill_(3.0)
 
 
 def layers(engine: Any) -> int:
-    return int(engine.worker._parts[0].layout.layers)
+    return int(engine.worker._parts[0][0].layout.layers)
 
 
 def test_outputs_are_the_same(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
