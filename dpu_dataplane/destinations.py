@@ -81,7 +81,8 @@ class Destination:
 
     Attributes:
         destination_id: random, 64 bits.
-        owner: the host that registered it, and alone may use it.
+        owner: the host that registered it.
+        session: of that host, which alone may use it.
         layouts: of the chunks that move through it; calls name one by its index.
         size: bytes.
         identity: the same for two registrations of the same memory.
@@ -97,7 +98,7 @@ class Destination:
         segment: "_Segment | None",
     ) -> None:
         self.destination_id = secrets.randbits(64) or 1
-        self.owner = ""
+        self.owner, self.session = "", b""
         self.layouts = tuple(layouts)
         self.size = size
         self.identity = identity
@@ -226,10 +227,14 @@ class DestinationTable:
         """Return how many destinations a host has registered."""
         return sum(destination.owner == owner for destination in self._destinations.values())
 
-    def get(self, destination_id: int, owner: str) -> Destination | None:
-        """Return a host's destination by its id, None where there is none (any more), or it is another host's."""
+    def has_any(self, session: bytes) -> bool:
+        """Return whether a session has registered memory."""
+        return any(destination.session == session for destination in self._destinations.values())
+
+    def get(self, destination_id: int, session: bytes) -> Destination | None:
+        """Return a session's destination by its id, None where there is none (any more), or it is another one's."""
         destination = self._destinations.get(destination_id)
-        if destination is None or destination.released or destination.owner != owner:
+        if destination is None or destination.released or destination.session != session:
             return None
         return destination
 
@@ -242,14 +247,15 @@ class DestinationTable:
         return None
 
     async def register(
-        self, request: pb.RegisterDestinationRequest, layouts: Sequence[ChunkLayout], owner: str
+        self, request: pb.RegisterDestinationRequest, layouts: Sequence[ChunkLayout], owner: str, session: bytes
     ) -> Destination:
-        """Make the memory that ``request`` names ready for rounds, for a host.
+        """Make the memory that ``request`` names ready for rounds, for a session of a host.
 
         Args:
             request: names the memory.
             layouts: of the chunks that move through it, at least one.
             owner: the host.
+            session: of it.
 
         Raises:
             DestinationError: memory of a kind that the backend does not take, or not as it must be.
@@ -285,7 +291,7 @@ class DestinationTable:
             except PagingError as error:
                 destination.close()
                 raise DestinationError(str(error)) from error
-            destination.owner = owner
+            destination.owner, destination.session = owner, session
             self._destinations[destination.destination_id] = destination
         finally:
             self._pending.remove(pending)
@@ -354,10 +360,10 @@ class DestinationTable:
             if destination.users == 0:
                 destination.quiet.set()
 
-    async def release(self, destination_id: int, owner: str) -> None:
+    async def release(self, destination_id: int, session: bytes) -> None:
         """Forget a destination: at once for new jobs; return once those running have ended. Unknown ids are fine."""
         destination = self._destinations.get(destination_id)
-        if destination is None or destination.owner != owner:
+        if destination is None or destination.session != session:
             return
         destination.released = True
         await destination.quiet.wait()

@@ -178,6 +178,7 @@ class Storer:
                         batch.append(first + index)
                     else:
                         progress.held[first + index] = length
+                        self._catalog.available(part[index])
                     index += 1
                 if batch:
                     while puts and (puts[0][0].done() or not free):
@@ -288,6 +289,7 @@ class Storer:
             raise self._stop(key, result, text)
         size = len(head) + int(plan.pieces[position]["body_length"])
         self._catalog.pardon(layout.namespace, key)
+        self._catalog.available(key)
         self._metrics.stored_raw_bytes += layout.raw_bytes
         self._metrics.stored_bytes += size
         return size

@@ -258,12 +258,14 @@ class Client:
         self.segments: list[Segment] = []
         self.segment: Segment
         self.destination = 0
+        self.session = b""
         self.shape: ChunkLayout
         self._jobs = 0
 
     async def hello(self, **changes: Any) -> pb.HelloResponse:
         """Say Hello; calls from now on carry the session."""
         answer: pb.HelloResponse = await self.plain.Hello(hello_request(**changes))
+        self.session = answer.session
         self.stub = Sessioned(self.plain, answer.session)
         return answer
 

@@ -66,12 +66,12 @@ def take_over(engine: Any, plane: Any, prompt: list[int], expected: list[int], s
     for comes, hits in ((True, {whole}), (False, {0, whole - chunk} if states else {whole - chunk})):
         engine.flush()
         engine.forget()
-        asked = Counter[bytes]()
+        asked = Counter[int]()
         for fetch in plane.fetches:
-            asked[fetch.destination_id] += len(fetch.keys)
+            asked[fetch.layout] += len(fetch.keys)
         plane.script = type(plane.script)()
         full, _ = asked.most_common(1)[0]
-        last = [fetch for fetch in plane.fetches if fetch.destination_id == full][-1].keys[-1]
+        last = [fetch for fetch in plane.fetches if fetch.layout == full][-1].keys[-1]
         kept = plane.records.pop(last)
         plane.announced[last] = int(1000 * PATIENCE_S)
         before = plane.calls.count("Fetch")
