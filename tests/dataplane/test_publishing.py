@@ -150,7 +150,7 @@ def test_what_is_over_takes_no_part_of_a_share() -> None:
     assert len(table) == 0
 
 
-# ---- A prefill and a decode engine of one data plane that has tiers alone ---------------------------------------------
+# ---- A prefill and a decode engine of one data plane that has tiers alone ------------------------------------------
 
 CHUNK = 16
 TOKENS = list(range(4 * CHUNK))
