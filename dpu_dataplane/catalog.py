@@ -221,8 +221,17 @@ class Catalog:
             else requests
         )
 
-    async def announce(self, owner: str, keys: Sequence[bytes], lasts_ms: int) -> None:
+    async def announce(self, owner: str, keys: Sequence[bytes], lasts_ms: int, *, plain: bool = False) -> pb.Reach:
         """Publish keys that a host will store; withdraw them where ``lasts_ms`` is 0; see :meth:`Source.announce`.
+
+        Args:
+            owner: the host.
+            keys: to be published.
+            lasts_ms: from now on.
+            plain: they will be stored as records that do not leave this machine's tiers, where it has some.
+
+        Returns:
+            Which engines hear of it.
 
         Raises:
             StorageUnavailableError, StorageRefusedError: storage has not been told, or the host's share is used up.
@@ -235,8 +244,12 @@ class Catalog:
                 raise
         else:
             told = self._publications.withdraw(owner, keys)
-        if told:
-            await self._source.announce(told, lasts_ms)
+        if self._source.publishes_here:
+            return pb.REACH_ALL
+        if plain and self._source.keeps_plain:
+            return pb.REACH_DATA_PLANE
+        taken = await self._source.announce(told, lasts_ms) if told else True
+        return pb.REACH_ALL if taken else pb.REACH_NONE
 
     def forget_host(self, owner: str) -> None:
         """Withdraw what a host has published that is gone."""
@@ -261,8 +274,7 @@ class Catalog:
         for first in range(0, len(keys), QUESTION_KEYS_MAX):
             question = keys[first : first + QUESTION_KEYS_MAX]
             try:
-                own = self._source.publishes_here
-                flags = self._publications.pending(question) if own else await self._source.announced(question)
+                flags = await self._pending(question)
             except StorageError as error:
                 logger.debug("announcements: %s", error)
                 flags = np.zeros(len(question), np.bool_)
@@ -271,6 +283,13 @@ class Catalog:
             found.append(flags)
         ends = np.cumsum([len(keys) for _, keys in chains])[:-1]
         return list(np.split(np.concatenate(found), ends)) if found else [np.zeros(0, np.bool_) for _ in chains]
+
+    async def _pending(self, keys: Sequence[bytes]) -> Flags | None:
+        """Return which keys are pending; of plain records storage does not know."""
+        if self._source.publishes_here:
+            return self._publications.pending(keys)
+        flags = await self._source.announced(keys)
+        return flags if flags is None or not self._source.keeps_plain else flags | self._publications.pending(keys)
 
     async def find(self, keys: Sequence[bytes], *, fresh: bool) -> list[tuple[Found, bool]]:
         """Return what is stored under each of up to QUESTION_KEYS_MAX keys, and whether that is only remembered.

@@ -330,16 +330,16 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def _announce(self, request: pb.AnnounceRequest, caller: Session) -> pb.AnnounceResponse:
         keys = self._validate.keys("keys", list(request.keys))
         job = Job(caller.owner, "", self._validate.timeout(request.timeout_ms))
+        reach = pb.REACH_ALL
         try:
-            await job.within(
-                self._catalog.announce(caller.owner, keys, request.lasts_ms), "announcing chunks to storage"
-            )
+            announcing = self._catalog.announce(caller.owner, keys, request.lasts_ms, plain=request.plain)
+            reach = await job.within(announcing, "announcing chunks to storage")
             outcome, detail = pb.OUTCOME_COMPLETE, ""
         except ENDINGS as error:
             outcome, detail = ending_of(error)
         except Exception as error:
             outcome, detail = self._internal("Announce", error)
-        response = pb.AnnounceResponse(outcome=outcome, detail=detail)
+        response = pb.AnnounceResponse(outcome=outcome, detail=detail, reach=reach)
         self._report(response)
         return response
 

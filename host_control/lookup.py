@@ -21,6 +21,7 @@ from host_control.handover import Arrived, Coming, Handover
 from shadowserve.errors import DataPlaneError
 from shadowserve.keys import Extra, chain_links, record_keys, tail_link
 from shadowserve.pieces import Flags, leading
+from shadowserve.proto import dataplane_pb2 as pb
 
 __all__ = ["LookupAnswer", "PrefixLookup", "Rule"]
 
@@ -148,6 +149,11 @@ class PrefixLookup:
         enabled: whether to ask the data plane at all; without it every answer is a miss, and only keys are made.
         loads_wait: whether a load may begin while some of its chunks are only announced.
         cold: whether to be told how long storage takes for what it must fetch itself; otherwise a lookup has it fetch.
+        plain: whether this engine stores records that are not compressed, for devices of its data plane.
+
+    Attributes:
+        reach: which engines hear of what is announced, and whether this one does, a ``Reach`` of the wire, as far as
+            any data plane has said.
     """
 
     def __init__(
@@ -164,6 +170,7 @@ class PrefixLookup:
         enabled: bool = True,
         loads_wait: bool = False,
         cold: bool = False,
+        plain: bool = False,
     ) -> None:
         self._model = model
         self._cuts: dict[int, Groups] = {0: groups, **(others or {})}
@@ -174,6 +181,8 @@ class PrefixLookup:
         self._enabled = enabled
         self._loads_wait = loads_wait
         self._cold = cold
+        self._plain = plain
+        self.reach = 0
         self._lock = threading.Lock()
         self._lookups: dict[str, _Lookup] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shadowserve-lookup")
@@ -363,6 +372,8 @@ class PrefixLookup:
         except DataPlaneError as error:
             self._settle(lookup, replace(lookup.so_far, reason=error.outcome, detail=str(error)))
             return
+        if lookup.handover.waits and best.coming is None:
+            self.reach = pb.REACH_NONE
         whole, hits = len(wanted) - len(lookup.tail), leading(best.there)
         lookup.present, lookup.asked = [flags[:whole] for flags in own.present], asked
         present = [flags[:whole] for flags in best.present]
@@ -526,7 +537,11 @@ class PrefixLookup:
         )
         for client in dict.fromkeys(client for client, _ in held):
             names = [name for each, name in held if each is client]
-            client.announce([key for name in names for key in record_keys(name, links)], seconds)
+            keys = [key for name in names for key in record_keys(name, links)]
+            client.announce(keys, seconds, plain=self._plain, reached=self._reached)
+
+    def _reached(self, reach: int) -> None:
+        self.reach = reach
 
     def _see(
         self, counts: Mapping[int, int], links: Sequence[bytes], timeout: float, *, announced: bool

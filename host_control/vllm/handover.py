@@ -12,8 +12,9 @@ from typing import Any, Final
 from host_control.config import HostConfig
 from host_control.handover import Handover
 from host_control.vllm.metrics import SlowerPaths
+from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["LET_GO", "TAILLESS", "VERSION", "count_tail", "handover_of", "reply_of"]
+__all__ = ["LET_GO", "TAILLESS", "VERSION", "count_reach", "count_tail", "handover_of", "reply_of"]
 
 TAILLESS: Final = "models with states, and engines that compute drafts, have no records of prompts' tails"
 LET_GO: Final = "vLLM let go of blocks of a window before the prompt's tail was stored"
@@ -89,6 +90,28 @@ def count_tail(slower: SlowerPaths, handover: Handover, why: str, chunk_tokens: 
             "prompt_tail_not_shared",
             f"{why}, so the decode engine computes all that is behind a prompt's last whole chunk of {chunk_tokens} "
             "tokens; see docs/handover.md",
+        )
+
+
+def count_reach(slower: SlowerPaths, handover: Handover, reach: int) -> None:
+    """Count a prompt whose engines do not hear of each other through the store.
+
+    Args:
+        slower: to count in.
+        handover: of the prompt.
+        reach: of what its engine announces, a ``Reach`` of the wire.
+    """
+    if reach == pb.REACH_DATA_PLANE and handover.announces:
+        slower.add(
+            "pages_stay_here",
+            "with host.pages what a prefill engine stores stays in the tiers of its data plane, and decode engines of "
+            "other data planes compute it; give both engines one data plane, or switch host.pages off",
+        )
+    elif reach == pb.REACH_NONE and (handover.announces or handover.waits):
+        slower.add(
+            "storage_takes_no_announcements",
+            "the store is Redis, Valkey or a cluster, so a decode engine takes what it finds there, or waits for "
+            "what its proxy says; use a storage node of ShadowServe for P/D disaggregation",
         )
 
 

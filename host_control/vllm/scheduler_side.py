@@ -19,7 +19,7 @@ from host_control.lookup import LookupAnswer, PrefixLookup
 from host_control.vllm.deciding import Deciding
 from host_control.vllm.epochs import Epochs
 from host_control.vllm.groups import Groups
-from host_control.vllm.handover import LET_GO, TAILLESS, count_tail, handover_of, reply_of
+from host_control.vllm.handover import LET_GO, TAILLESS, count_reach, count_tail, handover_of, reply_of
 from host_control.vllm.identity.requests import RequestInputs
 from host_control.vllm.metadata import (
     GroupLoad,
@@ -150,6 +150,7 @@ class SchedulerSide:
             enabled=self._fetch,
             loads_wait=self._loads_wait,
             cold=self._deciding is not None,
+            plain=workers.plain,
         )
         if self._fetch:
             self.waiting = WaitingQueue(self._lookup.chains, self._clients, by_priority=self._by_priority)
@@ -492,6 +493,7 @@ class SchedulerSide:
         if self._lookup is not None:
             if tracked.foreseen and (answer := self._lookup.poll(request_id)) is not None:
                 self._count_lookup(tracked, answer)
+            count_reach(self.slower, tracked.handover, self._lookup.reach)
             self._lookup.forget(request_id)
         tokens = tracked.tail_end if tracked.tail_stored else tracked.stored_chunks * self._chunk_tokens
         return reply_of(request, self._config, 0 if tracked.mixed else tokens)

@@ -265,7 +265,8 @@ class WorkerSide:
         )
         chunks = self._buffer_chunks(0, self._config.fetch_buffer_bytes) if self._layers else 0
         machine = machine_name(self._device)
-        return WorkerHandshake(self._model, namespaces, self.problem, chunks, len(self._layers), machine)
+        layers, plain = len(self._layers), self._pages is not None
+        return WorkerHandshake(self._model, namespaces, self.problem, chunks, layers, machine, plain)
 
     # ------------------------------------------------------------------ each step
 

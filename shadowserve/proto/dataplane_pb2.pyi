@@ -26,6 +26,12 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_INTERNAL: _ClassVar[Outcome]
     OUTCOME_DEVICE: _ClassVar[Outcome]
 
+class Reach(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REACH_ALL: _ClassVar[Reach]
+    REACH_DATA_PLANE: _ClassVar[Reach]
+    REACH_NONE: _ClassVar[Reach]
+
 class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ORDER_CHUNKS: _ClassVar[Order]
@@ -46,6 +52,9 @@ OUTCOME_UNKNOWN_DESTINATION: Outcome
 OUTCOME_NOT_STORABLE: Outcome
 OUTCOME_INTERNAL: Outcome
 OUTCOME_DEVICE: Outcome
+REACH_ALL: Reach
+REACH_DATA_PLANE: Reach
+REACH_NONE: Reach
 ORDER_CHUNKS: Order
 ORDER_LAYERS: Order
 
@@ -150,22 +159,26 @@ class LookupResponse(_message.Message):
     def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., present: _Optional[_Iterable[bytes]] = ..., announced: _Optional[_Iterable[bytes]] = ..., cold_ms: _Optional[_Iterable[int]] = ..., stored_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("keys", "lasts_ms", "timeout_ms")
+    __slots__ = ("keys", "lasts_ms", "timeout_ms", "plain")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     LASTS_MS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     lasts_ms: int
     timeout_ms: int
-    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., lasts_ms: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    plain: bool
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., lasts_ms: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., plain: _Optional[bool] = ...) -> None: ...
 
 class AnnounceResponse(_message.Message):
-    __slots__ = ("outcome", "detail")
+    __slots__ = ("outcome", "detail", "reach")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    REACH_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     detail: str
-    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ...) -> None: ...
+    reach: Reach
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., reach: _Optional[_Union[Reach, str]] = ...) -> None: ...
 
 class Arrival(_message.Message):
     __slots__ = ("request", "chains")

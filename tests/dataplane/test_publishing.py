@@ -136,6 +136,38 @@ async def test_what_a_host_had_pending_goes_with_it() -> None:
                 await asyncio.sleep(0.05)
 
 
+async def test_plain_records_are_pending_at_their_own_data_plane_alone(tmp_path: Path) -> None:
+    """Symptom: a decode engine at another data plane waited for page records, which never leave their tiers."""
+    server = Server("storage_kv", tmp_path).start()
+    try:
+        async with running(server, tiers=TIERS) as (_, prefill), running(server, tiers=TIERS) as (_, decode):
+            await prefill.register(SHAPE, 4)
+            plain = await publish(prefill, KEYS[:2], plain=True)
+            assert (plain.outcome, plain.reach) == (pb.OUTCOME_COMPLETE, pb.REACH_DATA_PLANE)
+            assert (await publish(prefill, KEYS[2:])).reach == pb.REACH_ALL
+            assert await pending(prefill) == [True] * 4, "engines of one data plane hear of them"
+            assert await pending(decode) == [False, False, True, True]
+            prefill.segment.memory[: SHAPE.raw_bytes] = np.frombuffer(kv(SHAPE, 0), np.uint8)
+            assert (await prefill.store(KEYS[:1], plain=True)).outcome == pb.OUTCOME_COMPLETE
+            assert await pending(prefill) == [False, True, True, True]
+        async with running(server) as (_, client):
+            assert (await publish(client, KEYS, plain=True)).reach == pb.REACH_ALL, "without tiers they go to storage"
+        async with running("", tiers=TIERS) as (_, client):
+            assert (await publish(client, KEYS, plain=True)).reach == pb.REACH_ALL
+    finally:
+        server.kill()
+
+
+async def test_a_store_that_takes_no_announcements_is_told_of(tmp_path: Path) -> None:
+    server = Server("redis", tmp_path).start()
+    try:
+        async with running(server) as (_, client):
+            assert (await publish(client, KEYS)).reach == pb.REACH_NONE
+            assert await pending(client) is None
+    finally:
+        server.kill()
+
+
 def test_what_is_over_takes_no_part_of_a_share() -> None:
     now = 0.0
     table = Publications(4, lambda: now)

@@ -230,7 +230,9 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
                 self.announced[key] = request.lasts_ms  # type: ignore[index]
             else:
                 self.announced.pop(key, None)  # type: ignore[union-attr]
-        return pb.AnnounceResponse(outcome=pb.OUTCOME_COMPLETE)
+        here = pb.REACH_DATA_PLANE if request.plain else pb.REACH_ALL
+        reach = pb.REACH_NONE if self.announced is None else here
+        return pb.AnnounceResponse(outcome=pb.OUTCOME_COMPLETE, reach=reach)
 
     def Expect(self, request: pb.ExpectRequest, context: Any) -> pb.ExpectResponse:
         self._enter("Expect", context)

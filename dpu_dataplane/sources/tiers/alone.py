@@ -67,7 +67,7 @@ class TiersAlone(Source):
         drain_s: that the end may take.
     """
 
-    publishes_here = True
+    publishes_here = keeps_plain = True
 
     def __init__(
         self,

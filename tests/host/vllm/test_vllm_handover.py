@@ -518,6 +518,35 @@ def test_without_announcements_the_other_engines_word_is_waited_for(make_side: A
     assert matched(side, arrive(side, TAKES, [9, *TOKENS], "cold")) == 0
 
 
+@pytest.mark.parametrize(
+    ("params", "takes_none", "plain", "reason"),
+    [
+        (GIVES, True, False, "storage_takes_no_announcements"),
+        (TAKES, True, False, "storage_takes_no_announcements"),
+        (GIVES, False, True, "pages_stay_here"),
+        (TAKES, False, True, ""),
+        (GIVES, False, False, ""),
+    ],
+)
+def test_engines_that_do_not_hear_of_each_other_are_counted(
+    make_side: Any, plane: ScriptedDataPlane, params: Any, takes_none: bool, plain: bool, reason: str
+) -> None:
+    plane.announced = None if takes_none else {}
+    side = make_side()
+    side._lookup._plain = plain
+    request = arrive(side, params)
+    assert matched(side, request) == 0
+    if params is GIVES:
+        plane.wait_for_call("Announce")
+        wait_for(lambda: side._lookup.reach or not reason)
+    side.finished(request)
+    counted = str(side.counts.take())
+    assert (reason in counted) if reason else ("slower_paths" not in counted)
+    plain_request = arrive(side, name="stays here")
+    side.finished(plain_request)
+    assert "slower_paths" not in str(side.counts.take())
+
+
 def test_a_tail_that_could_not_be_loaded_is_stored_again(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side()
     hold(plane)
