@@ -78,17 +78,18 @@ def store_and_fetch(address: str) -> None:
 
 
 async def test_an_engine_of_six_groups_stores_and_fetches_where_eight_hosts_share_a_data_plane(storage: Server) -> None:
-    async with Daemon(config(storage, hosts_max=8)) as daemon:
+    async with Daemon(config(storage, hosts_max=8, destinations_max=64)) as daemon:
         await asyncio.to_thread(store_and_fetch, daemon.address)
 
 
-async def test_eight_workers_of_six_groups_fit_the_defaults(storage: Server) -> None:
+@pytest.mark.parametrize("hosts_max", [1, 8])
+async def test_eight_workers_of_six_groups_fit_the_defaults(storage: Server, hosts_max: int) -> None:
     def register(address: str) -> int:
         with contextlib.ExitStack() as stack:
             workers = [stack.enter_context(worker(address)) for _ in range(8)]
             return len({each.acquire(PATIENCE_S) for pair in workers for each in pair})
 
-    async with Daemon(config(storage)) as daemon:
+    async with Daemon(config(storage, hosts_max=hosts_max)) as daemon:
         assert await asyncio.to_thread(register, daemon.address) == 16
 
 
