@@ -14,8 +14,9 @@ from host_control.handover import Handover
 from host_control.vllm.metrics import SlowerPaths
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["LET_GO", "TAILLESS", "VERSION", "count_reach", "count_tail", "handover_of", "reply_of"]
+__all__ = ["ENDS_WITH_CHUNK", "LET_GO", "TAILLESS", "VERSION", "count_reach", "count_tail", "handover_of", "reply_of"]
 
+ENDS_WITH_CHUNK: Final = "with windows or states no hit may end with a prompt, and this one ends with a whole chunk"
 TAILLESS: Final = "models with states, and engines that compute drafts, have no records of prompts' tails"
 LET_GO: Final = "vLLM let go of blocks of a window before the prompt's tail was stored"
 """Why a tail is not shared."""
@@ -88,8 +89,8 @@ def count_tail(slower: SlowerPaths, handover: Handover, why: str, chunk_tokens: 
     if handover.announces or handover.waits:
         slower.add(
             "prompt_tail_not_shared",
-            f"{why}, so the decode engine computes all that is behind a prompt's last whole chunk of {chunk_tokens} "
-            "tokens; see docs/handover.md",
+            f"{why}, so the decode engine computes up to {chunk_tokens} tokens, and not only those behind the prompt's "
+            "last block; see docs/handover.md",
         )
 
 

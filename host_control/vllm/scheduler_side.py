@@ -19,7 +19,7 @@ from host_control.lookup import LookupAnswer, PrefixLookup
 from host_control.vllm.deciding import Deciding
 from host_control.vllm.epochs import Epochs
 from host_control.vllm.groups import Groups
-from host_control.vllm.handover import LET_GO, TAILLESS, count_reach, count_tail, handover_of, reply_of
+from host_control.vllm.handover import ENDS_WITH_CHUNK, LET_GO, TAILLESS, count_reach, count_tail, handover_of, reply_of
 from host_control.vllm.identity.requests import RequestInputs
 from host_control.vllm.metadata import (
     GroupLoad,
@@ -196,7 +196,9 @@ class SchedulerSide:
             store=self._store,
             to_the_end=self._rules.tail_may_end_prompt,
         )
-        if not self._rules.tail_block_tokens and request.num_prompt_tokens % self._chunk_tokens:
+        if not request.num_prompt_tokens % self._chunk_tokens and not self._rules.tail_may_end_prompt:
+            count_tail(self.slower, tracked.handover, ENDS_WITH_CHUNK, self._chunk_tokens)
+        elif request.num_prompt_tokens % self._chunk_tokens and not self._rules.tail_block_tokens:
             count_tail(self.slower, tracked.handover, TAILLESS, self._chunk_tokens)
         # The list is vLLM's own and only grows; lookups read its head.
         self._look_up(tracked, request.prompt_token_ids)

@@ -411,10 +411,16 @@ def test_with_states_a_tail_that_is_not_shared_is_counted(make_side: Any) -> Non
     groups = groups_of(*specs)
     groups.bind(kv_cache_manager(*specs))
     side = make_side(groups=groups)
-    arrive(side, GIVES, TOKENS[:WHOLE], "whole")
     arrive(side, name="not handed over")
     assert "prompt_tail_not_shared" not in str(side.counts.take())
     arrive(side, GIVES)
+    assert "prompt_tail_not_shared" in str(side.counts.take())
+
+
+def test_with_a_window_a_prompt_that_ends_with_a_chunk_is_counted(make_side: Any) -> None:
+    """No hit ends with the prompt, and the chunk before it is the last one that vLLM takes."""
+    side = several(make_side)
+    arrive(side, GIVES, TOKENS[:WHOLE])
     assert "prompt_tail_not_shared" in str(side.counts.take())
 
 
