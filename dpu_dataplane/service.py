@@ -332,7 +332,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         job = Job(caller.owner, "", self._validate.timeout(request.timeout_ms))
         reach = pb.REACH_ALL
         try:
-            announcing = self._catalog.announce(caller.owner, keys, request.lasts_ms, plain=request.plain)
+            plain = request.plain and self._placing is not None  # as they will be stored
+            announcing = self._catalog.announce(caller.owner, keys, request.lasts_ms, plain=plain)
             reach = await job.within(announcing, "announcing chunks to storage")
             outcome, detail = pb.OUTCOME_COMPLETE, ""
         except ENDINGS as error:

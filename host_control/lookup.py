@@ -21,7 +21,6 @@ from host_control.handover import Arrived, Coming, Handover
 from shadowserve.errors import DataPlaneError
 from shadowserve.keys import Extra, chain_links, record_keys, tail_link
 from shadowserve.pieces import Flags, leading
-from shadowserve.proto import dataplane_pb2 as pb
 
 __all__ = ["LookupAnswer", "PrefixLookup", "Rule"]
 
@@ -152,8 +151,7 @@ class PrefixLookup:
         plain: whether this engine stores records that are not compressed, for devices of its data plane.
 
     Attributes:
-        reach: which engines hear of what is announced, and whether this one does, a ``Reach`` of the wire, as far as
-            any data plane has said.
+        reach: which engines hear of what is announced, a ``Reach`` of the wire; as a data plane has said last.
     """
 
     def __init__(
@@ -372,8 +370,6 @@ class PrefixLookup:
         except DataPlaneError as error:
             self._settle(lookup, replace(lookup.so_far, reason=error.outcome, detail=str(error)))
             return
-        if lookup.handover.waits and best.coming is None:
-            self.reach = pb.REACH_NONE
         whole, hits = len(wanted) - len(lookup.tail), leading(best.there)
         lookup.present, lookup.asked = [flags[:whole] for flags in own.present], asked
         present = [flags[:whole] for flags in best.present]

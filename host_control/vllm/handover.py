@@ -95,7 +95,7 @@ def count_tail(slower: SlowerPaths, handover: Handover, why: str, chunk_tokens: 
 
 
 def count_reach(slower: SlowerPaths, handover: Handover, reach: int) -> None:
-    """Count a prompt whose engines do not hear of each other through the store.
+    """Count a prompt that is computed for another engine which does not hear of it through the store.
 
     Args:
         slower: to count in.
@@ -108,11 +108,11 @@ def count_reach(slower: SlowerPaths, handover: Handover, reach: int) -> None:
             "with host.pages what a prefill engine stores stays in the tiers of its data plane, and decode engines of "
             "other data planes compute it; give both engines one data plane, or switch host.pages off",
         )
-    elif reach == pb.REACH_NONE and (handover.announces or handover.waits):
+    elif reach == pb.REACH_NONE and handover.announces:
         slower.add(
-            "storage_takes_no_announcements",
-            "the store is Redis, Valkey or a cluster, so a decode engine takes what it finds there, or waits for "
-            "what its proxy says; use a storage node of ShadowServe for P/D disaggregation",
+            "no_publishing",
+            "storage publishes no chunks (Redis, Valkey and clusters of them), so a decode engine takes what it finds "
+            "there, or waits for what its proxy says; use a storage node of ShadowServe for P/D disaggregation",
         )
 
 

@@ -527,8 +527,7 @@ def test_without_announcements_the_other_engines_word_is_waited_for(make_side: A
 @pytest.mark.parametrize(
     ("params", "takes_none", "plain", "reason"),
     [
-        (GIVES, True, False, "storage_takes_no_announcements"),
-        (TAKES, True, False, "storage_takes_no_announcements"),
+        (GIVES, True, False, "no_publishing"),
         (GIVES, False, True, "pages_stay_here"),
         (TAKES, False, True, ""),
         (GIVES, False, False, ""),
