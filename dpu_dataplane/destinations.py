@@ -16,6 +16,7 @@ Memory of the last two kinds is its owner's, who may end. What is delivered then
 import asyncio
 import contextlib
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -148,6 +149,10 @@ class Destination:
             self.released = True
             raise DestinationError(f"{lost}; register it again")
 
+    def is_abandoned(self) -> bool:
+        """Return whether no process but this one has it; false where that cannot be known."""
+        return self._segment is not None and self._segment.is_abandoned()
+
     def close(self) -> None:
         """Let go. Nobody may be using the memory."""
         for function in self._at_end:
@@ -169,6 +174,15 @@ class _Segment:
     def is_whole(self) -> bool:
         """Return whether nothing of it is gone, or was when it was touched."""
         return not self.guard.lost and os.fstat(self.file).st_size >= len(self.memory)
+
+    def is_abandoned(self) -> bool:
+        """Return whether no process holds the lock that a client has on its segment as long as it uses it."""
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        fcntl.flock(self.file, fcntl.LOCK_UN)
+        return True
 
     def close(self) -> None:
         self.guard.close()
@@ -272,7 +286,11 @@ class DestinationTable:
         size = int(memory.size)
         if size < (largest := max(layout.raw_bytes for layout in layouts)):
             raise DestinationError(f"{field}.size is {size}; one chunk of these layouts takes up to {largest}")
-        self._check_room(size, owner)
+        try:
+            self._check_room(size, owner)
+        except TooManyError:
+            self._forget_abandoned()
+            self._check_room(size, owner)
         if request.HasField("pages") and (field != "shared_memory" or len(layouts) != 1):
             raise DestinationError(f"pages are of shared_memory with one layout, not of {field} with {len(layouts)}")
         _, connect = self._kinds[field]
@@ -296,6 +314,13 @@ class DestinationTable:
         finally:
             self._pending.remove(pending)
         return destination
+
+    def _forget_abandoned(self) -> None:
+        """Forget memory whose process has ended: an engine that is started again and again needs its room."""
+        for destination in list(self._destinations.values()):
+            if destination.users == 0 and destination.is_abandoned():
+                logger.info("destination %016x is forgotten: its process has ended", destination.destination_id)
+                self._forget(destination)
 
     def _check_room(self, size: int, owner: str) -> None:
         """Raise TooManyError unless a host may register so many bytes more; several hosts have equal shares."""

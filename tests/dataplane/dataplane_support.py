@@ -1,6 +1,7 @@
 """What the data plane's tests are made of: real storage servers, a real daemon, real segments, and records in them."""
 
 import contextlib
+import fcntl
 import functools
 import mmap
 import os
@@ -141,17 +142,26 @@ class Segment:
         self.path = f"/dev/shm/{self.name}"
         self.size = size
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)
         os.ftruncate(file, size)
         self._map = mmap.mmap(file, size)
-        os.close(file)
+        self._file = file
         self.memory = np.frombuffer(self._map, np.uint8)
 
     def unlink(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
 
+    def die(self) -> None:
+        """Let go of the lock, as the kernel does for a process that has ended."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)  # the mapping has a descriptor of its own
+        os.close(self._file)
+        self._file = -1
+
     def close(self) -> None:
         self.unlink()
+        if self._file >= 0:
+            self.die()
         del self.memory
         self._map.close()
 

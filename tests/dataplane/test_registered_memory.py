@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from dataplane_support import Client, Segment, Server, config, keys_of, layout
+from dataplane_support import Client, Segment, Server, config, keys_of, layout, running
 from machine import NEVER_S, PATIENCE_S
 
 from dpu_dataplane.server import Daemon
@@ -110,6 +110,24 @@ async def test_a_host_beyond_its_share_is_told_the_share_how_it_is_made_and_the_
         message = await asyncio.to_thread(refused, daemon.address)
     assert f"its share is {3 * SIZE // 2}: destination_bytes_max ({3 * SIZE}) divided by hosts_max (2)" in message
     assert "raise destination_bytes_max" in message and "running" not in message, message
+
+
+async def test_memory_of_a_process_that_has_ended_gives_way_when_room_is_short(storage: Server) -> None:
+    """Symptom: an engine that was started again a few times was refused until its predecessors' memory was idle."""
+    async with running(storage, destinations_max=2) as (_, client):
+        await client.register(GROUPS[0], 1)
+        await client.register(GROUPS[0], 1)
+        second = client.destination
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.register(GROUPS[0], 1)
+        assert caught.value.code() is EXHAUSTED
+        client.segments[0].die()
+        await client.register(GROUPS[0], 1)
+        keys = keys_of(GROUPS[0], 1)
+        for destination in (client.destination, second):
+            assert (await client.fetch(keys, destination_id=destination)).outcome == pb.OUTCOME_ABSENT
+        for segment in client.segments:
+            segment.unlink()
 
 
 async def test_a_call_names_a_layout_of_the_registration_and_each_is_checked(client: Client) -> None:
