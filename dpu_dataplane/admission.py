@@ -63,21 +63,21 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at run
     Args:
         bytes_max: of the messages of calls in progress; a caller without any may have one message in any case.
         hosts_max: that have equal shares.
-        knows: whether a session is a host's.
+        owner_of: returns the host of a session; empty where it is of none.
         repeats: tells what callers did wrong.
 
     Attributes:
         total_bytes: of the messages of calls in progress.
     """
 
-    def __init__(self, bytes_max: int, hosts_max: int, knows: Callable[[bytes], bool], repeats: Repeats) -> None:
+    def __init__(self, bytes_max: int, hosts_max: int, owner_of: Callable[[bytes], str], repeats: Repeats) -> None:
         self._bytes_max = bytes_max
         self._bytes_share = bytes_max // hosts_max
         self._calls_share = max(_SHARE_LEAST, (CALLS_MAX - _STRANGERS_MAX) // hosts_max)
-        self._knows = knows
+        self._owner_of = owner_of
         self._repeats = repeats
         self._handlers: dict[str, _Handler] = {}
-        self._callers: defaultdict[bytes, _Caller] = defaultdict(_Caller)
+        self._callers: defaultdict[str, _Caller] = defaultdict(_Caller)
         self.total_bytes = 0
 
     async def intercept_service(
@@ -123,8 +123,7 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at run
         return made
 
     async def _let_in(self, method: str, context: Any, call: _Call) -> Any:
-        session = _session(context)
-        name = session if self._knows(session) else b""
+        name = self._owner_of(_session(context))
         caller = self._callers[name]
         if caller.calls >= (self._calls_share if name else _STRANGERS_MAX):
             whose = "of this host" if name else "without a session"

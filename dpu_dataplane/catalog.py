@@ -16,9 +16,10 @@ import numpy as np
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics, outcome_name
+from dpu_dataplane.publishing import Publications
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Expected, Found, Source, Stored, Unanswered
 from shadowserve import native
-from shadowserve.errors import CorruptRecordError, NotARecordError, RecordError, StorageError
+from shadowserve.errors import CorruptRecordError, NotARecordError, RecordError, StorageError, StorageRefusedError
 from shadowserve.pieces import Flags
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import HeadPeek, peek_head
@@ -140,7 +141,8 @@ class Catalog:
         self._quarantine: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()  # to the time of its end
         self._quarantine_time, self._quarantine_max = config.quarantine_time, config.quarantine_max
         self._delete_corrupt = config.delete_corrupt
-        self._deletions: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._publications = Publications(config.hosts_max)
 
     @property
     def quarantined(self) -> int:
@@ -219,13 +221,48 @@ class Catalog:
             else requests
         )
 
-    async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> None:
-        """Tell storage that chunks will be stored; see :meth:`Source.announce`.
+    async def announce(self, owner: str, keys: Sequence[bytes], lasts_ms: int, *, plain: bool = False) -> pb.Reach:
+        """Publish keys that a host will store; withdraw them where ``lasts_ms`` is 0; see :meth:`Source.announce`.
+
+        Args:
+            owner: the host.
+            keys: to be published.
+            lasts_ms: from now on.
+            plain: they will be stored as records that do not leave this machine's tiers, where it has some.
+
+        Returns:
+            Which engines hear of it.
 
         Raises:
-            StorageUnavailableError, StorageRefusedError: it has not been told.
+            StorageUnavailableError, StorageRefusedError: storage has not been told, or the host's share is used up.
         """
-        await self._source.announce(keys, lasts_ms)
+        if lasts_ms:
+            try:
+                told = self._publications.publish(owner, keys, lasts_ms)
+            except StorageRefusedError:
+                self._metrics.publications_refused += len(keys)
+                raise
+        else:
+            told = self._publications.withdraw(owner, keys)
+        if self._source.publishes_here:
+            return pb.REACH_ALL
+        if plain and self._source.keeps_plain:
+            return pb.REACH_DATA_PLANE
+        taken = await self._source.announce(told, lasts_ms) if told else True
+        return pb.REACH_ALL if taken else pb.REACH_NONE
+
+    def forget_host(self, owner: str) -> None:
+        """Withdraw what a host has published that is gone."""
+        if keys := self._publications.forget(owner):
+            task = asyncio.ensure_future(self._withdraw(keys))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _withdraw(self, keys: Sequence[bytes]) -> None:
+        try:
+            await self._source.announce(keys, 0)
+        except StorageError as error:
+            logger.debug("withdrawing: %s", error)  # their time will be up
 
     async def announced(self, chains: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[Flags] | None:
         """Return for each chain which chunks are announced; None where storage takes no announcements.
@@ -237,7 +274,7 @@ class Catalog:
         for first in range(0, len(keys), QUESTION_KEYS_MAX):
             question = keys[first : first + QUESTION_KEYS_MAX]
             try:
-                flags = await self._source.announced(question)
+                flags = await self._pending(question)
             except StorageError as error:
                 logger.debug("announcements: %s", error)
                 flags = np.zeros(len(question), np.bool_)
@@ -246,6 +283,13 @@ class Catalog:
             found.append(flags)
         ends = np.cumsum([len(keys) for _, keys in chains])[:-1]
         return list(np.split(np.concatenate(found), ends)) if found else [np.zeros(0, np.bool_) for _ in chains]
+
+    async def _pending(self, keys: Sequence[bytes]) -> Flags | None:
+        """Return which keys are pending; of plain records storage does not know."""
+        if self._source.publishes_here:
+            return self._publications.pending(keys)
+        flags = await self._source.announced(keys)
+        return flags if flags is None or not self._source.keeps_plain else flags | self._publications.pending(keys)
 
     async def find(self, keys: Sequence[bytes], *, fresh: bool) -> list[tuple[Found, bool]]:
         """Return what is stored under each of up to QUESTION_KEYS_MAX keys, and whether that is only remembered.
@@ -307,19 +351,23 @@ class Catalog:
         )
         if deleting:
             task = asyncio.create_task(self._delete(key))
-            self._deletions.add(task)
-            task.add_done_callback(self._deletions.discard)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def pardon(self, namespace: bytes, key: bytes) -> None:
         """Offer a key again: it was stored anew."""
         self._quarantine.pop((namespace, key), None)
         self._cache.drop(key)
 
+    def available(self, key: bytes) -> None:
+        """Note that a key is stored, and so is not pending any more."""
+        self._publications.stored(key)
+
     async def close(self) -> None:
-        """Give deletions in progress up."""
-        for task in list(self._deletions):
+        """Give up what is in progress beside calls."""
+        for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._deletions, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _is_sound(self, stored: Stored, key: bytes, namespace: bytes) -> bool:
         """Judge what a lookup found, and remember it if it is sound. Unchanged since last time: no need to look."""

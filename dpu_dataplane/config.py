@@ -187,10 +187,12 @@ class DataPlaneConfig(Section):
     """Longest deadline that a call may ask for."""
     head_cache_bytes: ByteSize = Field(ByteSize(32 * MIB), ge=0)
     """Heads of records remembered between a lookup and the fetches that follow it."""
-    destinations_max: int = Field(64, ge=1, le=65536)
-    """Destinations, clients' memory, registered at one time."""
+    destinations_max: int = Field(256, ge=1, le=65536)
+    """Regions of registered memory at one time; each of ``hosts_max`` hosts has an equal share of them. However many
+    KV cache groups the model has, a worker registers one region to fetch into and one to store from; one more once it
+    loads records of engines with other numbers of ranks or stages; and its paged memory with ``pages``."""
     destination_bytes_max: ByteSize = Field(ByteSize(64 * 1024 * MIB), ge=1)
-    """Bytes of all registered destinations together."""
+    """Bytes of all registered memory; each of ``hosts_max`` hosts has an equal share of them."""
     destination_idle: Positive = 600.0
     """A destination that no call has used for so long is forgotten: its owner is gone, or will register again."""
     quarantine_time: Positive = 300.0

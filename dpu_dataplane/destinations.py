@@ -16,6 +16,7 @@ Memory of the last two kinds is its owner's, who may end. What is delivered then
 import asyncio
 import contextlib
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -24,7 +25,7 @@ import secrets
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -81,8 +82,9 @@ class Destination:
 
     Attributes:
         destination_id: random, 64 bits.
-        owner: the host that registered it, and alone may use it.
-        layout: of the chunks that move through it.
+        owner: the host that registered it.
+        session: of that host, which alone may use it.
+        layouts: of the chunks that move through it; calls name one by its index.
         size: bytes.
         identity: the same for two registrations of the same memory.
         paging: where an engine's pages are in it, if it is paged memory.
@@ -90,15 +92,15 @@ class Destination:
 
     def __init__(
         self,
-        layout: ChunkLayout,
+        layouts: Sequence[ChunkLayout],
         size: int,
         identity: object,
         registered: native.Destination,
         segment: "_Segment | None",
     ) -> None:
         self.destination_id = secrets.randbits(64) or 1
-        self.owner = ""
-        self.layout = layout
+        self.owner, self.session = "", b""
+        self.layouts = tuple(layouts)
         self.size = size
         self.identity = identity
         self.used_at = time.monotonic()
@@ -147,6 +149,10 @@ class Destination:
             self.released = True
             raise DestinationError(f"{lost}; register it again")
 
+    def is_abandoned(self) -> bool:
+        """Return whether no process but this one has it; false where that cannot be known."""
+        return self._segment is not None and self._segment.is_abandoned()
+
     def close(self) -> None:
         """Let go. Nobody may be using the memory."""
         for function in self._at_end:
@@ -168,6 +174,15 @@ class _Segment:
     def is_whole(self) -> bool:
         """Return whether nothing of it is gone, or was when it was touched."""
         return not self.guard.lost and os.fstat(self.file).st_size >= len(self.memory)
+
+    def is_abandoned(self) -> bool:
+        """Return whether no process holds the lock that a client has on its segment as long as it uses it."""
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        fcntl.flock(self.file, fcntl.LOCK_UN)
+        return True
 
     def close(self) -> None:
         self.guard.close()
@@ -226,22 +241,35 @@ class DestinationTable:
         """Return how many destinations a host has registered."""
         return sum(destination.owner == owner for destination in self._destinations.values())
 
-    def get(self, destination_id: int, owner: str) -> Destination | None:
-        """Return a host's destination by its id, None where there is none (any more), or it is another host's."""
+    def has_any(self, session: bytes) -> bool:
+        """Return whether a session has registered memory."""
+        return any(destination.session == session for destination in self._destinations.values())
+
+    def get(self, destination_id: int, session: bytes) -> Destination | None:
+        """Return a session's destination by its id, None where there is none (any more), or it is another one's."""
         destination = self._destinations.get(destination_id)
-        if destination is None or destination.released or destination.owner != owner:
+        if destination is None or destination.released or destination.session != session:
             return None
         return destination
 
     def other_layout(self, layout: ChunkLayout) -> ChunkLayout | None:
         """Return the layout of a registered destination with the same namespace and another shape, if there is one."""
         for destination in self._destinations.values():
-            if destination.layout.namespace == layout.namespace and destination.layout != layout:
-                return destination.layout
+            for other in destination.layouts:
+                if other.namespace == layout.namespace and other != layout:
+                    return other
         return None
 
-    async def register(self, request: pb.RegisterDestinationRequest, layout: ChunkLayout, owner: str) -> Destination:
-        """Make the memory that ``request`` names ready for rounds, for a host.
+    async def register(
+        self, request: pb.RegisterDestinationRequest, layouts: Sequence[ChunkLayout], owner: str, session: bytes
+    ) -> Destination:
+        """Make the memory that ``request`` names ready for rounds, for a session of a host.
+
+        Args:
+            request: names the memory.
+            layouts: of the chunks that move through it, at least one.
+            owner: the host.
+            session: of it.
 
         Raises:
             DestinationError: memory of a kind that the backend does not take, or not as it must be.
@@ -256,16 +284,20 @@ class DestinationTable:
             )
         memory = getattr(request, field)
         size = int(memory.size)
-        if size < layout.raw_bytes:
-            raise DestinationError(f"{field}.size is {size}; one chunk of this layout takes {layout.raw_bytes}")
-        self._check_room(size, owner)
-        if request.HasField("pages") and field != "shared_memory":
-            raise DestinationError(f"pages are of shared_memory, not of {field}")
+        if size < (largest := max(layout.raw_bytes for layout in layouts)):
+            raise DestinationError(f"{field}.size is {size}; one chunk of these layouts takes up to {largest}")
+        try:
+            self._check_room(size, owner)
+        except TooManyError:
+            self._forget_abandoned()
+            self._check_room(size, owner)
+        if request.HasField("pages") and (field != "shared_memory" or len(layouts) != 1):
+            raise DestinationError(f"pages are of shared_memory with one layout, not of {field} with {len(layouts)}")
         _, connect = self._kinds[field]
         pending = (owner, size)
         self._pending.append(pending)
         try:
-            connecting = asyncio.ensure_future(asyncio.to_thread(connect, self._pipeline, memory, layout))
+            connecting = asyncio.ensure_future(asyncio.to_thread(connect, self._pipeline, memory, layouts))
             try:
                 destination = await asyncio.shield(connecting)
             except asyncio.CancelledError:  # the caller is gone: nobody will use what the thread is still preparing
@@ -273,28 +305,44 @@ class DestinationTable:
                 raise
             try:
                 if request.HasField("pages"):
-                    destination.paging = Paging.of(request.pages, layout, size)
+                    destination.paging = Paging.of(request.pages, layouts[0], size)
             except PagingError as error:
                 destination.close()
                 raise DestinationError(str(error)) from error
-            destination.owner = owner
+            destination.owner, destination.session = owner, session
             self._destinations[destination.destination_id] = destination
         finally:
             self._pending.remove(pending)
         return destination
 
+    def _forget_abandoned(self) -> None:
+        """Forget memory whose process has ended: an engine that is started again and again needs its room."""
+        for destination in list(self._destinations.values()):
+            if destination.users == 0 and destination.is_abandoned():
+                logger.info("destination %016x is forgotten: its process has ended", destination.destination_id)
+                self._forget(destination)
+
     def _check_room(self, size: int, owner: str) -> None:
         """Raise TooManyError unless a host may register so many bytes more; several hosts have equal shares."""
         taken = [(each.owner, each.size) for each in self._destinations.values()] + self._pending
-        mine = [each for each in taken if each[0] == owner]
-        for these, shares, of in ((taken, 1, ""), (mine, self._shares, ", this host's share")):
-            count_max, bytes_max = max(1, self._count_max // shares), self._bytes_max // shares
-            if len(these) >= count_max:
-                raise TooManyError(
-                    f"{count_max} destinations are registered{of}; release one, or raise destinations_max"
-                )
-            if sum(bytes_ for _, bytes_ in these) + size > bytes_max:
-                raise TooManyError(f"the destinations would exceed destination_bytes_max, {bytes_max} bytes{of}")
+        mine = [bytes_ for whose, bytes_ in taken if whose == owner]
+        self._check_limit("destinations_max", self._count_max, len(taken), len(mine), 1, "regions of memory")
+        all_bytes, my_bytes = sum(bytes_ for _, bytes_ in taken), sum(mine)
+        self._check_limit("destination_bytes_max", self._bytes_max, all_bytes, my_bytes, size, "bytes of memory")
+
+    def _check_limit(self, key: str, limit: int, all_: int, mine: int, more: int, what: str) -> None:
+        """Raise TooManyError if a host's share of a limit, or all of it, does not hold so many more."""
+        share = max(1, limit // self._shares)
+        if mine + more > share:
+            raise TooManyError(
+                f"this host has registered {mine} {what} and asks for {more} more; its share is {share}: {key} "
+                f"({limit}) divided by hosts_max ({self._shares}); raise {key} of the data plane"
+            )
+        if all_ + more > limit:
+            raise TooManyError(
+                f"all hosts have registered {all_} {what} and this one asks for {more} more; {key} is {limit}; raise "
+                f"{key} of the data plane"
+            )
 
     @contextlib.contextmanager
     def claim(self, destination: Destination, offset: int, length: int, *, writing: bool) -> Iterator[None]:
@@ -337,10 +385,10 @@ class DestinationTable:
             if destination.users == 0:
                 destination.quiet.set()
 
-    async def release(self, destination_id: int, owner: str) -> None:
+    async def release(self, destination_id: int, session: bytes) -> None:
         """Forget a destination: at once for new jobs; return once those running have ended. Unknown ids are fine."""
         destination = self._destinations.get(destination_id)
-        if destination is None or destination.owner != owner:
+        if destination is None or destination.session != session:
             return
         destination.released = True
         await destination.quiet.wait()
@@ -381,7 +429,7 @@ def _discard(connecting: "asyncio.Future[Destination]") -> None:
 # ---- Each kind of memory; all block, and run in threads -----------------------------------------------------------
 
 
-def _shared(pipeline: native.Pipeline, memory: pb.SharedMemory, layout: ChunkLayout) -> Destination:
+def _shared(pipeline: native.Pipeline, memory: pb.SharedMemory, layouts: Sequence[ChunkLayout]) -> Destination:
     if not _NAME.match(memory.name):
         raise DestinationError(
             f"shared_memory.name is {memory.name[:100]!r}; it is 'shadowserve-' and 8 to 64 hex digits"
@@ -393,10 +441,10 @@ def _shared(pipeline: native.Pipeline, memory: pb.SharedMemory, layout: ChunkLay
     except BaseException:
         segment.close()
         raise
-    return Destination(layout, memory.size, (status.st_dev, status.st_ino), registered, segment)
+    return Destination(layouts, memory.size, (status.st_dev, status.st_ino), registered, segment)
 
 
-def _exported(pipeline: native.Pipeline, memory: pb.ExportedMemory, layout: ChunkLayout) -> Destination:
+def _exported(pipeline: native.Pipeline, memory: pb.ExportedMemory, layouts: Sequence[ChunkLayout]) -> Destination:
     if not 0 < len(memory.descriptor) <= DESCRIPTOR_MAX:
         raise DestinationError(
             f"exported_memory.descriptor has {len(memory.descriptor)} bytes; it has 1 to {DESCRIPTOR_MAX}"
@@ -405,20 +453,21 @@ def _exported(pipeline: native.Pipeline, memory: pb.ExportedMemory, layout: Chun
         raise DestinationError(f"exported_memory: {memory.size} bytes at {memory.address:#x} are no memory")
     address, descriptor = memory.address, memory.descriptor
     registered = _registered(lambda: native.Destination.exported(pipeline, address, memory.size, descriptor))
-    return Destination(layout, memory.size, descriptor, registered, None)
+    return Destination(layouts, memory.size, descriptor, registered, None)
 
 
-def _cuda(pipeline: native.Pipeline, memory: pb.CudaIpcMemory, layout: ChunkLayout) -> Destination:
+def _cuda(pipeline: native.Pipeline, memory: pb.CudaIpcMemory, layouts: Sequence[ChunkLayout]) -> Destination:
     if len(memory.handle) != CUDA_HANDLE_BYTES:
         raise DestinationError(f"cuda_ipc.handle has {len(memory.handle)} bytes; it has {CUDA_HANDLE_BYTES}")
     if not _PCI_ADDRESS.match(memory.device):
         raise DestinationError(f"cuda_ipc.device is {memory.device[:40]!r}; it is a PCI address, such as 0000:3b:00.0")
     handle, device = memory.handle, memory.device
     registered = _registered(lambda: native.Destination.cuda_ipc(pipeline, handle, memory.size, device))
-    return Destination(layout, memory.size, handle, registered, None)
+    return Destination(layouts, memory.size, handle, registered, None)
 
 
-_KINDS: Final[dict[str, tuple[native.MemoryKind, Callable[[native.Pipeline, Any, ChunkLayout], Destination]]]] = {
+_Connect = Callable[[native.Pipeline, Any, Sequence[ChunkLayout]], Destination]
+_KINDS: Final[dict[str, tuple[native.MemoryKind, _Connect]]] = {
     "shared_memory": (native.MemoryKind.LOCAL, _shared),
     "exported_memory": (native.MemoryKind.EXPORTED, _exported),
     "cuda_ipc": (native.MemoryKind.CUDA_IPC, _cuda),
@@ -456,6 +505,8 @@ def _map(name: str, size: int) -> _Segment:
         except OSError as error:
             kind = TooManyError if error.errno in (errno.ENOSPC, errno.ENOMEM) else DestinationError
             raise kind(f"cannot allocate {size} bytes for {path}: {error.strerror}; is /dev/shm full?") from error
+        except ValueError as error:  # mmap looks at the file's size once more
+            raise DestinationError(f"{path} became shorter than {size} bytes while it was registered") from error
         return _Segment(file, memory, native.Guard(memory))
     except BaseException:
         os.close(file)

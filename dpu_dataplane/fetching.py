@@ -27,6 +27,7 @@ from dpu_dataplane.rounds import Buffers, End, FetchPlan, Wanted, plan_fetch
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Failure, Found, Order, Source, Stored
 from dpu_dataplane.tracing import Tracer
 from shadowserve import native
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import StorageRefusedError
 from shadowserve.native import Result
 from shadowserve.pieces import Flags, leading_chunks, leading_layers, pack, unpack
@@ -64,6 +65,7 @@ class FetchPart:
 
     Args:
         destination: that it goes to.
+        layout: of the chunks.
         offset: of the first chunk's place.
         length: bytes from there on that chunks go to.
         keys: of the chunks.
@@ -80,10 +82,16 @@ class FetchPart:
     """
 
     def __init__(
-        self, destination: Destination, offset: int, length: int, keys: Sequence[bytes], wanted: bytes
+        self,
+        destination: Destination,
+        layout: ChunkLayout,
+        offset: int,
+        length: int,
+        keys: Sequence[bytes],
+        wanted: bytes,
     ) -> None:
         self.destination, self.offset, self.length = destination, offset, length
-        self.layout = destination.layout
+        self.layout = layout
         self.keys = keys
         self._wanted = wanted
         self.wanted = np.zeros((0, 0), np.bool_)

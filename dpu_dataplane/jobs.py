@@ -116,32 +116,32 @@ class Job:
 
 
 class JobTable:
-    """Jobs in progress by their hosts, and by the ids that those have given them."""
+    """Jobs in progress by their sessions, and by the ids that those have given them."""
 
     def __init__(self) -> None:
-        self._jobs: dict[tuple[str, str], Job] = {}
+        self._jobs: dict[tuple[bytes, str], Job] = {}
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     @contextlib.contextmanager
-    def enter(self, owner: str, job_id: str, timeout: float) -> Iterator[Job]:
-        """Make a job of a host and keep it findable.
+    def enter(self, session: bytes, owner: str, job_id: str, timeout: float) -> Iterator[Job]:
+        """Make a job of a session of a host and keep it findable.
 
         Raises:
-            KeyError: a job of that host and id is in progress.
+            KeyError: a job of that session and id is in progress.
         """
-        if (owner, job_id) in self._jobs:
+        if (session, job_id) in self._jobs:
             raise KeyError(job_id)
-        job = self._jobs[owner, job_id] = Job(owner, job_id, timeout)
+        job = self._jobs[session, job_id] = Job(owner, job_id, timeout)
         try:
             yield job
         finally:
-            del self._jobs[owner, job_id]
+            del self._jobs[session, job_id]
 
-    def cancel(self, owner: str, job_id: str) -> bool:
-        """Cancel a host's job; return whether there was one."""
-        job = self._jobs.get((owner, job_id))
+    def cancel(self, session: bytes, job_id: str) -> bool:
+        """Cancel a session's job; return whether there was one."""
+        job = self._jobs.get((session, job_id))
         if job is not None:
             job.cancel()
         return job is not None

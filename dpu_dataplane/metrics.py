@@ -75,6 +75,7 @@ class Metrics:
     data_connections: int = 0
     storage_redirections: int = 0
     deleted_records: int = 0
+    publications_refused: int = 0
     promotion_wasted_bytes: int = 0
     promotions: Callable[[], Mapping[str, tuple[int, float]]] = dict
     stages: Callable[[], list[StageCount]] = list
@@ -121,6 +122,7 @@ class Metrics:
             ("data_connections", "Data connections made to storage", self.data_connections),
             ("storage_redirections", "Chunks that a cluster's node said another one has", self.storage_redirections),
             ("deleted_records", "Corrupt records deleted from storage", self.deleted_records),
+            ("publications_refused", "Keys that a host published beyond its share", self.publications_refused),
         ):
             yield CounterMetricFamily(f"shadowserve_{name}", text, value=value)
         for name, (text, read) in list(self.gauges.items()):

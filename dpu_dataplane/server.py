@@ -144,7 +144,7 @@ class Daemon:
             stores,
             len(config.stage_cores()["store"]),
         )
-        hosts = HostTable(config, destinations)
+        hosts = HostTable(config, destinations, catalog.forget_host)
         self._repeats = Repeats()
         service = DataPlaneService(
             config,
@@ -225,7 +225,7 @@ class Daemon:
 
     async def _serve(self, service: DataPlaneService) -> None:
         config = self.config
-        admission = Admission(int(config.call_bytes_max), config.hosts_max, service.hosts.knows, self._repeats)
+        admission = Admission(int(config.call_bytes_max), config.hosts_max, service.hosts.owner_of, self._repeats)
         self.metrics.gauges["call_bytes"] = (
             "Bytes of the messages of calls in progress",
             lambda: admission.total_bytes,

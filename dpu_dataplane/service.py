@@ -26,7 +26,7 @@ from dpu_dataplane.destinations import (
     TooManyError,
 )
 from dpu_dataplane.fetching import Fetcher
-from dpu_dataplane.hosts import Host, HostTable
+from dpu_dataplane.hosts import HostTable, Session
 from dpu_dataplane.jobs import ENDINGS, Job, JobTable, QueueFull, ending_of
 from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
 from dpu_dataplane.progress import PROGRESS_BYTES
@@ -191,10 +191,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     ) -> AsyncIterator[pb.TraceResponse]:
         """Record the next fetches."""
         try:
-            with self.hosts.call(context) as host:
+            with self.hosts.call(context) as caller:
                 timeout = self._validate.timeout(request.timeout_ms)
                 fetches = self._validate.count("fetches", request.fetches)
-                with self._tracer.recording(host.owner, fetches, decides=host.decides) as recording:
+                with self._tracer.recording(caller.owner, fetches, decides=caller.host.decides) as recording:
                     yield pb.TraceResponse()
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(recording.done.wait(), timeout)
@@ -213,12 +213,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     # ---- What they do ------------------------------------------------------------------------------------------------
 
     async def _answer(
-        self, context: _Context, handle: Callable[[_Request, Host], Awaitable[_Response]], request: _Request
+        self, context: _Context, handle: Callable[[_Request, Session], Awaitable[_Response]], request: _Request
     ) -> _Response:
         """Run a handler for the host that calls; turn what is wrong with the call into a gRPC status."""
         try:
-            with self.hosts.call(context) as host:
-                return await handle(request, host)
+            with self.hosts.call(context) as caller:
+                return await handle(request, caller)
         except InvalidCall as error:
             await context.abort(error.code, str(error), error.metadata)
         except TooManyError as error:
@@ -235,17 +235,17 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             )
         raise AssertionError("abort() always raises")
 
-    async def _decided(self, request: pb.Decision, host: Host) -> pb.DecidedResponse:
+    async def _decided(self, request: pb.Decision, caller: Session) -> pb.DecidedResponse:
         self._validate.decision(request)
-        host.decides = True
-        self._tracer.decided(host.owner, request)
+        caller.host.decides = True
+        self._tracer.decided(caller.owner, request)
         return pb.DecidedResponse()
 
-    async def _expect(self, request: pb.ExpectRequest, host: Host) -> pb.ExpectResponse:
+    async def _expect(self, request: pb.ExpectRequest, caller: Session) -> pb.ExpectResponse:
         arrivals = self._validate.expected(request)
         if self._config.tiers is None:
             return pb.ExpectResponse(unused=True)
-        taken = self._queues.take(host.owner, request, arrivals)
+        taken = self._queues.take(caller.owner, request, arrivals)
         self._catalog.expect(self._queues.expected())
         return pb.ExpectResponse(again=not taken)
 
@@ -253,12 +253,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._validate.hello(request)
         if request.HasField("layout"):
             self._check_shape(self._validate.layout(request.layout), request.chunk_bytes)
-        host, new = self.hosts.enter(request, context)
+        session, new = self.hosts.enter(request, context)
         if new:
-            logger.info("connected: %s", host)
+            logger.info("connected: %s", session.host)
         backend = native.backends()[self._config.backend]
         return pb.HelloResponse(
-            session=host.session,
+            session=session.token,
             protocol_version=PROTOCOL_VERSION,
             version=__version__,
             backend=backend.name,
@@ -285,9 +285,9 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             )
         self._check_buffers(layout)
 
-    async def _lookup(self, request: pb.LookupRequest, host: Host) -> pb.LookupResponse:
+    async def _lookup(self, request: pb.LookupRequest, caller: Session) -> pb.LookupResponse:
         chains = self._validate.chains(request.chains)
-        job = Job(host.owner, "", self._validate.timeout(request.timeout_ms))
+        job = Job(caller.owner, "", self._validate.timeout(request.timeout_ms))
         announced: list[bytes] = []
         found: list[Looked] = []
         detail = ""
@@ -329,24 +329,30 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         coming, found = await asyncio.gather(self._catalog.announced(chains), lookup)
         return found, coming
 
-    async def _announce(self, request: pb.AnnounceRequest, host: Host) -> pb.AnnounceResponse:
+    async def _announce(self, request: pb.AnnounceRequest, caller: Session) -> pb.AnnounceResponse:
         keys = self._validate.keys("keys", list(request.keys))
-        job = Job(host.owner, "", self._validate.timeout(request.timeout_ms))
+        job = Job(caller.owner, "", self._validate.timeout(request.timeout_ms))
+        reach = pb.REACH_ALL
         try:
-            await job.within(self._catalog.announce(keys, request.lasts_ms), "announcing chunks to storage")
+            plain = request.plain and self._placing is not None  # as they will be stored
+            announcing = self._catalog.announce(caller.owner, keys, request.lasts_ms, plain=plain)
+            reach = await job.within(announcing, "announcing chunks to storage")
             outcome, detail = pb.OUTCOME_COMPLETE, ""
         except ENDINGS as error:
             outcome, detail = ending_of(error)
         except Exception as error:
             outcome, detail = self._internal("Announce", error)
-        response = pb.AnnounceResponse(outcome=outcome, detail=detail)
+        response = pb.AnnounceResponse(outcome=outcome, detail=detail, reach=reach)
         self._report(response)
         return response
 
-    async def _register(self, request: pb.RegisterDestinationRequest, host: Host) -> pb.RegisterDestinationResponse:
-        layout = self._validate.layout(request.layout)
-        self._check_buffers(layout)
-        destination = await self._destinations.register(request, layout, host.owner)
+    async def _register(
+        self, request: pb.RegisterDestinationRequest, caller: Session
+    ) -> pb.RegisterDestinationResponse:
+        layouts = self._validate.layouts(request.layouts)
+        for layout in layouts:
+            self._check_buffers(layout)
+        destination = await self._destinations.register(request, layouts, caller.owner, caller.token)
         if destination.paging is not None and (placing := self._placing) is not None:
             memory = destination.memory
             destination.at_end(functools.partial(placing.unregister, memory))
@@ -354,11 +360,13 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._repeats.tell(
             logging.INFO,
             "registered",
-            host.owner,
+            caller.owner,
             f"registered destination {destination.destination_id:016x}: {destination.size} bytes of "
-            f"{request.WhichOneof('memory')}, {layout.raw_bytes} a chunk",
+            f"{request.WhichOneof('memory')}, {len(layouts)} layouts",
         )
-        return pb.RegisterDestinationResponse(destination_id=destination.destination_id, chunk_bytes=layout.raw_bytes)
+        return pb.RegisterDestinationResponse(
+            destination_id=destination.destination_id, chunk_bytes=[layout.raw_bytes for layout in layouts]
+        )
 
     def _check_buffers(self, layout: ChunkLayout) -> None:
         """Refuse a layout of which not even one chunk fits: every fetch of it would end with nothing."""
@@ -378,18 +386,18 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                     grpc.StatusCode.FAILED_PRECONDITION,
                 )
 
-    async def _release(self, request: pb.ReleaseDestinationRequest, host: Host) -> pb.ReleaseDestinationResponse:
-        await self._destinations.release(request.destination_id, host.owner)
+    async def _release(self, request: pb.ReleaseDestinationRequest, caller: Session) -> pb.ReleaseDestinationResponse:
+        await self._destinations.release(request.destination_id, caller.token)
         return pb.ReleaseDestinationResponse()
 
-    async def _cancel(self, request: pb.CancelRequest, host: Host) -> pb.CancelResponse:
-        return pb.CancelResponse(found=self.jobs.cancel(host.owner, request.job_id))
+    async def _cancel(self, request: pb.CancelRequest, caller: Session) -> pb.CancelResponse:
+        return pb.CancelResponse(found=self.jobs.cancel(caller.token, request.job_id))
 
     async def _fetch(
-        self, request: pb.FetchRequest, host: Host, tell: Callable[[int], None] | None = None
+        self, request: pb.FetchRequest, caller: Session, tell: Callable[[int], None] | None = None
     ) -> pb.FetchResponse:
         parts = self._validate.parts(
-            request, lambda name: self._destinations.get(name, host.owner), streamed=tell is not None
+            request, lambda name: self._destinations.get(name, caller.token), streamed=tell is not None
         )
 
         async def work(job: Job) -> pb.FetchResponse:
@@ -422,10 +430,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                     outcome, detail = self._internal("Fetch", error)
                     return pb.FetchResponse(outcome=outcome, detail=detail)
 
-        return await self._run(host, request, work, self._metrics.fetches, self._metrics.fetch_seconds)
+        return await self._run(caller, request, work, self._metrics.fetches, self._metrics.fetch_seconds)
 
-    async def _fetch_pages(self, request: pb.FetchPagesRequest, host: Host) -> pb.FetchResponse:
-        destination = self._destinations.get(request.destination_id, host.owner)
+    async def _fetch_pages(self, request: pb.FetchPagesRequest, caller: Session) -> pb.FetchResponse:
+        destination = self._destinations.get(request.destination_id, caller.token)
         pages = None if destination is None else self._validate.pages(request, destination)
 
         async def work(job: Job) -> pb.FetchResponse:
@@ -434,7 +442,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             with self._destinations.claim(destination, 0, destination.size, writing=True):
                 return await self._place(job, request, destination, *pages)
 
-        return await self._run(host, request, work, self._metrics.fetches, self._metrics.fetch_seconds)
+        return await self._run(caller, request, work, self._metrics.fetches, self._metrics.fetch_seconds)
 
     async def _place(
         self,
@@ -444,7 +452,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         keys: Sequence[bytes],
         blocks: npt.NDArray[np.uint32],
     ) -> pb.FetchResponse:
-        layout, paging = destination.layout, destination.paging
+        (layout,), paging = destination.layouts, destination.paging
         assert paging is not None
         if self._placing is None:
             return pb.FetchResponse(outcome=pb.OUTCOME_ABSENT, detail="this data plane has no devices")
@@ -470,22 +478,24 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             delivered=[pack(delivered)], outcome=outcome, detail=detail, fetched_bytes=size, delivered_bytes=size
         )
 
-    async def _store(self, request: pb.StoreRequest, host: Host) -> pb.StoreResponse:
+    async def _store(self, request: pb.StoreRequest, caller: Session) -> pb.StoreResponse:
         keys = self._validate.keys("keys", list(request.keys))
         parents = self._validate.parents(list(request.parents), len(keys))
-        destination = self._destinations.get(request.destination_id, host.owner)
+        destination = self._destinations.get(request.destination_id, caller.token)
+        layout = None
         if destination is not None:
-            self._validate.offset(destination, request.offset)
+            layout = self._validate.layout_of(destination, request.layout)
+            self._validate.offset(layout, request.offset)
 
         async def work(job: Job) -> pb.StoreResponse:
-            if destination is None:
+            if destination is None or layout is None:
                 return pb.StoreResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION, detail=_unknown(request.destination_id))
-            length = len(keys) * destination.layout.raw_bytes
+            length = len(keys) * layout.raw_bytes
             with self._destinations.claim(destination, request.offset, length, writing=False):
                 try:
                     to_store = (request.offset, keys, parents, request.lasts_ms)
                     plain = request.plain and self._placing is not None  # raw bytes would only cost the link
-                    response = await self._storer.run(job, destination, *to_store, plain=plain)
+                    response = await self._storer.run(job, destination, layout, *to_store, plain=plain)
                     self._check_reach(destination, response.outcome)
                     return response
                 except Exception as error:
@@ -494,7 +504,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                     outcome, detail = self._internal("Store", error)
                     return pb.StoreResponse(outcome=outcome, detail=detail)
 
-        return await self._run(host, request, work, self._metrics.stores, self._metrics.store_seconds)
+        return await self._run(caller, request, work, self._metrics.stores, self._metrics.store_seconds)
 
     def _check_reach(self, destination: Destination, outcome: pb.Outcome) -> None:
         """Drop a destination that could not be reached: whoever still owns it registers it anew."""
@@ -505,7 +515,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
 
     async def _run(
         self,
-        host: Host,
+        caller: Session,
         request: Any,
         work: Callable[[Job], Coroutine[Any, Any, _Response]],
         counts: Counter[str],
@@ -516,7 +526,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         timeout = self._validate.timeout(request.timeout_ms)
         begin = time.monotonic()
         try:
-            with self.jobs.enter(host.owner, job_id, timeout) as job:
+            with self.jobs.enter(caller.token, caller.owner, job_id, timeout) as job:
                 task = asyncio.create_task(work(job))
                 try:
                     response = await asyncio.shield(task)

@@ -116,6 +116,7 @@ class Storer:
         self,
         job: Job,
         destination: Destination,
+        layout: ChunkLayout,
         offset: int,
         keys: Sequence[bytes],
         parents: Sequence[bytes] = (),
@@ -137,7 +138,7 @@ class Storer:
         try:
             async with self.queue.turn(job):
                 for first in range(0, len(keys), QUESTION_KEYS_MAX):
-                    await self._store(job, destination, offset, keys, first, progress)
+                    await self._store(job, destination, layout, offset, keys, first, progress)
             outcome, detail = pb.OUTCOME_COMPLETE, ""
         except ENDINGS as error:
             outcome, detail = ending_of(error)
@@ -145,15 +146,21 @@ class Storer:
             stored=pack(np.isin(np.arange(len(keys)), list(progress.held))),
             outcome=outcome,
             detail=detail,
-            raw_bytes=len(progress.held) * destination.layout.raw_bytes,
+            raw_bytes=len(progress.held) * layout.raw_bytes,
             stored_bytes=sum(progress.held.values()),
         )
 
     async def _store(
-        self, job: Job, destination: Destination, offset: int, keys: Sequence[bytes], first: int, progress: _Progress
+        self,
+        job: Job,
+        destination: Destination,
+        layout: ChunkLayout,
+        offset: int,
+        keys: Sequence[bytes],
+        first: int,
+        progress: _Progress,
     ) -> None:
         """Store the chunks from ``first`` on that one question is enough for."""
-        layout = destination.layout
         part = keys[first : first + QUESTION_KEYS_MAX]
         held = self._source.find(part) if progress.plain else self._source.held(part)
         found = await job.within(held, "asking storage what it holds")
@@ -171,6 +178,7 @@ class Storer:
                         batch.append(first + index)
                     else:
                         progress.held[first + index] = length
+                        self._catalog.available(part[index])
                     index += 1
                 if batch:
                     while puts and (puts[0][0].done() or not free):
@@ -178,7 +186,8 @@ class Storer:
                         free.append(place)
                         await ended
                     place = free.pop()  # the one given back last, of which most is still in a cache
-                    encoded = await self._encode(job, destination, offset, keys, batch, place * batch_max, progress)
+                    at = place * batch_max
+                    encoded = await self._encode(job, destination, layout, offset, keys, batch, at, progress)
                     before = puts[-1][0] if puts else None
                     put = self._put_batch(before, job, *encoded, layout, keys, batch, progress)
                     puts.append((asyncio.create_task(put), place))
@@ -209,6 +218,7 @@ class Storer:
         self,
         job: Job,
         destination: Destination,
+        layout: ChunkLayout,
         offset: int,
         keys: Sequence[bytes],
         batch: Sequence[int],
@@ -216,7 +226,6 @@ class Storer:
         progress: _Progress,
     ) -> tuple[StorePlan, native.Round]:
         """Encode a batch into the store buffer, ``place`` chunks from its beginning. The round is to be released."""
-        layout = destination.layout
         of = [keys[index] for index in batch]
         bound = _bound(layout, progress)
         plan = plan_store(of, batch, layout, progress.codec, bound, progress.slice_bytes, place)
@@ -280,6 +289,7 @@ class Storer:
             raise self._stop(key, result, text)
         size = len(head) + int(plan.pieces[position]["body_length"])
         self._catalog.pardon(layout.namespace, key)
+        self._catalog.available(key)
         self._metrics.stored_raw_bytes += layout.raw_bytes
         self._metrics.stored_bytes += size
         return size

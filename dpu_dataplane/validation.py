@@ -32,6 +32,7 @@ _SECONDS_MAX = 1e6
 _NAME_MAX = 32
 _WAYS_MAX = 8
 _PARTS_MAX = 64  # the C core's limit
+_LAYOUTS_MAX = 256  # of one registration: each worker needs one for each KV cache group, and for each shard layout
 _QUEUE_NAME_MAX = 32
 _QUEUE_LASTS_MS_MAX = 600_000
 _RATE_MIN = 16 << 20  # bytes a second, at which a large chunk takes two seconds
@@ -111,17 +112,21 @@ class Validator:
             if (destination := destination_of(part.destination_id)) is None:
                 return int(part.destination_id)
             destinations.append(destination)
-        pieces = sum(each.layout.layers * len(mine) for each, mine in zip(destinations, keys, strict=True))
+        layouts = [
+            self.layout_of(destination, part.layout)
+            for destination, part in zip(destinations, request.parts, strict=True)
+        ]
+        pieces = sum(layout.layers * len(mine) for layout, mine in zip(layouts, keys, strict=True))
         if pieces > _PIECES_MAX:
             raise InvalidCall(f"parts name {pieces} layers of chunks; at most {_PIECES_MAX} fit one call")
         parts = []
         for index, (part, destination, mine) in enumerate(zip(request.parts, destinations, keys, strict=True)):
-            self.offset(destination, part.offset)
-            layout = destination.layout
+            layout = layouts[index]
+            self.offset(layout, part.offset)
             if part.length < layout.raw_bytes:
                 raise InvalidCall(f"parts[{index}].length is {part.length}; a chunk takes {layout.raw_bytes} bytes")
             try:
-                parts.append(FetchPart(destination, part.offset, part.length, mine, part.wanted))
+                parts.append(FetchPart(destination, layout, part.offset, part.length, mine, part.wanted))
             except ValueError as error:
                 raise InvalidCall(f"parts[{index}].wanted: {error}") from error
         _check_apart(parts)
@@ -143,17 +148,16 @@ class Validator:
         keys = self.keys("keys", list(request.keys))
         if destination.paging is None:
             raise InvalidCall("destination_id is of memory that was registered without pages")
-        if destination.layout.layers * len(keys) > _PIECES_MAX:
-            raise InvalidCall(
-                f"keys name {destination.layout.layers * len(keys)} layers; at most {_PIECES_MAX} fit one call"
-            )
+        (layout,) = destination.layouts
+        if layout.layers * len(keys) > _PIECES_MAX:
+            raise InvalidCall(f"keys name {layout.layers * len(keys)} layers; at most {_PIECES_MAX} fit one call")
         word = request.progress
         if request.HasField("progress") and (word % PROGRESS_BYTES or word + PROGRESS_BYTES > destination.size):
             raise InvalidCall(
                 f"progress is {word}; it is a multiple of {PROGRESS_BYTES} within {destination.size} bytes"
             )
         try:
-            return keys, destination.paging.rows(request.blocks, len(keys), destination.layout.tokens)
+            return keys, destination.paging.rows(request.blocks, len(keys), layout.tokens)
         except PagingError as error:
             raise InvalidCall(str(error)) from error
 
@@ -242,11 +246,23 @@ class Validator:
         except ValueError as error:
             raise InvalidCall(f"layout: {error}") from error
 
-    def offset(self, destination: Destination, offset: int) -> int:
-        """Return where a region begins."""
-        if offset % destination.layout.dtype.itemsize:
+    def layouts(self, layouts: Sequence[pb.ChunkLayout]) -> list[ChunkLayout]:
+        """Return the layouts of a registration."""
+        if not 1 <= len(layouts) <= _LAYOUTS_MAX:
+            raise InvalidCall(f"layouts has {len(layouts)} entries; it has 1 to {_LAYOUTS_MAX}")
+        return [self.layout(layout) for layout in layouts]
+
+    def layout_of(self, destination: Destination, index: int) -> ChunkLayout:
+        """Return the layout of registered memory that a call names."""
+        if index >= len(destination.layouts):
+            raise InvalidCall(f"layout is {index}; this memory was registered with {len(destination.layouts)} layouts")
+        return destination.layouts[index]
+
+    def offset(self, layout: ChunkLayout, offset: int) -> int:
+        """Return where a region of chunks of a layout begins."""
+        if offset % layout.dtype.itemsize:
             raise InvalidCall(
-                f"offset is {offset}; it is a multiple of {destination.layout.dtype.itemsize}, the size of an element"
+                f"offset is {offset}; it is a multiple of {layout.dtype.itemsize}, the size of an element"
             )
         return offset
 

@@ -12,19 +12,29 @@ the caller must not use that memory again (:mod:`host_control.destination` retir
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal
 
 import grpc
 import numpy as np
 
+from host_control.answers import (
+    FetchAnswer,
+    FetchCall,
+    FetchPart,
+    Found,
+    Registration,
+    StoreAnswer,
+    delivered_of,
+    reason_of,
+    sets_of,
+)
 from host_control.breaker import Breaker
 from host_control.connection import Connection, Peer, explain
 from host_control.decision import Decision
 from host_control.layer_stream import LayerStream
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
-from shadowserve.pieces import Flags, leading_chunks, pack, unpack
+from shadowserve.pieces import Flags, unpack
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_message
 from shadowserve.tls import Credentials
@@ -50,6 +60,12 @@ _MEMORY_FIELDS: Final[dict[type[Any], str]] = {
     pb.CudaIpcMemory: "cuda_ipc",
 }
 _OPERATION = Literal["lookup", "fetch", "store", "register"]
+_ADVICE: Final = {
+    "unreachable": "; is `shadowserve dpu` running there?",
+    "deadline": "; is `shadowserve dpu` running there, and can it reach the storage server?",
+    "storage_unavailable": "; can the data plane reach the storage server?",
+}
+"""What to do about failures of which the data plane itself says nothing, or too little."""
 _AT_FAULT: Final = {
     "unreachable",
     "deadline",
@@ -60,122 +76,6 @@ _AT_FAULT: Final = {
     "internal",
     "device",
 }
-
-
-class Registration(NamedTuple):
-    """What the daemon calls memory that it knows."""
-
-    destination_id: int
-    chunk_bytes: int
-
-
-@dataclass(frozen=True)
-class FetchPart:
-    """What a fetch wants of one group.
-
-    Attributes:
-        destination_id: of the memory that it goes to.
-        offset: of the first chunk's place in it.
-        length: bytes from there on that chunks go to.
-        keys: of the chunks.
-        wanted: pieces, by layer and chunk.
-    """
-
-    destination_id: int
-    offset: int
-    length: int
-    keys: Sequence[bytes]
-    wanted: Flags
-
-    @classmethod
-    def whole(
-        cls,
-        shape: ChunkLayout,
-        destination_id: int,
-        keys: Sequence[bytes],
-        offset: int = 0,
-        length: int | None = None,
-        layers: slice = slice(None),
-    ) -> Self:
-        """Return the part that wants chunks, all layers or some, by default in a region that has room for them."""
-        size = len(keys) * shape.raw_bytes if length is None else length
-        wanted = np.zeros((shape.layers, len(keys)), np.bool_)
-        wanted[layers] = True
-        return cls(destination_id, offset, size, keys, wanted)
-
-    @property
-    def message(self) -> pb.FetchPart:
-        """What the data plane is told."""
-        wanted = b"" if self.wanted.all() else pack(self.wanted)
-        return pb.FetchPart(
-            destination_id=self.destination_id, offset=self.offset, length=self.length, keys=self.keys, wanted=wanted
-        )
-
-
-class Found(NamedTuple):
-    """Of each chain that was looked up, which records are there, which are announced (None where nobody can say), the
-    bytes of those that are there, all together (0 where nobody can say), and in how many seconds storage expects to
-    have what it must fetch itself of them."""
-
-    present: list[Flags]
-    announced: list[Flags] | None
-    stored_bytes: list[int]
-    cold_seconds: list[float]
-
-
-class FetchAnswer(NamedTuple):
-    """Outcome of one round, and of each part the pieces that it put in place, and those that were wanted.
-
-    ``quiet``: nobody writes any more.
-    """
-
-    delivered: list[Flags]
-    wanted: Sequence[Flags]
-    reason: str
-    detail: str
-    quiet: bool
-    fetched_bytes: int = 0
-    delivered_bytes: int = 0
-
-    @property
-    def chunks(self) -> list[int]:
-        """Leading chunks of each part of which nothing is missing that was wanted."""
-        return [leading_chunks(pieces, wanted) for pieces, wanted in zip(self.delivered, self.wanted, strict=True)]
-
-
-class StoreAnswer(NamedTuple):
-    """Outcome of one Store, and which of its chunks are stored. ``quiet``: nobody reads the region any more."""
-
-    stored: Flags
-    reason: str
-    detail: str
-    quiet: bool
-    raw_bytes: int = 0
-    stored_bytes: int = 0
-
-
-class FetchCall:
-    """A Fetch on its way."""
-
-    def __init__(self, call: Any, answer: Callable[[Any], FetchAnswer]) -> None:
-        self._call = call
-        self._answer = answer
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called, in any thread, once the call has ended; at once if it has."""
-        self._call.add_done_callback(lambda _: callback())
-
-    def done(self) -> bool:
-        """Return whether the call has ended."""
-        return bool(self._call.done())
-
-    def layers(self, seen: int, seconds: float) -> int:
-        """Wait for further leading layers than were ``seen``; see :meth:`DataPlaneClient.start_fetch_layers`."""
-        return int(self._call.layers(seen, seconds))
-
-    def result(self) -> FetchAnswer:
-        """Return the outcome, waiting for it at most until the call's own deadline."""
-        return self._answer(self._call)
 
 
 class DataPlaneClient:
@@ -308,17 +208,36 @@ class DataPlaneClient:
             self._report(operation, error.outcome)
             raise
 
-    def announce(self, keys: Sequence[bytes], seconds: float) -> None:
+    def announce(
+        self,
+        keys: Sequence[bytes],
+        seconds: float,
+        *,
+        plain: bool = False,
+        reached: Callable[[int], None] | None = None,
+    ) -> None:
         """Say that records will be stored within so long; 0: that they will not, after all. A hint: nobody waits.
 
         Nothing is said to a data plane that is not connected, or that fails lookups.
+
+        Args:
+            keys: of the records.
+            seconds: from now on.
+            plain: they will be stored as :meth:`store` has it.
+            reached: takes which engines hear of it, a ``Reach`` of the wire, in any thread, if there is an answer.
         """
         if self.peer is None or self.breakers["lookup"].open or not keys:
             return
         request = pb.AnnounceRequest(
-            keys=keys, lasts_ms=int(seconds * 1000), timeout_ms=_milliseconds(self._connect_timeout)
+            keys=keys, lasts_ms=int(seconds * 1000), timeout_ms=_milliseconds(self._connect_timeout), plain=plain
         )
-        self._tell(self._connection.stub.Announce, request)
+
+        def ended(call: Any) -> None:
+            with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError):
+                if reached is not None and call.result().outcome == pb.OUTCOME_COMPLETE:
+                    reached(call.result().reach)
+
+        self._tell(self._connection.stub.Announce, request, ended)
 
     def expect(self, message: pb.ExpectRequest) -> Any:
         """Say what waits in an engine's queue; return the call, which nobody has to wait for.
@@ -350,17 +269,20 @@ class DataPlaneClient:
         )  # fmt: skip
         self._tell(self._connection.stub.Decided, told)
 
-    def _tell(self, method: Any, request: Any) -> None:
+    def _tell(self, method: Any, request: Any, ended: Callable[[Any], None] | None = None) -> None:
         with contextlib.suppress(ValueError):  # the channel is closed
-            self._let_go(method.future(request, timeout=self._connect_timeout, metadata=self._connection.metadata()))
+            call = method.future(request, timeout=self._connect_timeout, metadata=self._connection.metadata())
+            self._let_go(call)
+            if ended is not None:
+                call.add_done_callback(ended)
 
     def _found(self, answer: pb.LookupResponse, counts: Sequence[int]) -> Found:
-        reason = _reason(answer.outcome)
+        reason = reason_of(answer.outcome)
         if reason != "complete":
             raise self._fail("lookup", reason, answer.detail)
         try:
-            present = _sets(answer.present, counts)
-            announced = _sets(answer.announced, counts) if answer.announced else None
+            present = sets_of(answer.present, counts)
+            announced = sets_of(answer.announced, counts) if answer.announced else None
             for numbers, what in (answer.stored_bytes, "bytes"), (answer.cold_ms, "times"):
                 if len(numbers) not in (0, len(counts)):
                     raise ValueError(f"{what} of {len(numbers)} chains where {len(counts)} were asked for")
@@ -371,14 +293,21 @@ class DataPlaneClient:
         cold_seconds = [ms / 1e3 for ms in answer.cold_ms or nothing]
         return Found(present, announced, list(answer.stored_bytes or nothing), cold_seconds)
 
-    def register(self, shape: ChunkLayout, memory: MemoryMessage, pages: pb.PagedMemory | None = None) -> Registration:
-        """Make memory known to the data plane, and where ``pages`` are in it. The caller has asked the breaker.
+    def register(
+        self, shapes: Sequence[ChunkLayout], memory: MemoryMessage, pages: pb.PagedMemory | None = None
+    ) -> Registration:
+        """Register memory at the data plane, for chunks of some shapes. The caller has asked the breaker.
+
+        Args:
+            shapes: of the chunks; calls name one by its index.
+            memory: to be registered.
+            pages: where an engine's pages are in it.
 
         Raises:
             DataPlaneError: refused, unreachable, or the daemon counts another chunk size than we do.
         """
         request = pb.RegisterDestinationRequest(
-            layout=layout_message(shape),
+            layouts=map(layout_message, shapes),
             pages=pages,
             **{_MEMORY_FIELDS[type(memory)]: memory},  # type: ignore[arg-type]
         )
@@ -389,11 +318,11 @@ class DataPlaneClient:
         except grpc.RpcError as error:
             self._connection.lost(error)
             raise self._fail("register", *explain(error)) from error
-        if answer.chunk_bytes != shape.raw_bytes:
-            detail = f"the data plane counts {answer.chunk_bytes} bytes in a chunk, this host {shape.raw_bytes}"
+        if list(answer.chunk_bytes) != (ours := [shape.raw_bytes for shape in shapes]):
+            detail = f"the data plane counts {list(answer.chunk_bytes)[:16]} bytes in a chunk, this host {ours[:16]}"
             raise self._fail("register", "invalid_answer", detail)
         self._report("register", "complete")
-        return Registration(answer.destination_id, answer.chunk_bytes)
+        return Registration(answer.destination_id)
 
     def release(self, destination_id: int, *, wait: bool) -> bool:
         """Have the data plane forget memory; one that does not answer forgets it by itself, some time.
@@ -527,9 +456,9 @@ class DataPlaneClient:
             answer = call.result()
         except (grpc.RpcError, grpc.FutureCancelledError) as error:
             return FetchAnswer(nothing, wanted, *self._unanswered("fetch", error))
-        reason = _reason(answer.outcome)
+        reason = reason_of(answer.outcome)
         try:
-            delivered = _delivered(answer, wanted)
+            delivered = delivered_of(answer, wanted)
         except ValueError as error:
             self._report("fetch", "invalid_answer")
             return FetchAnswer(nothing, wanted, "invalid_answer", str(error), quiet=False)
@@ -548,10 +477,13 @@ class DataPlaneClient:
         parents: Sequence[bytes],
         timeout: float,
         *,
+        layout: int = 0,
         lasts_s: float = 0.0,
         plain: bool = False,
     ) -> StoreAnswer:
         """Store chunks that lie in the region one after the other; blocks until the outcome.
+
+        ``layout`` is the index of their shape among those that the memory was registered with.
 
         ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first. After ``lasts_s``
         seconds nobody needs them any more; 0: they are stored for good. ``plain``: not compressed, so that devices can
@@ -569,6 +501,7 @@ class DataPlaneClient:
             timeout_ms=_milliseconds(timeout),
             lasts_ms=int(lasts_s * 1000),
             plain=plain,
+            layout=layout,
         )
         try:
             answer = self._connection.stub.Store(
@@ -576,7 +509,7 @@ class DataPlaneClient:
             )
         except (grpc.RpcError, ValueError) as error:
             return StoreAnswer(nothing, *self._unanswered("store", error))
-        reason = _reason(answer.outcome)
+        reason = reason_of(answer.outcome)
         try:
             stored = unpack(answer.stored, len(keys))
             if reason == "unspecified" or bool(stored.all()) != (reason == "complete"):
@@ -656,41 +589,11 @@ class DataPlaneClient:
 
     def _fail(self, operation: _OPERATION, reason: str, detail: str) -> DataPlaneError:
         self._report(operation, reason)
+        advice = _ADVICE.get(reason, "")
         return DataPlaneError(
-            f"{operation} at the data plane {self.address} failed ({reason}): {detail or 'no detail'}; "
-            "is `shadowserve dpu` running there, and can it reach the storage server?",
-            reason,
+            f"{operation} at the data plane {self.address} failed ({reason}): {detail or 'no detail'}{advice}", reason
         )
-
-
-def _sets(packed: Sequence[bytes], counts: Sequence[int]) -> list[Flags]:
-    return [unpack(data, count) for data, count in zip(packed, counts, strict=True)]
-
-
-def _delivered(answer: pb.FetchResponse, wanted: Sequence[Flags]) -> list[Flags]:
-    """Return what a fetch has delivered of each part; raise ValueError where its answer cannot be."""
-    reason = _reason(answer.outcome)
-    sets = answer.delivered or [b""] * len(wanted)  # of a call that did not come to its parts
-    delivered = [unpack(data, *each.shape) for data, each in zip(sets, wanted, strict=True)]
-    count, asked = (sum(int(each.sum()) for each in pieces) for pieces in (delivered, wanted))
-    foreign = any((mine & ~theirs).any() for mine, theirs in zip(delivered, wanted, strict=True))
-    complete = count == asked
-    if (
-        foreign
-        or reason == "unspecified"
-        or complete != (reason == "complete")
-        or (reason == "round_full" and not count)
-    ):
-        raise ValueError(f"{count} pieces with outcome '{reason}' where {asked} were asked for")
-    return delivered
 
 
 def _milliseconds(seconds: float) -> int:
     return max(1, min(int(seconds * 1000), 2**32 - 1))
-
-
-def _reason(outcome: int) -> str:
-    try:
-        return pb.Outcome.Name(outcome).removeprefix("OUTCOME_").lower()
-    except ValueError:  # of a newer daemon
-        return "unspecified"

@@ -144,6 +144,7 @@ class Connection:
             process=f"process {os.getpid()} on {socket.gethostname()}"[:256],
             layout=layout,
             chunk_bytes=chunk_bytes,
+            session=self._session,
         )
         ends = time.monotonic() + timeout
         try:

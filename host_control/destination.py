@@ -63,7 +63,7 @@ class Memory(Protocol):
 class Destination:
     """Memory that the data plane knows, made when first needed and again whenever it was given up.
 
-    It takes chunks of several parts, which differ in shape: the data plane knows it once for each.
+    It is one region for chunks of several parts, which differ in shape: calls name a part's shape by its index.
 
     One thread calls :meth:`acquire`, :meth:`lost` and :meth:`retire`; any may read :attr:`current`.
 
@@ -99,8 +99,8 @@ class Destination:
         self._connect_timeout = connect_timeout
         self._lock = threading.Lock()
         self._memory: Memory | None = None
-        self._destination_ids: tuple[int, ...] = ()
-        self._unreleased: tuple[tuple[int, ...], Memory] | None = None
+        self._destination_id = 0
+        self._unreleased: tuple[int, Memory] | None = None
         self.retired = 0
 
     @property
@@ -110,10 +110,10 @@ class Destination:
             return self._memory
 
     @property
-    def destination_ids(self) -> tuple[int, ...]:
-        """What the data plane calls :attr:`current`, for each part."""
+    def destination_id(self) -> int:
+        """What the data plane calls :attr:`current`."""
         with self._lock:
-            return self._destination_ids
+            return self._destination_id
 
     def acquire(self, timeout: float) -> Memory:
         """Return the registered memory, making and registering some if there is none.
@@ -146,18 +146,14 @@ class Destination:
         except ConfigurationError:
             breaker.report(success=False)
             raise
-        known: list[int] = []
         try:
-            for shape in self.shapes:
-                known.append(self._client.register(shape, memory.message()).destination_id)
+            registered = self._client.register(self.shapes, memory.message())
         except DataPlaneError:
-            for destination_id in known:
-                self._client.release(destination_id, wait=False)
             memory.close()  # even if it is known there: nothing is written into it but by a Fetch that names it
             raise
         memory.announced()
         with self._lock:
-            self._memory, self._destination_ids = memory, tuple(known)
+            self._memory, self._destination_id = memory, registered.destination_id
         return memory
 
     def retire(self, *, release: bool, wait: bool = False) -> None:
@@ -170,19 +166,18 @@ class Destination:
             wait: for its answer.
         """
         with self._lock:
-            memory, destination_ids = self._memory, self._destination_ids
+            memory, destination_id = self._memory, self._destination_id
             self._memory = None
         if memory is None:
             return
         self.retired += 1
         if release and not memory.outlives_us:
-            self._unreleased = (destination_ids, memory)
+            self._unreleased = (destination_id, memory)
             if wait:
                 self._settle()
             return
         if release:
-            for destination_id in destination_ids:
-                self._client.release(destination_id, wait=wait)
+            self._client.release(destination_id, wait=wait)
         memory.close()
 
     def lost(self, memory: Memory) -> None:
@@ -194,12 +189,9 @@ class Destination:
         """Have what was given up released; return whether there is nothing (more) to be released."""
         if self._unreleased is None:
             return True
-        destination_ids, memory = self._unreleased
-        while destination_ids:
-            if not self._client.release(destination_ids[0], wait=True):
-                return False
-            destination_ids = destination_ids[1:]
-            self._unreleased = destination_ids, memory  # what is released is not asked for again
+        destination_id, memory = self._unreleased
+        if not self._client.release(destination_id, wait=True):
+            return False
         self._unreleased = None
         memory.close()
         return True

@@ -104,9 +104,8 @@ class LayerFetch:
         self._memory = memory
         job_id = f"layers-{secrets.token_hex(8)}"
         length = len(self.keys) * self._shape.raw_bytes
-        part = FetchPart(
-            self.destination.destination_ids[0], 0, length, self.keys, missing := self._wanted & ~self._there
-        )
+        missing = self._wanted & ~self._there
+        part = FetchPart(self.destination.destination_id, 0, length, self.keys, missing)
         try:
             call, wait = self._start(job_id, part, memory)
         except DataPlaneError as error:

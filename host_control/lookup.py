@@ -150,6 +150,10 @@ class PrefixLookup:
         enabled: whether to ask the data plane at all; without it every answer is a miss, and only keys are made.
         loads_wait: whether a load may begin while some of its chunks are only announced.
         cold: whether to be told how long storage takes for what it must fetch itself; otherwise a lookup has it fetch.
+        plain: whether this engine stores records that are not compressed, for devices of its data plane.
+
+    Attributes:
+        reach: which engines hear of what is announced, a ``Reach`` of the wire; as a data plane has said last.
     """
 
     def __init__(
@@ -166,6 +170,7 @@ class PrefixLookup:
         enabled: bool = True,
         loads_wait: bool = False,
         cold: bool = False,
+        plain: bool = False,
     ) -> None:
         self._model = model
         self._cuts: dict[int, Groups] = {0: groups, **(others or {})}
@@ -176,6 +181,8 @@ class PrefixLookup:
         self._enabled = enabled
         self._loads_wait = loads_wait
         self._cold = cold
+        self._plain = plain
+        self.reach = 0
         self._lock = threading.Lock()
         self._lookups: dict[str, _Lookup] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shadowserve-lookup")
@@ -529,7 +536,11 @@ class PrefixLookup:
         )
         for client in dict.fromkeys(client for client, _ in held):
             names = [name for each, name in held if each is client]
-            client.announce([key for name in names for key in record_keys(name, links)], seconds)
+            keys = [key for name in names for key in record_keys(name, links)]
+            client.announce(keys, seconds, plain=self._plain, reached=self._reached)
+
+    def _reached(self, reach: int) -> None:
+        self.reach = reach
 
     def _see(
         self, counts: Mapping[int, int], links: Sequence[bytes], timeout: float, *, announced: bool

@@ -563,15 +563,16 @@ class KVCacheManager:
     ) -> tuple[FetchCall, str]:
         if told_at is not None:
             memory.memory[told_at : told_at + PROGRESS_BYTES] = bytes(PROGRESS_BYTES)
-        shapes, destination_ids = self._destination.shapes, self._destination.destination_ids
+        shapes, destination_id = self._destination.shapes, self._destination.destination_id
         job_id = f"{self._job_prefix}-{next(self._job_numbers)}"
         parts = [
             FetchPart.whole(
                 shapes[run.part],
-                destination_ids[run.part],
+                destination_id,
                 job.keys[run.part][run.first : run.first + run.count],
                 run.offset,
                 layers=self._layers[run.part],
+                layout=run.part,
             )
             for run in runs
         ]

@@ -254,7 +254,7 @@ class PageDelivery:
         if self.obstacle:
             return False
         try:
-            registered = self._client.register(self._shape, self._pages.message(), self._pages.paging())
+            registered = self._client.register([self._shape], self._pages.message(), self._pages.paging())
         except DataPlaneError as error:
             if error.outcome == "refused":
                 self._not_before = time.monotonic() + _REFUSED_S

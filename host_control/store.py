@@ -347,11 +347,12 @@ class StoreQueue:
         part = batch[0].part
         return self._client.store(
             f"{self._job_prefix}-{self._job_number}",
-            self._destination.destination_ids[part],
+            self._destination.destination_id,
             self._place(part, batch[0].slot).start,
             [staged.key for staged in batch],
             [staged.parent for staged in batch],
             self._timeout,
+            layout=part,
             lasts_s=batch[0].lasts_s,
             plain=self._plain,
         )

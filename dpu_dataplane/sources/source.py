@@ -189,10 +189,15 @@ class Source(ABC):
     Attributes:
         name: for people.
         placing: brings chunks of pages from devices of this machine; ``None`` of a source without any.
+        publishes_here: all engines that store to it or read from it use this data plane: its table of published keys
+            (:class:`~dpu_dataplane.publishing.Publications`) is complete, and the source need not keep one.
+        keeps_plain: records that are not compressed stay in tiers of this machine.
     """
 
     name: str
     placing: Placing | None = None
+    publishes_here: bool = False
+    keeps_plain: bool = False
 
     @property
     @abstractmethod

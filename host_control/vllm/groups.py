@@ -155,7 +155,7 @@ class Groups:
             _group(index, spec, self.chunk_tokens, drafts) for (index, _), spec in zip(chosen, specs, strict=True)
         )
         # Of these every leading token is as good as any other, so that all but the last need no computing.
-        self._plain = not drafts and all(group.kind == "full" for group in self.groups)
+        self._plain, self._drafts = not drafts and all(group.kind == "full" for group in self.groups), drafts
         self._block_tokens = math.gcd(*(group.block_tokens for group in self.groups))
         self._common = common
         # Drafts that are taken back leave states in blocks that only the worker knows.
@@ -176,11 +176,33 @@ class Groups:
 
     @property
     def tail_block_tokens(self) -> int:
-        """Tokens in a block where a prompt's last chunk may have a record though it is not whole; 0 where not.
+        """Tokens in whose multiples a prompt's tail may end that has a record; 0 where tails have none.
 
-        It may where every leading token is as good as any other: of windows and states only a chunk's end has one.
+        They are whole blocks of every group. Of states only a chunk's end has a record, and where drafts are computed,
+        vLLM drops the last block of a hit.
         """
-        return self._block_tokens if self.one else 0
+        return 0 if self._drafts or any(group.kind == "state" for group in self.groups) else self._common
+
+    @property
+    def tail_may_end_prompt(self) -> bool:
+        """Whether a tail's record may hold a prompt's last token, which is computed again in any case.
+
+        With windows it may not: the last token needs a block more than a hit that ends with it.
+        """
+        return self._plain
+
+    def keeps_tail(self, tables: Sequence[Sequence[int]], end_tokens: int) -> bool:
+        """Return whether a request still holds all that a hit needs which ends there.
+
+        Args:
+            tables: the request's blocks, by the indexes of groups.
+            end_tokens: a multiple of :attr:`tail_block_tokens`.
+        """
+        for place, group in enumerate(self.groups):
+            needed = tables[group.index][self._first_kept(place, end_tokens) : end_tokens // group.block_tokens]
+            if NULL_BLOCK in needed or not needed:
+                return False
+        return True
 
     def bind(self, kv_cache_manager: Any) -> None:
         """Take the engine's own rules."""

@@ -11,23 +11,39 @@ from typing import Any, Final
 
 from host_control.config import HostConfig
 from host_control.handover import Handover
+from host_control.vllm.metrics import SlowerPaths
+from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["VERSION", "handover_of", "reply_of"]
+__all__ = ["ENDS_WITH_CHUNK", "LET_GO", "TAILLESS", "VERSION", "count_reach", "count_tail", "handover_of", "reply_of"]
+
+ENDS_WITH_CHUNK: Final = "with windows or states no hit may end with a prompt, and this one ends with a whole chunk"
+TAILLESS: Final = "models with states, and engines that compute drafts, have no records of prompts' tails"
+LET_GO: Final = "vLLM let go of blocks of a window before the prompt's tail was stored"
+"""Why a tail is not shared."""
 
 VERSION: Final = 1
 """Of what is under ``shadowserve``."""
 
 
 def handover_of(
-    request: Any, config: HostConfig, chunk_tokens: int, block_tokens: int, *, fetch: bool, store: bool
+    request: Any,
+    config: HostConfig,
+    chunk_tokens: int,
+    block_tokens: int,
+    *,
+    fetch: bool,
+    store: bool,
+    to_the_end: bool = True,
 ) -> Handover:
     """Return what a request that arrives is to be handed over with.
 
     Args:
         request: of vLLM.
         config: of the host.
-        chunk_tokens, block_tokens: tokens in a chunk, and in a block; 0 of an engine whose chunks have no tails.
+        chunk_tokens: tokens in a chunk.
+        block_tokens: tokens in whose multiples tails end; 0 of an engine whose prompts have no tails.
         fetch, store: whether this engine does either at all.
+        to_the_end: whether a tail may hold the prompt's last token.
     """
     params = _mapping(request.kv_transfer_params)
     load_most, store_most = _count(params.get("max_load_tokens")), _count(params.get("max_offload_tokens"))
@@ -42,7 +58,8 @@ def handover_of(
     deadline_ms = _count(told.get("deadline_ms"))
     whole = request.num_prompt_tokens // chunk_tokens * chunk_tokens
     end = expected if expected > whole and block_tokens and expected % block_tokens == 0 else request.num_prompt_tokens
-    tail = (end - whole) // block_tokens * block_tokens if block_tokens and (gives or takes) else 0
+    end = min(end, request.num_prompt_tokens - (not to_the_end))
+    tail = max(end - whole, 0) // block_tokens * block_tokens if block_tokens and (gives or takes) else 0
     return Handover(
         announces=config.handover_timeout if gives else 0.0,
         waits=min(config.handover_timeout, deadline_ms / 1000 if deadline_ms else 60.0) if takes else 0.0,
@@ -65,6 +82,38 @@ def reply_of(request: Any, config: HostConfig, stored_tokens: int) -> dict[str, 
         return None
     told = {"v": VERSION, "tokens": stored_tokens, "deadline_ms": int(1000 * config.handover_timeout)}
     return {"do_remote_prefill": True, "do_remote_decode": False, "shadowserve": told}
+
+
+def count_tail(slower: SlowerPaths, handover: Handover, why: str, chunk_tokens: int) -> None:
+    """Count a prompt whose tail is not shared between its engines, if it is computed for another one at all."""
+    if handover.announces or handover.waits:
+        slower.add(
+            "prompt_tail_not_shared",
+            f"{why}, so the decode engine computes up to {chunk_tokens} tokens, and not only those behind the prompt's "
+            "last block; see docs/handover.md",
+        )
+
+
+def count_reach(slower: SlowerPaths, handover: Handover, reach: int) -> None:
+    """Count a prompt that is computed for another engine which does not hear of it through the store.
+
+    Args:
+        slower: to count in.
+        handover: of the prompt.
+        reach: of what its engine announces, a ``Reach`` of the wire.
+    """
+    if reach == pb.REACH_DATA_PLANE and handover.announces:
+        slower.add(
+            "pages_stay_here",
+            "with host.pages what a prefill engine stores stays in the tiers of its data plane, and decode engines of "
+            "other data planes compute it; give both engines one data plane, or switch host.pages off",
+        )
+    elif reach == pb.REACH_NONE and handover.announces:
+        slower.add(
+            "no_publishing",
+            "storage publishes no chunks (Redis, Valkey and clusters of them), so a decode engine takes what it finds "
+            "there, or waits for what its proxy says; use a storage node of ShadowServe for P/D disaggregation",
+        )
 
 
 _PLAIN: Final = Handover()

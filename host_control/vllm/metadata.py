@@ -122,6 +122,7 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         layerwise_chunks: that one load in the order of layers may have; 0 where there are none such.
         layers: of this rank.
         machine: what this rank computes on, for people.
+        plain: whether its records are pages as they are, which stay in its data plane's tiers.
     """
 
     model: bytes
@@ -130,6 +131,7 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     layerwise_chunks: int = 0
     layers: int = 0
     machine: str = ""
+    plain: bool = False
 
 
 @dataclass

@@ -18,8 +18,8 @@ from host_control.handover import Arrived, Handover
 from host_control.lookup import LookupAnswer, PrefixLookup
 from host_control.vllm.deciding import Deciding
 from host_control.vllm.epochs import Epochs
-from host_control.vllm.groups import NULL_BLOCK, Groups
-from host_control.vllm.handover import handover_of, reply_of
+from host_control.vllm.groups import Groups
+from host_control.vllm.handover import ENDS_WITH_CHUNK, LET_GO, TAILLESS, count_reach, count_tail, handover_of, reply_of
 from host_control.vllm.identity.requests import RequestInputs
 from host_control.vllm.loads import LoadWays, group_loads
 from host_control.vllm.metadata import (
@@ -113,6 +113,7 @@ class SchedulerSide:
         self.counts = Counts()
         self.ways = LoadWays(config, groups, SlowerPaths(self.counts, logger), sampling_state=sampling_state)
         self.problem = problem
+        self.slower = SlowerPaths(self.counts, logger)
         self._timing = Timing(config, counts=self.counts)
         self._deciding: Deciding | None = None
         if config.fetch_or_compute and fetch and groups is not None:
@@ -149,6 +150,7 @@ class SchedulerSide:
             enabled=self._fetch,
             loads_wait=self._loads_wait,
             cold=self._deciding is not None,
+            plain=workers.plain,
         )
         if self._fetch:
             self.waiting = WaitingQueue(self._lookup.chains, self._clients, by_priority=self._by_priority)
@@ -192,7 +194,12 @@ class SchedulerSide:
             self._rules.tail_block_tokens,
             fetch=self._fetch,
             store=self._store,
+            to_the_end=self._rules.tail_may_end_prompt,
         )
+        if not request.num_prompt_tokens % self._chunk_tokens and not self._rules.tail_may_end_prompt:
+            count_tail(self.slower, tracked.handover, ENDS_WITH_CHUNK, self._chunk_tokens)
+        elif request.num_prompt_tokens % self._chunk_tokens and not self._rules.tail_block_tokens:
+            count_tail(self.slower, tracked.handover, TAILLESS, self._chunk_tokens)
         # The list is vLLM's own and only grows; lookups read its head.
         self._look_up(tracked, request.prompt_token_ids)
         self._set_boundary(tracked)
@@ -257,6 +264,8 @@ class SchedulerSide:
             links, tracked.offered_tail = saved.links, saved.tail_tokens and saved.tokens
         elif answer.tail and links is not None:
             links = [*links[: tracked.tail_end // self._chunk_tokens], *self._lookup.tail(request.request_id)]
+            end = local_tokens + usable
+            tracked.offered_tail = end if end > tracked.tail_end // self._chunk_tokens * self._chunk_tokens else 0
         tracked.offered, tracked.offered_epoch, tracked.offered_cut = links, self.epochs.current, answer.cut
         return usable
 
@@ -486,6 +495,7 @@ class SchedulerSide:
         if self._lookup is not None:
             if tracked.foreseen and (answer := self._lookup.poll(request_id)) is not None:
                 self._count_lookup(tracked, answer)
+            count_reach(self.slower, tracked.handover, self._lookup.reach)
             self._lookup.forget(request_id)
         tokens = tracked.tail_end if tracked.tail_stored else tracked.stored_chunks * self._chunk_tokens
         return reply_of(request, self._config, 0 if tracked.mixed else tokens)
@@ -520,7 +530,7 @@ class SchedulerSide:
         if self._states:
             for request_id, offered in output.kv_connector_block_state.boundary_state_offloads.items():
                 if (tracked := self._tracked.get(request_id)) is not None and not tracked.mixed:
-                    metadata.stores.extend(self._kept_states(tracked, offered))
+                    metadata.stores.extend(self._stores.states(tracked, self._groups, offered))
         scheduled, boundary = output.num_scheduled_tokens, self._boundary
         for new in output.scheduled_new_reqs:
             request_id = new.req_id
@@ -561,33 +571,9 @@ class SchedulerSide:
         if self._deciding is not None:
             self._deciding.stepped(learnt=learnt)
 
-    def _kept_states(self, tracked: Tracked, offered: Sequence[tuple[int, int, int]]) -> Iterator[StoreOperation]:
-        """Have states stored that this step leaves in blocks, (group, block, tokens), before they can change."""
-        assert self._lookup is not None
-        request_id = tracked.request.request_id
-        links, present = self._lookup.links(request_id), self._lookup.present(request_id)
-        places = {group.index: place for place, group in enumerate(self._groups)}
-        for group, block, tokens in offered:
-            if group not in self._states or tokens % self._chunk_tokens or block == NULL_BLOCK or links is None:
-                continue
-            end = tokens // self._chunk_tokens
-            if present is not None and not tracked.refused and end <= len(present[places[group]]):
-                if present[places[group]][end - 1]:
-                    continue
-            self._stores.extend(links, tracked.request, end)
-            yield StoreOperation(
-                request_id=request_id,
-                group=group,
-                links=links[end - 1 : end],
-                previous=None,
-                anchored=True,
-                blocks=[block],
-                absent_seconds=self._stores.absent_seconds(request_id),
-            )
-
     def _complete(self, output: Any, metadata: ShadowServeMetadata, request_id: str, computed: int) -> None:
         """Have the chunks stored that a request completes in this step."""
-        assert self._lookup is not None
+        assert self._lookup is not None and self._rules is not None
         tracked = self._tracked[request_id]
         answer, links = self._lookup.poll(request_id), self._lookup.links(request_id)
         if answer is None or links is None:
@@ -602,16 +588,20 @@ class SchedulerSide:
         present = self._lookup.present(request_id)
         known = max(tracked.stored_chunks, 0 if present is None or tracked.refused else self._stored(present))
         tracked.stored_chunks = max(known, end)
+        tables = output.kv_connector_block_state.get_block_ids(request_id)
         tail = not tracked.tail_stored and 0 < tracked.tail_end <= computed
+        if tail and tables is not None and not self._rules.keeps_tail(tables, tracked.tail_end):
+            tail, tracked.tail_end = False, 0
+            count_tail(self.slower, tracked.handover, LET_GO, self._chunk_tokens)
         tracked.tail_stored |= tail
         self._set_boundary(tracked)
-        tables = output.kv_connector_block_state.get_block_ids(request_id)
         if (end <= known and not tail) or tables is None:
             return
         self._stores.extend(links, tracked.request, end)
         announced = tracked.handover.announces > 0
         # What is kept of every chunk is stored last: where others see that, they can have the rest.
-        for place, group in sorted(enumerate(self._groups), key=lambda placed: placed[1].kind == "full"):
+        ordered = sorted(enumerate(self._groups), key=lambda placed: placed[1].kind == "full")
+        for place, group in ordered:
             if group.kind != "state":
                 held = None if present is None else present[place]
                 metadata.stores.extend(
@@ -626,12 +616,11 @@ class SchedulerSide:
                         announced=announced,
                     )
                 )
-        if tail:
-            (group,) = self._groups
+        for place, group in ordered if tail else ():
             (link,) = self._lookup.tail(request_id)
-            table = tables[group.index]
+            held, end_tokens = tables[group.index], tracked.tail_end
             metadata.stores.append(
-                self._stores.tail(request_id, group, table, links, link, tracked.tail_end, announced=announced)
+                self._stores.tail(request_id, group, held, links, link, end_tokens, place=place, announced=announced)
             )
         if tracked.handover.announces:
             self._lookup.computed(request_id, [*links[known:end], *(self._lookup.tail(request_id) if tail else ())])

@@ -1,4 +1,4 @@
-"""What the workers are told to store of a request: records of whole chunks, and of the tail behind the last."""
+"""What the workers store of a request: records of whole chunks, of states, and of the tail behind the last chunk."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -10,6 +10,7 @@ from host_control.layouts import NOWHERE
 from host_control.lookup import PrefixLookup
 from host_control.vllm.groups import NULL_BLOCK, Group
 from host_control.vllm.metadata import StoreOperation
+from host_control.vllm.tracked import Tracked
 from shadowserve.keys import chain_links, tail_link
 from shadowserve.pieces import Flags, leading
 
@@ -93,6 +94,7 @@ class Stores:
         link: bytes,
         end_tokens: int,
         *,
+        place: int = 0,
         announced: bool = False,
         lasts_s: float = 0.0,
     ) -> StoreOperation:
@@ -105,6 +107,7 @@ class Stores:
             request_id, group, table, links, announced: as of :meth:`chunks`.
             link: of the tail.
             end_tokens: up to the tail's end.
+            place: of the group.
             lasts_s: seconds after which nobody needs it any more; 0: it is stored as chunks are.
         """
         before = end_tokens // self._chunk_tokens
@@ -115,13 +118,44 @@ class Stores:
             group=group.index,
             links=[link],
             previous=links[before - 1] if before else None,
-            anchored=present is not None and before <= leading(present[0]),
+            anchored=present is not None and before <= leading(present[place]),
             blocks=np.where(blocks == NULL_BLOCK, NOWHERE, blocks).tolist(),
             announced=announced,
             absent_seconds=self.absent_seconds(request_id),
             lasts_s=lasts_s,
             tail_tokens=end_tokens - before * self._chunk_tokens if group.whole and group.kind != "state" else 0,
         )
+
+    def states(
+        self, tracked: Tracked, groups: Sequence[Group], offered: Sequence[tuple[int, int, int]]
+    ) -> Iterator[StoreOperation]:
+        """Have states stored that this step leaves in blocks, before they can change.
+
+        Args:
+            tracked: the request.
+            groups: that are stored.
+            offered: group, block and tokens of each.
+        """
+        request_id = tracked.request.request_id
+        links, present = self._lookup.links(request_id), self._lookup.present(request_id)
+        places = {group.index: place for place, group in enumerate(groups) if group.kind == "state"}
+        for group, block, tokens in offered:
+            if group not in places or tokens % self._chunk_tokens or block == NULL_BLOCK or links is None:
+                continue
+            end = tokens // self._chunk_tokens
+            if present is not None and not tracked.refused and end <= len(present[places[group]]):
+                if present[places[group]][end - 1]:
+                    continue
+            self.extend(links, tracked.request, end)
+            yield StoreOperation(
+                request_id=request_id,
+                group=group,
+                links=links[end - 1 : end],
+                previous=None,
+                anchored=True,
+                blocks=[block],
+                absent_seconds=self.absent_seconds(request_id),
+            )
 
     def tail_link(self, links: Sequence[bytes], request: Any, end_tokens: int) -> bytes:
         """Return the link of what a request has behind its last whole chunk, up to ``end_tokens``."""

@@ -280,7 +280,7 @@ class RowStores:
             records = rows.records[batch]
             answer = self._client.store(
                 f"{self._job_prefix}-{self._calls}",
-                self._destination.destination_ids[0],
+                self._destination.destination_id,
                 0,
                 records,
                 [b""] * len(records),

@@ -94,7 +94,7 @@ class WorkerSide:
         self._device = torch.device("cpu")
         self._delivery: Delivery
         self._stream = SideStream(torch.device("cpu"), None)
-        self._managers: dict[int, KVCacheManager] = {}
+        self._managers: dict[bool, KVCacheManager] = {}  # of records of other shard layouts; of this engine's own
         self._store: StoreQueue | None = None
         self._moving = False  # some manager has a job, or an outcome that nobody has taken
         self._results: list[FetchResult] = []
@@ -163,11 +163,11 @@ class WorkerSide:
             self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
         if self._fetch:
-            self._managers[0] = self._make_manager(0)
+            self._managers[False] = self._make_manager(foreign=False)
         if self._store_enabled:
             self._store = StoreQueue(
                 self._client,
-                self._destination(0, self._config.store_buffer_bytes, self._delivery.store),
+                self._destination([0], self._config.store_buffer_bytes, self._delivery.store),
                 batch_chunks=self._config.store_batch_chunks,
                 timeout=self._config.store_timeout,
                 recent_keys=self._config.recent_keys,
@@ -195,17 +195,22 @@ class WorkerSide:
             ),
         )
 
-    def _make_manager(self, cut: int) -> KVCacheManager:
-        """Return what fetches the records of one cut: each has memory of its own, made when first needed."""
+    def _cuts(self, *, foreign: bool) -> list[int]:
+        """Return this engine's own shard layout, or all others."""
+        return [cut for cut in self._parts if (cut != 0) == foreign]
+
+    def _make_manager(self, *, foreign: bool) -> KVCacheManager:
+        """Return what fetches records of this engine's shard layout, or of all others, into one region of memory."""
         assert self._client is not None
+        cuts = self._cuts(foreign=foreign)
         return KVCacheManager(
             self._client,
-            self._destination(cut, self._config.fetch_buffer_bytes, self._delivery.fetch),
+            self._destination(cuts, self._config.fetch_buffer_bytes, self._delivery.fetch),
             self._scatter,
             scatter_layers=lambda job, chunks, layers: self._scatter(job, 0, 0, chunks, layers),
-            layers=[part.wanted for part in self._parts[cut]],
+            layers=[part.wanted for cut in cuts for part in self._parts[cut]],
             order=ORDERS[self._config.order],
-            placer=self._make_placer() if cut == 0 else None,
+            placer=None if foreign else self._make_placer(),
             fetch_timeout=self._config.fetch_timeout,
         )
 
@@ -218,17 +223,21 @@ class WorkerSide:
         slower = SlowerPaths(self.counts, self._logger) if self._rank.number == 0 else None
         return PagePlacer(self._page_delivery, self._parts[0][0], lambda: self._watch, slower)
 
-    def _destination(self, cut: int, configured: int, make: Callable[[int], Memory]) -> Destination:
+    def _destination(self, cuts: Sequence[int], configured: int, make: Callable[[int], Memory]) -> Destination:
+        """Return memory for chunks of some shard layouts."""
         assert self._client is not None
-        shapes, chunks = self._shapes[cut], self._buffer_chunks(cut, configured)
-        size = chunks * sum(shape.raw_bytes for shape in shapes)
+        shapes = [shape for cut in cuts for shape in self._shapes[cut]]
+        size = max(self._buffer_chunks(cut, configured) * self._row_bytes(cut) for cut in cuts)
         timeout, progress = self._config.connect_timeout, self._delivery.shared
         return Destination(self._client, shapes, size, timeout, make=make, progress=progress)
 
+    def _row_bytes(self, cut: int) -> int:
+        """Return the bytes of one chunk of each part."""
+        return sum(shape.raw_bytes for shape in self._shapes[cut])
+
     def _buffer_chunks(self, cut: int, configured: int) -> int:
         """Return how many chunks a buffer of so many bytes is made for."""
-        chunk_bytes = sum(shape.raw_bytes for shape in self._shapes[cut])
-        return min(max(configured // chunk_bytes, 2), _BUFFER_CHUNKS_MAX)
+        return min(max(configured // self._row_bytes(cut), 2), _BUFFER_CHUNKS_MAX)
 
     def _single_layers(self) -> dict[str, int]:
         """Return the numbers of layers that can be loaded one by one.
@@ -268,7 +277,8 @@ class WorkerSide:
         )
         chunks = self._buffer_chunks(0, self._config.fetch_buffer_bytes) if self._layers else 0
         machine = machine_name(self._device)
-        return WorkerHandshake(self._model, namespaces, self.problem, chunks, len(self._layers), machine)
+        layers, plain = len(self._layers), self._pages is not None
+        return WorkerHandshake(self._model, namespaces, self.problem, chunks, layers, machine, plain)
 
     # ------------------------------------------------------------------ each step
 
@@ -287,10 +297,10 @@ class WorkerSide:
         if not self._managers:
             self._results += [self._failed(load, "disabled") for load in metadata.loads]
             return
-        for cut in {load.cut for load in metadata.loads} - self._managers.keys():
-            self._managers[cut] = self._make_manager(cut)
-        for cut, manager in self._managers.items():
-            loads = [load for load in metadata.loads if load.cut == cut]
+        for foreign in {load.cut != 0 for load in metadata.loads} - self._managers.keys():
+            self._managers[foreign] = self._make_manager(foreign=foreign)
+        for foreign, manager in self._managers.items():
+            loads = [load for load in metadata.loads if (load.cut != 0) == foreign]
             manager.rate, manager.held = metadata.rate, metadata.held
             try:
                 self._results += manager.exchange(map(self._job, loads), metadata.cancels, metadata.arrived)
@@ -313,19 +323,26 @@ class WorkerSide:
             self._results += manager.exchange()
 
     def _job(self, load: LoadOperation) -> FetchJob:
-        keys = tuple(
-            tuple(record_keys(shape.namespace, load.groups[part.group.index].links)) if load.groups else ()
-            for part, shape in zip(self._parts[load.cut], self._shapes[load.cut], strict=True)
-        )
+        keys: list[tuple[bytes, ...]] = []
+        places: list[list[int]] = []
+        for cut in self._cuts(foreign=load.cut != 0):
+            for part, shape in zip(self._parts[cut], self._shapes[cut], strict=True):
+                group = load.groups[part.group.index] if load.groups and cut == load.cut else None
+                keys.append(tuple(record_keys(shape.namespace, group.links)) if group is not None else ())
+                places.append(group.chunks if group is not None else [])
         return FetchJob(
             request_id=load.request_id,
-            keys=keys,
-            places=tuple(load.groups[part.group.index].chunks for part in self._parts[load.cut] if load.groups),
+            keys=tuple(keys),
+            places=tuple(places) if load.groups else (),
             target=load,
             arrived=load.arrived,
             layerwise=load.layerwise,
             window_s=self._window_s,
         )
+
+    def _first_place(self, cut: int) -> int:
+        """Return the number of the first part of a shard layout among those of its manager."""
+        return sum(len(self._parts[each]) for each in self._cuts(foreign=cut != 0) if each < cut)
 
     def _failed(self, load: LoadOperation, reason: str, detail: str = "") -> FetchResult:
         job = self._job(load)
@@ -335,7 +352,7 @@ class WorkerSide:
         """Wait until a layer is in place of this step's loads that go layer by layer, or they have ended."""
         if (layer := self._layers.get(name)) is not None and self._managers:
             began_s = time.monotonic()
-            self._managers[0].wait_layer(self.layerwise, layer)
+            self._managers[False].wait_layer(self.layerwise, layer)
             self._awaited.add(layer)
             if self._device.type == "cpu":
                 self._layer_times.waited(began_s, time.monotonic())
@@ -348,9 +365,9 @@ class WorkerSide:
         layerwise, self.layerwise = self.layerwise, set()
         if not layerwise or not self._managers:
             return
-        self._managers[0].wait(layerwise)
+        self._managers[False].wait(layerwise)
         self._layer_seconds = self._layer_times.take()
-        self._results += self._managers[0].exchange()
+        self._results += self._managers[False].exchange()
         if len(self._awaited) < len(self._layers):
             for number, result in enumerate(self._results):
                 if result.job.request_id in layerwise:
@@ -444,7 +461,8 @@ class WorkerSide:
         if self._config.fetch_or_compute and (complete or result.reason == "deadline"):
             self._seconds[load.request_id] = result.seconds - result.waited
         # Parts of one group have the same chunks; what several groups have of a prompt is of use as a whole.
-        chunks = min(result.chunks) if self._groups.one else max(result.chunks) if complete else 0
+        placed = result.chunks[self._first_place(load.cut) :][: len(self._parts[load.cut])]
+        chunks = min(placed) if self._groups.one else max(placed) if complete else 0
         self._delivered_bytes += result.delivered_bytes
         self.counts.add("load_seconds", result.seconds)
         self.counts.add("fetched_bytes", result.fetched_bytes)
@@ -540,7 +558,8 @@ class WorkerSide:
         self, job: FetchJob, part: int, first: int, chunks: Any, layers: tuple[int, int] | None = None
     ) -> None:
         load = job.target
-        made, chunk_bytes = self._parts[load.cut][part], self._shapes[load.cut][part].raw_bytes
+        place = part - self._first_place(load.cut)
+        made, chunk_bytes = self._parts[load.cut][place], self._shapes[load.cut][place].raw_bytes
         each = made.group.record_blocks
         count = len(chunks) // chunk_bytes
         blocks = load.groups[made.group.index].blocks[first * each : (first + count) * each]

@@ -23,6 +23,7 @@ class Workers:
         layers: that may be loaded one by one; 0 where none may.
         layerwise_chunks: that a load may have which goes layer by layer.
         clients: of the data planes. One that serves several ranks is asked once for all of them.
+        plain: whether records are pages as they are, which stay in their data planes' tiers.
         records: of each cut that all can read, 0 being their own, and of each group: who is asked for whose records.
     """
 
@@ -31,6 +32,7 @@ class Workers:
     layers: int
     layerwise_chunks: int
     clients: list[DataPlaneClient]
+    plain: bool
     records: dict[int, list[list[tuple[DataPlaneClient, bytes]]]]
 
 
@@ -74,5 +76,6 @@ def agreed(handshakes: Mapping[int, WorkerHandshake], groups: Sequence[Group], c
         max(shake.layers for shake in shakes),
         min(shake.layerwise_chunks for shake in shakes),
         list(clients.values()),
+        any(shake.plain for shake in shakes),
         records,
     )

@@ -26,6 +26,12 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_INTERNAL: _ClassVar[Outcome]
     OUTCOME_DEVICE: _ClassVar[Outcome]
 
+class Reach(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REACH_ALL: _ClassVar[Reach]
+    REACH_DATA_PLANE: _ClassVar[Reach]
+    REACH_NONE: _ClassVar[Reach]
+
 class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ORDER_CHUNKS: _ClassVar[Order]
@@ -46,6 +52,9 @@ OUTCOME_UNKNOWN_DESTINATION: Outcome
 OUTCOME_NOT_STORABLE: Outcome
 OUTCOME_INTERNAL: Outcome
 OUTCOME_DEVICE: Outcome
+REACH_ALL: Reach
+REACH_DATA_PLANE: Reach
+REACH_NONE: Reach
 ORDER_CHUNKS: Order
 ORDER_LAYERS: Order
 
@@ -74,7 +83,7 @@ class ChunkLayout(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., kinds: _Optional[int] = ..., vector_length: _Optional[int] = ..., tokens: _Optional[int] = ..., quantizer: _Optional[str] = ..., bins: _Optional[int] = ..., value_bins: _Optional[int] = ..., scale_tokens: _Optional[int] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
-    __slots__ = ("protocol_version", "version", "record_version", "key_schema", "host", "process", "layout", "chunk_bytes")
+    __slots__ = ("protocol_version", "version", "record_version", "key_schema", "host", "process", "layout", "chunk_bytes", "session")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RECORD_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +92,7 @@ class HelloRequest(_message.Message):
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     version: str
     record_version: int
@@ -91,7 +101,8 @@ class HelloRequest(_message.Message):
     process: str
     layout: ChunkLayout
     chunk_bytes: int
-    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., record_version: _Optional[int] = ..., key_schema: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[str] = ..., layout: _Optional[_Union[ChunkLayout, _Mapping]] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
+    session: bytes
+    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., record_version: _Optional[int] = ..., key_schema: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[str] = ..., layout: _Optional[_Union[ChunkLayout, _Mapping]] = ..., chunk_bytes: _Optional[int] = ..., session: _Optional[bytes] = ...) -> None: ...
 
 class HelloResponse(_message.Message):
     __slots__ = ("session", "protocol_version", "version", "backend", "emulated", "device", "memory_kinds", "page_devices")
@@ -150,22 +161,26 @@ class LookupResponse(_message.Message):
     def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., present: _Optional[_Iterable[bytes]] = ..., announced: _Optional[_Iterable[bytes]] = ..., cold_ms: _Optional[_Iterable[int]] = ..., stored_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("keys", "lasts_ms", "timeout_ms")
+    __slots__ = ("keys", "lasts_ms", "timeout_ms", "plain")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     LASTS_MS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     lasts_ms: int
     timeout_ms: int
-    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., lasts_ms: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    plain: bool
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., lasts_ms: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., plain: _Optional[bool] = ...) -> None: ...
 
 class AnnounceResponse(_message.Message):
-    __slots__ = ("outcome", "detail")
+    __slots__ = ("outcome", "detail", "reach")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    REACH_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     detail: str
-    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ...) -> None: ...
+    reach: Reach
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., reach: _Optional[_Union[Reach, str]] = ...) -> None: ...
 
 class Arrival(_message.Message):
     __slots__ = ("request", "chains")
@@ -204,18 +219,18 @@ class ExpectResponse(_message.Message):
     def __init__(self, again: _Optional[bool] = ..., unused: _Optional[bool] = ...) -> None: ...
 
 class RegisterDestinationRequest(_message.Message):
-    __slots__ = ("layout", "shared_memory", "exported_memory", "cuda_ipc", "pages")
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("layouts", "shared_memory", "exported_memory", "cuda_ipc", "pages")
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     EXPORTED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     CUDA_IPC_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
-    layout: ChunkLayout
+    layouts: _containers.RepeatedCompositeFieldContainer[ChunkLayout]
     shared_memory: SharedMemory
     exported_memory: ExportedMemory
     cuda_ipc: CudaIpcMemory
     pages: PagedMemory
-    def __init__(self, layout: _Optional[_Union[ChunkLayout, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., exported_memory: _Optional[_Union[ExportedMemory, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcMemory, _Mapping]] = ..., pages: _Optional[_Union[PagedMemory, _Mapping]] = ...) -> None: ...
+    def __init__(self, layouts: _Optional[_Iterable[_Union[ChunkLayout, _Mapping]]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., exported_memory: _Optional[_Union[ExportedMemory, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcMemory, _Mapping]] = ..., pages: _Optional[_Union[PagedMemory, _Mapping]] = ...) -> None: ...
 
 class PagedMemory(_message.Message):
     __slots__ = ("first", "stride", "blocks")
@@ -260,8 +275,8 @@ class RegisterDestinationResponse(_message.Message):
     DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     destination_id: int
-    chunk_bytes: int
-    def __init__(self, destination_id: _Optional[int] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
+    chunk_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, destination_id: _Optional[int] = ..., chunk_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseDestinationRequest(_message.Message):
     __slots__ = ("destination_id",)
@@ -274,18 +289,20 @@ class ReleaseDestinationResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class FetchPart(_message.Message):
-    __slots__ = ("destination_id", "offset", "length", "keys", "wanted")
+    __slots__ = ("destination_id", "offset", "length", "keys", "wanted", "layout")
     DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     destination_id: int
     offset: int
     length: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     wanted: bytes
-    def __init__(self, destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., wanted: _Optional[bytes] = ...) -> None: ...
+    layout: int
+    def __init__(self, destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., wanted: _Optional[bytes] = ..., layout: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("job_id", "timeout_ms", "parts", "order", "progress", "window_us", "rate")
@@ -344,7 +361,7 @@ class FetchLayersResponse(_message.Message):
     def __init__(self, layers: _Optional[int] = ..., answer: _Optional[_Union[FetchResponse, _Mapping]] = ...) -> None: ...
 
 class StoreRequest(_message.Message):
-    __slots__ = ("job_id", "destination_id", "offset", "keys", "timeout_ms", "parents", "lasts_ms", "plain")
+    __slots__ = ("job_id", "destination_id", "offset", "keys", "timeout_ms", "parents", "lasts_ms", "plain", "layout")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -353,6 +370,7 @@ class StoreRequest(_message.Message):
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     LASTS_MS_FIELD_NUMBER: _ClassVar[int]
     PLAIN_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     destination_id: int
     offset: int
@@ -361,7 +379,8 @@ class StoreRequest(_message.Message):
     parents: _containers.RepeatedScalarFieldContainer[bytes]
     lasts_ms: int
     plain: bool
-    def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ..., parents: _Optional[_Iterable[bytes]] = ..., lasts_ms: _Optional[int] = ..., plain: _Optional[bool] = ...) -> None: ...
+    layout: int
+    def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ..., parents: _Optional[_Iterable[bytes]] = ..., lasts_ms: _Optional[int] = ..., plain: _Optional[bool] = ..., layout: _Optional[int] = ...) -> None: ...
 
 class StoreResponse(_message.Message):
     __slots__ = ("outcome", "detail", "raw_bytes", "stored_bytes", "stored")

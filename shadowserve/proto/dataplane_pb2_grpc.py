@@ -140,7 +140,7 @@ class DataPlaneServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RegisterDestination(self, request, context):
-        """Makes a memory segment of the caller known to the data plane, with the layout of the KV that moves through it.
+        """Makes a region of the caller's memory known to the data plane, with the layouts of the chunks that move through it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

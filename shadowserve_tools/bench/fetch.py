@@ -358,7 +358,7 @@ class Target:
     def _round(self, first: int, offset: int, last: int) -> int:
         """Fetch what fits behind ``offset`` of the chunks from ``first`` up to ``last``; return how many that were."""
         keys, room = self._workload.keys[first:last], len(self._memory) - offset
-        part = FetchPart.whole(self._workload.layout, self._destination.destination_ids[0], keys, offset, room)
+        part = FetchPart.whole(self._workload.layout, self._destination.destination_id, keys, offset, room)
         answer = self._client.start_fetch(secrets.token_hex(8), [part], CALL_TIMEOUT_S, rate=self.rate).result()
         (chunks,) = answer.chunks
         if not chunks or answer.reason not in ("complete", "round_full"):

@@ -190,7 +190,7 @@ class _Compressed:
         keys = self._kv.keys[shape.namespace]
         with closing(Destination(self._plane.client, [shape], self._size, TIMEOUT_S)) as destination:
             memory = destination.acquire(TIMEOUT_S).memory
-            where = destination.destination_ids[0]
+            where = destination.destination_id
 
             def retrieve() -> None:
                 done = 0

@@ -1,6 +1,7 @@
 """What the data plane's tests are made of: real storage servers, a real daemon, real segments, and records in them."""
 
 import contextlib
+import fcntl
 import functools
 import mmap
 import os
@@ -141,17 +142,26 @@ class Segment:
         self.path = f"/dev/shm/{self.name}"
         self.size = size
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)
         os.ftruncate(file, size)
         self._map = mmap.mmap(file, size)
-        os.close(file)
+        self._file = file
         self.memory = np.frombuffer(self._map, np.uint8)
 
     def unlink(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
 
+    def die(self) -> None:
+        """Let go of the lock, as the kernel does for a process that has ended."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)  # the mapping has a descriptor of its own
+        os.close(self._file)
+        self._file = -1
+
     def close(self) -> None:
         self.unlink()
+        if self._file >= 0:
+            self.die()
         del self.memory
         self._map.close()
 
@@ -258,12 +268,14 @@ class Client:
         self.segments: list[Segment] = []
         self.segment: Segment
         self.destination = 0
+        self.session = b""
         self.shape: ChunkLayout
         self._jobs = 0
 
     async def hello(self, **changes: Any) -> pb.HelloResponse:
         """Say Hello; calls from now on carry the session."""
         answer: pb.HelloResponse = await self.plain.Hello(hello_request(**changes))
+        self.session = answer.session
         self.stub = Sessioned(self.plain, answer.session)
         return answer
 
@@ -275,13 +287,13 @@ class Client:
         self.segments.append(self.segment)
         answer = await self.stub.RegisterDestination(self.registration())
         self.segment.unlink()
-        assert answer.chunk_bytes == shape.raw_bytes
+        assert list(answer.chunk_bytes) == [shape.raw_bytes]
         self.destination = answer.destination_id
         return self
 
     def registration(self, **changes: Any) -> pb.RegisterDestinationRequest:
         fields: dict[str, Any] = {
-            "layout": layout_message(self.shape),
+            "layouts": [layout_message(self.shape)],
             "shared_memory": pb.SharedMemory(name=self.segment.name, size=self.segment.size),
         }
         return pb.RegisterDestinationRequest(**(fields | changes))

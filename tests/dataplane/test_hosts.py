@@ -22,7 +22,7 @@ from dataplane_support import (
 from machine import NEVER_MS, NEVER_S, PATIENCE_S, until
 
 from dpu_dataplane.destinations import DestinationTable
-from dpu_dataplane.hosts import HelloRequired, HostTable
+from dpu_dataplane.hosts import SESSIONS_MAX, HelloRequired, HostTable
 from dpu_dataplane.server import Daemon, _buffers, _make_pipeline
 from shadowserve import __version__, native
 from shadowserve.keys import SCHEMA_VERSION
@@ -58,7 +58,6 @@ async def test_hello_says_who_answers(client: Client, request: pytest.FixtureReq
     backend = native.backends()[request.node.callspec.params["client"]]
     assert (answer.backend, answer.emulated, bool(answer.device)) == (backend.name, backend.emulated, True)
     assert "shared_memory" in answer.memory_kinds
-    assert answer.session == (await client.hello()).session, "all processes of a machine are one host"
 
 
 @pytest.mark.parametrize(
@@ -137,6 +136,69 @@ async def test_the_next_host_is_taken_once_the_first_is_gone(storage: Server) ->
         await newcomer.close()
 
 
+async def test_a_caller_that_takes_anothers_name_gets_nothing_of_it(storage: Server) -> None:
+    for index, key in enumerate(KEYS):
+        storage.put(key, make_record(SHAPE, key, index))
+    async with running(storage) as (daemon, victim):
+        await victim.register(SHAPE, 4)
+        thief = Client(daemon.address)
+        try:
+            taken = (await thief.hello()).session
+            assert taken != victim.session, "a session is random, and not the name's"
+            thief.shape, thief.segment, thief.destination = SHAPE, victim.segment, victim.destination
+            assert (await thief.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+            assert (await thief.store(KEYS)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+            await thief.stub.ReleaseDestination(pb.ReleaseDestinationRequest(destination_id=victim.destination))
+            assert not victim.segment.memory.any()
+            assert (await victim.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
+        finally:
+            await thief.channel.close()
+
+
+async def test_a_caller_cannot_cancel_a_job_of_another_one_with_its_name(mortal_storage: Server) -> None:
+    async with running(mortal_storage, command_timeout=60) as (daemon, victim):
+        await victim.register(SHAPE, 4)
+        thief = Client(daemon.address)
+        await thief.hello()
+        mortal_storage.freeze()
+        size = 2 * SHAPE.raw_bytes
+        jobs = [
+            asyncio.ensure_future(
+                victim.fetch(KEYS, job_id=f"job {index}", offset=index * size, length=size, timeout_ms=NEVER_MS)
+            )
+            for index in range(2)
+        ]
+        await until(lambda: daemon.metrics.gauges["fetch_queue_jobs"][1]() == 1)  # and so both have arrived
+        for index in range(2):
+            assert not (await thief.stub.Cancel(pb.CancelRequest(job_id=f"job {index}"))).found
+        assert not any(job.done() for job in jobs)
+        for index in range(2):
+            assert (await victim.stub.Cancel(pb.CancelRequest(job_id=f"job {index}"))).found
+        assert [(await job).outcome for job in jobs] == [pb.OUTCOME_CANCELLED] * 2
+        await thief.close()
+
+
+async def test_a_process_that_comes_back_with_its_session_has_its_memory_still(client: Client) -> None:
+    await client.register(SHAPE, 4)
+    again = await client.hello(session=client.session)
+    assert again.session == client.session
+    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
+    other = await client.hello(session=bytes(16))
+    assert len(other.session) == 16 and other.session not in (bytes(16), again.session), (
+        "it is never the caller's choice"
+    )
+    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+
+
+async def test_sessions_of_a_host_are_bounded_and_those_with_memory_stay(client: Client) -> None:
+    await client.register(SHAPE, 4)
+    first = (await client.plain.Hello(hello_request())).session
+    for _ in range(SESSIONS_MAX):
+        await client.plain.Hello(hello_request())
+    assert (await client.plain.Hello(hello_request(session=first))).session != first, "the one idle for longest is gone"
+    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
+
+
 class Context:
     """As much of a call's context as a table of hosts looks at."""
 
@@ -156,25 +218,26 @@ async def test_a_host_is_gone_when_it_has_no_call_no_segment_and_was_idle(storag
     settings = config(storage, destination_idle=100)
     pipeline = _make_pipeline(settings, _buffers(settings))
     destinations = DestinationTable(settings, pipeline)
-    hosts, context = HostTable(settings, destinations), Context()
-    host, new = hosts.enter(hello_request(), context)
+    gone: list[str] = []
+    hosts, context = HostTable(settings, destinations, gone.append), Context()
+    session, new = hosts.enter(hello_request(), context)
     assert new
-    context.session = host.session
+    context.session = session.token
     with hosts.call(context):
-        hosts.expire(host.used_at + 1000)
+        hosts.expire(session.used_at + 1000)
         assert len(hosts) == 1, "it is being answered"
     segment = Segment(SHAPE.raw_bytes)
     memory = pb.SharedMemory(name=segment.name, size=segment.size)
     request = pb.RegisterDestinationRequest(shared_memory=memory)
-    destination = await destinations.register(request, SHAPE, host.owner)
+    destination = await destinations.register(request, [SHAPE], session.owner, session.token)
     segment.close()
-    destination.used_at = host.used_at + 950
-    hosts.expire(host.used_at + 1000)
+    destination.used_at = session.used_at + 950
+    hosts.expire(session.used_at + 1000)
     assert len(hosts) == 1, "it has a segment"
-    hosts.expire(host.used_at + 99)
+    hosts.expire(session.used_at + 99)
     assert len(hosts) == 1, "it has not been idle for long"
-    hosts.expire(host.used_at + 1051)
-    assert len(hosts) == len(destinations) == 0
+    hosts.expire(session.used_at + 1051)
+    assert len(hosts) == len(destinations) == 0 and gone == [session.owner]
     with pytest.raises(HelloRequired), hosts.call(context):
         pass
     pipeline.close()
@@ -246,12 +309,10 @@ async def test_a_host_cannot_take_the_room_for_memory_of_the_others(storage: Ser
     ):
         await ours.register(SHAPE, 4)
         error = await status(ours.register(SHAPE, 9))
-        assert error.code() is EXHAUSTED and f"{3 * size} bytes, this host's share" in (error.details() or "")
+        assert error.code() is EXHAUSTED and f"its share is {3 * size}" in (error.details() or "")
         await ours.register(SHAPE, 4)
         error = await status(ours.register(SHAPE, 4))
-        assert error.code() is EXHAUSTED and "2 destinations are registered, this host's share" in (
-            error.details() or ""
-        )
+        assert error.code() is EXHAUSTED and "has registered 2 regions" in (error.details() or "")
         await theirs.register(SHAPE, 4)
         await theirs.register(SHAPE, 8)
         for client in (ours, theirs):

@@ -44,7 +44,7 @@ class Paged:
         """Make it known, as it is or with changes of where its pages are."""
         fields = {"first": [layer * PAGE for layer in range(LAYERS)], "stride": LAYERS * PAGE, "blocks": BLOCKS}
         request = pb.RegisterDestinationRequest(
-            layout=layout_message(shape),
+            layouts=[layout_message(shape)],
             shared_memory=pb.SharedMemory(name=self.segment.name, size=self.segment.size),
             pages=pb.PagedMemory(**(fields | changes)),
         )

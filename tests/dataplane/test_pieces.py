@@ -195,7 +195,7 @@ async def test_a_host_asks_for_what_is_missing_until_all_is_there(storage: Serve
             try:
                 segments = [memory.acquire(PATIENCE_S) for memory in memories]
                 parts = [
-                    FetchPart.whole(group.shape, memory.destination_ids[0], group.keys)
+                    FetchPart.whole(group.shape, memory.destination_id, group.keys)
                     for group, memory in zip(groups, memories, strict=True)
                 ]
                 reasons = ["round_full"]

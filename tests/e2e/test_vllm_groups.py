@@ -66,12 +66,12 @@ def take_over(engine: Any, plane: Any, prompt: list[int], expected: list[int], s
     for comes, hits in ((True, {whole}), (False, {0, whole - chunk} if states else {whole - chunk})):
         engine.flush()
         engine.forget()
-        asked = Counter[bytes]()
+        asked = Counter[int]()
         for fetch in plane.fetches:
-            asked[fetch.destination_id] += len(fetch.keys)
+            asked[fetch.layout] += len(fetch.keys)
         plane.script = type(plane.script)()
         full, _ = asked.most_common(1)[0]
-        last = [fetch for fetch in plane.fetches if fetch.destination_id == full][-1].keys[-1]
+        last = [fetch for fetch in plane.fetches if fetch.layout == full][-1].keys[-1]
         kept = plane.records.pop(last)
         plane.announced[last] = int(1000 * PATIENCE_S)
         before = plane.calls.count("Fetch")
@@ -90,6 +90,35 @@ def take_over(engine: Any, plane: Any, prompt: list[int], expected: list[int], s
         assert list(output.outputs[0].token_ids) == expected
         assert output.num_cached_tokens in hits
         assert engine.counters().get("load_failures/announced_gone", 0) == int(not comes)
+
+
+@pytest.mark.parametrize(("name", "options"), FAMILIES, ids=[name for name, _ in FAMILIES])
+def test_a_prompt_of_another_engine_is_computed_behind_its_last_block_alone(
+    name: str, options: dict[str, Any], family: Any, make_engine: Any, data_plane: Any, prompt: Any
+) -> None:
+    """With windows; of states only those at the ends of chunks are stored, and what is behind is computed."""
+    options = {"model": family(name), "max_num_batched_tokens": 512, **options}
+    mine = prompt(LENGTHS[0])
+    engine = make_engine(None, **options)
+    try:
+        expected = engine.outputs([mine])
+    finally:
+        engine.close()
+    engine = make_engine(data_plane.address, **options)
+    try:
+        for place in "do_remote_decode", "do_remote_prefill":
+            params = {"do_remote_prefill": False, "do_remote_decode": False} | {place: True}
+            (output,) = engine.generate([mine], extra_args={"kv_transfer_params": params})
+            assert [list(output.outputs[0].token_ids)] == expected
+            engine.flush()
+            engine.forget()
+        step = tails = engine.connector._groups.tail_block_tokens
+        assert bool(tails) == (name != "qwen3_next")
+        step = step or engine.connector._groups.chunk_tokens
+        assert output.num_cached_tokens == (len(mine) - 1) // step * step
+        assert engine.counters().get("slower_paths/prompt_tail_not_shared", 0) == (0 if tails else 2)
+    finally:
+        engine.close()
 
 
 def test_with_windows_a_preempted_request_goes_on_at_its_last_block(

@@ -1,11 +1,15 @@
-"""A prefill and a decode engine, each ``vllm serve`` with a data plane of its own; one store; a proxy before them."""
+"""A prefill and a decode engine, each ``vllm serve``, and a proxy before them.
 
+Each has a data plane of its own, over one storage node; or both have one data plane, which has tiers and no storage.
+"""
+
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from machine import PATIENCE_S, free_port, wait_for
+from machine import PATIENCE_S, PATIENT, free_port, wait_for
 from preloaded import Preloaded
 from proxies import CarriesParams, Proxy, SharedStorage, post
 from stack import Process, Server, data_plane
@@ -17,8 +21,27 @@ BLOCK, CHUNK = 32, 256
 SEEDS = (1, 2, 3, 4, 5)
 TOKENS = 600
 HELD = TOKENS // BLOCK * BLOCK
-SIZES = {SharedStorage: (1, 1), CarriesParams: (1, 2)}
-"""Ranks of the prefill engine and of the decode engine, behind each proxy."""
+
+
+class Setup(NamedTuple):
+    """How the engines are put together.
+
+    Attributes:
+        proxy: before them.
+        sizes: ranks of the prefill engine and of the decode engine.
+        one_host: whether both have one data plane, with tiers and without storage.
+    """
+
+    proxy: type[Proxy]
+    sizes: tuple[int, int]
+    one_host: bool = False
+
+
+SETUPS = {
+    "llm-d": Setup(SharedStorage, (1, 1)),
+    "toy": Setup(CarriesParams, (1, 2)),
+    "one host": Setup(SharedStorage, (1, 1), one_host=True),
+}
 
 
 class Pools:
@@ -27,18 +50,22 @@ class Pools:
     Args:
         model: folder.
         folder: for logs.
-        kind: of proxy.
+        setup: of them.
         patient: configuration of hosts.
-        sizes: tensor-parallel, of the prefill engine and of the decode engine.
     """
 
-    def __init__(
-        self, model: Path, folder: Path, kind: type[Proxy], patient: dict[str, float], sizes: tuple[int, int]
-    ) -> None:
-        self.storage = Process("storage", "--port", str(free_port()))
-        self.planes = [data_plane(self.storage.address) for _ in sizes]
+    def __init__(self, model: Path, folder: Path, setup: Setup, patient: dict[str, float]) -> None:
+        kind, sizes, _ = setup
+        if setup.one_host:
+            tiers = json.dumps({"memory_budget_bytes": "256MiB"})
+            plane = Process("dpu", "--listen", f"127.0.0.1:{free_port()}", "--tiers", tiers, *PATIENT)
+            self.processes, planes = [plane], [plane, plane]
+        else:
+            storage = Process("storage", "--port", str(free_port()))
+            planes = [data_plane(storage.address) for _ in sizes]
+            self.processes = [*planes, storage]
         self.engines = []
-        for place, plane, size in zip(("prefill", "decode"), self.planes, sizes, strict=True):
+        for place, plane, size in zip(("prefill", "decode"), planes, sizes, strict=True):
             told = {"handover": place} if kind is SharedStorage else {}
             transfer = {"data_plane": plane.address, "handover_timeout": PATIENCE_S, **patient, **told}
             options = ("--tensor-parallel-size", str(size))
@@ -53,7 +80,7 @@ class Pools:
         self.proxy.close()
         for engine in self.engines:
             engine.kill()
-        for process in (*self.planes, self.storage):
+        for process in self.processes:
             process.stop()
 
     def ask(self, prompt: list[int], url: str = "") -> list[int]:
@@ -79,21 +106,25 @@ class Pools:
         engine.wait_ready(STARTS_S)
 
 
-@pytest.fixture(scope="module", params=[SharedStorage, CarriesParams], ids=["llm-d", "toy"])
-def kind(request: pytest.FixtureRequest) -> type[Proxy]:
-    found: type[Proxy] = request.param
-    return found
+@pytest.fixture(scope="module", params=SETUPS)
+def setup(request: pytest.FixtureRequest) -> Setup:
+    return SETUPS[request.param]
+
+
+@pytest.fixture
+def kind(setup: Setup) -> type[Proxy]:
+    return setup.proxy
 
 
 @pytest.fixture(scope="module")
 def pools(
-    kind: type[Proxy],
+    setup: Setup,
     model: Path,
     patient: dict[str, float],
     reference: Any,  # first, for one engine at a time fits
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pools]:
-    pools = Pools(model, tmp_path_factory.mktemp("pools"), kind, patient, SIZES[kind])
+    pools = Pools(model, tmp_path_factory.mktemp("pools"), setup, patient)
     yield pools
     pools.close()
 

@@ -289,7 +289,7 @@ class Host:
         began = time.monotonic()
         answer = self.client.store(
             self._next_job(),
-            self._destination.destination_ids[0],
+            self._destination.destination_id,
             0,
             prompt.keys,
             prompt.parents,
@@ -324,7 +324,7 @@ class Host:
         memory[:] = b"\xee" * len(memory)
         began = time.monotonic()
         try:
-            part = FetchPart.whole(self._shape, self._destination.destination_ids[0], prompt.keys)
+            part = FetchPart.whole(self._shape, self._destination.destination_id, prompt.keys)
             call = self.client.start_fetch(self._next_job(), [part], self._deadline_s)
             answer = call.result()
         except DataPlaneError as error:

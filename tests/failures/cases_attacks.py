@@ -348,7 +348,7 @@ def shrinking_segments(context: Context) -> None:
                 assert evil.store(prompt) == 8
             memory = evil._destination.acquire(PATIENCE_S)
             descriptor = os.dup(memory._descriptor)  # type: ignore[attr-defined]
-            part = FetchPart.whole(SHAPE, evil._destination.destination_ids[0], prompt.keys)
+            part = FetchPart.whole(SHAPE, evil._destination.destination_id, prompt.keys)
             call = evil.client.start_fetch(f"evil-{number}", [part], PATIENCE_S)
             os.ftruncate(descriptor, context.chance.choice((0, 4096, SHAPE.raw_bytes)))
             answer = call.result()

@@ -129,11 +129,11 @@ _VALIDATOR: Final = Validator(DataPlaneConfig.load(environment={}))
 _LAYOUT: Final = ChunkLayout(
     dtype=DType.BFLOAT16, layers=4, kinds=2, vector_length=64, tokens=16, quantizer=Quantizer.LOSSLESS
 )
-_DESTINATION: Any = SimpleNamespace(layout=_LAYOUT, identity="memory", size=1 << 20)
+_DESTINATION: Any = SimpleNamespace(layouts=(_LAYOUT,), identity="memory", size=1 << 20)
 _PAGES: Final = ChunkLayout(
     dtype=DType.UINT8, layers=2, kinds=1, vector_length=4096, tokens=2, quantizer=Quantizer.PASSTHROUGH
 )
-_PAGED: Any = SimpleNamespace(layout=_PAGES, size=1 << 20, paging=Paging((0, 8192), 16384, 64, 4096))
+_PAGED: Any = SimpleNamespace(layouts=(_PAGES,), size=1 << 20, paging=Paging((0, 8192), 16384, 64, 4096))
 
 
 def _grpc(data: bytes) -> None:
@@ -154,9 +154,9 @@ def _grpc(data: bytes) -> None:
         elif isinstance(message, pb.ExpectRequest):
             _VALIDATOR.expected(message)
         elif isinstance(message, pb.RegisterDestinationRequest):
-            layout = _VALIDATOR.layout(message.layout)
+            layouts = _VALIDATOR.layouts(message.layouts)
             with contextlib.suppress(PagingError):
-                Paging.of(message.pages, layout, _PAGED.size)
+                Paging.of(message.pages, layouts[0], _PAGED.size)
         elif isinstance(message, pb.FetchRequest):
             _VALIDATOR.parts(message, lambda name: _DESTINATION if name else None)
         elif isinstance(message, pb.FetchPagesRequest):
@@ -166,6 +166,7 @@ def _grpc(data: bytes) -> None:
             _VALIDATOR.job_id(message.job_id)
             _VALIDATOR.keys("keys", list(message.keys))
             _VALIDATOR.parents(list(message.parents), len(message.keys))
+            _VALIDATOR.offset(_VALIDATOR.layout_of(_DESTINATION, message.layout), message.offset)
 
 
 def _messages() -> list[bytes]:
@@ -178,7 +179,7 @@ def _messages() -> list[bytes]:
     return [
         b"\0" + pb.HelloRequest(protocol_version=1, record_version=2, host="host", process="1").SerializeToString(),
         b"\1" + pb.LookupRequest(chains=[pb.KeyChain(namespace=key, keys=[key, key])]).SerializeToString(),
-        b"\2" + pb.RegisterDestinationRequest(layout=layout).SerializeToString(),
+        b"\2" + pb.RegisterDestinationRequest(layouts=[layout]).SerializeToString(),
         b"\3" + pb.FetchRequest(job_id="job", parts=[part, part], order=1, timeout_ms=1000).SerializeToString(),
         b"\4" + pb.StoreRequest(job_id="job", keys=[key], timeout_ms=1000).SerializeToString(),
         b"\5" + expected.SerializeToString(),

@@ -42,10 +42,19 @@ class _Mapping(mmap.mmap):
 
 @dataclass
 class _Memory:
+    """A region of registered memory, as one of its layouts describes it."""
+
     mapping: mmap.mmap
-    chunk_bytes: int
-    namespace: bytes
-    layers: int
+    layout: pb.ChunkLayout
+
+    @property
+    def layers(self) -> int:
+        return self.layout.layers
+
+    @property
+    def chunk_bytes(self) -> int:
+        each = self.layout
+        return each.layers * each.kinds * each.vector_length * each.tokens * DType.from_label(each.dtype).itemsize
 
 
 @dataclass
@@ -129,7 +138,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.announced: dict[bytes, int] | None = {}  # key -> for how long, in milliseconds; None: takes none
         self.entered = threading.Condition()
         self.session = os.urandom(16)
-        self._destinations: dict[int, _Memory] = {}
+        self._destinations: dict[int, list[_Memory]] = {}
         self._server = grpc.server(
             futures.ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=64
         )
@@ -221,7 +230,9 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
                 self.announced[key] = request.lasts_ms  # type: ignore[index]
             else:
                 self.announced.pop(key, None)  # type: ignore[union-attr]
-        return pb.AnnounceResponse(outcome=pb.OUTCOME_COMPLETE)
+        here = pb.REACH_DATA_PLANE if request.plain else pb.REACH_ALL
+        reach = pb.REACH_NONE if self.announced is None else here
+        return pb.AnnounceResponse(outcome=pb.OUTCOME_COMPLETE, reach=reach)
 
     def Expect(self, request: pb.ExpectRequest, context: Any) -> pb.ExpectResponse:
         self._enter("Expect", context)
@@ -235,8 +246,8 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self, request: pb.RegisterDestinationRequest, context: Any
     ) -> pb.RegisterDestinationResponse:
         self._enter("RegisterDestination", context)
-        layout, memory = request.layout, request.shared_memory
-        assert len(layout.namespace) == 32
+        memory = request.shared_memory
+        assert request.layouts and all(len(layout.namespace) == 32 for layout in request.layouts)
         assert "/" not in memory.name
         descriptor = os.open(f"/dev/shm/{memory.name}", os.O_RDWR)
         try:
@@ -244,11 +255,17 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             mapping.guard = native.Guard(mapping)
         finally:
             os.close(descriptor)
-        itemsize = DType.from_label(layout.dtype).itemsize
-        chunk_bytes = layout.layers * layout.kinds * layout.vector_length * layout.tokens * itemsize
         destination_id = int.from_bytes(os.urandom(7), "little")
-        self._destinations[destination_id] = _Memory(mapping, chunk_bytes, layout.namespace, layout.layers)
-        return pb.RegisterDestinationResponse(destination_id=destination_id, chunk_bytes=chunk_bytes)
+        memories = [_Memory(mapping, layout) for layout in request.layouts]
+        self._destinations[destination_id] = memories
+        return pb.RegisterDestinationResponse(
+            destination_id=destination_id, chunk_bytes=[each.chunk_bytes for each in memories]
+        )
+
+    def _memory(self, request: pb.FetchPart | pb.StoreRequest) -> _Memory | None:
+        """Return the memory and layout that a call names."""
+        memories = self._destinations.get(request.destination_id)
+        return None if memories is None else memories[request.layout]
 
     def ReleaseDestination(self, request: pb.ReleaseDestinationRequest, context: Any) -> pb.ReleaseDestinationResponse:
         self._enter("ReleaseDestination", context)
@@ -256,7 +273,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         return pb.ReleaseDestinationResponse()
 
     def Fetch(self, request: pb.FetchRequest, context: Any) -> pb.FetchResponse:
-        memories = [self._destinations.get(part.destination_id) for part in request.parts]
+        memories = [self._memory(part) for part in request.parts]
         self.fetches.extend(request.parts)
         self.rates.append(request.rate)
         self._enter("Fetch", context)
@@ -278,7 +295,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         return answer
 
     def FetchLayers(self, request: pb.FetchRequest, context: Any) -> Iterator[pb.FetchLayersResponse]:
-        memory = self._destinations.get(request.parts[0].destination_id)
+        memory = self._memory(request.parts[0])
         self.fetches.extend(request.parts)
         self._enter("FetchLayers", context)
         if memory is None:
@@ -366,7 +383,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         yield answer
 
     def Store(self, request: pb.StoreRequest, context: Any) -> pb.StoreResponse:
-        memory = self._destinations.get(request.destination_id)
+        memory = self._memory(request)
         self.stores.append(request)
         self._enter("Store", context)
         if memory is None:

@@ -124,7 +124,7 @@ def test_absent_daemon_opens_the_breaker_and_is_found_again() -> None:
 
 def fetch(client: DataPlaneClient, destination: Destination, timeout: float = PATIENCE_S) -> FetchAnswer:
     destination.acquire(PATIENCE_S)
-    (shape,), (destination_id,) = destination.shapes, destination.destination_ids
+    (shape,), destination_id = destination.shapes, destination.destination_id
     return client.start_fetch("job", [FetchPart.whole(shape, destination_id, KEYS)], timeout).result()
 
 

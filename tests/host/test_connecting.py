@@ -65,7 +65,7 @@ def test_a_fetch_and_a_store_of_an_unknown_host_have_an_unknown_destination(
 ) -> None:
     destination.acquire(PATIENCE_S)
     plane.forget_hosts()
-    (shape,), (destination_id,) = destination.shapes, destination.destination_ids
+    (shape,), destination_id = destination.shapes, destination.destination_id
     part = FetchPart.whole(shape, destination_id, KEYS)
     answer = client.start_fetch("job", [part], PATIENCE_S).result()
     assert (answer.reason, answer.quiet) == ("unknown_destination", True)
@@ -74,7 +74,7 @@ def test_a_fetch_and_a_store_of_an_unknown_host_have_an_unknown_destination(
     destination.retire(release=False)
     destination.acquire(PATIENCE_S)
     assert plane.calls[-2:] == ["Hello", "RegisterDestination"]
-    part = FetchPart.whole(shape, *destination.destination_ids, KEYS)
+    part = FetchPart.whole(shape, destination.destination_id, KEYS)
     assert client.start_fetch("job", [part], PATIENCE_S).result().reason == "absent"
 
 

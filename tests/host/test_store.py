@@ -256,17 +256,17 @@ def test_chunks_of_two_parts_wait_apart_and_are_stored_as_their_own(
     for number, part in ((0, 0), (50, 1)):
         for index, key in enumerate(keys(4, number)):
             assert plane.records[key] == bytes([100 + number + index]) * (shape.raw_bytes >> part)
-    first, second = parts._destination.destination_ids
-    named = {request.destination_id: [] for request in plane.stores}  # type: ignore[var-annotated]
+    assert {request.destination_id for request in plane.stores} == {parts._destination.destination_id}
+    named = {request.layout: [] for request in plane.stores}  # type: ignore[var-annotated]
     for request in plane.stores:
-        named[request.destination_id] += list(request.keys)
-    assert named == {first: keys(4), second: keys(4, 50)}, "a batch is of one part"
+        named[request.layout] += list(request.keys)
+    assert named == {0: keys(4), 1: keys(4, 50)}, "a batch is of one part"
     spans = sorted(
         (request.offset, request.offset + len(request.keys) * shape.raw_bytes)
         for request in plane.stores
-        if request.destination_id == first
+        if request.layout == 0
     )
-    assert spans[-1][1] <= min(request.offset for request in plane.stores if request.destination_id == second)
+    assert spans[-1][1] <= min(request.offset for request in plane.stores if request.layout == 1)
 
 
 def test_a_part_that_is_full_leaves_the_other_its_room(parts: StoreQueue, plane: ScriptedDataPlane) -> None:

@@ -45,6 +45,8 @@ class TiersAbove(Source):
         drain_s: that the end may take.
     """
 
+    keeps_plain = True
+
     def __init__(
         self,
         tiers: Tiers,

@@ -67,6 +67,8 @@ class TiersAlone(Source):
         drain_s: that the end may take.
     """
 
+    publishes_here = keeps_plain = True
+
     def __init__(
         self,
         tiers: Tiers,

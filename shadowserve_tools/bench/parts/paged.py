@@ -101,7 +101,7 @@ class DevicePlane:
             for index, key in enumerate(keys):
                 np.frombuffer(memory, np.uint8)[:] = self._kv.chunk(index)
                 parent = keys[index - 1] if index else b""
-                where = destination.destination_ids[0]
+                where = destination.destination_id
                 stored = self.client.store(secrets.token_hex(8), where, 0, [key], [parent], TIMEOUT_S, plain=plain)
                 if stored.reason != "complete":
                     raise ShadowServeError(f"storing chunk {index} ended with {stored.reason}: {stored.detail}")

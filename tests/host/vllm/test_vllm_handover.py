@@ -19,6 +19,7 @@ from scheduler_support import (
     links,
     matched,
     report,
+    state,
     step,
     window,
 )
@@ -297,16 +298,16 @@ def test_a_load_of_several_groups_begins_with_what_is_there(make_side: Any, plan
     side = several(make_side)
     come(plane, chunks=1)
     request = arrive(side, TAKES)
-    assert matched(side, request) == WHOLE, "of windows nothing is announced: it is there with the rest of its chunk"
+    assert matched(side, request) == WHOLE + TAIL, "of windows nothing is announced: it is there with its chunk's rest"
     assert side.waits(request)
-    load = begin(side, request, WHOLE)
+    load = begin(side, request, WHOLE + TAIL)
     assert load.arrived == Arrived(1, "")
-    assert load.groups[FULL].chunks == [0, 1, 2] and load.groups[WINDOW].chunks == [2]
-    assert load.groups[WINDOW].links == links(TOKENS)[2:]
-    hold(plane, tail=False)
-    assert wait_for(lambda: side.step(step()).arrived) == {"r": Arrived(3, "complete")}
+    assert load.groups[FULL].chunks == [0, 1, 2, 3] and load.groups[WINDOW].chunks == [3]
+    assert load.groups[WINDOW].links == [tail_of(TOKENS)]
+    hold(plane)
+    assert wait_for(lambda: side.step(step()).arrived) == {"r": Arrived(4, "complete")}
     side.worker_output({"r"}, report({}))
-    assert not side.step(step({"r": (WHOLE, 5)})).stores, "all of it is stored already"
+    assert not side.step(step({"r": (WHOLE + TAIL, 5)})).stores, "all of it is stored already"
 
 
 def test_what_never_came_does_not_cost_several_groups_what_is_there(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -325,6 +326,102 @@ def test_what_never_came_does_not_cost_several_groups_what_is_there(make_side: A
     assert matched(side, request) == 0, "not offered a third time"
     stores = side.step(step({"r": (0, WHOLE)}, tables={"r": (BLOCKS, list(range(2000, 2100)))})).stores
     assert sum(len(store.links) for store in stores if store.group == FULL) == 3, "what cannot be loaded is stored anew"
+
+
+def test_with_a_window_a_prompt_is_stored_to_its_last_block_in_every_group(
+    make_side: Any, plane: ScriptedDataPlane
+) -> None:
+    """Symptom: with several groups the decode engine computed all that was behind the last whole chunk."""
+    side = several(make_side)
+    request = arrive(side, GIVES)
+    assert matched(side, request) == 0
+    stores = side.step(step({"r": (0, len(TOKENS))}, tables={"r": (BLOCKS, list(range(2000, 2100)))})).stores
+    end = (WHOLE + TAIL) // BLOCK
+    tails = [store for store in stores if store.links == [tail_of(TOKENS)]]
+    assert [tail.group for tail in tails] == [WINDOW, FULL], "what is kept of every chunk is stored last"
+    assert stores[-2:] == tails
+    assert tails[0].blocks == list(range(2000 + end - 3, 2000 + end)) and not tails[0].tail_tokens
+    assert tails[1].blocks == padded(BLOCKS[WHOLE // BLOCK : end]) and tails[1].tail_tokens == TAIL
+    assert wait_for(lambda: plane.announced and len(plane.announced) >= 4)
+    assert side.finished(request)["shadowserve"]["tokens"] == WHOLE + TAIL
+    assert "slower_paths" not in str(side.counts.take())
+
+
+def test_with_a_window_who_takes_a_prompt_over_computes_its_last_block_alone(
+    make_side: Any, plane: ScriptedDataPlane
+) -> None:
+    side = several(make_side)
+    hold(plane)
+    tail = tail_of(TOKENS)
+    plane.records |= dict.fromkeys(record_keys(NAMESPACES[0][:31] + bytes([WINDOW]), [*links(TOKENS), tail]), b"")
+    request = arrive(side, TAKES)
+    assert matched(side, request) == WHOLE + TAIL
+    load = begin(side, request, WHOLE + TAIL)
+    end = (WHOLE + TAIL) // BLOCK
+    assert load.groups[FULL].links == [*links(TOKENS), tail]
+    assert load.groups[FULL].blocks == padded(BLOCKS[:end])
+    assert load.groups[WINDOW].links == [tail] and load.groups[WINDOW].chunks == [3]
+    assert load.groups[WINDOW].blocks == list(range(2000 + end - 3, 2000 + end))
+
+
+def test_with_a_window_no_tail_holds_the_prompts_last_token(make_side: Any) -> None:
+    """vLLM computes it again, and needs a token more of the window for that."""
+    side = several(make_side)
+    tokens = TOKENS[: WHOLE + TAIL]
+    request = arrive(side, GIVES, tokens)
+    assert matched(side, request) == 0
+    stores = side.step(step({"r": (0, len(tokens))}, tables={"r": (BLOCKS, list(range(2000, 2100)))})).stores
+    tails = [store.links for store in stores if store.links[0] not in links(tokens)]
+    assert tails == [[tail_of(tokens, TAIL - BLOCK)]] * 2
+
+
+def test_with_a_window_that_was_let_go_of_no_tail_is_stored_and_that_is_counted(make_side: Any) -> None:
+    side = several(make_side)
+    request = arrive(side, GIVES)
+    assert matched(side, request) == 0
+    let_go = [0] * (WHOLE // BLOCK + 1) + list(range(2000, 2100))
+    stores = side.step(step({"r": (0, len(TOKENS))}, tables={"r": (BLOCKS, let_go)})).stores
+    assert all(link in links(TOKENS) for store in stores for link in store.links)
+    assert side.finished(request)["shadowserve"]["tokens"] == WHOLE
+    assert "prompt_tail_not_shared" in str(side.counts.take())
+
+
+def test_two_groups_of_full_attention_share_a_prompt_to_its_last_block(
+    make_side: Any, plane: ScriptedDataPlane
+) -> None:
+    specs = full(), full(block_size=2 * BLOCK)
+    groups = groups_of(*specs)
+    groups.bind(kv_cache_manager(*specs))
+    side = make_side(groups=groups)
+    request = arrive(side, GIVES)
+    assert matched(side, request) == 0
+    tables = {"r": (BLOCKS, list(range(2000, 2100)))}
+    stores = side.step(step({"r": (0, len(TOKENS))}, tables=tables)).stores
+    tails = [store for store in stores if store.links == [tail_of(TOKENS)]]
+    assert [tail.blocks for tail in tails] == [padded(BLOCKS[12:14]), [2006, NOWHERE]]
+    plane.records |= dict.fromkeys(
+        key for rank in (0, 1) for key in record_keys(bytes(31) + bytes([rank]), [*links(TOKENS), tail_of(TOKENS)])
+    )
+    taking = arrive(side, TAKES, name="taking")
+    assert matched(side, taking) == WHOLE + TAIL
+
+
+def test_with_states_a_tail_that_is_not_shared_is_counted(make_side: Any) -> None:
+    specs = full(block_size=CHUNK), state(block_size=CHUNK)
+    groups = groups_of(*specs)
+    groups.bind(kv_cache_manager(*specs))
+    side = make_side(groups=groups)
+    arrive(side, name="not handed over")
+    assert "prompt_tail_not_shared" not in str(side.counts.take())
+    arrive(side, GIVES)
+    assert "prompt_tail_not_shared" in str(side.counts.take())
+
+
+def test_with_a_window_a_prompt_that_ends_with_a_chunk_is_counted(make_side: Any) -> None:
+    """No hit ends with the prompt, and the chunk before it is the last one that vLLM takes."""
+    side = several(make_side)
+    arrive(side, GIVES, TOKENS[:WHOLE])
+    assert "prompt_tail_not_shared" in str(side.counts.take())
 
 
 def test_what_is_announced_and_never_stored_is_computed_and_counted(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -426,6 +523,34 @@ def test_without_announcements_the_other_engines_word_is_waited_for(make_side: A
     assert matched(side, request) == WHOLE + TAIL
     assert matched(side, arrive(side, TAKES, [9, *TOKENS], "cold")) == 0
     assert side.counts.take().data["slower_paths/no_publishing"] == 1, "nothing says how long to wait for this one"
+
+
+@pytest.mark.parametrize(
+    ("params", "takes_none", "plain", "reason"),
+    [
+        (GIVES, True, False, "no_publishing"),
+        (GIVES, False, True, "pages_stay_here"),
+        (TAKES, False, True, ""),
+        (GIVES, False, False, ""),
+    ],
+)
+def test_engines_that_do_not_hear_of_each_other_are_counted(
+    make_side: Any, plane: ScriptedDataPlane, params: Any, takes_none: bool, plain: bool, reason: str
+) -> None:
+    plane.announced = None if takes_none else {}
+    side = make_side()
+    side._lookup._plain = plain
+    request = arrive(side, params)
+    assert matched(side, request) == 0
+    if params is GIVES:
+        plane.wait_for_call("Announce")
+        wait_for(lambda: side._lookup.reach or not reason)
+    side.finished(request)
+    counted = str(side.counts.take())
+    assert (reason in counted) if reason else ("slower_paths" not in counted)
+    plain_request = arrive(side, name="stays here")
+    side.finished(plain_request)
+    assert "slower_paths" not in str(side.counts.take())
 
 
 def test_a_tail_that_could_not_be_loaded_is_stored_again(make_side: Any, plane: ScriptedDataPlane) -> None:

@@ -1,0 +1,237 @@
+"""Keys that hosts publish: each host has a share, no host withdraws another's, and tiers without storage know them."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from dataplane_support import Client, DaemonProcess, Server, keys_of, kv, layout, running
+from machine import NEVER_S, PATIENCE_MS, PATIENCE_S, wait_for
+
+from dpu_dataplane.publishing import PENDING_KEYS_MAX, Publications
+from dpu_dataplane.server import Daemon
+from host_control.client import DataPlaneClient
+from host_control.destination import Destination
+from host_control.handover import Handover
+from host_control.lookup import LookupAnswer, PrefixLookup
+from host_control.store import StoreQueue
+from shadowserve.errors import StorageRefusedError
+from shadowserve.keys import chain_links, record_keys
+from shadowserve.pieces import leading, unpack
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout()
+KEYS = keys_of(SHAPE, 4)
+LASTS_MS = 60_000
+TIERS = {"memory_budget_bytes": "16MiB"}
+
+
+def numbered(count: int, first: int = 0) -> list[bytes]:
+    return [index.to_bytes(32, "little") for index in range(first, first + count)]
+
+
+async def publish(client: Client, keys: list[bytes], lasts_ms: int = LASTS_MS, **more: Any) -> pb.AnnounceResponse:
+    request = pb.AnnounceRequest(keys=keys, lasts_ms=lasts_ms, timeout_ms=PATIENCE_MS, **more)
+    answer: pb.AnnounceResponse = await client.stub.Announce(request)
+    return answer
+
+
+async def pending(client: Client, keys: list[bytes] = KEYS) -> list[bool] | None:
+    """Return which keys are pending, as a lookup says; None where it does not say."""
+    chain = pb.KeyChain(keys=keys, namespace=SHAPE.namespace)
+    answer = await client.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=PATIENCE_MS, announced=True))
+    assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
+    return unpack(answer.announced[0], len(keys)).tolist() if answer.announced else None
+
+
+@contextlib.asynccontextmanager
+async def another(daemon: Daemon) -> AsyncIterator[Client]:
+    """A client on another machine."""
+    client = Client(daemon.address)
+    try:
+        await client.hello(host="another machine")
+        yield client
+    finally:
+        await client.close()
+
+
+async def test_a_host_that_publishes_its_share_leaves_the_other_its_own(tmp_path: Path) -> None:
+    server = Server("storage_kv", tmp_path).start()
+    try:
+        async with running(server, hosts_max=2) as (daemon, ours), another(daemon) as theirs:
+            share = PENDING_KEYS_MAX // 2
+            many = numbered(share)
+            for first in range(0, share, 1024):
+                assert (await publish(ours, many[first : first + 1024])).outcome == pb.OUTCOME_COMPLETE
+            refused = await publish(ours, numbered(8, share))
+            assert refused.outcome == pb.OUTCOME_STORAGE_REFUSED
+            assert f"its share is {share}: {PENDING_KEYS_MAX} divided by hosts_max (2)" in refused.detail
+            assert daemon.metrics.publications_refused == 8
+            assert (await publish(theirs, KEYS)).outcome == pb.OUTCOME_COMPLETE
+            assert await pending(ours) == [True] * 4
+            assert (await publish(ours, many[:8], 0)).outcome == pb.OUTCOME_COMPLETE
+            assert (await publish(ours, numbered(8, share))).outcome == pb.OUTCOME_COMPLETE, "what is withdrawn is free"
+    finally:
+        server.kill()
+
+
+async def test_a_host_withdraws_nothing_that_another_has_published(tmp_path: Path) -> None:
+    server = Server("storage_kv", tmp_path).start()
+    try:
+        async with running(server, hosts_max=2) as (daemon, ours), another(daemon) as theirs:
+            await publish(ours, KEYS)
+            await publish(theirs, KEYS[:2])
+            await publish(theirs, KEYS, 0)
+            assert await pending(ours) == [True] * 4
+            await publish(theirs, KEYS, 1)  # for less time than ours
+            await asyncio.sleep(0.01)
+            assert await pending(ours) == [True] * 4
+            await publish(ours, KEYS[1:], 0)
+            assert await pending(ours) == [True, False, False, False]
+    finally:
+        server.kill()
+
+
+async def test_tiers_alone_tell_of_what_is_pending_until_it_is_stored_or_withdrawn() -> None:
+    async with running("", tiers=TIERS) as (_, client):
+        await client.register(SHAPE, 4)
+        assert await pending(client) == [False] * 4
+        assert (await publish(client, KEYS)).outcome == pb.OUTCOME_COMPLETE
+        assert await pending(client) == [True] * 4
+        client.segment.memory[: SHAPE.raw_bytes] = np.frombuffer(kv(SHAPE, 0), np.uint8)
+        assert (await client.store(KEYS[:1])).outcome == pb.OUTCOME_COMPLETE
+        assert await pending(client) == [False, True, True, True]
+        await publish(client, KEYS[1:2], 0)
+        assert await pending(client) == [False, False, True, True]
+        await publish(client, KEYS[2:], 1)
+
+        async def over() -> bool:
+            return await pending(client) == [False] * 4
+
+        async with asyncio.timeout(PATIENCE_S):
+            while not await over():
+                await asyncio.sleep(0.01)
+        assert (await publish(client, KEYS, 60_001)).outcome == pb.OUTCOME_STORAGE_REFUSED
+
+
+async def test_what_a_host_had_pending_goes_with_it() -> None:
+    async with running("", tiers=TIERS, hosts_max=2, destination_idle=0.5) as (daemon, ours), another(daemon) as theirs:
+        await publish(theirs, KEYS)
+        assert await pending(ours) == [True] * 4
+        hosts = daemon.metrics.gauges["hosts"][1]
+        seen: list[bool] = []
+
+        async def look() -> bool:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                seen[:] = await pending(ours) or []
+            return hosts() == 1 and seen == [False] * 4
+
+        async with asyncio.timeout(PATIENCE_S):
+            while not await look():
+                await asyncio.sleep(0.05)
+
+
+async def test_plain_records_are_pending_at_their_own_data_plane_alone(tmp_path: Path) -> None:
+    """Symptom: a decode engine at another data plane waited for page records, which never leave their tiers."""
+    server = Server("storage_kv", tmp_path).start()
+    try:
+        async with running(server, tiers=TIERS) as (_, prefill), running(server, tiers=TIERS) as (_, decode):
+            await prefill.register(SHAPE, 4)
+            plain = await publish(prefill, KEYS[:2], plain=True)
+            assert (plain.outcome, plain.reach) == (pb.OUTCOME_COMPLETE, pb.REACH_DATA_PLANE)
+            assert (await publish(prefill, KEYS[2:])).reach == pb.REACH_ALL
+            assert await pending(prefill) == [True] * 4, "engines of one data plane hear of them"
+            assert await pending(decode) == [False, False, True, True]
+            prefill.segment.memory[: SHAPE.raw_bytes] = np.frombuffer(kv(SHAPE, 0), np.uint8)
+            assert (await prefill.store(KEYS[:1], plain=True)).outcome == pb.OUTCOME_COMPLETE
+            assert await pending(prefill) == [False, True, True, True]
+        async with running(server) as (_, client):
+            assert (await publish(client, KEYS, plain=True)).reach == pb.REACH_ALL, "without tiers they go to storage"
+        async with running("", tiers=TIERS) as (_, client):
+            assert (await publish(client, KEYS, plain=True)).reach == pb.REACH_ALL
+    finally:
+        server.kill()
+
+
+async def test_a_store_that_takes_no_announcements_is_told_of(tmp_path: Path) -> None:
+    server = Server("redis", tmp_path).start()
+    try:
+        async with running(server) as (_, client):
+            assert (await publish(client, KEYS)).reach == pb.REACH_NONE
+            assert await pending(client) is None
+    finally:
+        server.kill()
+
+
+def test_what_is_over_takes_no_part_of_a_share() -> None:
+    now = 0.0
+    table = Publications(4, lambda: now)
+    table.publish("a", numbered(table.share), 1000)
+    with pytest.raises(StorageRefusedError, match="share"):
+        table.publish("a", numbered(1, table.share), 1000)
+    now = 1.5
+    assert not table.pending(numbered(1)).any()
+    assert table.publish("a", numbered(1, table.share), 1000) == numbered(1, table.share)
+    assert len(table) == 1
+    table.stored(numbered(1, table.share)[0])
+    assert len(table) == 0
+
+
+# ---- A prefill and a decode engine of one data plane that has tiers alone ------------------------------------------
+
+CHUNK = 16
+TOKENS = list(range(4 * CHUNK))
+MODEL = b"m" * 32
+LINKS = chain_links(MODEL, TOKENS, chunk_tokens=CHUNK)
+RECORDS = record_keys(SHAPE.namespace, LINKS)
+
+
+def lookup_of(client: DataPlaneClient) -> PrefixLookup:
+    def rule(present: Any, tokens: int, tail_tokens: int = 0) -> int:
+        return leading(present[0]) * CHUNK
+
+    assert client.wait_ready(PATIENCE_S)
+    return PrefixLookup(MODEL, [[(client, SHAPE.namespace)]], rule, chunk_tokens=CHUNK, timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize("stores", [True, False])
+def test_a_decode_engine_waits_for_what_a_prefill_engine_of_the_same_tiers_publishes(
+    tmp_path: Path, stores: bool
+) -> None:
+    daemon = DaemonProcess("", tmp_path, tiers=json.dumps(TIERS))
+    clients = [DataPlaneClient(daemon.address, connect_timeout=PATIENCE_S) for _ in range(2)]
+    prefill, decode = map(lookup_of, clients)
+    queue = StoreQueue(clients[0], Destination(clients[0], [SHAPE], 8 * SHAPE.raw_bytes, PATIENCE_S), timeout=NEVER_S)
+    try:
+        assert queue.wait_tried(PATIENCE_S), queue.details
+        prefill.submit("r", TOKENS, handover=Handover(announces=PATIENCE_S))
+        assert wait_for(lambda: prefill.poll("r")) == LookupAnswer(0, "complete")
+        wait_for(
+            lambda: (clients[1].find([(SHAPE.namespace, RECORDS)], PATIENCE_S)().announced or [np.zeros(1)])[0].all()
+        )
+        decode.submit("r", TOKENS, handover=Handover(waits=PATIENCE_S))
+        wait_for(lambda: decode.poll("r") or decode._coming._waiting)
+        assert decode.poll("r") is None, "it waits"
+        if stores:
+
+            def gather(index: int, chunk: Any) -> None:
+                chunk[:] = kv(SHAPE, index)
+
+            assert queue.offer(RECORDS, gather, announced=True) == len(RECORDS)
+            prefill.computed("r", LINKS)
+            answer = wait_for(lambda: decode.poll("r"))
+            assert (answer.tokens, answer.reason) == (len(TOKENS), "complete")
+        else:
+            prefill.forget("r")
+            answer = wait_for(lambda: decode.poll("r"))
+            assert (answer.tokens, answer.reason) == (0, "announced_gone")
+    finally:
+        queue.close(PATIENCE_S)
+        for part in (prefill, decode, *clients):
+            part.close()
+        assert daemon.stop() == 0
