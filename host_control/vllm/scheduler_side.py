@@ -17,7 +17,7 @@ from host_control.decision import Decision, Hit
 from host_control.handover import Arrived, Handover
 from host_control.lookup import LookupAnswer, PrefixLookup
 from host_control.vllm.deciding import Deciding
-from host_control.vllm.epochs import Epochs
+from host_control.vllm.epochs import WEIGHTS_CHANGED, Epochs
 from host_control.vllm.groups import NULL_BLOCK, Groups
 from host_control.vllm.handover import handover_of, reply_of
 from host_control.vllm.identity.requests import RequestInputs
@@ -134,7 +134,7 @@ class SchedulerSide:
         except ConfigurationError as error:
             self._turn_off(str(error))
             return
-        self._model, self._clients = workers.model, workers.clients
+        self._model, self._clients, self.epochs.ranks = workers.model, workers.clients, len(handshakes)
         self._layerwise_chunks, self._layers = workers.layerwise_chunks, workers.layers
         self._timing.begin(workers.model, workers.machine, workers.layers, self._logger)
         self._lookup = PrefixLookup(
@@ -430,14 +430,9 @@ class SchedulerSide:
         for request_id, ranks in report.saved.items():
             if self._preemption is not None:
                 self._preemption.settled(request_id, ranks)
+        self.epochs.settled(report.settled)
         if self.epochs.current in report.outlived:
-            self._logger.warning(
-                "ShadowServe: the weights of this engine have changed, and nobody said so. What was stored before is "
-                "not served any more, and what running requests hold is not stored. The engine's own prefix cache may "
-                "still serve KV of the old weights; behind it nothing is loaded or stored until it is emptied. After a "
-                "change of weights call reset_prefix_cache(reset_connector=True), or POST "
-                "/reset_prefix_cache?reset_external=true"
-            )
+            self._logger.warning(WEIGHTS_CHANGED)
             self._begin_epoch()
 
     def _evict(self, tracked: Tracked, table: list[int], chunks: int) -> None:
@@ -494,7 +489,9 @@ class SchedulerSide:
 
     def step(self, output: Any) -> ShadowServeMetadata:
         """Return what the workers have to do in this step."""
-        metadata = ShadowServeMetadata(self.epochs.current)
+        if self.epochs.look(self._logger):
+            self._begin_epoch()
+        metadata = ShadowServeMetadata(self.epochs.current, doubts=self.epochs.doubts, agreed=self.epochs.agreed)
         if self.waiting is not None:
             for request_id in output.preempted_req_ids or ():
                 self.waiting.sent_back(request_id)

@@ -24,7 +24,7 @@ from host_control.store import StoreQueue
 from host_control.vllm.groups import Groups
 from host_control.vllm.identity.content import content_hashes
 from host_control.vllm.identity.namespace import model_identity
-from host_control.vllm.loaded_weights import LoadedWeights, WeightsWatch
+from host_control.vllm.loaded_weights import LoadedWeights
 from host_control.vllm.metadata import (
     LoadOperation,
     ShadowServeMetadata,
@@ -35,7 +35,8 @@ from host_control.vllm.metadata import (
 from host_control.vllm.metrics import Counts, FailureLog
 from host_control.vllm.paging import PagePlacer, share_pages
 from host_control.vllm.parts import Part, Rank, find_parts
-from host_control.vllm.support import UncacheableError
+from host_control.vllm.support import UncacheableError, offloading_problem
+from host_control.vllm.weights_watch import WeightsWatch
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import record_keys
@@ -112,6 +113,7 @@ class WorkerSide:
         self._seconds: dict[str, float] = {}  # of loads, for whoever predicts how long the next one takes
         self._saves: dict[str, int] = {}  # request -> how much had been staged when it was saved
         self._watch = WeightsWatch(None)
+        self._doubted_s: float | None = None  # since when results wait for the weights to be known
         self.layerwise: set[str] = set()
         self.counts = Counts()
         self.problem = problem
@@ -136,6 +138,7 @@ class WorkerSide:
             )
             self._device = parts[0].layout.device
             self._delivery = choose(self._config, self._device)
+            weights = self._loaded_weights()
             hashes = content_hashes(self._config, self._logger)
             model = model_identity(self._vllm_config, self._kv_cache_config, self._groups.chunk_tokens, hashes)
             for part in parts:
@@ -145,7 +148,7 @@ class WorkerSide:
             self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
         self._stream = SideStream(self._device, self._delivery.gpu)
-        self._watch = WeightsWatch(self._loaded_weights())
+        self._watch = WeightsWatch(weights, ranks=self._rank.tp_size * self._rank.pp_size)
         self._model = model.digest()
         self._layers = self._single_layers()
         self.connect()
@@ -159,6 +162,7 @@ class WorkerSide:
         except ConfigurationError as error:
             self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
+        self._watch.resume()
         if self._fetch:
             self._managers[0] = self._make_manager(0)
         if self._store_enabled:
@@ -234,17 +238,22 @@ class WorkerSide:
         names = self._kv_cache_config.kv_cache_groups[self._groups.groups[0].index].layer_names
         return {name: number for number, name in enumerate(names)}
 
-    def _loaded_weights(self) -> LoadedWeights | None:
-        if getattr(self._vllm_config.parallel_config, "enable_eplb", False):
-            return None  # experts change places all the time, and compute the same
-        name = self._kv_cache_config.kv_cache_groups[self._parts[0][0].group.index].layer_names[0]
-        layer = self._vllm_config.compilation_config.static_forward_context.get(name)
-        weights = LoadedWeights.of_engine(layer)
+    def _loaded_weights(self) -> LoadedWeights:
+        """Return the weights of all models that have KV here.
+
+        Raises:
+            UncacheableError: they cannot be seen, so a change of them would go unnoticed.
+        """
+        if (problem := offloading_problem(self._vllm_config)) is not None:
+            raise UncacheableError(problem)
+        known = self._vllm_config.compilation_config.static_forward_context
+        groups = self._kv_cache_config.kv_cache_groups
+        layers = [known[name] for group in groups for name in group.layer_names if name in known]
+        # Experts that are balanced change places all the time, and compute the same.
+        balanced = bool(getattr(self._vllm_config.parallel_config, "enable_eplb", False))
+        weights = LoadedWeights.of_engine(layers, experts=not balanced)
         if weights is None:
-            self._logger.warning(
-                "ShadowServe cannot see this engine's weights: whoever changes them while it runs has to call "
-                "reset_prefix_cache(reset_connector=True)"
-            )
+            raise UncacheableError("the model that its layers belong to is not to be found, so changes of its weights")
         return weights
 
     def handshake(self) -> WorkerHandshake:
@@ -262,7 +271,7 @@ class WorkerSide:
 
     def exchange(self, metadata: ShadowServeMetadata) -> None:
         """Hand this step's loads to the manager and take those that have ended: all, where fetching is synchronous."""
-        self._watch.follow(metadata.epoch)
+        self._watch.follow(metadata.epoch, metadata.doubts, metadata.agreed)
         if not metadata.loads and not self._moving:
             return  # as in most steps
         if metadata.loads:
@@ -350,11 +359,14 @@ class WorkerSide:
         """Copy finished chunks to where they wait to be stored, before their blocks can change."""
         if self._store is None or not operations:
             return
+        self._watch.look()
         epoch, sample = self._watch.epoch, cache(self._watch.sample)
         if self._device.type == "cuda":
             sample()  # in the order of the step's kernels; on a CPU the storing thread is soon enough
 
         def lasts() -> str:
+            if not self._watch.known(self._config.store_timeout, everywhere=True):
+                return "weights_unknown"
             return "" if self._watch.check(epoch, sample()) else "weights_changed"
 
         with self._store.together():
@@ -367,7 +379,7 @@ class WorkerSide:
         """Copy what preempted requests hold to where it waits to be stored, before their blocks can change."""
         if not metadata.saves:
             return
-        self._watch.follow(metadata.epoch)
+        self._watch.follow(metadata.epoch, metadata.doubts, metadata.agreed)
         for request_id, operations in metadata.saves.items():
             self.gather(operations)
             self._saves[request_id] = self._store.staged if self._store is not None else 0
@@ -414,12 +426,31 @@ class WorkerSide:
             self._pages.renew()  # before anybody hears of a load into them that ended without an answer
         if not self._results and not self._synchronous:
             return set(), set()  # as in most steps
-        results, self._results = self._results, []
+        results = self._counting()
         for result in results:
             self._account(result)
         synchronous, self._synchronous = self._synchronous, set()
         failed, self._failed_loads = self._failed_loads, set()
         return {result.job.request_id for result in results} - synchronous, failed
+
+    def _counting(self) -> list[FetchResult]:
+        """Return the results that count by now: while the weights are in doubt none does, up to a deadline."""
+        results, self._results = self._results, []
+        if not any(any(result.chunks) for result in results):
+            return results
+        self._watch.look()
+        waited = any(result.job.request_id in self._synchronous for result in results)
+        if self._watch.known(self._config.fetch_timeout if waited else 0.0):
+            self._doubted_s = None
+            return results
+        self._doubted_s = time.monotonic() if self._doubted_s is None else self._doubted_s
+        if not waited and time.monotonic() - self._doubted_s < self._config.fetch_timeout:
+            self._results = results
+            return []
+        self._doubted_s = None
+        detail = "whether the engine computes with the same weights is not known yet"
+        none = [replace(one, chunks=(0,) * len(one.chunks), reason="weights_unknown", detail=detail) for one in results]
+        return [bare if any(one.chunks) else one for one, bare in zip(results, none, strict=True)]
 
     def _account(self, result: FetchResult) -> None:
         load: LoadOperation = result.job.target
@@ -480,7 +511,8 @@ class WorkerSide:
         """Return what the scheduler has to know of the loads that ended since the last call, and of the weights."""
         outlived = self._watch.outlived
         loads = self._ended or self._seconds or self._delivered_bytes or self._layer_seconds
-        if not (loads or self._saves or outlived):
+        settled_doubt = self._watch.take_settled()
+        if not (loads or self._saves or outlived or settled_doubt):
             return None  # as in most steps
         ended, self._ended = self._ended, {}
         seconds, self._seconds = self._seconds, {}
@@ -490,7 +522,8 @@ class WorkerSide:
         saved = {name: 1 for name, staged in self._saves.items() if staged <= settled}
         for name in saved:
             del self._saves[name]
-        report = WorkerReport(ended, outlived, seconds, delivered, layer_seconds, saved)
+        doubts = {settled_doubt: 1} if settled_doubt else {}
+        report = WorkerReport(ended, outlived, seconds, delivered, layer_seconds, saved, doubts)
         return report if report != WorkerReport() else None
 
     def take_store_counts(self) -> None:
@@ -522,6 +555,7 @@ class WorkerSide:
             self._client.close()
         self._store = self._client = None
         self._managers = {}
+        self._watch.close()
 
     # ------------------------------------------------------------------ in the manager's thread
 
