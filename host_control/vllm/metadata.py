@@ -65,6 +65,7 @@ class StoreOperation:
         absent_seconds: so long ago the chunks were found absent; ``None`` where they were not looked up.
         lasts_s: seconds after which nobody needs them any more; 0: for good.
         tail_tokens: of a tail's record that has all blocks of its chunk, its tokens, which may end within one; else 0.
+        exact: in the records that preempted requests are saved in.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class StoreOperation:
     absent_seconds: float | None = None
     lasts_s: float = 0.0
     tail_tokens: int = 0
+    exact: bool = False
 
 
 @dataclass

@@ -15,10 +15,10 @@ from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.decision import Decision, Hit
 from host_control.handover import Arrived, Handover
-from host_control.lookup import LookupAnswer, PrefixLookup
+from host_control.lookup import SAVED, LookupAnswer, PrefixLookup
 from host_control.vllm.deciding import Deciding
 from host_control.vllm.epochs import WEIGHTS_CHANGED, Epochs
-from host_control.vllm.groups import NULL_BLOCK, Groups
+from host_control.vllm.groups import Groups
 from host_control.vllm.handover import handover_of, reply_of
 from host_control.vllm.identity.requests import RequestInputs
 from host_control.vllm.metadata import (
@@ -107,8 +107,8 @@ class SchedulerSide:
         # would every request that shares its blocks; if it falls short, it computes on garbage before vLLM hears of it.
         # Of each its table of blocks: they are in vLLM's own prefix cache already, whatever becomes of the request.
         self._unconfirmed: dict[str, tuple[Tracked, list[int]]] = {}
-        self._layerwise_chunks = 0
-        self._layers = 0
+        self._layerwise_chunks = self._layers = 0
+        self._saved_apart = False  # what preempted requests hold: other records are not exact
         self._requests: dict[str, Any] = {}  # all that the engine has, also those that are served without the cache
         self._cancels: list[str] = []
         self.counts = Counts()
@@ -142,6 +142,7 @@ class SchedulerSide:
             workers.records[0],
             self._rules.hit_tokens,
             others={cut: records for cut, records in workers.records.items() if cut},
+            saved=workers.saved,
             every=[group.kind == "full" for group in self._groups],
             chunk_tokens=self._chunk_tokens,
             timeout=self._config.lookup_timeout,
@@ -153,6 +154,7 @@ class SchedulerSide:
         if self._fetch:
             self.waiting = WaitingQueue(self._lookup.chains, self._clients, by_priority=self._by_priority)
         self._stores = Stores(self._model, self._chunk_tokens, self._lookup)
+        self._saved_apart = workers.saved is not None
         if self._fetch and self._store and self._rules.followed:
             self._preemption = Preemption(
                 self._rules,
@@ -160,6 +162,7 @@ class SchedulerSide:
                 self._stores,
                 ranks=len(handshakes),
                 timeout=self._config.fetch_timeout,
+                apart=self._saved_apart,
             )
 
     def _turn_off(self, problem: str) -> None:
@@ -208,7 +211,8 @@ class SchedulerSide:
             handover, size = Handover(), 0  # it goes on here
         tracked.tail_stored = tracked.foreseen = False
         tracked.tail_end = len(tokens) // self._chunk_tokens * self._chunk_tokens + size if size else 0
-        self._lookup.submit(request.request_id, tokens, tracked.extra, handover)
+        names = saved.links if saved is not None and saved.apart else ()
+        self._lookup.submit(request.request_id, tokens, tracked.extra, handover, names)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
         """Return how many tokens beyond the local prefix can be loaded; ``None``: ask again."""
@@ -228,13 +232,16 @@ class SchedulerSide:
         self._set_boundary(tracked)
         if tracked.mixed or tracked.refused or not self._fetch or request.skip_reading_prefix_cache:
             return 0
+        if saved is None and self._saved_apart and tracked.was_computed_here:
+            return 0  # what is stored of it is not exactly what it had
         answer = self._lookup.poll(request.request_id) if tracked.preemptions == request.num_preemptions else None
         if answer is None and saved is not None and self._loads_wait:
             answer = saved.promise  # so that no other request is given the blocks that it needs meanwhile
         if answer is None:
             return 0 if self._is_computed_anyway(tracked) else None
         self._count_lookup(tracked, answer)
-        tracked.stored_chunks = max(tracked.stored_chunks, self._chunks(answer.tokens))
+        if answer.cut != SAVED:
+            tracked.stored_chunks = max(tracked.stored_chunks, self._chunks(answer.tokens))
         tracked.tail_stored |= answer.tail
         worth = min(self._config.load_tokens_min, self._chunk_tokens - 1)
         usable = self._usable(tracked, answer)
@@ -249,7 +256,7 @@ class SchedulerSide:
                 return 0
         links = self._lookup.links(request.request_id)
         tracked.offered_tail = 0
-        if saved is not None and (answer.tail or links is None):
+        if saved is not None and (answer.tail or links is None or saved.apart):
             links, tracked.offered_tail = saved.links, saved.tail_tokens and saved.tokens
         elif answer.tail and links is not None:
             links = [*links[: tracked.tail_end // self._chunk_tokens], *self._lookup.tail(request.request_id)]
@@ -517,7 +524,9 @@ class SchedulerSide:
         if self._states:
             for request_id, offered in output.kv_connector_block_state.boundary_state_offloads.items():
                 if (tracked := self._tracked.get(request_id)) is not None and not tracked.mixed:
-                    metadata.stores.extend(self._kept_states(tracked, offered))
+                    metadata.stores += self._stores.states(
+                        tracked.request, self._groups, offered, again=tracked.refused
+                    )
         scheduled, boundary = output.num_scheduled_tokens, self._boundary
         for new in output.scheduled_new_reqs:
             request_id = new.req_id
@@ -543,7 +552,8 @@ class SchedulerSide:
             if saves := preemption.save(request, held, again=tracked.refused, tokens_max=handover.store_tokens_max):
                 saved = preemption.of(request)
                 assert saved is not None
-                tracked.stored_chunks = max(tracked.stored_chunks, saved.tokens // self._chunk_tokens)
+                if not saved.apart:
+                    tracked.stored_chunks = max(tracked.stored_chunks, saved.tokens // self._chunk_tokens)
                 self.counts.add("saved_tokens", saved.tokens)
                 if self.waiting is not None and self._lookup is not None:
                     self.waiting.wants(held.request_id, self._lookup.chains_of(saved.held))
@@ -557,30 +567,6 @@ class SchedulerSide:
         learnt = self._timing.stepped()
         if self._deciding is not None:
             self._deciding.stepped(learnt=learnt)
-
-    def _kept_states(self, tracked: Tracked, offered: Sequence[tuple[int, int, int]]) -> Iterator[StoreOperation]:
-        """Have states stored that this step leaves in blocks, (group, block, tokens), before they can change."""
-        assert self._lookup is not None
-        request_id = tracked.request.request_id
-        links, present = self._lookup.links(request_id), self._lookup.present(request_id)
-        places = {group.index: place for place, group in enumerate(self._groups)}
-        for group, block, tokens in offered:
-            if group not in self._states or tokens % self._chunk_tokens or block == NULL_BLOCK or links is None:
-                continue
-            end = tokens // self._chunk_tokens
-            if present is not None and not tracked.refused and end <= len(present[places[group]]):
-                if present[places[group]][end - 1]:
-                    continue
-            self._stores.extend(links, tracked.request, end)
-            yield StoreOperation(
-                request_id=request_id,
-                group=group,
-                links=links[end - 1 : end],
-                previous=None,
-                anchored=True,
-                blocks=[block],
-                absent_seconds=self._stores.absent_seconds(request_id),
-            )
 
     def _complete(self, output: Any, metadata: ShadowServeMetadata, request_id: str, computed: int) -> None:
         """Have the chunks stored that a request completes in this step."""

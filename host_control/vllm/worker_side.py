@@ -17,6 +17,7 @@ from host_control.config import HostConfig
 from host_control.delivery import Delivery, SideStream, choose
 from host_control.destination import Destination, Memory
 from host_control.layouts import NOWHERE
+from host_control.lookup import SAVED
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
 from host_control.pages import PageDelivery, SharedPages
 from host_control.slack.layers import LayerTimes
@@ -37,7 +38,7 @@ from host_control.vllm.paging import PagePlacer, share_pages
 from host_control.vllm.parts import Part, Rank, find_parts
 from host_control.vllm.support import UncacheableError, offloading_problem
 from host_control.vllm.weights_watch import WeightsWatch
-from shadowserve.chunk import ChunkLayout
+from shadowserve.chunk import ChunkLayout, Quantizer
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import record_keys
 
@@ -144,6 +145,9 @@ class WorkerSide:
             for part in parts:
                 self._parts.setdefault(part.cut, []).append(part)
                 self._shapes.setdefault(part.cut, []).append(part.described(model, self._config))
+            if any(shape.quantizer is Quantizer.BINNED for shape in self._shapes[0]):
+                self._parts[SAVED] = [replace(part, cut=SAVED) for part in self._parts[0]]
+                self._shapes[SAVED] = [part.described(model, self._config, saved=True) for part in self._parts[0]]
         except (UncacheableError, ConfigurationError) as error:
             self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
@@ -168,7 +172,8 @@ class WorkerSide:
         if self._store_enabled:
             self._store = StoreQueue(
                 self._client,
-                self._destination(0, self._config.store_buffer_bytes, self._delivery.store),
+                self._destination(0, self._config.store_buffer_bytes, self._delivery.store, self._shapes.get(SAVED)),
+                parts=len(self._parts[0]),
                 batch_chunks=self._config.store_batch_chunks,
                 timeout=self._config.store_timeout,
                 recent_keys=self._config.recent_keys,
@@ -199,9 +204,11 @@ class WorkerSide:
     def _make_manager(self, cut: int) -> KVCacheManager:
         """Return what fetches the records of one cut: each has memory of its own, made when first needed."""
         assert self._client is not None
+        # What comes back after a preemption is fetched beside all else, and seldom.
+        configured = self._config.fetch_buffer_bytes // (4 if cut == SAVED else 1)
         return KVCacheManager(
             self._client,
-            self._destination(cut, self._config.fetch_buffer_bytes, self._delivery.fetch),
+            self._destination(cut, configured, self._delivery.fetch),
             self._scatter,
             scatter_layers=lambda job, chunks, layers: self._scatter(job, 0, 0, chunks, layers),
             layers=[part.wanted for part in self._parts[cut]],
@@ -218,12 +225,20 @@ class WorkerSide:
         self._page_delivery = PageDelivery(self._client, self._pages, self._shapes[0][0], timeout)
         return PagePlacer(self._page_delivery, self._parts[0][0], lambda: self._watch)
 
-    def _destination(self, cut: int, configured: int, make: Callable[[int], Memory]) -> Destination:
+    def _destination(
+        self,
+        cut: int,
+        configured: int,
+        make: Callable[[int], Memory],
+        others: Sequence[ChunkLayout] | None = None,
+    ) -> Destination:
+        """Return memory for the chunks of one cut, which are stored as ``others``, too, where there are any."""
         assert self._client is not None
         shapes, chunks = self._shapes[cut], self._buffer_chunks(cut, configured)
         size = chunks * sum(shape.raw_bytes for shape in shapes)
         timeout, progress = self._config.connect_timeout, self._delivery.shared
-        return Destination(self._client, shapes, size, timeout, make=make, progress=progress)
+        known = [*shapes, *(others or ())]
+        return Destination(self._client, known, size, timeout, make=make, progress=progress)
 
     def _buffer_chunks(self, cut: int, configured: int) -> int:
         """Return how many chunks a buffer of so many bytes is made for."""
@@ -390,7 +405,7 @@ class WorkerSide:
 
     def _offer(self, operation: StoreOperation, place: int, lasts: Callable[[], str]) -> None:
         assert self._store is not None
-        part, namespace = self._parts[0][place], self._shapes[0][place].namespace
+        part, namespace = self._parts[0][place], self._shapes[SAVED if operation.exact else 0][place].namespace
         blocks = part.kernel_blocks(operation.blocks)
         each, rows = part.record_blocks, None
         if operation.tail_tokens:  # a row is a token, or, where nobody knows what pages hold, a page
@@ -406,6 +421,7 @@ class WorkerSide:
             record_keys(namespace, operation.links),
             copy,
             part=place,
+            shape=place + (len(self._parts[0]) if operation.exact else 0),
             chained=part.group.kind == "full",
             previous=record_keys(namespace, [operation.previous])[0] if operation.previous is not None else None,
             anchored=operation.anchored,
