@@ -1,6 +1,6 @@
 """The digest of weights on a GPU: the sum of all words, each times an odd number of its position.
 
-Imported only where Triton is; :func:`host_control.vllm.loaded_weights.weighted_sum` computes the same with torch. The
+Imported only where Triton is; :func:`host_control.vllm.weighted_sum.weighted_sum` computes the same with torch. The
 engine goes on beside it, so a launch has few programs, which leave most of the GPU alone, and ends within some
 milliseconds.
 """
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from host_control.vllm.loaded_weights import weighted_sum
+from host_control.vllm.weighted_sum import weighted_sum
 
 __all__ = ["launches", "started"]
 
