@@ -140,24 +140,20 @@ class StoreQueue:
         announced: bool = False,
         lasts_s: float = 0.0,
     ) -> int:
-        """Stage consecutive chunks of one prompt and part.
+        """Stage consecutive chunks of one prompt and part; return how many: known ones are not staged again.
 
         Args:
             keys: of the chunks, in order.
-            gather: copies chunk ``i`` of them into the memory it is given; or starts to, and returns what waits for
-                the copy's end in the queue's thread, and says why the chunk is not to be stored, if it is not.
+            gather: copies chunk ``i`` into the memory it is given, or starts to. Returns what waits for the copy's end in
+                the queue's thread, and says why the chunk is not to be stored, if it is not.
             part: whose they are.
             shape: as which they are stored, among the destination's; by default the part's first.
             chained: whether each is of use only where those before it are stored, too.
             previous: key of the chunk before the first, ``None`` at the start of a prompt.
             anchored: whether ``previous`` is known to be stored.
-            absent_since: when (monotonic) a lookup found these chunks absent. One that was stored before that is gone
-                again: evicted, or its server restarted empty.
+            absent_since: when (monotonic) a lookup found these chunks absent: one that was stored before is gone again.
             announced: whether others may wait for them: what is dropped is withdrawn then.
             lasts_s: seconds after which nobody needs them any more; 0: for good.
-
-        Returns:
-            How many chunks were staged now; known ones are not staged again.
         """
         with self._condition:
             reachable = not chained or previous is None or anchored or previous in self._recent
@@ -180,17 +176,18 @@ class StoreQueue:
                 reachable = not chained
                 dropped.append(key)
                 continue
+            chunk = _Staged(part, shape, key, parents[index], segment, slot, None, announced, lasts_s)
             try:  # Outside the lock: only this slot's owner touches it.
                 wait = gather(index, segment.memory[self._place(part, slot)])
             except Exception as error:  # of the engine's making; it must not end the engine's step
                 self.details["gather_failed"] = f"{type(error).__name__}: {error}"
                 self._count("dropped_gather_failed", 1)
-                self._give_back([_Staged(part, shape, key, parents[index], segment, slot)])
+                self._give_back([chunk])
                 reachable = not chained
                 dropped.append(key)
                 continue
             with self._condition:
-                self._queue.append(_Staged(part, shape, key, parents[index], segment, slot, wait, announced, lasts_s))
+                self._queue.append(replace(chunk, wait=wait))
                 self.staged += 1
                 self._remember(key)
                 self._condition.notify_all()
