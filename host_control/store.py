@@ -144,8 +144,8 @@ class StoreQueue:
 
         Args:
             keys: of the chunks, in order.
-            gather: copies chunk ``i`` into the memory it is given, or starts to. Returns what waits for the copy's end in
-                the queue's thread, and says why the chunk is not to be stored, if it is not.
+            gather: copies chunk ``i`` into the memory it is given, or starts to. Returns what waits for the copy's end,
+                in the queue's thread, and says why the chunk is not to be stored, if it is not.
             part: whose they are.
             shape: as which they are stored, among the destination's; by default the part's first.
             chained: whether each is of use only where those before it are stored, too.

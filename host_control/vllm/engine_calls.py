@@ -6,23 +6,23 @@ vLLM tells a connector of none of them: neither of ``collective_rpc`` (which ``a
 are counted there: each method is replaced by one that calls it and adds one to a count.
 """
 
+import collections
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-__all__ = ["counted_calls"]
+__all__ = ["WORKER_CALLS", "counted_calls"]
 
-_METHODS: Final = ("collective_rpc", "reset_prefix_cache", "wake_up")
-
-
-class _Calls:
-    count = 0
+WORKER_CALLS: Final = ("collective_rpc", "wake_up")
+_METHODS: Final = (*WORKER_CALLS, "reset_prefix_cache")
+_counts: collections.Counter[str] = collections.Counter()
 
 
-def counted_calls(core: Any = None) -> Callable[[], int] | None:
+def counted_calls(names: Sequence[str] = _METHODS, core: Any = None) -> Callable[[], int] | None:
     """Return the function that gives the number of calls to this process's engines so far.
 
     Args:
+        names: of the methods.
         core: the class of engine cores; by default vLLM's.
 
     Returns:
@@ -40,7 +40,7 @@ def counted_calls(core: Any = None) -> Callable[[], int] | None:
         method = getattr(core, name)
         if not hasattr(method, "counted_by_shadowserve"):
             setattr(core, name, _counted(method))
-    return lambda: _Calls.count
+    return lambda: sum(_counts[name] for name in names)
 
 
 def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,7 +49,7 @@ def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(*args, **kwargs)
         finally:
-            _Calls.count += 1
+            _counts[method.__name__] += 1
 
     call.counted_by_shadowserve = True  # type: ignore[attr-defined]
     return call

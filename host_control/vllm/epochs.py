@@ -73,6 +73,8 @@ class Epochs:
         if called or now_s - self._stepped_s > _PAUSE_S:
             self._seen = seen
             self.doubts += 1
+            if not called and self.agreed == self.doubts - 1:
+                self.agreed = self.doubts  # a pause alone: each rank looks at its own weights
         self._stepped_s = now_s
         if called and self._blind:
             logger.warning(

@@ -43,16 +43,16 @@ class Core:
 
 
 def test_each_call_to_an_engine_core_is_counted_once() -> None:
-    from host_control.vllm.engine_calls import counted_calls
+    from host_control.vllm.engine_calls import WORKER_CALLS, counted_calls
 
-    calls = counted_calls(Core)
-    assert calls is not None and counted_calls(Core) is not None, "two engines in one process"
-    core, before = Core(), calls()
+    calls, to_workers = counted_calls(core=Core), counted_calls(WORKER_CALLS, Core)
+    assert calls is not None and to_workers is not None, "two engines in one process"
+    core, before, before_to_workers = Core(), calls(), to_workers()
     assert (core.collective_rpc("x"), core.reset_prefix_cache(), core.wake_up()) == ("x", False, True)
     with pytest.raises(RuntimeError):
         core.collective_rpc("fails")
-    assert calls() == before + 4
-    assert counted_calls(object) is None
+    assert (calls() - before, to_workers() - before_to_workers) == (4, 3)
+    assert counted_calls(core=object) is None
 
 
 def test_methods_that_are_counted_are_vllms() -> None:
@@ -114,6 +114,26 @@ def test_doubt_is_settled_once_all_ranks_have_found_their_weights(make_side: Any
     assert side.step(step()).agreed == 0
     side.worker_output(None, report(settled={1: 1}))
     assert side.step(step()).agreed == 1
+
+
+def test_ranks_need_not_agree_after_a_mere_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that is computed in one step, after a pause, has no further step in which they could."""
+    from host_control.vllm import epochs as module
+
+    epochs, calls, now = module.Epochs(), [0], [time.monotonic()]
+    epochs.ranks = 2
+    epochs.watch(lambda: calls[0], blind=False)
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    now[0] += 100
+    epochs.look(LOGGER)
+    assert epochs.agreed == epochs.doubts == 1
+    calls[0] += 1
+    epochs.look(LOGGER)
+    now[0] += 100
+    epochs.look(LOGGER)
+    assert (epochs.agreed, epochs.doubts) == (1, 3), "they have not agreed since the call"
+    epochs.settled({3: 2})
+    assert epochs.agreed == 3
 
 
 def test_own_cache_is_old_until_it_is_emptied() -> None:
