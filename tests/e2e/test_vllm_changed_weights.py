@@ -5,11 +5,14 @@ are packed. What is changed has the same lowest bytes as before.
 """
 
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import NEVER_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -134,3 +137,47 @@ def test_engine_goes_on_loading_after_calls_that_change_nothing(
         engine.forget()
     assert engine.counters()["loaded_tokens"] == 2 * 768
     assert len(plane.records) == 3
+
+
+def test_until_the_weights_are_known_nothing_loads_or_is_stored(
+    engine: Any, plane: Any, expected: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import SamplingParams
+
+    from host_control.vllm import loaded_weights
+
+    assert engine.outputs([prompt(*STORED)]) == expected[""][:1]
+    engine.flush()
+    engine.forget()
+    go, crc32 = threading.Event(), loaded_weights.native.crc32
+
+    def slow(memory: Any, crc: int) -> int:
+        assert go.wait(NEVER_S)
+        return crc32(memory, crc)
+
+    monkeypatch.setattr(loaded_weights.native, "crc32", slow)
+    core, outputs = engine.llm.llm_engine, dict[str, list[int]]()
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    for name, arguments in (("stored", STORED), ("fresh", FRESH)):
+        core.add_request(name, {"prompt_token_ids": prompt(*arguments)}, sampling)
+
+    def step_until(condition: Callable[[], Any]) -> None:
+        ends = time.monotonic() + NEVER_S
+        while not condition():
+            assert time.monotonic() < ends
+            for output in core.step():
+                outputs[output.request_id] = list(output.outputs[0].token_ids)
+
+    fetches = len(plane.fetches)
+    try:
+        step_until(lambda: len(outputs.get("fresh", ())) == 8 and len(plane.fetches) > fetches)
+        step_until(lambda: engine.worker._results)
+        for _ in range(20):
+            core.step()
+        assert "stored" not in outputs and len(plane.records) == 3
+    finally:
+        go.set()
+    step_until(lambda: not core.has_unfinished_requests())
+    engine.flush()
+    assert [outputs["stored"], outputs["fresh"]] == expected[""]
+    assert engine.counters()["loaded_tokens"] == 768 and len(plane.records) == 3 + 2
