@@ -187,7 +187,7 @@ def chain_of(key: bytes) -> bytes:
 
 
 def private_links(links: Iterable[bytes], secret: bytes) -> list[bytes]:
-    """Return links for the same chunks that nobody can find who does not know ``secret``, of 32 bytes.
+    """Return links for the same chunks that cannot be computed without ``secret``, of 32 bytes.
 
     They share their last 8 bytes as those of one prompt do.
     """

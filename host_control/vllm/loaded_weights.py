@@ -29,7 +29,7 @@ missed."""
 _PIECE_BYTES: Final = 4 << 20
 _NONE: Final = frozenset[str]()
 _REST: Final = 9.0
-"""Of a digest that nobody waits for: times that its thread sleeps as long as it has computed."""
+"""Of an audit: times that its thread sleeps as long as it has computed."""
 
 
 class Sample:
@@ -67,7 +67,7 @@ class Digest:
     Args:
         tensors: one of each storage.
         packed: what kernels have made of weights and do not show.
-        hurried: somebody waits for it; else it takes a tenth of a core at most.
+        hurried: loads and stores wait for it; else it is an audit, which takes a tenth of a core at most.
     """
 
     def __init__(self, tensors: Sequence[Any], packed: Sequence[Any], *, hurried: bool) -> None:

@@ -1,9 +1,9 @@
 """Whether a worker computes with the weights of its epoch.
 
-Somebody may have changed them when the scheduler says so (it has seen a call to the workers, a reset of the prefix
+They may have been changed when the scheduler says so (it has seen a call to the workers, a reset of the prefix
 cache, or a pause of the engine), and when marks differ. The weights are *in doubt* then, until a digest that has begun
 afterwards is the epoch's: what is loaded meanwhile does not count yet, and what is to be stored waits. Where there is
-no doubt, samples are compared, and a digest that nobody waits for is taken once in a while.
+no doubt, samples are compared, and once in a while there is an *audit*: a digest for which no load or store waits.
 """
 
 import threading
@@ -16,7 +16,7 @@ __all__ = ["WeightsWatch"]
 
 _AUDIT_S: Final = 60.0
 _AUDIT_SHARE: Final = 0.002
-"""Of an engine's time that digests take which nobody waits for, at most."""
+"""Of an engine's time that audits take, at most."""
 
 
 class WeightsWatch:
@@ -27,7 +27,7 @@ class WeightsWatch:
     Args:
         weights: of the engine; without them only what the scheduler says counts.
         ranks: workers of the engine: each one's KV depends on the weights of all.
-        audit_s: seconds between digests that nobody waits for.
+        audit_s: seconds between audits.
 
     Attributes:
         epoch: that the scheduler has named last.

@@ -1,4 +1,4 @@
-"""Weights that are changed in a running engine, which is told by nothing but an emptied prefix cache, if at all.
+"""Weights that are changed in a running engine; at most its prefix cache is emptied afterwards.
 
 A float32 engine with a checkpoint in bfloat16, on a CPU: norms and embeddings are as they were loaded, linear layers
 are packed. What is changed has the same lowest bytes as before.

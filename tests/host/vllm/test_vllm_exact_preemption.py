@@ -1,4 +1,4 @@
-"""Where records are quantized, a preempted request is saved in lossless records that nobody else can load."""
+"""Where records are quantized, a preempted request is saved in lossless records that only it can load."""
 
 from typing import Any
 
