@@ -22,7 +22,10 @@ from shadowserve.errors import DataPlaneError
 from shadowserve.keys import Extra, chain_links, record_keys, tail_link
 from shadowserve.pieces import Flags, leading
 
-__all__ = ["LookupAnswer", "PrefixLookup", "Rule"]
+__all__ = ["SAVED", "LookupAnswer", "PrefixLookup", "Rule"]
+
+SAVED: Final = -1
+"""Number, among shard layouts, of the records that preempted requests are saved in, where the others are not exact."""
 
 _STRIDE_TOKENS: Final = 32_768
 """Tokens hashed between two moments at which the engine's thread may take the interpreter: some 0.5 ms."""
@@ -102,6 +105,7 @@ class _Lookup:
     so_far: LookupAnswer = field(default_factory=lambda: LookupAnswer(0, "deadline"))
     links: list[bytes] | None = None
     tail: list[bytes] = field(default_factory=list)  # its link, if it is to have a record
+    saved: Sequence[bytes] = ()  # the names that it was saved under when it was preempted: nothing else is asked for
     waits_until: float = 0.0  # for what is announced
     arrived: Arrived | None = None  # where the answer counts what is only announced
     present: Sequence[Flags] | None = None
@@ -142,6 +146,7 @@ class PrefixLookup:
         groups: of the records that this engine makes.
         rule: how long a hit may be.
         others: cut -> of the records that an engine of another cut has made, and this one can read.
+        saved: of the records that preempted requests are saved in, where they are others.
         every: of each group, whether it keeps every chunk, so that one that is missing may be waited for; by default
             all do.
         chunk_tokens: tokens in a chunk.
@@ -163,6 +168,7 @@ class PrefixLookup:
         rule: Rule,
         *,
         others: Mapping[int, Groups] | None = None,
+        saved: Groups | None = None,
         every: Sequence[bool] | None = None,
         chunk_tokens: int,
         timeout: float,
@@ -174,6 +180,7 @@ class PrefixLookup:
     ) -> None:
         self._model = model
         self._cuts: dict[int, Groups] = {0: groups, **(others or {})}
+        self._records = {SAVED: saved or groups, **self._cuts}
         self._every = list(every or [True] * len(groups))
         self._rule = rule
         self._chunk_tokens = chunk_tokens
@@ -198,6 +205,7 @@ class PrefixLookup:
         tokens: Sequence[int],
         extra: Extra | Callable[[], Extra] = _NOTHING,
         handover: Handover = _STAYS,
+        saved: Sequence[bytes] = (),
     ) -> None:
         """Start looking a prompt up, or start over for a request that is known already.
 
@@ -207,8 +215,9 @@ class PrefixLookup:
             extra: what else its KV depends on; or what returns that, called on a lookup thread. Where it raises, the
                 answer's reason is ``"unnamed"``, and there are no links.
             handover: what is waited for and announced.
+            saved: names of its chunks, and of its tail, that :data:`SAVED` records have: only these are asked for.
         """
-        lookup = _Lookup(tokens, len(tokens), extra, time.monotonic() + self._timeout, handover)
+        lookup = _Lookup(tokens, len(tokens), extra, time.monotonic() + self._timeout, handover, saved=saved)
         count = lookup.length // self._chunk_tokens
         if count == 0 and not handover.tail_tokens:
             lookup.answer, lookup.links = LookupAnswer(0, "short"), []
@@ -250,15 +259,18 @@ class PrefixLookup:
         assert isinstance(extra, Extra), "links without a name"
         return extra
 
-    def present(self, request_id: str) -> Sequence[Flags] | None:
-        """Return which chunks of each group are stored, even where the answer came too late to be used."""
-        lookup = self._lookups.get(request_id)
-        return None if lookup is None else lookup.present
+    def present(self, request_id: str, *, saved: bool = False) -> Sequence[Flags] | None:
+        """Return which chunks of each group are stored, even where the answer came too late to be used.
 
-    def asked(self, request_id: str) -> float:
-        """Return when (monotonic) the chunks that :meth:`present` lacks were absent; 0 where nobody could say."""
+        ``saved``: in the records that a preempted request is saved in; ``None`` where others were asked for.
+        """
         lookup = self._lookups.get(request_id)
-        return 0.0 if lookup is None else lookup.asked
+        return lookup.present if lookup is not None and bool(lookup.saved) == saved else None
+
+    def asked(self, request_id: str, *, saved: bool = False) -> float:
+        """Return when (monotonic) the chunks that :meth:`present` lacks were absent; 0 where that is not known."""
+        lookup = self._lookups.get(request_id)
+        return lookup.asked if lookup is not None and bool(lookup.saved) == saved else 0.0
 
     def arrived(self, request_id: str) -> Arrived | None:
         """Return how far a prompt is there by now whose answer counts what is announced; ``None`` for any other."""
@@ -277,10 +289,11 @@ class PrefixLookup:
         if lookup is None or not answer.present or not lookup.links:
             return found
         end = -(-answer.tokens // self._chunk_tokens)
-        for place, group in enumerate(self._cuts[answer.cut]):
+        named = lookup.saved[: len(answer.present[0])] or lookup.links
+        for place, group in enumerate(self._records[answer.cut]):
             first = 0 if self._every[place] else self._first_needed(answer, lookup.length, place, end)
             flags = answer.present[place]
-            links = [link for link, there in zip(lookup.links[first:end], flags[first:end], strict=True) if there]
+            links = [link for link, there in zip(named[first:end], flags[first:end], strict=True) if there]
             for client, namespace in dict.fromkeys(group) if links else ():
                 found.setdefault(client, []).append((namespace, record_keys(namespace, links)))
         return found
@@ -288,9 +301,9 @@ class PrefixLookup:
     def chains_of(
         self, links: Sequence[Sequence[bytes]]
     ) -> Mapping[DataPlaneClient, Sequence[tuple[bytes, Sequence[bytes]]]]:
-        """Return the records of each group's links as :meth:`chains`, of what this engine itself stores."""
+        """Return the records of each group's links as :meth:`chains`, of what a preempted request is saved in."""
         found: dict[DataPlaneClient, list[tuple[bytes, Sequence[bytes]]]] = {}
-        for group, own in zip(self._cuts[0], links, strict=True):
+        for group, own in zip(self._records[SAVED], links, strict=True):
             for client, namespace in dict.fromkeys(group) if own else ():
                 found.setdefault(client, []).append((namespace, record_keys(namespace, own)))
         return found
@@ -327,7 +340,7 @@ class PrefixLookup:
         try:
             if self._named(lookup):
                 links = self._hash(lookup, count)
-                wanted = [*links, *lookup.tail]
+                wanted = list(lookup.saved) or [*links, *lookup.tail]
                 lookup.links = links  # from now on others may extend them
                 if self._enabled:
                     self._ask(request_id, lookup, wanted)
@@ -368,7 +381,10 @@ class PrefixLookup:
             self._settle(lookup, replace(lookup.so_far, reason=late, detail="no thread was free in time"))
             return
         try:
-            own, best = self._find(wanted, left, announced=lookup.handover.waits > 0)
+            if lookup.saved:
+                own, best = self._see({SAVED: len(wanted)}, wanted, left, announced=False) * 2
+            else:
+                own, best = self._find(wanted, left, announced=lookup.handover.waits > 0)
         except DataPlaneError as error:
             self._settle(lookup, replace(lookup.so_far, reason=error.outcome, detail=str(error)))
             return
@@ -554,7 +570,7 @@ class PrefixLookup:
         """
         # Ranks that hold the same part of the KV need the same records.
         asked = dict.fromkeys(
-            (*each, count) for cut, count in counts.items() for group in self._cuts[cut] for each in group
+            (*each, count) for cut, count in counts.items() for group in self._records[cut] for each in group
         )
         found: dict[tuple[DataPlaneClient, bytes, int], _Chain] = {}
         calls: list[tuple[list[tuple[DataPlaneClient, bytes, int]], Callable[[], Found]]] = []
@@ -581,7 +597,7 @@ class PrefixLookup:
         return [self._seen(cut, count, found) for cut, count in counts.items()]
 
     def _seen(self, cut: int, count: int, found: Mapping[tuple[DataPlaneClient, bytes, int], _Chain]) -> _Seen:
-        answers = [[found[*each, count] for each in group] for group in self._cuts[cut]]
+        answers = [[found[*each, count] for each in group] for group in self._records[cut]]
         present = [np.logical_and.reduce([chain.there for chain in group]) for group in answers]
         waited = [group for group, every in zip(answers, self._every, strict=True) if every]
         all_of = np.ones(count, np.bool_)  # where no group keeps every chunk, there is none to wait for

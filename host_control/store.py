@@ -31,6 +31,7 @@ class _Staged:
     """A chunk that waits in ``segment``, in a slot of its part; its bytes are there once ``wait`` returns ``""``."""
 
     part: int
+    shape: int  # as which it is stored
     key: bytes
     parent: bytes  # the chunk before it in its prompt; empty for the first
     segment: Memory
@@ -43,11 +44,14 @@ class _Staged:
 class StoreQueue:
     """Chunks on their way to the store. :meth:`offer` is for the engine's thread; it never waits.
 
-    Chunks of each part, which have one shape, wait in as many slots as those of each other part.
+    Chunks of each part, which have one shape, wait in as many slots as those of each other part. A part's chunks may be
+    stored as several shapes, which differ in the quantizer alone: they wait in the same slots.
 
     Args:
         client: of the data plane.
-        destination: that chunks wait in. The queue owns it from now on.
+        destination: that chunks wait in. The queue owns it from now on. Its shapes are those of each part, and then
+            perhaps others of the same parts.
+        parts: of the chunks; by default there is one for each of the destination's shapes.
         batch_chunks: at most so many in one call.
         timeout: seconds for a batch.
         recent_keys: so many keys are remembered as stored.
@@ -66,6 +70,7 @@ class StoreQueue:
         client: DataPlaneClient,
         destination: Destination,
         *,
+        parts: int | None = None,
         batch_chunks: int = 8,
         timeout: float = 10.0,
         recent_keys: int = 65536,
@@ -74,7 +79,10 @@ class StoreQueue:
     ) -> None:
         self._client = client
         self._destination = destination
-        self._chunk_bytes = [shape.raw_bytes for shape in destination.shapes]
+        sizes = [shape.raw_bytes for shape in destination.shapes]
+        self._chunk_bytes = sizes[:parts]
+        if any(size != self._chunk_bytes[shape % len(self._chunk_bytes)] for shape, size in enumerate(sizes)):
+            raise ValueError(f"chunks of {sizes} bytes are not those of {parts} parts")
         self._slots = destination.size // sum(self._chunk_bytes)
         self._begins = [self._slots * sum(self._chunk_bytes[:part]) for part in range(len(self._chunk_bytes))]
         if self._slots < 1:
@@ -124,6 +132,7 @@ class StoreQueue:
         gather: Callable[[int, Any], Callable[[], str] | None],
         *,
         part: int = 0,
+        shape: int | None = None,
         chained: bool = True,
         previous: bytes | None = None,
         anchored: bool = True,
@@ -131,27 +140,24 @@ class StoreQueue:
         announced: bool = False,
         lasts_s: float = 0.0,
     ) -> int:
-        """Stage consecutive chunks of one prompt and part.
+        """Stage consecutive chunks of one prompt and part; return how many: known ones are not staged again.
 
         Args:
             keys: of the chunks, in order.
-            gather: copies chunk ``i`` of them into the memory it is given; or starts to, and returns what waits for
-                the copy's end in the queue's thread, and says why the chunk is not to be stored, if it is not.
+            gather: copies chunk ``i`` into the memory it is given, or starts to. Returns what waits for the copy's end,
+                in the queue's thread, and says why the chunk is not to be stored, if it is not.
             part: whose they are.
+            shape: as which they are stored, among the destination's; by default the part's first.
             chained: whether each is of use only where those before it are stored, too.
             previous: key of the chunk before the first, ``None`` at the start of a prompt.
             anchored: whether ``previous`` is known to be stored.
-            absent_since: when (monotonic) a lookup found these chunks absent. One that was stored before that is gone
-                again: evicted, or its server restarted empty.
+            absent_since: when (monotonic) a lookup found these chunks absent: one that was stored before is gone again.
             announced: whether others may wait for them: what is dropped is withdrawn then.
             lasts_s: seconds after which nobody needs them any more; 0: for good.
-
-        Returns:
-            How many chunks were staged now; known ones are not staged again.
         """
         with self._condition:
             reachable = not chained or previous is None or anchored or previous in self._recent
-        staged, dropped = 0, list[bytes]()
+        staged, dropped, shape = 0, list[bytes](), part if shape is None else shape
         parents = [previous or b"", *keys] if chained else [b""] * len(keys)
         for index, key in enumerate(keys):
             if not reachable:
@@ -170,17 +176,18 @@ class StoreQueue:
                 reachable = not chained
                 dropped.append(key)
                 continue
+            chunk = _Staged(part, shape, key, parents[index], segment, slot, None, announced, lasts_s)
             try:  # Outside the lock: only this slot's owner touches it.
                 wait = gather(index, segment.memory[self._place(part, slot)])
             except Exception as error:  # of the engine's making; it must not end the engine's step
                 self.details["gather_failed"] = f"{type(error).__name__}: {error}"
                 self._count("dropped_gather_failed", 1)
-                self._give_back([_Staged(part, key, parents[index], segment, slot)])
+                self._give_back([chunk])
                 reachable = not chained
                 dropped.append(key)
                 continue
             with self._condition:
-                self._queue.append(_Staged(part, key, parents[index], segment, slot, wait, announced, lasts_s))
+                self._queue.append(replace(chunk, wait=wait))
                 self.staged += 1
                 self._remember(key)
                 self._condition.notify_all()
@@ -304,7 +311,7 @@ class StoreQueue:
             batch = [self._queue.popleft()]
             while self._queue and len(batch) < self._batch_chunks:
                 last, following = batch[-1], self._queue[0]
-                neighbours = following.part == last.part and following.slot == last.slot + 1
+                neighbours = following.shape == last.shape and following.slot == last.slot + 1
                 alike = following.segment is last.segment and following.lasts_s == last.lasts_s
                 if not alike or not neighbours:
                     break
@@ -344,15 +351,14 @@ class StoreQueue:
 
     def _call(self, batch: list[_Staged]) -> StoreAnswer:
         self._job_number += 1
-        part = batch[0].part
         return self._client.store(
             f"{self._job_prefix}-{self._job_number}",
             self._destination.destination_id,
-            self._place(part, batch[0].slot).start,
+            self._place(batch[0].part, batch[0].slot).start,
             [staged.key for staged in batch],
             [staged.parent for staged in batch],
             self._timeout,
-            layout=part,
+            layout=batch[0].shape,
             lasts_s=batch[0].lasts_s,
             plain=self._plain,
         )

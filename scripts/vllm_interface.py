@@ -39,7 +39,11 @@ _SPEC = "block_size prefix_cacheable"
 OBJECTS = {
     "vllm.config.VllmConfig": "model_config cache_config parallel_config scheduler_config load_config lora_config "
     "speculative_config kv_transfer_config compilation_config attention_config instance_id quant_config "
-    "max_concurrent_batches",
+    "max_concurrent_batches offload_config",
+    "vllm.config.OffloadConfig": "offload_backend prefetch",
+    "vllm.config.offload.PrefetchOffloadConfig": "offload_group_size",
+    "vllm.v1.engine.core.EngineCore": "collective_rpc reset_prefix_cache wake_up",
+    "vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts": "get_expert_weights",
     "vllm.config.ModelConfig": "model revision code_revision dtype seed max_model_len hf_config hf_text_config "
     "runner_type trust_remote_code is_encoder_decoder is_multimodal_model is_prefix_caching_supported "
     "multimodal_config get_total_num_kv_heads",

@@ -41,6 +41,7 @@ __all__ = [
     "ModelIdentity",
     "chain_links",
     "chain_of",
+    "private_links",
     "record_keys",
     "storage_key",
     "tail_link",
@@ -59,6 +60,7 @@ _CHAIN_BYTES: Final = 8
 """Of a link and of a key, at its end, that a whole chain has in common; 192 bits are left to tell its members apart."""
 _CHAIN_PREFIX: Final = b"shadowserve chain 2\0"
 _TAIL_PREFIX: Final = b"shadowserve tail 2\0"
+_PRIVATE_PREFIX: Final = b"shadowserve private 1\0"
 _RECORD_PREFIX: Final = b"shadowserve record 4\0"
 _STORAGE_PREFIX: Final = b"kv:"
 
@@ -182,6 +184,15 @@ def record_keys(namespace: bytes, links: Iterable[bytes]) -> list[bytes]:
 def chain_of(key: bytes) -> bytes:
     """Return the 8 bytes that links share, and keys of one namespace, if their prompts begin with the same chunk."""
     return key[-_CHAIN_BYTES:]
+
+
+def private_links(links: Iterable[bytes], secret: bytes) -> list[bytes]:
+    """Return links for the same chunks that cannot be computed without ``secret``, of 32 bytes.
+
+    They share their last 8 bytes as those of one prompt do.
+    """
+    end = hashlib.sha256(_PRIVATE_PREFIX + secret).digest()[-_CHAIN_BYTES:]
+    return [hashlib.sha256(_PRIVATE_PREFIX + secret + link).digest()[:-_CHAIN_BYTES] + end for link in links]
 
 
 def chain_links(

@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from host_control.config import HostConfig
+from host_control.vllm.engine_calls import counted_calls
 from host_control.vllm.groups import Groups
 from host_control.vllm.identity.adapters import Adapters
 from host_control.vllm.identity.content import content_hashes
@@ -82,6 +83,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 by_priority=vllm_config.scheduler_config.policy == "priority",
                 sampling_state=has_own_logits_processors(vllm_config),
             )
+            self._watch_calls(vllm_config)
         else:
             self._worker = WorkerSide(
                 config,
@@ -94,6 +96,17 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 problem=problem,
                 logger=_logger,
             )
+
+    def _watch_calls(self, vllm_config: Any) -> None:
+        assert self._scheduler is not None
+        if (calls := counted_calls()) is None:
+            _logger.warning(
+                "ShadowServe does not see calls to this vLLM's engine core; after a change of weights call "
+                "reset_prefix_cache(reset_connector=True)"
+            )
+            return
+        # Experts change places all the time: which they are cannot be seen.
+        self._scheduler.epochs.watch(calls, blind=bool(getattr(vllm_config.parallel_config, "enable_eplb", False)))
 
     @staticmethod
     def _warn(transfer: Any, problem: str) -> None:

@@ -1,12 +1,24 @@
 """Epochs: the times between two changes of an engine's weights. KV of one is of no use in another."""
 
+import logging
 import secrets
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-__all__ = ["Epochs"]
+__all__ = ["WEIGHTS_CHANGED", "Epochs"]
+
+WEIGHTS_CHANGED: Final = (
+    "ShadowServe: the weights of this engine have changed, without a reset of the connector. This engine does not load "
+    "any more what was stored before, and does not store what running requests hold. vLLM's own prefix cache may still "
+    "serve KV of the old weights; behind such a prefix nothing is loaded or stored until that cache is emptied. After "
+    "a change of weights call reset_prefix_cache(reset_connector=True), or POST "
+    "/reset_prefix_cache?reset_external=true"
+)
 
 _UNKNOWN: Final = object()
+_PAUSE_S: Final = 5.0
+"""Without a step, after which the weights may be others: what changes them takes its time."""
 
 
 class Epochs:
@@ -17,16 +29,68 @@ class Epochs:
 
     Attributes:
         current: name of the epoch.
+        doubts: how often the weights may have been changed so far, as far as the scheduler can see: calls to the
+            engine, an emptied prefix cache, pauses.
+        agreed: of these, the last after which all ranks have found the epoch's weights.
+        ranks: of the engine.
     """
 
     def __init__(self) -> None:
         self.current = ""
+        self.ranks = 1
+        self.doubts = self.agreed = 0
         self._pool: Any = None
         self._old_blocks: Any = None
+        self._calls: Callable[[], int] = lambda: 0
+        self._blind = False
+        self._seen: tuple[int, Any] = (0, _UNKNOWN)
+        self._stepped_s = time.monotonic()
+        self._settled: dict[int, int] = {}
 
     def bind(self, block_pool: Any) -> None:
         """Take the engine's blocks."""
         self._pool = block_pool
+        self._seen = (self._seen[0], self._blocks())
+
+    def watch(self, calls: Callable[[], int], *, blind: bool) -> None:
+        """Take what counts calls to the engine.
+
+        Args:
+            calls: returns how many there have been.
+            blind: workers cannot see all of their weights.
+        """
+        self._calls, self._blind = calls, blind
+        self._seen = (calls(), self._seen[1])
+
+    def look(self, logger: logging.Logger) -> bool:
+        """Note, in each step, whether the weights may have been changed.
+
+        Returns:
+            Whether they have to be taken for changed, since no worker can see all of them.
+        """
+        now_s, seen = time.monotonic(), (self._calls(), self._blocks())
+        called = seen[0] != self._seen[0] or seen[1] is not self._seen[1]
+        if called or now_s - self._stepped_s > _PAUSE_S:
+            self._seen = seen
+            self.doubts += 1
+            if not called and self.agreed == self.doubts - 1:
+                self.agreed = self.doubts  # a pause alone: each rank looks at its own weights
+        self._stepped_s = now_s
+        if called and self._blind:
+            logger.warning(
+                "ShadowServe: this engine was called, or its prefix cache emptied, and not all of its weights can be "
+                "seen (enable_eplb): they are taken for changed, and what was stored before is not loaded any more"
+            )
+        return called and self._blind
+
+    def settled(self, doubts: Mapping[int, int]) -> None:
+        """Take after which doubts so many more ranks have found the epoch's weights."""
+        for doubt, ranks in doubts.items():
+            self._settled[doubt] = self._settled.get(doubt, 0) + ranks
+            if self._settled[doubt] >= self.ranks:
+                self.agreed = max(self.agreed, doubt)
+        if doubts:
+            self._settled = {doubt: ranks for doubt, ranks in self._settled.items() if doubt > self.agreed}
 
     def begin(self) -> None:
         """Begin another epoch; all that the engine holds is of an earlier one."""

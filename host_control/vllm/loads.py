@@ -31,6 +31,8 @@ _DETAILS: Final = {
     "that the others do not wait for them",
     "shard_layout": "layer_order is configured, and the records are of an engine with another number of tensor-parallel"
     " ranks or pipeline stages; they go chunk by chunk",
+    "preempted": "layer_order is configured, and a load brings back what a preempted request held, which is stored apart "
+    "from the records that others share; it goes chunk by chunk",
     "pending_chunks": "layer_order is configured, and a load waits for chunks that another engine is still storing; it "
     "goes chunk by chunk",
     "no_publishing": "a request is to wait for chunks that another engine is storing, and storage publishes no chunks "
@@ -91,21 +93,21 @@ class LoadWays:
         """Return whether the step that computes on a load waits for all of it first."""
         return self.in_step and not self._kept_beside(request)
 
-    def not_by_layers(self, request: Any, *, pending: bool, other_shards: bool, alone: bool) -> str:
+    def not_by_layers(self, request: Any, *, pending: bool, other_records: str, alone: bool) -> str:
         """Return why a load may not go by layers, however short it is, in an engine where some do; empty where it may.
 
         Args:
             request: of vLLM.
             pending: other engines still store some of its chunks.
-            other_shards: its records are of another shard layout than this engine's.
+            other_records: reason for which its records are not those that this engine stores for others; or empty.
             alone: no other request runs or loads.
         """
         if reason := self._kept_beside(request):
             return reason
         if pending:
             return "pending_chunks"
-        if other_shards:
-            return "shard_layout"
+        if other_records:
+            return other_records
         return "" if alone else "other_requests"
 
     def looked_up(self, answer: LookupAnswer) -> None:

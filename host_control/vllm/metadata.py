@@ -67,6 +67,7 @@ class StoreOperation:
         absent_seconds: so long ago the chunks were found absent; ``None`` where they were not looked up.
         lasts_s: seconds after which nobody needs them any more; 0: for good.
         tail_tokens: of a tail's record that has all blocks of its chunk, its tokens, which may end within one; else 0.
+        exact: in the records that preempted requests are saved in.
     """
 
     request_id: str
@@ -79,6 +80,7 @@ class StoreOperation:
     absent_seconds: float | None = None
     lasts_s: float = 0.0
     tail_tokens: int = 0
+    exact: bool = False
 
 
 @dataclass
@@ -97,6 +99,8 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
         saves: request -> to gather before this step writes any KV, of requests that it preempts.
         held: no call begins for the time being.
         idle: nothing is computed, and every request of the engine waits for its load.
+        doubts: how often the weights may have been changed so far (:class:`host_control.vllm.epochs.Epochs`).
+        agreed: of these, the last after which all ranks have found the epoch's weights.
     """
 
     epoch: str = ""
@@ -109,6 +113,8 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
     saves: dict[str, list[StoreOperation]] = field(default_factory=dict)
     held: bool = False
     idle: bool = False
+    doubts: int = 0
+    agreed: int = 0
 
 
 @dataclass
@@ -147,6 +153,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         delivered_bytes: of loads that have ended; the most of any rank.
         layer_seconds: that the step has computed with each layer, of one that waited for them; the longest of any rank.
         saved: request -> ranks of which each has stored or dropped by now all that it was to save of it.
+        settled: doubt about the weights -> ranks that have found their epoch's after it.
     """
 
     loaded: dict[str, int] = field(default_factory=dict)
@@ -155,6 +162,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     delivered_bytes: int = 0
     layer_seconds: float = 0.0
     saved: dict[str, int] = field(default_factory=dict)
+    settled: dict[int, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """Merge the report of another rank."""
@@ -172,4 +180,5 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             max(self.delivered_bytes, other.delivered_bytes),
             max(self.layer_seconds, other.layer_seconds),
             {name: self.saved.get(name, 0) + other.saved.get(name, 0) for name in self.saved | other.saved},
+            {doubt: self.settled.get(doubt, 0) + other.settled.get(doubt, 0) for doubt in self.settled | other.settled},
         )

@@ -13,9 +13,9 @@ from host_control.manager import FetchJob
 from host_control.pages import PageDelivery, SharedPages
 from host_control.placing import Placed
 from host_control.vllm.groups import Groups
-from host_control.vllm.loaded_weights import WeightsWatch
 from host_control.vllm.metrics import SlowerPaths
 from host_control.vllm.parts import Part
+from host_control.vllm.weights_watch import WeightsWatch
 from shadowserve.errors import ConfigurationError
 
 __all__ = ["PagePlacer", "share_pages"]

@@ -68,17 +68,18 @@ class Part:
             return list(blocks)
         return [block * self.ratio + part if block >= 0 else block for block in blocks for part in range(self.ratio)]
 
-    def described(self, model: ModelIdentity, config: HostConfig) -> ChunkLayout:
+    def described(self, model: ModelIdentity, config: HostConfig, *, saved: bool = False) -> ChunkLayout:
         """Return how its chunks lie in shared memory, and what becomes of them, under a name of their own.
 
-        Caches of 8 bits are stored as they are, but for E4M3 where it shall be binned; states are stored exactly.
+        Caches of 8 bits are stored as they are, but for E4M3 where it shall be binned; states are stored exactly, and
+        so is what preempted requests are saved in (``saved``), under a name that no other record has.
 
         Raises:
             UncacheableError: no record holds such a chunk.
         """
         dtype, quantizer = element_type(self.layout.dtype), Quantizer.from_label(config.quantizer)
         assert dtype is not None, "a cache that the layout took"
-        if not self.binnable and quantizer is Quantizer.BINNED:
+        if (saved or not self.binnable) and quantizer is Quantizer.BINNED:
             quantizer = Quantizer.LOSSLESS
         if dtype is DType.UINT8 and quantizer is Quantizer.BINNED and _is_float8_e4m3(model.dtype):
             dtype = DType.FLOAT8_E4M3
@@ -90,7 +91,8 @@ class Part:
             other = config.value_bins if config.value_bins != config.bins and self.layout.kinds == 2 else 0
             binned = {"bins": config.bins, "value_bins": other, "scale_tokens": min(config.scale_tokens, tokens)}
         try:
-            return KVNamespace(model=model, group=self.label, layers=self.layers, heads=self.heads).name(
+            label = f"{self.label}, of preempted requests" if saved else self.label
+            return KVNamespace(model=model, group=label, layers=self.layers, heads=self.heads).name(
                 ChunkLayout(
                     dtype=dtype,
                     layers=self.layout.layers,

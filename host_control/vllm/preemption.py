@@ -11,17 +11,24 @@ attention it has the states as they are, which stand for all tokens so far, and 
 
 Nobody but this request will ask for that tail, and only until it runs again. So it goes to the tiers of this host,
 where there are any, and ends by itself.
+
+A request goes on behind exactly the KV that it had. Where chunks are stored quantized, all that a preempted request
+holds is saved, chunks that are stored included, in records of their own (:data:`host_control.lookup.SAVED`), which are
+lossless. Their names are the request's own: another request with the same tokens may have loaded what this one has
+computed. They end by themselves, as tails do.
 """
 
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from host_control.lookup import LookupAnswer, PrefixLookup
+from host_control.lookup import SAVED, LookupAnswer, PrefixLookup
 from host_control.vllm.groups import Groups
 from host_control.vllm.metadata import StoreOperation
 from host_control.vllm.stores import Stores
+from shadowserve.keys import private_links
 
 __all__ = ["Held", "Preemption", "Saved"]
 
@@ -56,6 +63,7 @@ class Saved:
         preemptions: of the request, this one included.
         until: when (monotonic) nobody waits any more for it to be stored.
         ranks: that have not yet said that it is stored, or dropped.
+        apart: in records of its own.
     """
 
     tokens: int
@@ -65,6 +73,7 @@ class Saved:
     preemptions: int
     until: float
     ranks: int
+    apart: bool = False
 
     @property
     def under_way(self) -> bool:
@@ -79,7 +88,8 @@ class Saved:
     @property
     def promise(self) -> LookupAnswer:
         """What a lookup will answer if nothing of it is dropped."""
-        return LookupAnswer(self.tokens - self.tail_tokens, "complete", tail=self.tail_tokens > 0)
+        cut = SAVED if self.apart else 0
+        return LookupAnswer(self.tokens - self.tail_tokens, "complete", cut=cut, tail=self.tail_tokens > 0)
 
 
 class Preemption:
@@ -91,9 +101,19 @@ class Preemption:
         stores: makes operations.
         ranks: workers, each of which saves its part.
         timeout: seconds that a request waits at most for what is saved of it to be stored.
+        apart: what is saved goes into records of its own, since the others are not exact.
     """
 
-    def __init__(self, groups: Groups, lookup: PrefixLookup, stores: Stores, *, ranks: int, timeout: float) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        lookup: PrefixLookup,
+        stores: Stores,
+        *,
+        ranks: int,
+        timeout: float,
+        apart: bool = False,
+    ) -> None:
         self._groups = groups
         self._chunk_tokens = groups.chunk_tokens
         # What is kept of every chunk is stored last: where a lookup sees that, it can have the rest.
@@ -102,6 +122,8 @@ class Preemption:
         self._stores = stores
         self._ranks = ranks
         self._timeout = timeout
+        self._apart = apart
+        self._salts: dict[str, bytes] = {}
         self._held: dict[str, Held] = {}
         self._saved: dict[str, Saved] = {}
 
@@ -154,7 +176,7 @@ class Preemption:
             tokens_max: of so many leading tokens chunks are stored at most.
         """
         request_id = request.request_id
-        links, present = self._lookup.links(request_id), self._lookup.present(request_id)
+        links, present = self._lookup.links(request_id), self._lookup.present(request_id, saved=self._apart)
         # The last token has been sampled and not been computed, and behind it there are drafts that came to nothing.
         # Where steps overlap, the next one may still be on its way, which a state waits for.
         tokens = min(held.tokens, request.num_tokens - (not self._groups.states))
@@ -166,32 +188,48 @@ class Preemption:
             return []
         end = tokens // self._chunk_tokens
         self._stores.extend(links, request, end)
+        names = self._names(request_id, links[:end])
         saved = Saved(
             tokens,
             self._chunk_tokens,
-            links[:end],
+            names[:],
             [[] for _ in groups.groups],
             request.num_preemptions,
             time.monotonic() + self._timeout,
             self._ranks,
+            self._apart,
         )
         tables = [groups.kept(place, table, held.tokens) for place, table in enumerate(held.blocks)]
         operations = list[StoreOperation]()
         for place, group in self._order:
             there = present[place] if present is not None else None
-            operations += self._stores.chunks(request_id, group, tables[place], links, (0, end), there, again=again)
+            whole = tables[place], names, (0, end), there
+            operations += self._stores.chunks(
+                request_id,
+                group,
+                *whole,
+                again=again,
+                exact=self._apart,
+                lasts_s=TAIL_LASTS_S if self._apart else 0.0,
+            )
             rows = group.rows(tables[place], 0, end).tolist()
-            saved.held[place] = [link for link, row in zip(links[:end], rows, strict=True) if any(row)]
+            saved.held[place] = [link for link, row in zip(names, rows, strict=True) if any(row)]
         if saved.tail_tokens:
-            link = self._stores.tail_link(links, request, tokens)
+            (link,) = self._names(request_id, [self._stores.tail_link(links, request, tokens)])
             saved.links.append(link)
             for place, group in self._order:
                 saved.held[place].append(link)
-                operations.append(
-                    self._stores.tail(request_id, group, tables[place], links, link, tokens, lasts_s=TAIL_LASTS_S)
-                )
+                tail = group, tables[place], names, link, tokens
+                operations.append(self._stores.tail(request_id, *tail, exact=self._apart, lasts_s=TAIL_LASTS_S))
         self._saved[request_id] = saved
         return operations
+
+    def _names(self, request_id: str, links: Sequence[bytes]) -> list[bytes]:
+        """Return what chunks are saved under: their links, or names that no other request has."""
+        if not self._apart:
+            return list(links)
+        salt = self._salts.setdefault(request_id, secrets.token_bytes(32))
+        return private_links(links, salt)
 
     def of(self, request: Any) -> Saved | None:
         """Return what was saved of a request when it was preempted last, if anything was."""
@@ -215,8 +253,10 @@ class Preemption:
         """A request has ended."""
         self._held.pop(request_id, None)
         self._saved.pop(request_id, None)
+        self._salts.pop(request_id, None)
 
     def clear(self) -> None:
         """What requests hold, and what was saved of them, is no one's any more."""
         self._held.clear()
         self._saved.clear()
+        self._salts.clear()

@@ -15,9 +15,9 @@ from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.decision import Decision, Hit
 from host_control.handover import Arrived, Handover
-from host_control.lookup import LookupAnswer, PrefixLookup
+from host_control.lookup import SAVED, LookupAnswer, PrefixLookup
 from host_control.vllm.deciding import Deciding
-from host_control.vllm.epochs import Epochs
+from host_control.vllm.epochs import WEIGHTS_CHANGED, Epochs
 from host_control.vllm.groups import Groups
 from host_control.vllm.handover import ENDS_WITH_CHUNK, LET_GO, TAILLESS, count_reach, count_tail, handover_of, reply_of
 from host_control.vllm.identity.requests import RequestInputs
@@ -108,12 +108,13 @@ class SchedulerSide:
         # Of each its table of blocks: they are in vLLM's own prefix cache already, whatever becomes of the request.
         self._unconfirmed: dict[str, tuple[Tracked, list[int]]] = {}
         self._layers = 0
+        self._saved_apart = False  # what preempted requests hold: other records are not exact
         self._requests: dict[str, Any] = {}  # all that the engine has, also those that are served without the cache
         self._cancels: list[str] = []
         self.counts = Counts()
-        self.ways = LoadWays(config, groups, SlowerPaths(self.counts, logger), sampling_state=sampling_state)
-        self.problem = problem
         self.slower = SlowerPaths(self.counts, logger)
+        self.ways = LoadWays(config, groups, self.slower, sampling_state=sampling_state)
+        self.problem = problem
         self._timing = Timing(config, counts=self.counts)
         self._deciding: Deciding | None = None
         if config.fetch_or_compute and fetch and groups is not None:
@@ -135,7 +136,7 @@ class SchedulerSide:
         except ConfigurationError as error:
             self._turn_off(str(error))
             return
-        self._model, self._clients = workers.model, workers.clients
+        self._model, self._clients, self.epochs.ranks = workers.model, workers.clients, len(handshakes)
         self.ways.layerwise_chunks, self._layers = workers.layerwise_chunks, workers.layers
         self._timing.begin(workers.model, workers.machine, workers.layers, self._logger)
         self._lookup = PrefixLookup(
@@ -143,6 +144,7 @@ class SchedulerSide:
             workers.records[0],
             self._rules.hit_tokens,
             others={cut: records for cut, records in workers.records.items() if cut},
+            saved=workers.saved,
             every=[group.kind == "full" for group in self._groups],
             chunk_tokens=self._chunk_tokens,
             timeout=self._config.lookup_timeout,
@@ -155,6 +157,7 @@ class SchedulerSide:
         if self._fetch:
             self.waiting = WaitingQueue(self._lookup.chains, self._clients, by_priority=self._by_priority)
         self._stores = Stores(self._model, self._chunk_tokens, self._lookup)
+        self._saved_apart = workers.saved is not None
         if self._fetch and self._store and self._rules.followed:
             self._preemption = Preemption(
                 self._rules,
@@ -162,6 +165,7 @@ class SchedulerSide:
                 self._stores,
                 ranks=len(handshakes),
                 timeout=self._config.fetch_timeout,
+                apart=self._saved_apart,
             )
 
     def _turn_off(self, problem: str) -> None:
@@ -215,7 +219,8 @@ class SchedulerSide:
             handover, size = Handover(), 0  # it goes on here
         tracked.tail_stored = tracked.foreseen = False
         tracked.tail_end = len(tokens) // self._chunk_tokens * self._chunk_tokens + size if size else 0
-        self._lookup.submit(request.request_id, tokens, tracked.extra, handover)
+        names = saved.links if saved is not None and saved.apart else ()
+        self._lookup.submit(request.request_id, tokens, tracked.extra, handover, names)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
         """Return how many tokens beyond the local prefix can be loaded; ``None``: ask again."""
@@ -235,13 +240,16 @@ class SchedulerSide:
         self._set_boundary(tracked)
         if tracked.mixed or tracked.refused or not self._fetch or request.skip_reading_prefix_cache:
             return 0
+        if saved is None and self._saved_apart and tracked.was_computed_here:
+            return 0  # what is stored of it is not exactly what it had
         answer = self._lookup.poll(request.request_id) if tracked.preemptions == request.num_preemptions else None
         if answer is None and saved is not None and self._loads_wait:
             answer = saved.promise  # so that no other request is given the blocks that it needs meanwhile
         if answer is None:
             return 0 if self._is_computed_anyway(tracked) else None
         self._count_lookup(tracked, answer)
-        tracked.stored_chunks = max(tracked.stored_chunks, self._chunks(answer.tokens))
+        if answer.cut != SAVED:
+            tracked.stored_chunks = max(tracked.stored_chunks, self._chunks(answer.tokens))
         tracked.tail_stored |= answer.tail
         worth = min(self._config.load_tokens_min, self._chunk_tokens - 1)
         usable = self._usable(tracked, answer)
@@ -260,7 +268,7 @@ class SchedulerSide:
                 return 0
         links = self._lookup.links(request.request_id)
         tracked.offered_tail = 0
-        if saved is not None and (answer.tail or links is None):
+        if saved is not None and (answer.tail or links is None or saved.apart):
             links, tracked.offered_tail = saved.links, saved.tail_tokens and saved.tokens
         elif answer.tail and links is not None:
             links = [*links[: tracked.tail_end // self._chunk_tokens], *self._lookup.tail(request.request_id)]
@@ -277,7 +285,7 @@ class SchedulerSide:
         return self.ways.not_by_layers(
             tracked.request,
             pending=self._arrived(tracked) is not None,
-            other_shards=cut != 0,
+            other_records="" if cut == 0 else "preempted" if cut == SAVED else "shard_layout",
             alone=not (running or self._loading or self._new_loads),
         )
 
@@ -439,14 +447,9 @@ class SchedulerSide:
         for request_id, ranks in report.saved.items():
             if self._preemption is not None:
                 self._preemption.settled(request_id, ranks)
+        self.epochs.settled(report.settled)
         if self.epochs.current in report.outlived:
-            self._logger.warning(
-                "ShadowServe: the weights of this engine have changed, and nobody said so. What was stored before is "
-                "not served any more, and what running requests hold is not stored. The engine's own prefix cache may "
-                "still serve KV of the old weights; behind it nothing is loaded or stored until it is emptied. After a "
-                "change of weights call reset_prefix_cache(reset_connector=True), or POST "
-                "/reset_prefix_cache?reset_external=true"
-            )
+            self._logger.warning(WEIGHTS_CHANGED)
             self._begin_epoch()
 
     def _evict(self, tracked: Tracked, table: list[int], chunks: int) -> None:
@@ -504,7 +507,9 @@ class SchedulerSide:
 
     def step(self, output: Any) -> ShadowServeMetadata:
         """Return what the workers have to do in this step."""
-        metadata = ShadowServeMetadata(self.epochs.current)
+        if self.epochs.look(self._logger):
+            self._begin_epoch()
+        metadata = ShadowServeMetadata(self.epochs.current, doubts=self.epochs.doubts, agreed=self.epochs.agreed)
         if self.waiting is not None:
             for request_id in output.preempted_req_ids or ():
                 self.waiting.sent_back(request_id)
@@ -530,7 +535,9 @@ class SchedulerSide:
         if self._states:
             for request_id, offered in output.kv_connector_block_state.boundary_state_offloads.items():
                 if (tracked := self._tracked.get(request_id)) is not None and not tracked.mixed:
-                    metadata.stores.extend(self._stores.states(tracked, self._groups, offered))
+                    metadata.stores += self._stores.states(
+                        tracked.request, self._groups, offered, again=tracked.refused
+                    )
         scheduled, boundary = output.num_scheduled_tokens, self._boundary
         for new in output.scheduled_new_reqs:
             request_id = new.req_id
@@ -556,7 +563,8 @@ class SchedulerSide:
             if saves := preemption.save(request, held, again=tracked.refused, tokens_max=handover.store_tokens_max):
                 saved = preemption.of(request)
                 assert saved is not None
-                tracked.stored_chunks = max(tracked.stored_chunks, saved.tokens // self._chunk_tokens)
+                if not saved.apart:
+                    tracked.stored_chunks = max(tracked.stored_chunks, saved.tokens // self._chunk_tokens)
                 self.counts.add("saved_tokens", saved.tokens)
                 if self.waiting is not None and self._lookup is not None:
                     self.waiting.wants(held.request_id, self._lookup.chains_of(saved.held))

@@ -10,7 +10,6 @@ from host_control.layouts import NOWHERE
 from host_control.lookup import PrefixLookup
 from host_control.vllm.groups import NULL_BLOCK, Group
 from host_control.vllm.metadata import StoreOperation
-from host_control.vllm.tracked import Tracked
 from shadowserve.keys import chain_links, tail_link
 from shadowserve.pieces import Flags, leading
 
@@ -50,6 +49,8 @@ class Stores:
         *,
         again: bool = False,
         announced: bool = False,
+        exact: bool = False,
+        lasts_s: float = 0.0,
     ) -> Iterator[StoreOperation]:
         """Have those of the chunks stored that the engine keeps whole and that storage was not seen to hold.
 
@@ -62,6 +63,8 @@ class Stores:
             present: which chunks storage was seen to hold; ``None`` where nobody could say.
             again: what was seen there could not be loaded.
             announced: others may wait for them.
+            exact: in the records that preempted requests are saved in.
+            lasts_s: seconds after which they are not needed any more; 0: for good.
         """
         first, end = chunks
         rows = group.rows(table, first, end)
@@ -81,7 +84,9 @@ class Stores:
                     anchored=begin <= (0 if present is None else leading(present)),
                     blocks=rows[place : place + count].reshape(-1).tolist(),
                     announced=announced,
-                    absent_seconds=self.absent_seconds(request_id),
+                    absent_seconds=self.absent_seconds(request_id, exact=exact),
+                    lasts_s=lasts_s,
+                    exact=exact,
                 )
             place += count + 1
 
@@ -96,6 +101,7 @@ class Stores:
         *,
         place: int = 0,
         announced: bool = False,
+        exact: bool = False,
         lasts_s: float = 0.0,
     ) -> StoreOperation:
         """Have the tokens stored behind the last whole chunk: a chunk's record, with nothing behind them.
@@ -104,7 +110,7 @@ class Stores:
         (:meth:`Group.tail`).
 
         Args:
-            request_id, group, table, links, announced: as of :meth:`chunks`.
+            request_id, group, table, links, announced, exact: as of :meth:`chunks`.
             link: of the tail.
             end_tokens: up to the tail's end.
             place: of the group.
@@ -112,7 +118,7 @@ class Stores:
         """
         before = end_tokens // self._chunk_tokens
         blocks = group.tail(table, end_tokens)
-        present = self._lookup.present(request_id)
+        present = self._lookup.present(request_id, saved=exact)
         return StoreOperation(
             request_id=request_id,
             group=group.index,
@@ -121,32 +127,34 @@ class Stores:
             anchored=present is not None and before <= leading(present[place]),
             blocks=np.where(blocks == NULL_BLOCK, NOWHERE, blocks).tolist(),
             announced=announced,
-            absent_seconds=self.absent_seconds(request_id),
+            absent_seconds=self.absent_seconds(request_id, exact=exact),
             lasts_s=lasts_s,
             tail_tokens=end_tokens - before * self._chunk_tokens if group.whole and group.kind != "state" else 0,
+            exact=exact,
         )
 
     def states(
-        self, tracked: Tracked, groups: Sequence[Group], offered: Sequence[tuple[int, int, int]]
+        self, request: Any, groups: Sequence[Group], offered: Sequence[tuple[int, int, int]], *, again: bool
     ) -> Iterator[StoreOperation]:
-        """Have states stored that this step leaves in blocks, before they can change.
+        """Have states stored that a step leaves in blocks, before they can change.
 
         Args:
-            tracked: the request.
-            groups: that are stored.
-            offered: group, block and tokens of each.
+            request: of vLLM.
+            groups: of the engine.
+            offered: of each state its group, block and tokens.
+            again: what storage was seen to hold of the request could not be loaded.
         """
-        request_id = tracked.request.request_id
+        request_id = request.request_id
         links, present = self._lookup.links(request_id), self._lookup.present(request_id)
         places = {group.index: place for place, group in enumerate(groups) if group.kind == "state"}
         for group, block, tokens in offered:
             if group not in places or tokens % self._chunk_tokens or block == NULL_BLOCK or links is None:
                 continue
             end = tokens // self._chunk_tokens
-            if present is not None and not tracked.refused and end <= len(present[places[group]]):
+            if present is not None and not again and end <= len(present[places[group]]):
                 if present[places[group]][end - 1]:
                     continue
-            self.extend(links, tracked.request, end)
+            self.extend(links, request, end)
             yield StoreOperation(
                 request_id=request_id,
                 group=group,
@@ -167,7 +175,7 @@ class Stores:
             self._model, tokens, size, chunk_tokens=self._chunk_tokens, extra=extra, after=links[:before]
         )  # fmt: skip
 
-    def absent_seconds(self, request_id: str) -> float | None:
+    def absent_seconds(self, request_id: str, *, exact: bool = False) -> float | None:
         """Return how long ago storage was asked for a request's chunks; ``None`` where it could not say."""
-        asked = self._lookup.asked(request_id)
+        asked = self._lookup.asked(request_id, saved=exact)
         return time.monotonic() - asked if asked else None

@@ -6,7 +6,14 @@ from typing import Any, Final
 from host_control.layouts import element_type
 from shadowserve.chunk import TOKENS_MAX
 
-__all__ = ["UncacheableError", "in_step_problem", "layer_specs", "request_problem", "uncacheable"]
+__all__ = [
+    "UncacheableError",
+    "in_step_problem",
+    "layer_specs",
+    "offloading_problem",
+    "request_problem",
+    "uncacheable",
+]
 
 _DRAFTLESS: Final = {"ngram", "ngram_gpu", "suffix"}
 _ALL_TOKENS: Final = {"FullAttentionSpec", "MLAAttentionSpec"}
@@ -122,6 +129,20 @@ def in_step_problem(vllm_config: Any) -> str | None:
         return (
             "vLLM's second model runner does not take back a step whose load falls short; start it with "
             "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    return None
+
+
+def offloading_problem(vllm_config: Any) -> str | None:
+    """Return why changes of this engine's weights would go unnoticed, ``None`` where nothing speaks for that."""
+    offload = getattr(vllm_config, "offload_config", None)
+    group = getattr(getattr(offload, "prefetch", None), "offload_group_size", 0)
+    if getattr(offload, "offload_backend", "") == "prefetch" or (
+        getattr(offload, "offload_backend", "") == "auto" and group > 0
+    ):
+        return (
+            "vLLM prefetches weights from CPU memory (offload_backend 'prefetch'), so that layers take turns in the "
+            "same GPU memory: a change of weights would go unnoticed; use cpu_offload_gb instead"
         )
     return None
 

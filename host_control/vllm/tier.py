@@ -39,6 +39,7 @@ from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.destination import Destination
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
+from host_control.vllm.engine_calls import WORKER_CALLS, counted_calls
 from host_control.vllm.identity.canonical import canonical, digest
 from host_control.vllm.identity.content import content_hashes
 from host_control.vllm.identity.namespace import computation
@@ -116,6 +117,8 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         self._stats = OffloadingConnectorStats()
         self._failures = FailureLog(_logger)
         self._epoch = b""
+        self._calls = counted_calls(WORKER_CALLS) or (lambda: 0)
+        self._calls_seen = self._calls()
         self._loading: set[str] = set()
         self._client: DataPlaneClient | None = None
         self._lookups: RowLookups | None = None
@@ -170,6 +173,7 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         """Return whether a row is stored; ``RETRY`` until that is known, at most for ``lookup_timeout``."""
         if self._lookups is None:
             return LookupResult.MISS
+        self._look_for_calls()
         found = self._lookups.look(key, req_context.req_id)
         return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
 
@@ -185,6 +189,7 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
 
     def submit_load(self, job_metadata: Any) -> None:
         """Bring rows back, in the background."""
+        self._look_for_calls()
         rows = Rows.of(job_metadata, self._key)
         if self._loads is None:
             self._end_load(rows, 0, "disabled", self.problem)
@@ -196,6 +201,7 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
 
     def submit_store(self, job_metadata: Any) -> None:
         """Keep rows, in the background."""
+        self._look_for_calls()
         rows = Rows.of(job_metadata, self._key)
         if self._stores is None:
             self._stored(rows, (), "disabled", self.problem)
@@ -225,6 +231,16 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
             for result in self._loads.exchange(cancel=self._loading):
                 self._loaded(result)
             self._loads.wait(self._loading)
+
+    def _look_for_calls(self) -> None:
+        """Begin anew where the engine's workers were called: they may have other weights, which are not to be seen."""
+        if (calls := self._calls()) != self._calls_seen:
+            self._calls_seen = calls
+            _logger.warning(
+                "ShadowServe's tier: this engine's workers were called (collective_rpc, wake_up), and may have other "
+                "weights now: what was stored before is not loaded any more"
+            )
+            self.drain_jobs()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return what has been stored since the last call."""

@@ -36,3 +36,10 @@ class Tracked:
     foreseen: bool = False  # it was asked whether any answer to its lookup would have it loaded
     first_chunk: int = 0  # of the load that is under way
     load_chunks: int = 0  # of the same, of the first group
+
+    @property
+    def was_computed_here(self) -> bool:
+        """Whether it has run, was preempted, and has generated tokens or a prompt that is not handed over."""
+        request, handover = self.request, self.handover
+        handed_over = (handover.announces or handover.waits) and request.num_tokens == request.num_prompt_tokens
+        return request.num_preemptions > 0 and not handed_over

@@ -17,6 +17,7 @@ from host_control.config import HostConfig
 from host_control.delivery import Delivery, SideStream, choose
 from host_control.destination import Destination, Memory
 from host_control.layouts import NOWHERE
+from host_control.lookup import SAVED
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
 from host_control.pages import PageDelivery, SharedPages
 from host_control.slack.layers import LayerTimes
@@ -24,7 +25,7 @@ from host_control.store import StoreQueue
 from host_control.vllm.groups import Groups
 from host_control.vllm.identity.content import content_hashes
 from host_control.vllm.identity.namespace import model_identity
-from host_control.vllm.loaded_weights import LoadedWeights, WeightsWatch
+from host_control.vllm.loaded_weights import LoadedWeights
 from host_control.vllm.metadata import (
     LoadOperation,
     ShadowServeMetadata,
@@ -35,8 +36,9 @@ from host_control.vllm.metadata import (
 from host_control.vllm.metrics import Counts, FailureLog, SlowerPaths
 from host_control.vllm.paging import PagePlacer, share_pages
 from host_control.vllm.parts import Part, Rank, find_parts
-from host_control.vllm.support import UncacheableError
-from shadowserve.chunk import ChunkLayout
+from host_control.vllm.support import UncacheableError, offloading_problem
+from host_control.vllm.weights_watch import WeightsWatch
+from shadowserve.chunk import ChunkLayout, Quantizer
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import record_keys
 
@@ -44,6 +46,8 @@ __all__ = ["WorkerSide"]
 
 _BUFFER_CHUNKS_MAX: Final = 128
 """Larger buffers do not pay: a round of 64 chunks hides its round trip many times over."""
+_OTHERS: Final = 1
+"""Key of the manager that fetches records of all other shard layouts."""
 _IDLE_S: Final = 0.002
 """That a step without work waits for the end of a load, and what arrives meanwhile for the next step: between two such
 steps vLLM sleeps half as long."""
@@ -94,7 +98,7 @@ class WorkerSide:
         self._device = torch.device("cpu")
         self._delivery: Delivery
         self._stream = SideStream(torch.device("cpu"), None)
-        self._managers: dict[bool, KVCacheManager] = {}  # of records of other shard layouts; of this engine's own
+        self._managers: dict[int, KVCacheManager] = {}  # by _manager_key() of the records' shard layout
         self._store: StoreQueue | None = None
         self._moving = False  # some manager has a job, or an outcome that nobody has taken
         self._results: list[FetchResult] = []
@@ -112,6 +116,7 @@ class WorkerSide:
         self._seconds: dict[str, float] = {}  # of loads, for whoever predicts how long the next one takes
         self._saves: dict[str, int] = {}  # request -> how much had been staged when it was saved
         self._watch = WeightsWatch(None)
+        self._doubted_s: float | None = None  # since when results wait for the weights to be known
         self.layerwise: set[str] = set()
         self.counts = Counts()
         self.problem = problem
@@ -139,16 +144,20 @@ class WorkerSide:
             )
             self._device = parts[0].layout.device
             self._delivery = choose(self._config, self._device)
+            weights = self._loaded_weights()
             hashes = content_hashes(self._config, self._logger)
             model = model_identity(self._vllm_config, self._kv_cache_config, self._groups.chunk_tokens, hashes)
             for part in parts:
                 self._parts.setdefault(part.cut, []).append(part)
                 self._shapes.setdefault(part.cut, []).append(part.described(model, self._config))
+            if any(shape.quantizer is Quantizer.BINNED for shape in self._shapes[0]):
+                self._parts[SAVED] = [replace(part, cut=SAVED) for part in self._parts[0]]
+                self._shapes[SAVED] = [part.described(model, self._config, saved=True) for part in self._parts[0]]
         except (UncacheableError, ConfigurationError) as error:
             self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
         self._stream = SideStream(self._device, self._delivery.gpu)
-        self._watch = WeightsWatch(self._loaded_weights())
+        self._watch = WeightsWatch(weights, ranks=self._rank.tp_size * self._rank.pp_size)
         self._model = model.digest()
         self._layers = self._single_layers()
         self.connect()
@@ -162,12 +171,14 @@ class WorkerSide:
         except ConfigurationError as error:
             self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
+        self._watch.resume()
         if self._fetch:
-            self._managers[False] = self._make_manager(foreign=False)
+            self._managers[0] = self._make_manager(0)
         if self._store_enabled:
             self._store = StoreQueue(
                 self._client,
-                self._destination([0], self._config.store_buffer_bytes, self._delivery.store),
+                self._destination([0], self._config.store_buffer_bytes, self._delivery.store, self._shapes.get(SAVED)),
+                parts=len(self._parts[0]),
                 batch_chunks=self._config.store_batch_chunks,
                 timeout=self._config.store_timeout,
                 recent_keys=self._config.recent_keys,
@@ -195,22 +206,24 @@ class WorkerSide:
             ),
         )
 
-    def _cuts(self, *, foreign: bool) -> list[int]:
-        """Return this engine's own shard layout, or all others."""
-        return [cut for cut in self._parts if (cut != 0) == foreign]
+    def _cuts(self, key: int) -> list[int]:
+        """Return the shard layouts whose records the manager with this key fetches."""
+        return [cut for cut in self._parts if _manager_key(cut) == key]
 
-    def _make_manager(self, *, foreign: bool) -> KVCacheManager:
-        """Return what fetches records of this engine's shard layout, or of all others, into one region of memory."""
+    def _make_manager(self, key: int) -> KVCacheManager:
+        """Return what fetches records of one or several shard layouts into one region of memory."""
         assert self._client is not None
-        cuts = self._cuts(foreign=foreign)
+        cuts = self._cuts(key)
+        # What comes back after a preemption is fetched beside all else, and seldom.
+        configured = self._config.fetch_buffer_bytes // (4 if key == SAVED else 1)
         return KVCacheManager(
             self._client,
-            self._destination(cuts, self._config.fetch_buffer_bytes, self._delivery.fetch),
+            self._destination(cuts, configured, self._delivery.fetch),
             self._scatter,
             scatter_layers=lambda job, chunks, layers: self._scatter(job, 0, 0, chunks, layers),
             layers=[part.wanted for cut in cuts for part in self._parts[cut]],
             order=ORDERS[self._config.order],
-            placer=None if foreign else self._make_placer(),
+            placer=self._make_placer() if key == 0 else None,
             fetch_timeout=self._config.fetch_timeout,
         )
 
@@ -223,13 +236,20 @@ class WorkerSide:
         slower = SlowerPaths(self.counts, self._logger) if self._rank.number == 0 else None
         return PagePlacer(self._page_delivery, self._parts[0][0], lambda: self._watch, slower)
 
-    def _destination(self, cuts: Sequence[int], configured: int, make: Callable[[int], Memory]) -> Destination:
-        """Return memory for chunks of some shard layouts."""
+    def _destination(
+        self,
+        cuts: Sequence[int],
+        configured: int,
+        make: Callable[[int], Memory],
+        others: Sequence[ChunkLayout] | None = None,
+    ) -> Destination:
+        """Return memory for chunks of some shard layouts, which are also stored as ``others``, where there are any."""
         assert self._client is not None
         shapes = [shape for cut in cuts for shape in self._shapes[cut]]
         size = max(self._buffer_chunks(cut, configured) * self._row_bytes(cut) for cut in cuts)
         timeout, progress = self._config.connect_timeout, self._delivery.shared
-        return Destination(self._client, shapes, size, timeout, make=make, progress=progress)
+        known = [*shapes, *(others or ())]
+        return Destination(self._client, known, size, timeout, make=make, progress=progress)
 
     def _row_bytes(self, cut: int) -> int:
         """Return the bytes of one chunk of each part."""
@@ -255,17 +275,22 @@ class WorkerSide:
         names = self._kv_cache_config.kv_cache_groups[self._groups.groups[0].index].layer_names
         return {name: number for number, name in enumerate(names)}
 
-    def _loaded_weights(self) -> LoadedWeights | None:
-        if getattr(self._vllm_config.parallel_config, "enable_eplb", False):
-            return None  # experts change places all the time, and compute the same
-        name = self._kv_cache_config.kv_cache_groups[self._parts[0][0].group.index].layer_names[0]
-        layer = self._vllm_config.compilation_config.static_forward_context.get(name)
-        weights = LoadedWeights.of_engine(layer)
+    def _loaded_weights(self) -> LoadedWeights:
+        """Return the weights of all models that have KV here.
+
+        Raises:
+            UncacheableError: they cannot be seen, so a change of them would go unnoticed.
+        """
+        if (problem := offloading_problem(self._vllm_config)) is not None:
+            raise UncacheableError(problem)
+        known = self._vllm_config.compilation_config.static_forward_context
+        groups = self._kv_cache_config.kv_cache_groups
+        layers = [known[name] for group in groups for name in group.layer_names if name in known]
+        # Experts that are balanced change places all the time, and compute the same.
+        balanced = bool(getattr(self._vllm_config.parallel_config, "enable_eplb", False))
+        weights = LoadedWeights.of_engine(layers, experts=not balanced)
         if weights is None:
-            self._logger.warning(
-                "ShadowServe cannot see this engine's weights: whoever changes them while it runs has to call "
-                "reset_prefix_cache(reset_connector=True)"
-            )
+            raise UncacheableError("the model that its layers belong to is not to be found, so changes of its weights")
         return weights
 
     def handshake(self) -> WorkerHandshake:
@@ -284,7 +309,7 @@ class WorkerSide:
 
     def exchange(self, metadata: ShadowServeMetadata) -> None:
         """Hand this step's loads to the manager, wait for those of ``in_step``, and take those that have ended."""
-        self._watch.follow(metadata.epoch)
+        self._watch.follow(metadata.epoch, metadata.doubts, metadata.agreed)
         if not metadata.loads and not self._moving:
             return  # as in most steps
         if metadata.loads:
@@ -297,10 +322,10 @@ class WorkerSide:
         if not self._managers:
             self._results += [self._failed(load, "disabled") for load in metadata.loads]
             return
-        for foreign in {load.cut != 0 for load in metadata.loads} - self._managers.keys():
-            self._managers[foreign] = self._make_manager(foreign=foreign)
-        for foreign, manager in self._managers.items():
-            loads = [load for load in metadata.loads if (load.cut != 0) == foreign]
+        for key in {_manager_key(load.cut) for load in metadata.loads} - self._managers.keys():
+            self._managers[key] = self._make_manager(key)
+        for key, manager in self._managers.items():
+            loads = [load for load in metadata.loads if _manager_key(load.cut) == key]
             manager.rate, manager.held = metadata.rate, metadata.held
             try:
                 self._results += manager.exchange(map(self._job, loads), metadata.cancels, metadata.arrived)
@@ -325,7 +350,7 @@ class WorkerSide:
     def _job(self, load: LoadOperation) -> FetchJob:
         keys: list[tuple[bytes, ...]] = []
         places: list[list[int]] = []
-        for cut in self._cuts(foreign=load.cut != 0):
+        for cut in self._cuts(_manager_key(load.cut)):
             for part, shape in zip(self._parts[cut], self._shapes[cut], strict=True):
                 group = load.groups[part.group.index] if load.groups and cut == load.cut else None
                 keys.append(tuple(record_keys(shape.namespace, group.links)) if group is not None else ())
@@ -342,7 +367,7 @@ class WorkerSide:
 
     def _first_place(self, cut: int) -> int:
         """Return the number of the first part of a shard layout among those of its manager."""
-        return sum(len(self._parts[each]) for each in self._cuts(foreign=cut != 0) if each < cut)
+        return sum(len(self._parts[each]) for each in self._cuts(_manager_key(cut)) if each < cut)
 
     def _failed(self, load: LoadOperation, reason: str, detail: str = "") -> FetchResult:
         job = self._job(load)
@@ -352,7 +377,7 @@ class WorkerSide:
         """Wait until a layer is in place of this step's loads that go layer by layer, or they have ended."""
         if (layer := self._layers.get(name)) is not None and self._managers:
             began_s = time.monotonic()
-            self._managers[False].wait_layer(self.layerwise, layer)
+            self._managers[0].wait_layer(self.layerwise, layer)
             self._awaited.add(layer)
             if self._device.type == "cpu":
                 self._layer_times.waited(began_s, time.monotonic())
@@ -365,9 +390,9 @@ class WorkerSide:
         layerwise, self.layerwise = self.layerwise, set()
         if not layerwise or not self._managers:
             return
-        self._managers[False].wait(layerwise)
+        self._managers[0].wait(layerwise)
         self._layer_seconds = self._layer_times.take()
-        self._results += self._managers[False].exchange()
+        self._results += self._managers[0].exchange()
         if len(self._awaited) < len(self._layers):
             for number, result in enumerate(self._results):
                 if result.job.request_id in layerwise:
@@ -378,11 +403,14 @@ class WorkerSide:
         """Copy finished chunks to where they wait to be stored, before their blocks can change."""
         if self._store is None or not operations:
             return
+        self._watch.look()
         epoch, sample = self._watch.epoch, cache(self._watch.sample)
         if self._device.type == "cuda":
             sample()  # in the order of the step's kernels; on a CPU the storing thread is soon enough
 
         def lasts() -> str:
+            if not self._watch.known(self._config.store_timeout, everywhere=True):
+                return "weights_unknown"
             return "" if self._watch.check(epoch, sample()) else "weights_changed"
 
         with self._store.together():
@@ -395,7 +423,7 @@ class WorkerSide:
         """Copy what preempted requests hold to where it waits to be stored, before their blocks can change."""
         if not metadata.saves:
             return
-        self._watch.follow(metadata.epoch)
+        self._watch.follow(metadata.epoch, metadata.doubts, metadata.agreed)
         for request_id, operations in metadata.saves.items():
             self.gather(operations)
             self._saves[request_id] = self._store.staged if self._store is not None else 0
@@ -406,7 +434,7 @@ class WorkerSide:
 
     def _offer(self, operation: StoreOperation, place: int, lasts: Callable[[], str]) -> None:
         assert self._store is not None
-        part, namespace = self._parts[0][place], self._shapes[0][place].namespace
+        part, namespace = self._parts[0][place], self._shapes[SAVED if operation.exact else 0][place].namespace
         blocks = part.kernel_blocks(operation.blocks)
         each, rows = part.record_blocks, None
         if operation.tail_tokens:  # a row is a token, or, where nobody knows what pages hold, a page
@@ -422,6 +450,7 @@ class WorkerSide:
             record_keys(namespace, operation.links),
             copy,
             part=place,
+            shape=place + (len(self._parts[0]) if operation.exact else 0),
             chained=part.group.kind == "full",
             previous=record_keys(namespace, [operation.previous])[0] if operation.previous is not None else None,
             anchored=operation.anchored,
@@ -442,12 +471,31 @@ class WorkerSide:
             self._pages.renew()  # before anybody hears of a load into them that ended without an answer
         if not self._results and not self._synchronous:
             return set(), set()  # as in most steps
-        results, self._results = self._results, []
+        results = self._counting()
         for result in results:
             self._account(result)
         synchronous, self._synchronous = self._synchronous, set()
         failed, self._failed_loads = self._failed_loads, set()
         return {result.job.request_id for result in results} - synchronous, failed
+
+    def _counting(self) -> list[FetchResult]:
+        """Return the results that count by now: while the weights are in doubt none does, up to a deadline."""
+        results, self._results = self._results, []
+        if not any(any(result.chunks) for result in results):
+            return results
+        self._watch.look()
+        waited = any(result.job.request_id in self._synchronous for result in results)
+        if self._watch.known(self._config.fetch_timeout if waited else 0.0):
+            self._doubted_s = None
+            return results
+        self._doubted_s = time.monotonic() if self._doubted_s is None else self._doubted_s
+        if not waited and time.monotonic() - self._doubted_s < self._config.fetch_timeout:
+            self._results = results
+            return []
+        self._doubted_s = None
+        detail = "whether the engine computes with the same weights is not known yet"
+        none = [replace(one, chunks=(0,) * len(one.chunks), reason="weights_unknown", detail=detail) for one in results]
+        return [bare if any(one.chunks) else one for one, bare in zip(results, none, strict=True)]
 
     def _account(self, result: FetchResult) -> None:
         load: LoadOperation = result.job.target
@@ -509,7 +557,8 @@ class WorkerSide:
         """Return what the scheduler has to know of the loads that ended since the last call, and of the weights."""
         outlived = self._watch.outlived
         loads = self._ended or self._seconds or self._delivered_bytes or self._layer_seconds
-        if not (loads or self._saves or outlived):
+        settled_doubt = self._watch.take_settled()
+        if not (loads or self._saves or outlived or settled_doubt):
             return None  # as in most steps
         ended, self._ended = self._ended, {}
         seconds, self._seconds = self._seconds, {}
@@ -519,7 +568,8 @@ class WorkerSide:
         saved = {name: 1 for name, staged in self._saves.items() if staged <= settled}
         for name in saved:
             del self._saves[name]
-        report = WorkerReport(ended, outlived, seconds, delivered, layer_seconds, saved)
+        doubts = {settled_doubt: 1} if settled_doubt else {}
+        report = WorkerReport(ended, outlived, seconds, delivered, layer_seconds, saved, doubts)
         return report if report != WorkerReport() else None
 
     def take_store_counts(self) -> None:
@@ -551,6 +601,7 @@ class WorkerSide:
             self._client.close()
         self._store = self._client = None
         self._managers = {}
+        self._watch.close()
 
     # ------------------------------------------------------------------ in the manager's thread
 
@@ -570,6 +621,11 @@ class WorkerSide:
                 return  # weights are looked at once for all layers
             sample = self._watch.sample()
         self._watch.check(load.epoch, sample)
+
+
+def _manager_key(cut: int) -> int:
+    """Return which manager fetches records of a shard layout: 0 this engine's own, ``SAVED`` or all others together."""
+    return cut if cut in (0, SAVED) else _OTHERS
 
 
 def machine_name(device: Any) -> str:

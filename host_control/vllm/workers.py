@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
+from host_control.lookup import SAVED
 from host_control.vllm.groups import Group
 from host_control.vllm.metadata import WorkerHandshake
 from host_control.vllm.parts import CUTS
@@ -25,6 +26,7 @@ class Workers:
         clients: of the data planes. One that serves several ranks is asked once for all of them.
         plain: whether records are pages as they are, which stay in their data planes' tiers.
         records: of each cut that all can read, 0 being their own, and of each group: who is asked for whose records.
+        saved: of the records that preempted requests are saved in, likewise; none where they are those of cut 0.
     """
 
     model: bytes
@@ -34,6 +36,7 @@ class Workers:
     clients: list[DataPlaneClient]
     plain: bool
     records: dict[int, list[list[tuple[DataPlaneClient, bytes]]]]
+    saved: list[list[tuple[DataPlaneClient, bytes]]] | None
 
 
 def agreed(handshakes: Mapping[int, WorkerHandshake], groups: Sequence[Group], config: HostConfig) -> Workers:
@@ -57,7 +60,9 @@ def agreed(handshakes: Mapping[int, WorkerHandshake], groups: Sequence[Group], c
     clients = {address: config.client(rank) for address, rank in first_rank.items()}
     named = [{(cut, index) for cut, index, _ in shake.namespaces} for shake in shakes]
     # Another cut's records are of use where each worker can read some of each group.
-    cuts = [cut for cut in range(len(CUTS) + 1) if all({(cut, index) for index in every} <= each for each in named)]
+    cuts = [
+        cut for cut in range(SAVED, len(CUTS) + 1) if all({(cut, index) for index in every} <= each for each in named)
+    ]
     records = {
         cut: [
             [
@@ -78,4 +83,5 @@ def agreed(handshakes: Mapping[int, WorkerHandshake], groups: Sequence[Group], c
         list(clients.values()),
         any(shake.plain for shake in shakes),
         records,
+        records.pop(SAVED, None),
     )

@@ -353,6 +353,28 @@ def test_after_a_reset_nothing_is_found_that_was_stored_before(make: Callable[..
     assert make().serve(prompt(300)) == 256, "of those that have not been reset"
 
 
+def test_after_a_call_to_the_workers_nothing_is_found_that_was_stored_before(make: Callable[..., Any]) -> None:
+    """Symptom: an engine whose weights were changed was served old KV, and stored new KV under the old name."""
+    from host_control.vllm import engine_calls
+
+    engine = make()
+    engine.serve(prompt(300))
+    engine.settle()
+    engine.forget()
+    assert engine.serve(prompt(300)) == 256
+    engine_calls._counts["collective_rpc"] += 1
+    engine.forget()
+    engine.worker.gpu[:] = 0
+    assert engine.serve(prompt(300)) == 0
+    assert engine.serve(prompt(300, seed=9)) == 0
+    engine.settle()
+    engine.forget()
+    assert engine.serve(prompt(300)) == 256, "of its own"
+    other = make()
+    assert other.serve(prompt(300)) == 256, "of those that were not called"
+    assert other.serve(prompt(300, seed=9)) == 0
+
+
 def test_draining_ends_what_waits_and_what_runs(make: Callable[..., Any], storage: Server) -> None:
     engine = make(store_timeout=1.0, fetch_timeout=PATIENCE_S)
     engine.serve(prompt(300))

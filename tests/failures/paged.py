@@ -17,8 +17,8 @@ from host_control.destination import Destination
 from host_control.manager import FetchJob, FetchResult, KVCacheManager
 from host_control.pages import PageDelivery, SharedPages
 from host_control.placing import Placed
-from host_control.vllm.loaded_weights import WeightsWatch
 from host_control.vllm.paging import PagePlacer
+from host_control.vllm.weights_watch import WeightsWatch
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import KVNamespace, ModelIdentity
 

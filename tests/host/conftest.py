@@ -111,6 +111,7 @@ def make_side(plane: ScriptedDataPlane) -> Iterator[Callable[..., Any]]:
         store: bool = True,
         groups: Any = None,
         recomputes: bool = True,
+        quantized: bool = False,
         **config: Any,
     ) -> Any:
         groups = groups or groups_of()
@@ -121,7 +122,7 @@ def make_side(plane: ScriptedDataPlane) -> Iterator[Callable[..., Any]]:
         side = SchedulerSide(
             settings, groups, fetch=fetch, store=store, problem="", logger=logger, recomputes=recomputes
         )
-        side.start({rank: handshake(rank, groups) for rank in range(ranks)})
+        side.start({rank: handshake(rank, groups, quantized=quantized) for rank in range(ranks)})
         sides.append(side)
         for client in side._clients:  # an attempt to connect may fail where the machine stands still, so it has several
             assert client.wait_ready(PATIENCE_S)

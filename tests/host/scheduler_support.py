@@ -87,11 +87,19 @@ def kv_cache_manager(*specs: Any, eagle: Sequence[int] = (), drafts: bool = Fals
     )
 
 
-def handshake(rank: int, groups: Any) -> Any:
+def saved_namespace_of(rank: int, group: int) -> bytes:
+    """Return what a rank's records of preempted requests are stored as, where its others are quantized."""
+    return bytes([100 + rank]) * 31 + bytes([100 + rank + group])
+
+
+def handshake(rank: int, groups: Any, *, quantized: bool = False) -> Any:
     """Return what the worker of a rank says that holds one part of each group."""
+    from host_control.lookup import SAVED
     from host_control.vllm.metadata import WorkerHandshake
 
     names = tuple((0, group.index, namespace_of(rank, group.index)) for group in groups.groups)
+    if quantized:
+        names += tuple((SAVED, group.index, saved_namespace_of(rank, group.index)) for group in groups.groups)
     return WorkerHandshake(MODEL, names, "")
 
 

@@ -382,3 +382,30 @@ def test_what_is_dropped_is_withdrawn_where_others_wait_for_it(queue: StoreQueue
     assert queue.offer(keys(2, 10), lambda index, chunk: 1 // 0, previous=keys(1)[0], announced=True) == 0
     wait_for(lambda: not set(keys(2, 10)) & set(plane.announced or ()))
     assert plane.calls.count("Announce") == before + 1, "whoever waits for nothing is told nothing"
+
+
+def test_a_part_is_stored_as_two_shapes_from_the_same_slots(
+    client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout
+) -> None:
+    """As of chunks that are quantized, and lossless where a preempted request is saved."""
+    other = replace(shape, namespace=b"o" * 32)
+    destination = Destination(client, [shape, other], 4 * shape.raw_bytes)
+    queue = StoreQueue(client, destination, parts=1)
+    try:
+        assert queue.wait_tried(PATIENCE_S)
+        with queue.together():
+            assert queue.offer(keys(2), gather) == 2
+            assert queue.offer(keys(3, 50), gather, shape=1) == 2, "there are four slots"
+        assert queue.flush(PATIENCE_S)
+        as_first, as_second = destination.destination_ids
+    finally:
+        queue.close()
+    assert {key for call in plane.stores if call.destination_id == as_first for key in call.keys} == set(keys(2))
+    assert {key for call in plane.stores if call.destination_id == as_second for key in call.keys} == set(keys(2, 50))
+    assert queue.take_counts()["dropped_full"] == 1
+
+
+def test_shapes_of_one_part_have_the_same_size(client: DataPlaneClient, shape: ChunkLayout) -> None:
+    small = replace(shape, vector_length=shape.vector_length // 2)
+    with pytest.raises(ValueError, match="parts"):
+        StoreQueue(client, Destination(client, [shape, small], 4 * shape.raw_bytes), parts=1)

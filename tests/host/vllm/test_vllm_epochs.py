@@ -1,15 +1,17 @@
-"""Weights that change: what is seen of it, and what the scheduler's half makes of it."""
+"""Weights that change: what the scheduler's half sees of it, and what it does."""
 
+import logging
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from scheduler_support import BLOCK, CHUNK, NAMESPACES, TOKENS, arrive, links, matched, report, step
 
 from shadowserve.keys import Extra, record_keys
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+LOGGER = logging.getLogger(__name__)
 
 
 class Pool:
@@ -25,62 +27,113 @@ class Pool:
         return self.num_gpu_blocks - 1 - self.used
 
 
-def linear(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
-    torch.manual_seed(3)
-    return torch.nn.Sequential(*(torch.nn.Linear(96, 64, dtype=dtype) for _ in range(40))).requires_grad_(False)
+class Core:
+    """As much of vLLM's engine core as is counted."""
+
+    def collective_rpc(self, method: str) -> str:
+        if method == "fails":
+            raise RuntimeError(method)
+        return method
+
+    def reset_prefix_cache(self) -> bool:
+        return False
+
+    def wake_up(self) -> bool:
+        return True
 
 
-def change_by_data(model: Any) -> None:
-    for parameter in model.parameters():
-        parameter.data.copy_(parameter + 0.01)
+def test_each_call_to_an_engine_core_is_counted_once() -> None:
+    from host_control.vllm.engine_calls import WORKER_CALLS, counted_calls
+
+    calls, to_workers = counted_calls(core=Core), counted_calls(WORKER_CALLS, Core)
+    assert calls is not None and to_workers is not None, "two engines in one process"
+    core, before, before_to_workers = Core(), calls(), to_workers()
+    assert (core.collective_rpc("x"), core.reset_prefix_cache(), core.wake_up()) == ("x", False, True)
+    with pytest.raises(RuntimeError):
+        core.collective_rpc("fails")
+    assert (calls() - before, to_workers() - before_to_workers) == (4, 3)
+    assert counted_calls(core=object) is None
 
 
-def change_one_in_a_hundred(model: Any) -> None:
-    torch.manual_seed(5)
-    for parameter in model.parameters():
-        parameter[torch.rand(parameter.shape) < 0.01] *= 1.01
+def test_methods_that_are_counted_are_vllms() -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    from host_control.vllm.engine_calls import counted_calls
+
+    methods = {name: getattr(EngineCore, name) for name in ("collective_rpc", "reset_prefix_cache", "wake_up")}
+    try:
+        assert counted_calls() is not None
+    finally:
+        for name, method in methods.items():
+            setattr(EngineCore, name, method)
 
 
-def change_one_layer(model: Any) -> None:
-    model[7].weight.mul_(1.01)
+@pytest.mark.parametrize("happens", ["called", "emptied", "paused", "nothing"])
+def test_weights_are_in_doubt_after(happens: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from host_control.vllm import epochs as module
+
+    calls, pool, epochs = [0], Pool(cached=3), module.Epochs()
+    epochs.bind(pool)
+    epochs.watch(lambda: calls[0], blind=False)
+    now = time.monotonic()
+    monkeypatch.setattr(module.time, "monotonic", lambda: now + (100 if happens == "paused" else 0))
+    if happens == "called":
+        calls[0] += 1
+    elif happens == "emptied":
+        pool.cached_block_hash_to_block = {}
+    assert not epochs.look(LOGGER) and not epochs.look(LOGGER)
+    assert epochs.doubts == (happens != "nothing")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("change", [change_by_data, change_one_in_a_hundred, change_one_layer])
-def test_changed_weights_are_seen(change: Any, dtype: torch.dtype) -> None:
-    from host_control.vllm.loaded_weights import LoadedWeights, WeightsWatch
+@pytest.mark.parametrize(("what", "changed"), [("called", True), ("emptied", True), ("paused", False)])
+def test_engine_that_cannot_see_its_weights_takes_a_call_for_a_change(
+    what: str, changed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from host_control.vllm import epochs as module
 
-    model = linear(dtype)
-    watch = WeightsWatch(LoadedWeights(model))
-    assert watch.check("", watch.sample()) and watch.outlived == set()
-    change(model)
-    assert watch.lasts(""), "nobody has looked"
-    assert not watch.check("", watch.sample())
-    assert watch.outlived == {""} and not watch.lasts("")
-    watch.follow("next")
-    assert watch.outlived == set() and watch.check("next", watch.sample())
-    assert not watch.check("", watch.sample()), "what is left of an earlier epoch"
-
-
-def test_weights_that_a_layer_keeps_in_a_form_of_its_own_are_seen() -> None:
-    from host_control.vllm.loaded_weights import LoadedWeights
-
-    model = linear()
-    model[0].cpu_linear = lambda x: x
-    weights = LoadedWeights(model)
-    before = weights.sample()
-    assert weights.sample().same(before)
-    model[0].cpu_linear = lambda x: x
-    assert not weights.sample().same(before)
+    calls, pool, epochs = [0], Pool(cached=3), module.Epochs()
+    epochs.bind(pool)
+    epochs.watch(lambda: calls[0], blind=True)
+    now = time.monotonic()
+    monkeypatch.setattr(module.time, "monotonic", lambda: now + (100 if what == "paused" else 0))
+    calls[0] += what == "called"
+    if what == "emptied":
+        pool.cached_block_hash_to_block = {}
+    assert epochs.look(LOGGER) is changed
+    assert not epochs.look(LOGGER)
 
 
-def test_weights_that_cannot_be_seen_last_until_the_scheduler_says_otherwise() -> None:
-    from host_control.vllm.loaded_weights import WeightsWatch
+def test_doubt_is_settled_once_all_ranks_have_found_their_weights(make_side: Any) -> None:
+    side = make_side()
+    side.epochs.ranks = 2
+    calls = [0]
+    side.epochs.watch(lambda: calls[0], blind=False)
+    calls[0] += 1
+    assert side.step(step()).doubts == 1
+    side.worker_output(None, report(settled={1: 1}))
+    assert side.step(step()).agreed == 0
+    side.worker_output(None, report(settled={1: 1}))
+    assert side.step(step()).agreed == 1
 
-    watch = WeightsWatch(None)
-    assert watch.check("", watch.sample())
-    watch.follow("next")
-    assert watch.check("next", watch.sample()) and not watch.lasts("")
+
+def test_ranks_need_not_agree_after_a_mere_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that is computed in one step, after a pause, has no further step in which they could."""
+    from host_control.vllm import epochs as module
+
+    epochs, calls, now = module.Epochs(), [0], [time.monotonic()]
+    epochs.ranks = 2
+    epochs.watch(lambda: calls[0], blind=False)
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    now[0] += 100
+    epochs.look(LOGGER)
+    assert epochs.agreed == epochs.doubts == 1
+    calls[0] += 1
+    epochs.look(LOGGER)
+    now[0] += 100
+    epochs.look(LOGGER)
+    assert (epochs.agreed, epochs.doubts) == (1, 3), "they have not agreed since the call"
+    epochs.settled({3: 2})
+    assert epochs.agreed == 3
 
 
 def test_own_cache_is_old_until_it_is_emptied() -> None:

@@ -124,20 +124,21 @@ def test_each_load_that_layer_order_leaves_out_is_counted_with_its_reason(
 
 
 @pytest.mark.parametrize(
-    ("pending", "other_shards", "alone", "reason"),
+    ("pending", "other_records", "alone", "reason"),
     [
-        (True, True, False, "pending_chunks"),
-        (False, True, False, "shard_layout"),
-        (False, False, False, "other_requests"),
-        (False, False, True, ""),
+        (True, "shard_layout", False, "pending_chunks"),
+        (False, "shard_layout", False, "shard_layout"),
+        (False, "preempted", True, "preempted"),
+        (False, "", False, "other_requests"),
+        (False, "", True, ""),
     ],
 )
 def test_why_a_load_may_not_go_by_layers(
-    make_side: Any, pending: bool, other_shards: bool, alone: bool, reason: str
+    make_side: Any, pending: bool, other_records: str, alone: bool, reason: str
 ) -> None:
     ways = make_side(layer_order=True).ways
     request = Request("r", TOKENS)
-    assert ways.not_by_layers(request, pending=pending, other_shards=other_shards, alone=alone) == reason
+    assert ways.not_by_layers(request, pending=pending, other_records=other_records, alone=alone) == reason
 
 
 def test_each_reason_has_a_row_in_the_document() -> None:

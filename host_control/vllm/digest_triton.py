@@ -1,0 +1,93 @@
+"""The digest of weights on a GPU: the sum of all words, each times an odd number of its position.
+
+Imported only where Triton is; :func:`host_control.vllm.weighted_sum.weighted_sum` computes the same with torch. The
+engine goes on beside it, so a launch has few programs, which leave most of the GPU alone, and ends within some
+milliseconds.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+
+from host_control.vllm.weighted_sum import weighted_sum
+
+__all__ = ["launches", "started"]
+
+_PROGRAMS: Final = 16
+_BLOCK: Final = 4096
+_LAUNCH_BYTES: Final = 1 << 30
+_SEGMENT_BYTES: Final = 256 << 20
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sums(segments: Any, count: Any, sums: Any, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr) -> None:
+    program = tl.program_id(0)
+    for segment in range(0, count):
+        row = segments + segment * 4
+        words = tl.load(row).to(tl.pointer_type(tl.int32))
+        length = tl.load(row + 1)
+        first = tl.load(row + 2)
+        total = tl.zeros([BLOCK], dtype=tl.int64)
+        # Each segment begins with another program, so that the first does not have all small ones.
+        turn = (program + segment) % PROGRAMS
+        for block in range(turn, (length + BLOCK - 1) // BLOCK, PROGRAMS):
+            place = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            word = tl.load(words + place, mask=place < length, other=0).to(tl.int64)
+            place += first
+            factor = place * -7046029254386353131
+            factor = (factor ^ (factor >> 29)) * -4658895280553007687
+            factor ^= factor >> 32
+            total += word * (factor | 1)
+        tl.atomic_add(sums + tl.load(row + 3), tl.sum(total, axis=0))
+
+
+def launches(memories: Sequence[Any], sums: Any) -> None:
+    """Add the words of storages, tensors of bytes, to ``sums``, an integer of 64 bits for each."""
+    group: list[list[int]] = []
+    size = 0
+    for number, memory in enumerate(memories):
+        whole = memory.numel() // 4 * 4
+        for begin in range(0, whole, _SEGMENT_BYTES):
+            length = min(_SEGMENT_BYTES, whole - begin)
+            group.append([memory.data_ptr() + begin, length // 4, begin // 4, number])
+            size += length
+            if size >= _LAUNCH_BYTES:
+                _launch(group, sums)
+                group, size = [], 0
+        if whole < memory.numel():
+            sums[number] += weighted_sum(memory, whole)
+    if group:
+        _launch(group, sums)
+
+
+def _launch(group: Sequence[Sequence[int]], sums: Any) -> None:
+    segments = torch.tensor(group, dtype=torch.int64)
+    if sums.device.type == "cuda":
+        segments = segments.pin_memory().to(sums.device, non_blocking=True)
+    _sums[(_PROGRAMS,)](segments, len(group), sums, BLOCK=_BLOCK, PROGRAMS=_PROGRAMS)
+
+
+def started(memories: Sequence[Any]) -> Callable[[], list[int]]:
+    """Begin, behind what the current stream has been given to do; return the function that waits for the sums."""
+    device = memories[0].device
+    stream = _streams.setdefault(device, torch.cuda.Stream(device))
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        sums = torch.zeros(len(memories), dtype=torch.int64, device=device)
+        launches(memories, sums)
+        pinned = torch.empty(len(memories), dtype=torch.int64, pin_memory=True)
+        pinned.copy_(sums, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)
+        event.record(stream)
+
+    def finish() -> list[int]:
+        event.synchronize()
+        return [memory.numel() for memory in memories] + [int(number) for number in pinned.tolist()]
+
+    return finish
+
+
+_streams: dict[Any, Any] = {}

@@ -1,0 +1,326 @@
+"""Changes of weights under a running worker: each kind is noticed, in each dtype, and nothing counts until then."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from machine import NEVER_S
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32]
+
+
+class Layer(torch.nn.Module):
+    """One whose weight has a dtype, with a norm beside it and scales that are buffers."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        # Values that bfloat16 represents, as of a checkpoint in it.
+        values = torch.randn(64, 96).to(torch.bfloat16).float() + 2
+        weight = values.to(dtype) if dtype.is_floating_point else torch.randint(0, 127, (64, 96)).to(dtype)
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.norm = torch.nn.Parameter(torch.ones(2048, dtype=torch.bfloat16), requires_grad=False)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("of_its_own", torch.ones(8), persistent=False)
+
+
+def model(dtype: torch.dtype = torch.bfloat16) -> Any:
+    return torch.nn.Sequential(*(Layer(dtype) for _ in range(4)))
+
+
+def bits(tensor: Any) -> Any:
+    """Return a tensor as integers of its elements' size, behind the back of PyTorch's count of changes."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize]
+    return tensor.data.view(integer)
+
+
+def flip_signs(layers: Any) -> None:
+    """Of each second element: the highest bit."""
+    for layer in layers:
+        raw = bits(layer.weight).reshape(-1)[::2]
+        raw ^= {1: 128, 2: -(1 << 15), 4: -(1 << 31)}[layer.weight.itemsize]
+
+
+def change_exponents(layers: Any) -> None:
+    for layer in layers:
+        raw = bits(layer.weight)
+        raw ^= 1 << (raw.itemsize * 8 - 2)
+
+
+def round_to_fewer_bits(layers: Any) -> None:
+    """To values that have nothing in the lower half of their bits, as bfloat16's in float32."""
+    for layer in layers:
+        raw = bits(layer.weight)
+        raw += 1 << (raw.itemsize * 4)
+
+
+def permute_rows(layers: Any) -> None:
+    raw = bits(layers[2].weight)
+    raw.copy_(raw.flip(0).clone())
+
+
+def swap_two_layers(layers: Any) -> None:
+    one, other = bits(layers[1].weight), bits(layers[2].weight)
+    one[0, 0] += 1
+    other[0, 0] += 2
+    layers[1].weight.data, layers[2].weight.data = layers[2].weight.data, layers[1].weight.data
+
+
+def change_one_element_of_one_norm(layers: Any) -> None:
+    layers[3].norm.data[1234] = 1.5
+
+
+def change_a_scale(layers: Any) -> None:
+    layers[0].scale.data.mul_(2)
+
+
+def replace_a_parameter(layers: Any) -> None:
+    weight = layers[0].weight.clone()
+    bits(weight)[3, 3] += 1
+    layers[0].weight = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def replace_a_module(layers: Any) -> None:
+    layers[1] = Layer(layers[1].weight.dtype)
+    bits(layers[1].weight)[5, 5] += 1
+
+
+def take_a_module_away(layers: Any) -> None:
+    del layers[3]
+
+
+CHANGES = [
+    flip_signs,
+    change_exponents,
+    round_to_fewer_bits,
+    permute_rows,
+    swap_two_layers,
+    change_one_element_of_one_norm,
+    change_a_scale,
+    replace_a_parameter,
+    replace_a_module,
+    take_a_module_away,
+]
+SEEN_IN_SAMPLES = [flip_signs, change_exponents, round_to_fewer_bits, change_a_scale]
+
+
+def watch_of(layers: Any, **options: Any) -> Any:
+    from host_control.vllm.loaded_weights import LoadedWeights
+    from host_control.vllm.weights_watch import WeightsWatch
+
+    watch = WeightsWatch(LoadedWeights(layers), **options)
+    assert watch.known(NEVER_S) and watch.outlived == set()
+    return watch
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("change", CHANGES)
+def test_after_a_doubt_any_change_is_noticed(change: Callable[[Any], None], dtype: torch.dtype) -> None:
+    layers = model(dtype)
+    watch = watch_of(layers)
+    change(layers)
+    watch.follow("", doubts=1)
+    assert watch.known(NEVER_S)
+    assert watch.outlived == {""} and not watch.lasts("")
+    watch.follow("next", doubts=1)
+    assert watch.known(NEVER_S) and watch.outlived == set() and watch.lasts("next")
+    assert not watch.lasts(""), "what is left of an earlier epoch"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("change", SEEN_IN_SAMPLES)
+def test_samples_see_whole_elements(change: Callable[[Any], None], dtype: torch.dtype) -> None:
+    layers = model(dtype)
+    watch = watch_of(layers)
+    assert watch.check("", watch.sample())
+    change(layers)
+    assert watch.lasts(""), "it has not been looked at"
+    assert not watch.check("", watch.sample())
+    assert watch.outlived == {""}
+
+
+def test_same_weights_written_again_are_the_same() -> None:
+    layers = model()
+    watch = watch_of(layers)
+    for layer in layers:
+        layer.weight.copy_(layer.weight.clone())
+    watch.look()
+    assert watch.known(NEVER_S) and watch.outlived == set() and watch.lasts("")
+
+
+@pytest.mark.parametrize("how", ["in place", "another tensor", "another memory"])
+def test_marks_put_weights_in_doubt_though_the_scheduler_has_seen_nothing(how: str) -> None:
+    layers = model()
+    watch = watch_of(layers)
+    weight = layers[0].weight
+    watch.look()
+    assert watch.known() and watch.outlived == set()
+    if how == "in place":
+        with torch.inference_mode():
+            weight[63, 95] += 1
+    elif how == "another tensor":
+        replace_a_parameter(layers)
+    else:
+        weight.data = weight.data + 1
+    watch.look()
+    assert watch.known(NEVER_S) and watch.outlived == {""}
+
+
+def test_buffers_that_are_not_of_a_checkpoint_may_change_where_they_are_not_vllms() -> None:
+    layers = model()
+    watch = watch_of(layers)
+    layers[0].of_its_own.data.mul_(2)
+    watch.follow("", doubts=1)
+    assert watch.known(NEVER_S) and watch.outlived == set()
+
+
+def test_weights_that_a_kernel_has_packed_are_noticed() -> None:
+    layers = model()
+    packed = torch.randn(16, 16)
+    layers[0].cpu_linear = lambda x: x @ packed
+    layers[1].cpu_linear = lambda x: x
+    watch = watch_of(layers)
+    packed.neg_()
+    watch.follow("", doubts=1)
+    assert watch.known(NEVER_S) and watch.outlived == {""}
+    watch.follow("next", doubts=1)
+    layers[1].cpu_linear = lambda x: x
+    watch.look()
+    assert watch.known(NEVER_S) and watch.outlived == {"next"}
+
+
+def test_samples_see_weights_that_a_kernel_has_packed_anew() -> None:
+    layers = model()
+    layers[0].cpu_linear = lambda x: x
+    watch = watch_of(layers)
+    layers[0].cpu_linear = lambda x: x
+    assert not watch.check("", watch.sample())
+
+
+class Experts(Layer):
+    """As vLLM's."""
+
+    def get_expert_weights(self) -> list[Any]:
+        return [self.weight]
+
+
+def test_experts_that_vllm_moves_about_do_not_count() -> None:
+    from host_control.vllm.loaded_weights import LoadedWeights
+    from host_control.vllm.weights_watch import WeightsWatch
+
+    layers = torch.nn.Sequential(Layer(torch.bfloat16), Experts(torch.bfloat16))
+    watch = WeightsWatch(LoadedWeights(layers, experts=False))
+    flip_signs([layers[1]])
+    watch.follow("", doubts=1)
+    assert watch.known(NEVER_S) and watch.outlived == set()
+    flip_signs([layers[0]])
+    watch.follow("", doubts=2)
+    assert watch.known(NEVER_S) and watch.outlived == {""}
+
+
+def test_draft_model_counts_and_other_engines_do_not() -> None:
+    from host_control.vllm.loaded_weights import LoadedWeights
+
+    target, draft, other = model(), model(), model()
+    weights = LoadedWeights.of_engine([target[0], draft[1]])
+    assert weights is not None
+    digests = []
+    for changed in (None, other, draft):
+        if changed is not None:
+            flip_signs(changed)
+        digests.append(weights.digest())
+        assert digests[-1].wait(NEVER_S)
+    assert digests[1].same(digests[0]) and not digests[2].same(digests[0])
+    assert LoadedWeights.of_engine([target[0], object()]) is None
+
+
+def test_nothing_is_known_while_a_digest_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    from host_control.vllm import loaded_weights
+
+    layers = model()
+    watch = watch_of(layers)
+    go, crc32 = threading.Event(), loaded_weights.native.crc32
+
+    def slow(memory: Any, crc: int) -> int:
+        assert go.wait(NEVER_S)
+        return crc32(memory, crc)
+
+    monkeypatch.setattr(loaded_weights.native, "crc32", slow)
+    watch.follow("", doubts=1)
+    assert not watch.known() and watch.outlived == set()
+    change_one_element_of_one_norm(layers)
+    watch.follow("", doubts=2)  # the digest of the first doubt may have seen the norm before
+    assert not watch.known(0.01)
+    go.set()
+    assert watch.known(NEVER_S) and watch.outlived == {""}
+
+
+def test_memory_that_cannot_be_read_is_taken_for_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from host_control.vllm import loaded_weights
+
+    watch = watch_of(model())
+
+    def fails(*_: Any) -> int:
+        raise OSError("gone")
+
+    monkeypatch.setattr(loaded_weights.native, "crc32", fails)
+    watch.follow("", doubts=1)
+    assert watch.known(NEVER_S) and watch.outlived == {""}
+
+
+def test_change_that_nothing_tells_of_is_noticed_by_the_next_audit() -> None:
+    layers = model()
+    watch = watch_of(layers, audit_s=0.0)
+    change_one_element_of_one_norm(layers)
+    done = threading.Event()
+    ends = threading.Timer(NEVER_S, done.set)
+    ends.start()
+    while not done.is_set() and not watch.outlived:
+        watch.follow("")
+    ends.cancel()
+    assert watch.outlived == {""}
+
+
+def test_stores_wait_until_all_ranks_have_found_their_weights() -> None:
+    watch = watch_of(model(), ranks=2)
+    assert watch.known(everywhere=True), "nothing has happened"
+    watch.follow("", doubts=1)
+    assert watch.known(NEVER_S)
+    assert not watch.known(everywhere=True)
+    assert watch.take_settled() == 1 and watch.take_settled() == 0
+    known: list[bool] = []
+    storing = threading.Thread(target=lambda: known.append(watch.known(NEVER_S, everywhere=True)))
+    storing.start()
+    watch.follow("", doubts=1, agreed=1)
+    storing.join(NEVER_S)
+    assert known == [True]
+
+
+def test_rank_whose_weights_have_changed_does_not_agree() -> None:
+    layers = model()
+    watch = watch_of(layers, ranks=2)
+    flip_signs(layers)
+    watch.follow("", doubts=1)
+    assert watch.known(NEVER_S)
+    assert watch.take_settled() == 0 and watch.outlived == {""}
+
+
+def test_weights_that_cannot_be_seen_last_until_the_scheduler_says_otherwise() -> None:
+    from host_control.vllm.weights_watch import WeightsWatch
+
+    watch = WeightsWatch(None)
+    assert watch.known() and watch.check("", watch.sample())
+    watch.follow("next", doubts=3)
+    assert watch.known() and watch.check("next", watch.sample()) and not watch.lasts("")
+
+
+def test_closed_watch_knows_nothing_until_it_goes_on() -> None:
+    watch = watch_of(model())
+    watch.close()
+    assert not watch.known(0.01)
+    watch.resume()
+    assert watch.known(NEVER_S) and watch.outlived == set()
