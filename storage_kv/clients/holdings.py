@@ -21,9 +21,10 @@ class Holdings:
         counted: something is.
     """
 
-    __slots__ = ("_session", "counted", "lent", "memory")
+    __slots__ = ("_client", "_session", "counted", "lent", "memory")
 
     def __init__(self, node: Node, session: Session, client: Client) -> None:
+        self._client = client
         self._session = session
         self.memory = Account(node.memory, client, session.share)
         self.lent = Account(node.lent, client, session.share)
@@ -44,6 +45,17 @@ class Holdings:
         self._follow()
         self.counted = True
         return self.memory.admit(size)
+
+    def admit_apart(self, size: int) -> Account | None:
+        """Count what a request holds for longer than its command is executed, in an account of its own.
+
+        Returns None where there is no room; then the client is told when to try again.
+        """
+        if not self.admit(size):
+            return None
+        account = Account(self.memory.bound, self._client, self._session.share)
+        self.memory.pass_on(account, size)
+        return account
 
     def _follow(self) -> None:
         share = self._session.share

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from storage_kv.clients.gather import gather
 from storage_kv.clients.transport import Transport
-from storage_kv.node import Node, Outgoing, Part, Pending, Ready, Strip
+from storage_kv.node import Node, Outgoing, Part, Pending, Ready
 from storage_kv.session import Session
 
 __all__ = ["Replies"]
@@ -164,7 +164,7 @@ class Replies:
         while out:
             first = out[0]
             size = len(first) if isinstance(first, bytes) else first.size
-            if isinstance(first, Strip):
+            if not isinstance(first, bytes) and first.is_layer:
                 self.layer_bytes += min(sent, size) - begun
             begun = 0
             if sent < size:
