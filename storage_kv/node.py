@@ -449,6 +449,10 @@ class Node:
         context = "toplevel" if session.transaction is None and not session.executing else "multi"
         self.users.denials.add(Denial(reason, object, session.user.name, client, context))
 
+    def open_sessions(self) -> list[Session]:
+        """Return the sessions that are not being ended: one that was killed is gone for all to see, as in Redis."""
+        return [session for session in self.sessions.values() if not session.closing]
+
     def end_sessions(self, users: Collection[User]) -> None:
         """End the sessions of users, once what they have been answered is sent; from now on they execute nothing."""
         for session in self.sessions.values():

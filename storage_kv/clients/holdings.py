@@ -21,10 +21,9 @@ class Holdings:
         counted: something is.
     """
 
-    __slots__ = ("_client", "_session", "counted", "lent", "memory")
+    __slots__ = ("_session", "counted", "lent", "memory")
 
     def __init__(self, node: Node, session: Session, client: Client) -> None:
-        self._client = client
         self._session = session
         self.memory = Account(node.memory, client, session.share)
         self.lent = Account(node.lent, client, session.share)
@@ -53,7 +52,8 @@ class Holdings:
         """
         if not self.admit(size):
             return None
-        account = Account(self.memory.bound, self._client, self._session.share)
+        assert self.memory.client is not None, "nobody asks of a closed connection"
+        account = Account(self.memory.bound, self.memory.client, self._session.share)
         self.memory.pass_on(account, size)
         return account
 

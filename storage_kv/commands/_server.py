@@ -58,7 +58,7 @@ def _info_server(node: Node) -> _Fields:
 
 def _info_clients(node: Node) -> _Fields:
     return [
-        ("connected_clients", len(node.sessions)),
+        ("connected_clients", len(node.open_sessions())),
         ("maxclients", node.config.connections_max),
         ("client_recent_max_output_buffer", max((s.pending_output_bytes for s in node.sessions.values()), default=0)),
         ("blocked_clients", 0),
