@@ -43,7 +43,7 @@ HEALTH_TIMEOUT_S: Final = 5.0
 """How long a loop may take to answer. Work on it takes milliseconds; on a machine that swaps, longer."""
 
 _PROBES: Final = ("/healthz", "/readyz")
-_PROBES_MAX: Final = 256
+_PROBES_MAX: Final = 64
 """That wait to be answered together; more are told that the endpoint is busy."""
 _OTHERS_THREADS: Final = 4
 _OTHERS_MAX: Final = 16

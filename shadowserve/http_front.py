@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 
 _REQUEST_TIMEOUT_S: Final = 10.0
 _REQUEST_BYTES_MAX: Final = 16 << 10
-_AWAITED_MAX: Final = 256
-_AWAITED_OF_ADDRESS_MAX: Final = 128
+_AWAITED_MAX: Final = 128
+_AWAITED_OF_ADDRESS_MAX: Final = 96
 _BACKLOG: Final = 511
 _ACCEPTS_PER_TURN: Final = 64
 _RECEIVE_BYTES: Final = 4 << 10

@@ -121,14 +121,16 @@ class LayerStreams:
             window_s: seconds that the client computes with each layer.
 
         Raises:
-            CommandError: it would take more memory than its tenant may have.
-            BusyError: there is no room for what it takes yet.
+            CommandError: its tenant would hold more memory than it may.
+            BusyError: other tenants hold so much that there is no room yet.
         """
-        size, size_max = memory_of(names, len(layers)), self._node.memory.share(session.share)
-        if size > size_max:
+        memory, size = self._node.memory, memory_of(names, len(layers))
+        used, used_max = memory.used_by(session.share), memory.share(session.share)
+        if used + size > used_max:
+            # To wait would not do: what waits is held as well, and what it waits for might be held by such as wait.
             raise CommandError(
-                f"OOM this request takes {size} bytes of memory, and its tenant may have {size_max} "
-                "(clients_memory_bytes_max): ask for fewer keys or layers"
+                f"OOM this request takes {size} bytes of memory, and its tenant holds {used} of {used_max} "
+                "(clients_memory_bytes_max): ask for fewer keys or layers, or try again"
             )
         account = session.admit(size)
         if account is None:

@@ -57,7 +57,7 @@ _BREATH_S: Final = 0.001  # between two parts of long work, so that who waits fo
 _REFUSED_LINGER_S: Final = 0.5
 _REFUSED_LINGERING_MAX: Final = 128
 _KEEPALIVE_S: Final = 300  # as Redis: finds clients whose machine has vanished
-_DESCRIPTORS_RESERVED: Final = 768  # of devices, probes, and what else is open
+_DESCRIPTORS_RESERVED: Final = 320  # of devices, probes, and what else is open
 _LEAVING_MAX: Final = 64  # connections that make way for others, at one time
 
 _LOOPBACK_SEND_BYTES: Final = 512 << 10

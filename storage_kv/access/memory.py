@@ -135,6 +135,10 @@ class Bound:
             return bytes_max // _STRANGERS_SHARE
         return bytes_max // _TENANT_SHARE if self._tenants() > 1 else bytes_max
 
+    def used_by(self, tenant: int) -> int:
+        """Return how much one tenant holds."""
+        return self._by_tenant.get(tenant, 0)
+
     def has_room(self, tenant: int, more: int) -> bool:
         """Return whether a tenant may hold so much more. Alone, anything may be held that fits the whole."""
         bytes_max = self._bytes_max()

@@ -73,11 +73,6 @@ _STRANGERS_OUTPUT_BYTES_MAX: Final = 16 << 10
 _NO_ROOM: Final = "no room to write for too long: devices are slower than those who write; try again later"
 
 
-def _weight(command: list[Argument]) -> int:
-    """Return about what the arguments of a command take, but for the large ones, which are counted as they come."""
-    return sum(64 + len(each) for each in command if isinstance(each, bytes))
-
-
 class Connection(Watched):
     """A client's connection, from acceptance to its end."""
 
@@ -116,11 +111,11 @@ class Connection(Watched):
         self._acceptor = acceptor
         self._node = acceptor.node
         self._store = acceptor.node.store
-        super().__init__(transport.socket, loop)
+        super().__init__(transport.socket, loop, loop.enter(session.share))
         self._transport, self.session = transport, session
         self._reader = CommandReader(limits_of(acceptor.node, session))
-        self._signal = Signal(loop, self._on_signal)
-        self._room = Signal(loop, self._on_room)
+        self._signal = Signal(loop, self._lane, self._on_signal)
+        self._room = Signal(loop, self._lane, self._on_room)
         self._replies = Replies(acceptor.node, session, self._signal.send)
         self._holdings = Holdings(acceptor.node, session, self)
         self._intake = Intake(acceptor.node, session, self._reader, self._holdings, self._room.send)
@@ -187,7 +182,7 @@ class Connection(Watched):
         # clients that have sent something are served first.
         if not self._ends_turn:
             self._ends_turn = True
-            self._loop.call_soon(self._end_turn)
+            self._loop.call_soon(self._end_turn, self._lane)
 
     # ---- Turns
 
@@ -199,7 +194,7 @@ class Connection(Watched):
         """Read and execute nothing for a while: the client's own buffers fill, and it waits."""
         session, self._paused = self.session, True
         self._holds_replies = session.pause_holds_replies
-        self._loop.call_at(session.pause_until_s, lambda: self._guarded(self._end_pause))
+        self._loop.call_at(session.pause_until_s, lambda: self._guarded(self._end_pause), self._lane)
         session.pause_until_s, session.pause_holds_replies = 0.0, False
 
     def _end_pause(self) -> None:
@@ -230,6 +225,9 @@ class Connection(Watched):
                     self._execute_within(session.limiter)
             if session.pause_until_s:
                 self._pause()
+            if session.share != self._lane.tenant:  # it has authenticated
+                self._lane = self._loop.move(self._descriptor, self._lane, session.share)
+                self._signal.lane = self._room.lane = self._lane
 
     def _is_beyond_link(self) -> bool:
         """Return whether this client was sent more, in replies that are no layers, than is its part; then it waits."""
@@ -374,7 +372,7 @@ class Connection(Watched):
                 return None
             reply = step()
             if isinstance(reply, More) and isinstance(command, list):
-                self._kept_bytes = _weight(command)
+                self._weigh(command)
         except (ProtocolError, MemoryError) as error:
             self._give_up(error, small)
             return None
@@ -392,7 +390,11 @@ class Connection(Watched):
         """Take note of what is to be tried again; what follows of a reply is known already."""
         self._retry = None if self._rest else step
         if isinstance(command, list):
-            self._kept_bytes = _weight(command)
+            self._weigh(command)
+
+    def _weigh(self, command: list[Argument]) -> None:
+        """Count the arguments of a command that goes on later, but for the large ones, which are counted already."""
+        self._kept_bytes = max(0, sum(map(len, command)) - self._intake.bytes) + 64 * len(command)
 
     def _may_lend(self) -> bool:
         """Return whether the command may send stored values now, or sends none; else we hear when to try again."""
@@ -442,7 +444,7 @@ class Connection(Watched):
             if self._intake.waits:
                 self._intake.refuse(error)
             elif self._partly:
-                self._loop.call_soon(self.abort)
+                self._loop.call_soon(self.abort, self._lane)
             else:
                 self._retry = None
                 self._node.counters.errors += 1
@@ -462,7 +464,7 @@ class Connection(Watched):
             # Who asked is told nothing, and what is unsent of its commands' replies goes.
             node.counters.http_refused += 1
             last.clear()
-            self._loop.call_soon(self.abort)
+            self._loop.call_soon(self.abort, self._lane)
             return
         last.append(encode_error(f"{'ERR' if isinstance(error, ProtocolError) else 'OOM'} {error}"))
 
@@ -471,7 +473,7 @@ class Connection(Watched):
         self._working = True
 
         def done(future: "Future[Any]") -> None:
-            self._loop.call_threadsafe(lambda: self._guarded(lambda: self._end_work(more, future)))
+            self._loop.call_threadsafe(lambda: self._guarded(lambda: self._end_work(more, future)), self._lane)
 
         self._acceptor.workers.submit(more.work).add_done_callback(done)
 
@@ -568,7 +570,7 @@ class Connection(Watched):
         if self._more:
             if not self._scheduled and self._may_execute():
                 self._scheduled = True
-                self._loop.call_soon(self._take_turn)
+                self._loop.call_soon(self._take_turn, self._lane)
         elif self._interest == READ and not (replies.out or self._working or self._paused or session.closing):
             return  # most often: it waits for what it waits for
         self._update_interest()
@@ -625,10 +627,10 @@ class Connection(Watched):
         self._after_step()
 
     def _finish_soon(self) -> None:
-        self._loop.call_threadsafe(lambda: self._guarded(self.finish))
+        self._loop.call_threadsafe(lambda: self._guarded(self.finish), self._lane)
 
     def _cut_soon(self) -> None:
-        self._loop.call_threadsafe(lambda: self._guarded(self.abort))
+        self._loop.call_threadsafe(lambda: self._guarded(self.abort), self._lane)
 
     def abort(self) -> None:
         """End at once, whatever is under way."""

@@ -136,6 +136,7 @@ def _info_shadowserve(node: Node) -> _Fields:
         ("meta_keys", counters.meta_keys),
         ("layer_streams", counters.layer_streams),
         ("layer_streams_failed", counters.layer_streams_failed),
+        ("layer_streams_closed", counters.layer_streams_closed),
         ("layer_streams_active", node.streams.active if node.streams else 0),
         ("layer_streams_waiting", node.streams.waiting if node.streams else 0),
         ("layers_sent", counters.layers_sent),

@@ -80,7 +80,7 @@ def test_strangers_hold_a_share_and_newcomers_get_in(start: Callable[..., Child]
 @pytest.fixture
 def users(tmp_path: Path) -> str:
     file = tmp_path / "users.acl"
-    file.write_text("user ann on >pa ~* +@all tenant=a\nuser bob on >pb ~* +@all tenant=b\n")
+    file.write_text("user ann on >pa ~* +@all tenant=a\nuser bob on >pb ~* +@all tenant=b\nuser root on >pr ~* +@all\n")
     return str(file)
 
 
