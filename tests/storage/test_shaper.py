@@ -1,7 +1,7 @@
 """Whose layer may be sent when: by a clock that the tests turn."""
 
+from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,8 @@ from storage_kv.shaper import Flow, Link, Others, Shaper
 MBIT = 1e6
 
 
-class Sent(NamedTuple):
+@dataclass
+class Sent:
     """A client that is sent replies that are no layers."""
 
     id: int
