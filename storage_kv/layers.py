@@ -190,7 +190,8 @@ class LayerStreams:
                 wait_s = 0.0
         with self._node.lock:
             for stream in [*new, *self._alive()]:
-                stream.release()
+                if not stream.reads:  # what is on its way still ends in the stream, and the process ends soon
+                    stream.release()
 
     def _alive(self) -> list[Stream]:
         """Return all streams but those that have come since the last step."""
