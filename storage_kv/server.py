@@ -16,7 +16,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from shadowserve.addresses import is_loopback, join_address
@@ -38,6 +37,7 @@ from storage_kv.clients.certificates import Certificates
 from storage_kv.clients.connection import Connection
 from storage_kv.clients.io_threads import IoThread, threads_for
 from storage_kv.clients.transport import PlainTransport, TlsTransport, Transport
+from storage_kv.clients.workers import Workers
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
 from storage_kv.layers import LayerStreams
@@ -99,7 +99,7 @@ class StorageServer:
         self.node = Node(Reconfiguration(config, load), users, store, wall_clock_ms, audit=audit)
         self.operations = Operations(self.node)
         self.node.reconfiguration.follow("connections_max", self._follow_connections_max)
-        self.workers = ThreadPoolExecutor(config.verify_threads, thread_name_prefix="verify")
+        self.workers = Workers(config.verify_threads)
         self.addresses: list[tuple[str, int]] = []
         self._io_threads: list[IoThread] = []
         self._connections_max = config.connections_max
@@ -406,7 +406,7 @@ class StorageServer:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
         await self._loop.run_in_executor(None, self.operations.close)
-        self.workers.shutdown(wait=True, cancel_futures=True)
+        self.workers.stop()
         threads, self._io_threads = self._io_threads, []  # a second signal finds none to hurry
         for thread in threads:
             thread.stop()

@@ -475,7 +475,7 @@ class Connection(Watched):
         def done(future: "Future[Any]") -> None:
             self._loop.call_threadsafe(lambda: self._guarded(lambda: self._end_work(more, future)), self._lane)
 
-        self._acceptor.workers.submit(more.work).add_done_callback(done)
+        self._acceptor.workers.submit(self.session, more.work).add_done_callback(done)
 
     def _end_work(self, more: More, future: "Future[Any]") -> None:
         self._working = False

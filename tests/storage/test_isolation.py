@@ -17,7 +17,9 @@ from shadowserve.resp import ErrorReply, encode_command
 from storage_kv.access.memory import Account, Bound
 from storage_kv.announcements import Announcements
 from storage_kv.clients.event_loop import EventLoop
+from storage_kv.clients.workers import Workers
 from storage_kv.egress import Demand
+from storage_kv.session import Session
 from storage_kv.shaper import Flow
 from storage_kv.turns import Turns
 
@@ -235,6 +237,30 @@ def test_a_loop_serves_a_tenant_whatever_waits_of_another() -> None:
     thread.join()
     loop.close()
     assert served.index("other") < waiting + 500, "it waited for a part of one turn of the others, not for all of them"
+
+
+def test_the_check_of_a_record_waits_for_no_crowd_of_another_tenant() -> None:
+    """A hundred records of one tenant were checked before the first of another one that came behind them."""
+    workers, order, go_on = Workers(1), [], threading.Event()
+    crowd = Session(1, address="a", local_address="b", file_descriptor=0)
+    other = Session(2, address="a", local_address="b", file_descriptor=0)
+    crowd.tenant, other.tenant = 1, 2
+
+    def check_of(name: str) -> Callable[[], None]:
+        def work() -> None:
+            assert go_on.wait(PATIENCE_S)
+            order.append(name)
+
+        return work
+
+    done = [workers.submit(crowd, check_of("crowd")) for _ in range(100)]
+    done.append(workers.submit(other, check_of("other")))
+    go_on.set()
+    for each in done:
+        each.result(PATIENCE_S)
+    workers.stop()
+    assert order.index("other") <= 2
+    assert workers.submit(crowd, check_of("late")).cancelled()
 
 
 # ---- The link
