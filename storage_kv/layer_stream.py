@@ -56,6 +56,7 @@ class _Part(Pending):
     """The beginning or a layer of a stream's reply."""
 
     __slots__ = ("_stream",)
+    is_lent: ClassVar[bool] = False
 
     def __init__(self, node: Node, expects: int, stream: "Stream") -> None:
         super().__init__(node, expects)

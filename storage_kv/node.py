@@ -121,6 +121,7 @@ class Pending:
     it does not want it any more. What it resolves to is held.
 
     Attributes:
+        is_lent: a connection counts what it expects as lent; else whoever makes it has counted that.
         expects: about how many bytes it will be.
         failed: set before resolve(): what it resolves to is an error.
         lost: set before resolve(): a value that had been counted as a hit could not be read.
@@ -128,6 +129,8 @@ class Pending:
     """
 
     __slots__ = ("_abandoned", "_lock", "_node", "_notify", "expects", "failed", "lost", "parts")
+
+    is_lent: ClassVar[bool] = True
 
     def __init__(self, node: "Node", expects: int) -> None:
         self._node = node

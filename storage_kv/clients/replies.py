@@ -96,6 +96,8 @@ class Replies:
         self.waiting.append(pending)
         self.waiting_bytes += pending.expects
         self.lent_bytes += pending.expects
+        if pending.is_lent:  # it counts before it is in memory
+            self._node.lent.pin(id(pending), pending.expects, self._session.share)
         self.pendings += 1
         if pending.parts is None:
             pending.attach(self._notify)
@@ -121,6 +123,8 @@ class Replies:
                 self.out.extend(first.parts)
                 for part in first.parts:
                     self.out_bytes += len(part) if isinstance(part, bytes) else self._pin(part)
+                if first.is_lent:
+                    self._node.lent.unpin(id(first))
             waiting.popleft()
 
     def _count(self, pending: Pending) -> None:
@@ -186,6 +190,8 @@ class Replies:
             for part in queue:
                 if isinstance(part, Outgoing):
                     self._node.lent.unpin(part.pinned)
+                elif isinstance(part, Pending) and part.is_lent:
+                    self._node.lent.unpin(id(part))
         self._node.drop(self.out)
         self._node.drop(self.waiting)
         self.out.clear()
