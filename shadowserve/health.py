@@ -7,19 +7,21 @@ Both answer 200 or 503 with one line for each check, ``ok``, ``failed`` or ``war
 warning does not fail the whole. Answers are made by threads of their own, so that a program whose loops stand still is
 found out and not waited for.
 
-Nothing can be changed here, and yet not everybody may ask. A request has a deadline and a size as a whole; when all
-threads are taken, the one that has waited longest for its request makes way, so that nobody who dribbles keeps a probe
-out, which would have the program restarted. What comes over the loopback interface must name it, by number or as
-localhost: a web page whose name has been made to lead there (DNS rebinding) reads nothing.
+No client can keep a probe from its answer, which would have the program restarted. One thread reads the requests of all
+connections (http_front.py). Another one answers /healthz and /readyz and nothing else: it looks once for all that have
+asked by then, and its answers are so short that the kernel takes them at once. Metrics have threads of their own.
+
+Nothing can be changed here, and yet not all may ask. What comes over the loopback interface must name it, by number or
+as localhost: a web page whose name has been made to lead there (DNS rebinding) reads nothing.
 """
 
 import contextlib
+import functools
 import http.server
 import io
 import ipaddress
 import logging
-import socket
-import socketserver
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -31,6 +33,7 @@ from prometheus_client.exposition import choose_encoder
 
 from shadowserve import systemd
 from shadowserve.addresses import is_loopback
+from shadowserve.http_front import Front, Request
 
 __all__ = ["HEALTH_TIMEOUT_S", "Check", "Endpoint", "Watchdog", "answers", "check"]
 
@@ -39,10 +42,14 @@ _log = logging.getLogger(__name__)
 HEALTH_TIMEOUT_S: Final = 5.0
 """How long a loop may take to answer. Work on it takes milliseconds; on a machine that swaps, longer."""
 
-_REQUEST_TIMEOUT_S: Final = 10.0
-_REQUESTS_MAX: Final = 16
-_REQUEST_BYTES_MAX: Final = 16 << 10
-_MAKING_WAY_S: Final = 1.0
+_PROBES: Final = ("/healthz", "/readyz")
+_PROBES_MAX: Final = 64
+"""That wait to be answered together; more are told that the endpoint is busy."""
+_OTHERS_THREADS: Final = 4
+_OTHERS_MAX: Final = 16
+"""Requests for metrics that wait, likewise."""
+_ANSWER_TIMEOUT_S: Final = 10.0
+_BUSY: Final = b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\n\r\ntoo many ask at a time\n"
 _CONTENT_TYPE: Final = "text/plain; charset=utf-8"
 
 
@@ -111,16 +118,66 @@ class Endpoint:
         Raises:
             OSError: the address cannot be listened on.
         """
-        self._server = _Server(host, port, registry, {"/healthz": health, "/readyz": ready})
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
-        self._thread.start()
+        self._registry = registry
+        self._checks = dict(zip(_PROBES, (health, ready), strict=True))
+        self._probes: queue.Queue[Request | None] = queue.Queue(_PROBES_MAX)
+        self._others: queue.Queue[Request | None] = queue.Queue(_OTHERS_MAX)
+        self._front = Front(host, port, self._take)
+        self.port = self._front.port
+        self._threads = [threading.Thread(target=self._answer_probes, name="health", daemon=True)]
+        self._threads += [
+            threading.Thread(target=self._answer_others, name=f"metrics-{number}", daemon=True)
+            for number in range(_OTHERS_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Stop serving; requests under way are left to end by themselves."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._front.close()
+        with contextlib.suppress(queue.Full):
+            self._probes.put(None, timeout=HEALTH_TIMEOUT_S)
+        with contextlib.suppress(queue.Full):
+            for _ in range(_OTHERS_THREADS):
+                self._others.put_nowait(None)
+        self._threads[0].join(HEALTH_TIMEOUT_S)
+
+    def _take(self, request: Request) -> None:
+        """Have a request answered, by the thread that is for it."""
+        try:
+            (self._probes if request.path in self._checks else self._others).put_nowait(request)
+        except queue.Full:
+            _send(request, _BUSY)
+
+    def _answer_probes(self) -> None:
+        while True:
+            requests = [self._probes.get()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    requests.append(self._probes.get_nowait())
+            for path, checks in self._checks.items():
+                asked = [request for request in requests if request is not None and request.path == path]
+                if not asked:
+                    continue
+                try:
+                    found = list(checks())
+                except Exception as error:  # a bug in a check must be seen, and leave the thread
+                    _log.exception("checks_failed")
+                    found = [Check("checks", False, f"cannot be made: {error}")]
+                for request in asked:
+                    _send(request, _answer(request, functools.partial(list, found), self._registry))
+            if None in requests:
+                return
+
+    def _answer_others(self) -> None:
+        while (request := self._others.get()) is not None:
+            try:
+                answer = _answer(request, list, self._registry)
+            except Exception:
+                _log.exception("http_failed")
+                request.close()
+                continue
+            _send(request, answer, _ANSWER_TIMEOUT_S)
 
 
 class Watchdog:
@@ -150,86 +207,18 @@ class Watchdog:
             self._thread.join()
 
 
-class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
-    allow_reuse_port = False
-    request_queue_size = 64
-
-    def __init__(self, host: str, port: int, registry: CollectorRegistry, checks: dict[str, Checks]) -> None:
-        self.registry = registry
-        self.checks = checks
-        self._slots = threading.BoundedSemaphore(_REQUESTS_MAX)
-        self._awaited: dict[socket.socket, None] = {}  # whose requests are still to come, the oldest first
-        self._lock = threading.Lock()
-        family, _, _, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        self.address_family = family
-        super().__init__((str(address[0]), port), _Handler)
-
-    def server_bind(self) -> None:
-        """Bind, without the look-up of the host's name that HTTPServer would do."""
-        socketserver.TCPServer.server_bind(self)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a new thread; beyond the limit of them, another makes way; if all are being answered, hang up."""
-        if not self._slots.acquire(blocking=False):
-            self._make_way()
-            if not self._slots.acquire(timeout=_MAKING_WAY_S):
-                self.shutdown_request(request)
-                return
-        with self._lock:
-            self._awaited[request] = None
-        super().process_request(request, client_address)
-
-    def _make_way(self) -> None:
-        with self._lock:
-            for oldest in self._awaited:
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread finds the end, and closes it
-                del self._awaited[oldest]
-                return
-
-    def note_request(self, request: Any) -> None:
-        """Take note that a request has come, or that its client is gone."""
-        with self._lock:
-            self._awaited.pop(request, None)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and give the slot back."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.note_request(request)
-            self._slots.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what went wrong; a client that has gone is nothing."""
-        _log.debug("http_failed address=%s", client_address, exc_info=True)
+def _send(request: Request, answer: bytes, timeout_s: float = 0.0) -> None:
+    """Send an answer and close; what the kernel does not take within a time is dropped."""
+    with contextlib.suppress(OSError):
+        request.socket.settimeout(timeout_s)
+        request.socket.sendall(answer)
+    request.close()
 
 
-class _Request(io.RawIOBase):
-    """What a client sends, until it is too much or too late."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._left = _REQUEST_BYTES_MAX
-        self._ends_s = time.monotonic() + _REQUEST_TIMEOUT_S
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[: self._left]
-        patience_s = self._ends_s - time.monotonic()
-        if not view or patience_s <= 0:
-            raise TimeoutError("the request is too long, or too slow")
-        self._socket.settimeout(patience_s)
-        size = self._socket.recv_into(view)
-        self._left -= size
-        return size
+def _answer(request: Request, checks: Checks, registry: CollectorRegistry) -> bytes:
+    """Return the answer to a whole request."""
+    handler = _Handler(request, checks, registry)
+    return handler.wfile.getvalue()
 
 
 def _names_loopback(host: str) -> bool:
@@ -243,26 +232,30 @@ def _names_loopback(host: str) -> bool:
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    server: _Server
-    timeout = _REQUEST_TIMEOUT_S
+    """Parses one request, which is there as a whole, and makes the answer, in memory."""
+
     server_version = "shadowserve"
     sys_version = ""
+    wfile: io.BytesIO
 
-    def setup(self) -> None:
-        super().setup()
-        self.rfile = io.BufferedReader(_Request(self.connection), 1024)
+    def __init__(self, request: Request, checks: Checks, registry: CollectorRegistry) -> None:
+        self._checks, self._registry = checks, registry
+        self._is_loopback = False
+        with contextlib.suppress(OSError):
+            self._is_loopback = is_loopback(str(request.socket.getsockname()[0]))
+        self.rfile, self.wfile = io.BufferedReader(io.BytesIO(request.data)), io.BytesIO()
+        self.client_address = (request.address, 0)
+        self.close_connection = True
+        self.handle_one_request()
 
     def parse_request(self) -> bool:
         """Read the head of the request; answer it here if it is not to be answered otherwise."""
         well = super().parse_request()
-        self.server.note_request(self.request)
-        if well:
-            self.connection.settimeout(_REQUEST_TIMEOUT_S)
-            if is_loopback(str(self.connection.getsockname()[0])):
-                hosts = self.headers.get_all("Host", [])
-                if len(hosts) > 1 or not all(map(_names_loopback, hosts)):
-                    self._answer(421, _CONTENT_TYPE, b"this address is called localhost, 127.0.0.1 or [::1]\n")
-                    return False
+        if well and self._is_loopback:
+            hosts = self.headers.get_all("Host", [])
+            if len(hosts) > 1 or not all(map(_names_loopback, hosts)):
+                self._reply(421, _CONTENT_TYPE, b"this address is called localhost, 127.0.0.1 or [::1]\n")
+                return False
         return well
 
     def do_GET(self) -> None:
@@ -270,23 +263,23 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if path == "/metrics":
             encode, content_type = choose_encoder(self.headers.get("Accept", ""))
             try:
-                body = encode(self.server.registry)
+                body = encode(self._registry)
             except Exception:  # a collector's bug must be seen, here and by whoever scrapes
                 _log.exception("metrics_failed")
-                self._answer(500, _CONTENT_TYPE, b"the metrics cannot be collected; the log says why\n")
+                self._reply(500, _CONTENT_TYPE, b"the metrics cannot be collected; the log says why\n")
                 return
-            self._answer(200, content_type, body)
-        elif path in self.server.checks:
-            found = list(self.server.checks[path]())
+            self._reply(200, content_type, body)
+        elif path in _PROBES:
+            found = list(self._checks())
             failed = any(each.failed for each in found)
             body = "".join(f"{line}\n" for line in (*found, "failed" if failed else "ok"))
-            self._answer(503 if failed else 200, _CONTENT_TYPE, body.encode())
+            self._reply(503 if failed else 200, _CONTENT_TYPE, body.encode())
         else:
-            self._answer(404, _CONTENT_TYPE, b"there are /metrics, /healthz and /readyz\n")
+            self._reply(404, _CONTENT_TYPE, b"there are /metrics, /healthz and /readyz\n")
 
     do_HEAD = do_GET
 
-    def _answer(self, status: int, content_type: str, body: bytes) -> None:
+    def _reply(self, status: int, content_type: str, body: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))

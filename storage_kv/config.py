@@ -34,6 +34,8 @@ LIVE: Final = (
     "pin_share",
     "pin_share_of_tenant",
     "pin_seconds_max",
+    "layers_timeout_s",
+    "layers_bits_per_s_min",
     "egress_bits_per_s",
     "egress_policy",
     "egress_margin",
@@ -77,6 +79,8 @@ class TenantLimits(BaseModel):
     """Bytes a second, received and sent, of all its clients together."""
     connections_max: int | None = Field(None, ge=1)
     """Clients at one time; not given, half of those of the node where it has several tenants."""
+    weight: float = Field(1.0, ge=0.01, le=100.0)
+    """Its part of what several tenants wait for at a time, to the others' parts: the link, and turns of KV.LAYERS."""
 
 
 class AccessConfig(Section):
@@ -109,7 +113,7 @@ class AccessConfig(Section):
     """Size at which the audit log is begun anew; the one before stays beside it, with ``.1`` added to its name."""
     tenants: Annotated[dict[str, TenantLimits], AfterValidator(_checked_tenants)] = {}
     """Limits of each tenant, all optional: ``{name: {bytes_max, keys_max, commands_per_s, bytes_per_s,
-    connections_max}}``."""
+    connections_max, weight}}``."""
 
     pin_share: float = Field(0.5, ge=0.0, le=1.0)
     """Share of the whole budget that pins of all tenants together may take."""
@@ -142,7 +146,7 @@ class StorageConfig(PoolConfig, AccessConfig):
         "connections_max": "Limits",
         "idle_timeout_s": "Times",
         "io_threads": "Threads and cores",
-        "egress_bits_per_s": "The link",
+        "layers_timeout_s": "The link",
         "metrics_host": "Metrics and logs",
     }
 
@@ -188,6 +192,12 @@ class StorageConfig(PoolConfig, AccessConfig):
     cores: ProcessCores = "auto"
     """Cores that the whole process may use, all of its threads; ``auto`` for those that it was given."""
 
+    layers_timeout_s: float = Field(120.0, gt=0.0, le=3600.0)
+    """Longest that one request for layers (KV.LAYERS) may take from the question to the last byte; one that would take
+    longer is refused, and one that does is answered with an error."""
+    layers_bits_per_s_min: float = Field(1e6, ge=0.0)
+    """Least rate, in bits a second, that a request for layers may ask for, and at which its client must take layers;
+    0 for none."""
     egress_bits_per_s: float = Field(0.0, ge=0.0)
     """What the node's link carries, in bits a second, to be shared among replies; 0 leaves that to the network."""
     egress_policy: Policy = "shortest_remaining"

@@ -18,7 +18,7 @@ from math import sqrt
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-__all__ = ["POLICIES", "Demand", "Policy", "allocate", "ttft_s"]
+__all__ = ["POLICIES", "Demand", "Policy", "allocate", "fill", "ttft_s"]
 
 _EVEN_SHARE: Final = 0.2
 """Of the link, which ``shortest_remaining`` gives to all alike."""
@@ -88,19 +88,19 @@ def _bw_prop(demands: Sequence[Demand], budget: float, _margin: float) -> list[f
 
 
 def _stall_opt(demands: Sequence[Demand], budget: float, _margin: float) -> list[float]:
-    return _fill(_roots(demands), [demand.rate for demand in demands], budget)
+    return fill(_roots(demands), [demand.rate for demand in demands], budget)
 
 
 def _calibrated(demands: Sequence[Demand], budget: float, margin: float) -> list[float]:
-    return _fill(_roots(demands), [demand.rate + margin for demand in demands], budget)
+    return fill(_roots(demands), [demand.rate + margin for demand in demands], budget)
 
 
 def _shortest_remaining(demands: Sequence[Demand], budget: float, margin: float) -> list[float]:
     caps = [demand.rate + margin for demand in demands]
-    even = _fill([1.0 for _ in demands], caps, budget * _EVEN_SHARE)
+    even = fill([1.0 for _ in demands], caps, budget * _EVEN_SHARE)
     left = [max(0.0, cap - rate) for cap, rate in zip(caps, even, strict=True)]
     weights = [1 / (demand.layer_bytes * demand.layers_left) for demand in demands]
-    more = _fill(weights, left, budget - sum(even))
+    more = fill(weights, left, budget - sum(even))
     return [rate + further for rate, further in zip(even, more, strict=True)]
 
 
@@ -114,7 +114,7 @@ def _by_weights(weights: Sequence[float], budget: float) -> list[float]:
     return [budget * weight / whole for weight in weights]
 
 
-def _fill(weights: Sequence[float], caps: Sequence[float], budget: float) -> list[float]:
+def fill(weights: Sequence[float], caps: Sequence[float], budget: float) -> list[float]:
     """Return rates in proportion to weights, none above its cap.
 
     Requests are taken in the order in which a rising level brings them to their caps, until it brings none there.

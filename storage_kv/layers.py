@@ -1,15 +1,18 @@
 """A whole prefix in one request, answered layer by layer (KV.LAYERS).
 
-A request is a :class:`_Stream`: which records it wants, which layers of them, in which order. One thread does the work
+A request is a :class:`Stream`: which records it wants, which layers of them, in which order. One thread does the work
 of all streams, so that no client's thread looks a thousand keys up or waits for when a layer may go. It finds what
 there is, holds what is in memory, has the rest read with one read an object, and waits for these: layer 0 needs all of
 them, and before anything is sent it is clear which chunks are there. Then it gives layer after layer to the connection,
 when the shaper says so, as one part that points to where the records are: nothing is copied, unless the pieces are
 small.
 
-What streams keep in memory together is bounded; beyond it they wait for each other, in their order, before they have
-taken anything. A layer is given when the one before the last has been sent: a client that does not read holds up
-itself.
+What streams keep in memory counts against their tenant's share. Those for which there is no room wait, in turn by
+tenant, then by client (turns.py), before they have taken anything; and the thread works on some keys of each tenant in
+turn. A layer is given when the one before the last has been sent: a client that does not read holds up itself.
+
+A stream ends. What could not be sent within ``layers_timeout_s`` is refused before anything is sent, and what is late
+all the same is answered with an error; so is a client that takes less than ``layers_bits_per_s_min``.
 """
 
 import logging
@@ -20,19 +23,17 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-from shadowserve import record
-from shadowserve.errors import ShadowServeError
-from shadowserve.pool.terms import ENTRIES_PER_HOLD, Address, Item, Lease
-from shadowserve.resp import encode, encode_array_header, encode_bulk_header, encode_error
-from storage_kv.egress import Demand
-from storage_kv.node import REFERENCE_BYTES_MIN, Node, Part, Pending, Strip
+from shadowserve.pool.volume.changes import BusyError, Ticket
+from shadowserve.resp import encode_error
+from storage_kv.access.limits import RateLimiter
+from storage_kv.access.memory import Account, Bound
+from storage_kv.layer_stream import WINDOW_S_MIN, Stream, memory_of
+from storage_kv.node import CommandError, Node, Part
 from storage_kv.session import Session
-from storage_kv.shaper import Flow, Link, Shaper
+from storage_kv.shaper import Link, Shaper
+from storage_kv.turns import Turns
 
-__all__ = ["KEYS_MAX", "LAYERS_MAX", "WINDOW_S_MIN", "LayerStreams"]
+__all__ = ["KEYS_MAX", "LAYERS_MAX", "LayerStreams"]
 
 _log = logging.getLogger(__name__)
 
@@ -40,206 +41,38 @@ KEYS_MAX: Final = 8192
 """Of one request: 128K tokens in chunks of 16."""
 LAYERS_MAX: Final = 1024
 """Of one request; a record has 65,535 at most, and a model some hundred."""
-WINDOW_S_MIN: Final = 1e-4
-"""What a window of no length is taken for: such a reader waits for every byte."""
-_AHEAD: Final = 2
-"""Layers that are given to a connection and not sent yet: one that is being sent, and the next."""
+_OF_TENANT_MAX: Final = 256
+"""Streams of one tenant that keep records in memory at one time: each costs the thread some microseconds a layer."""
+_LOOK_S: Final = 1.0
+"""How often is looked for streams that are late or slow."""
+_PACED_S: Final = 5.0
+"""For which a client may take nothing, or less than the least rate."""
+_LAST_WORDS_S: Final = 5.0
+"""For a client that has been answered an error in place of layers to take what was given before; then it is cut."""
 
 
-class _Part(Pending):
-    """The head or a layer of a stream's reply."""
+class _Room:
+    """Waits for room in a tenant's share of what may be lent, for whichever of its streams is next."""
 
-    __slots__ = ("_stream",)
+    moved_bytes = 0
 
-    def __init__(self, node: Node, expects: int, stream: "_Stream") -> None:
-        super().__init__(node, expects)
-        self._stream = stream
-
-    def abandon(self) -> None:
-        super().abandon()
-        self._stream.leave()
-
-
-class _Stream:
-    """One request.
-
-    Attributes:
-        bounds: of each layer and key, where its piece begins and ends.
-        bytes: of all records that it keeps in memory.
-        head: the reply's beginning.
-        parts: its layers, in their order; those behind ``given`` are not known yet.
-        flow: once all that it wants is in memory.
-        error: reply to what is not given yet, where it cannot be: a bug of ours.
-    """
-
-    def __init__(
-        self, node: Node, session: Session, keys: Sequence[Address], layers: Sequence[int], wake: Callable[[], None]
-    ) -> None:
-        self.node = node
-        self.session = session
-        self.keys = keys
-        self.layers = layers
-        self.limit, self.window_s = inf, WINDOW_S_MIN
-        self.bytes = 0
-        self.flow: Flow | None = None
-        self.given = 0
-        self.sent = 0
-        self.abandoned = False
-        self.error = b""
-        self.reads = 0  # that are under way
-        self.lost = 0  # that failed
-        self.reserved_bytes = 0
-        self.held: list[Item | Lease] = []
-        self.records: list[memoryview | None] = [None] * len(keys)
-        self.bounds: npt.NDArray[np.int64] = np.zeros((0, 0, 2), np.int64)
-        self.bits: list[int] = []  # of each layer
+    def __init__(self, lent: Bound, share: int, wake: Callable[[], None]) -> None:
+        self._account = Account(lent, self, share)
         self._wake = wake
-        self.head = _Part(node, 16 * len(keys), self)
-        self.parts = [_Part(node, 4 * len(keys), self) for _ in layers]
+        self._waits = False
 
-    # ---- Told by others, with the node's lock held or not
+    def admits(self, size: int) -> bool:
+        """Return whether there is room now; else the thread is woken when there may be. With the node's lock held."""
+        if not self._waits:
+            self._waits = not self._account.admit(size)
+        return not self._waits
 
-    def leave(self) -> None:
-        """Nobody wants the rest of it."""
-        self.abandoned = True
+    def on_memory(self) -> None:
+        self._waits = False
         self._wake()
 
-    def note_sent(self) -> None:
-        """A layer is sent, or dropped; with the node's lock held."""
-        if not self.abandoned and not self.error and self.bits:
-            self.node.counters.layers_sent += 1
-            self.node.counters.layer_bytes_sent += self.bits[self.sent] // 8
-        self.sent += 1
-        self._wake()
-
-    # ---- By the thread of all streams
-
-    def gather(self) -> None:
-        """Hold what is in memory, and begin to read what is not."""
-        for begin in range(0, len(self.keys), ENTRIES_PER_HOLD):
-            if self.abandoned:
-                return
-            with self.node.lock:
-                for place in range(begin, min(begin + ENTRIES_PER_HOLD, len(self.keys))):
-                    self._take(place)
-
-    def _take(self, place: int) -> None:
-        store = self.node.store
-        item = self.node.read(self.keys[place])
-        if item is None or not item.head_bytes:
-            return
-        self.bytes += item.length
-        if item.value is not None:
-            store.hold(item)
-            self.held.append(item)
-            value = item.value
-            self.records[place] = value if isinstance(value, memoryview) else memoryview(value)
-            return
-        self.reads += 1
-
-        def done(lease: Lease | None) -> None:
-            if lease is None:
-                self.lost += 1
-            else:
-                self.held.append(lease)
-                self.records[place] = lease.view
-            self._read_ended()
-
-        store.read(item, 0, item.length, done)
-
-    def _read_ended(self) -> None:
-        with _reads_lock:
-            self.reads -= 1
-            ended = not self.reads
-        if ended:
-            self._wake()
-
-    def plan(self) -> None:
-        """Find out where the layers of each record are, now that all of them are in memory."""
-        if self.lost:
-            with self.node.lock:  # they were no hits after all
-                self.node.counters.hits -= self.lost
-                self.node.counters.misses += self.lost
-                self.node.counters.lost += self.lost
-        self.bounds = np.zeros((len(self.layers), len(self.keys), 2), np.int64)
-        wanted = np.array(self.layers)
-        for place, view in enumerate(self.records):
-            if view is None:
-                continue
-            try:
-                ends = record.layer_bounds(view)
-            except ShadowServeError:  # it was checked when it was stored; so it is damage, and a miss
-                self.records[place] = None
-                continue
-            there = wanted < len(ends) - 1
-            self.bounds[there, place, 0] = ends[wanted[there]]
-            self.bounds[there, place, 1] = ends[wanted[there] + 1]
-        lengths = self.bounds[:, :, 1] - self.bounds[:, :, 0]
-        self.bits = (8 * (lengths.sum(1) + 4 * len(self.keys))).tolist()
-        layer_bytes = sum(self.bits) / 8 / len(self.layers)
-        self.flow = Flow(Demand(layer_bytes, self.window_s, len(self.layers)), self.limit)
-        totals = lengths.sum(0).tolist()
-        there_is = [total if view is not None else None for total, view in zip(totals, self.records, strict=True)]
-        answer = encode_array_header(1 + len(self.layers)) + encode(there_is, self.session.protocol)
-        self.head.resolve([answer])
-
-    def layer(self, number: int) -> Strip:
-        """Return a layer: the lengths of its pieces, 32 bits each, and the pieces, in the order of the keys."""
-        bounds = self.bounds[number]
-        lengths = bounds[:, 1] - bounds[:, 0]
-        table = lengths.astype("<u4").tobytes()
-        size = int(lengths.sum())
-        views: list[bytes | memoryview] = [encode_bulk_header(len(table) + size) + table]
-        pieces = [
-            view[begin:end]
-            for view, (begin, end) in zip(self.records, bounds.tolist(), strict=True)
-            if view is not None and end > begin
-        ]
-        if pieces and size < REFERENCE_BYTES_MIN * len(pieces):
-            views = [b"".join([*views, *pieces])]
-        else:
-            views += pieces
-        return Strip([*views, b"\r\n"], self, self.bytes, self.note_sent)
-
-    def give(self) -> None:
-        """Give the next layer to the connection."""
-        layer = self.layer(self.given)
-        self.given += 1
-        self.parts[self.given - 1].resolve([layer])
-
-    def end(self, reply: bytes) -> None:
-        """Answer ``reply`` to what is not given: to all of it, or in place of each layer; nothing where nobody asks."""
-        layer = [reply] if reply else []
-        if self.head.parts is None:
-            self.head.failed = bool(reply)
-            self.head.resolve([reply])
-            layer = []
-        while self.given < len(self.parts):
-            self.given += 1
-            self.parts[self.given - 1].resolve([Strip(layer, self, self.bytes, self.note_sent)])
-
-    def release(self) -> None:
-        """Let go of the records; with the node's lock held."""
-        for held in self.held:
-            if isinstance(held, Item):
-                self.node.store.release(held)
-            else:
-                held.release()
-        self.held, self.records = [], []
-
-    def next_bits(self) -> int:
-        """Return the bits of the next layer; 0 while the connection has enough, or all of them."""
-        if self.given == len(self.parts) or self.given - self.sent >= _AHEAD:
-            return 0
-        return self.bits[self.given]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more of it is to be sent."""
-        return self.abandoned or bool(self.error) or self.given == len(self.parts)
-
-
-_reads_lock: Final = threading.Lock()
+    def end_for_memory(self, held_bytes: int) -> None:
+        """Do nothing: it holds nothing itself."""
 
 
 class LayerStreams:
@@ -252,12 +85,17 @@ class LayerStreams:
         self.others = self._shaper.others
         self._changed = threading.Condition()
         self._has_changed = self._stopped = False
-        self._new: list[_Stream] = []
-        self._waiting: deque[_Stream] = deque()
-        self._reading: list[_Stream] = []
-        self._active: list[_Stream] = []
-        self._ending: list[_Stream] = []
-        self._reserved_bytes = 0
+        self._new: list[Stream] = []
+        self._working: Turns[Stream] = Turns()  # their keys are gone through, some at a time
+        self._waiting: Turns[Stream] = Turns()  # for room
+        self._rooms: dict[int, _Room] = {}  # of tenants of which a stream has waited for room
+        self._reading: list[Stream] = []  # what they want is on its way
+        self._lines: dict[int, deque[Stream]] = {}  # of each session, in the order of its requests
+        self._active: list[Stream] = []
+        self._ending: list[Stream] = []
+        self._of_tenant: dict[int, int] = {}  # how many streams keep records in memory
+        self._admitted = self._unadmitted = 0
+        self._looked_s = 0.0
         self._thread = threading.Thread(target=self._run, name="layers", daemon=True)
 
     def start(self) -> None:
@@ -271,19 +109,35 @@ class LayerStreams:
         self._thread.join()
 
     def begin(
-        self, session: Session, keys: Sequence[Address], layers: Sequence[int], limit: float, window_s: float
+        self, session: Session, names: Sequence[bytes], layers: Sequence[int], limit: float, window_s: float
     ) -> list[Part]:
         """Return the parts of a reply to a request for layers of records; with the node's lock held.
 
         Args:
             session: whose it is.
-            keys: of the records, qualified, in the order of the prefix.
+            names: of the records, in the order of the prefix.
             layers: numbers, in the order in which they are wanted.
             limit: bits a second at most; infinite for no limit.
             window_s: seconds that the client computes with each layer.
+
+        Raises:
+            CommandError: its tenant would hold more memory than it may.
+            BusyError: other tenants hold so much that there is no room yet.
         """
-        stream = _Stream(self._node, session, keys, layers, self._wake)
+        memory, size = self._node.memory, memory_of(names, len(layers))
+        used, used_max = memory.used_by(session.share), memory.share(session.share)
+        if used + size > used_max:
+            # To wait would not do: what waits is held as well, and what it waits for might be held by such as wait.
+            raise CommandError(
+                f"OOM this request takes {size} bytes of memory, and its tenant holds {used} of {used_max} "
+                "(clients_memory_bytes_max): ask for fewer keys or layers, or try again"
+            )
+        account = session.admit(size)
+        if account is None:
+            raise BusyError("no memory for a request for layers", Ticket())
+        stream = Stream(self._node, session, names, layers, account, self._wake)
         stream.limit, stream.window_s = limit, max(window_s, WINDOW_S_MIN)
+        stream.ends_s = time.monotonic() + self._node.config.layers_timeout_s
         self._node.counters.layer_streams += 1
         with self._changed:
             self._new.append(stream)
@@ -294,12 +148,12 @@ class LayerStreams:
     @property
     def active(self) -> int:
         """Requests that are being answered."""
-        return len(self._reading) + len(self._active) + len(self._ending)
+        return self._admitted
 
     @property
     def waiting(self) -> int:
         """Requests that wait for others to end."""
-        return len(self._new) + len(self._waiting)
+        return len(self._new) + self._unadmitted
 
     def _wake(self) -> None:
         with self._changed:
@@ -321,21 +175,29 @@ class LayerStreams:
                 if not self._has_changed and not self._stopped:
                     self._changed.wait(None if wait_s == inf else wait_s)
                 self._has_changed = False
-                self._waiting += self._new
-                self._new = []
+                new, self._new = self._new, []
                 if self._stopped:
                     break
+            for stream in new:
+                self._working.add(stream.tenant, stream.session.id, stream)
+                self._lines.setdefault(stream.session.id, deque()).append(stream)
+            self._unadmitted += len(new)
+            del new  # or they would be kept for as long as nothing happens
             try:
                 wait_s = self._step()
             except Exception:  # a bug of ours, and not in one stream's work: no client may be left waiting
                 self._fail_all()
                 wait_s = 0.0
-        streams = [*self._waiting, *self._reading, *self._active, *self._ending]
         with self._node.lock:
-            for stream in streams:
-                stream.release()
+            for stream in [*new, *self._alive()]:
+                if not stream.reads:  # what is on its way still ends in the stream, and the process ends soon
+                    stream.release()
 
-    def _does(self, stream: _Stream, work: Callable[[], None]) -> bool:
+    def _alive(self) -> list[Stream]:
+        """Return all streams but those that have come since the last step."""
+        return [*self._working, *self._waiting, *self._reading, *self._active, *self._ending]
+
+    def _does(self, stream: Stream, work: Callable[[], object]) -> bool:
         """Return whether some of a stream's work was done; a bug of ours costs this stream alone."""
         try:
             work()
@@ -343,7 +205,7 @@ class LayerStreams:
             self._fail([stream])
         return not stream.error
 
-    def _fail(self, streams: Sequence[_Stream]) -> None:
+    def _fail(self, streams: Sequence[Stream]) -> None:
         """Take note that streams cannot be gone on with, within the handling of an error."""
         _log.exception("layers_failed")
         for stream in streams:
@@ -352,111 +214,208 @@ class LayerStreams:
             self._node.counters.layer_streams_failed += len(streams)
 
     def _fail_all(self) -> None:
-        streams = [*self._waiting, *self._reading, *self._active]
+        streams = [stream for stream in self._alive() if not stream.is_ended]
         self._fail(streams)
-        self._waiting.clear()
-        self._reading, self._active = [], []
+        self._working, self._waiting = Turns(), Turns()
+        self._reading, self._active, self._lines = [], [], {}
         self._shaper.clear()
         for stream in streams:
-            self._let_go(stream, stream.error)
+            stream.flows = False
+            self._let_go(stream)
 
     def _step(self) -> float:
         """Do what can be done now; return the seconds until there may be more to do without anybody's word."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            self._look(now_s)
         self._end_some()
+        self._work_some()
         self._admit_some()
         for stream in [each for each in self._reading if not each.reads]:
             self._reading.remove(stream)
-            if stream.abandoned or not self._does(stream, stream.plan):
-                self._let_go(stream, stream.error)
+            if self._does(stream, stream.begin_plan) and not stream.abandoned:
+                self._working.add(stream.tenant, stream.session.id, stream)
+            else:
+                self._let_go(stream)
+        wait_s = self._send_some()
+        if self._working:
+            return 0.0
+        return min(wait_s, _LOOK_S) if self._admitted or self._unadmitted or self._ending else inf
+
+    # ---- Beginning
+
+    def _work_some(self) -> None:
+        """Go through some keys of a stream of each tenant."""
+        for tenant in self._working.tenants():
+            stream = self._working.first(tenant)
+            assert stream is not None
+            is_done = stream.is_over or not self._does(stream, stream.go_on) or stream.position == stream.keys
+            self._working.charge(tenant, 1, stream.session.weight, takes=is_done)
+            if not is_done:
                 continue
+            if stream.is_over:
+                self._let_go(stream)
+            elif stream.is_planned:
+                self._begin_flow(stream)
+            elif stream.is_reserved:
+                self._reading.append(stream)
+            else:
+                self._waiting.add(tenant, stream.session.id, stream)
+
+    def _admit_some(self) -> None:
+        """Begin those that wait, in turn, as far as there is room for what they keep."""
+        for tenant in self._waiting.tenants():
+            while (stream := self._waiting.first(tenant)) is not None:
+                if not (stream.is_over or self._reserve(stream)):
+                    break
+                self._waiting.charge(tenant, stream.sized_bytes, stream.session.weight)
+                if stream.is_over:
+                    self._let_go(stream)
+                else:
+                    self._working.add(tenant, stream.session.id, stream)
+
+    def _reserve(self, stream: Stream) -> bool:
+        """Return whether a stream waits no more: what it keeps is counted, or it has an error."""
+        tenant, lent = stream.tenant, self._node.lent
+        if self._of_tenant.get(tenant, 0) >= _OF_TENANT_MAX:
+            return False
+        size = stream.sized_bytes
+        with self._node.lock:
+            size_max = lent.share(stream.share)
+            if size > size_max:
+                text = f"OOM these records have {size} bytes, and at most {size_max} are sent at a time"
+                stream.error = encode_error(text + ": ask for fewer keys")
+                return True
+            room = self._rooms.get(tenant)
+            if room is None:
+                room = self._rooms[tenant] = _Room(lent, stream.share, self._wake)
+            if not room.admits(size):
+                return False
+            lent.pin(id(stream), size, stream.share)
+        stream.reserve()
+        self._of_tenant[tenant] = self._of_tenant.get(tenant, 0) + 1
+        self._admitted += 1
+        self._unadmitted -= 1
+        return True
+
+    # ---- Sending
+
+    def _begin_flow(self, stream: Stream) -> None:
+        """Begin to send a stream whose layers are known, unless it could not be sent in time."""
+        limiter = stream.session.limiter
+        rate = min(stream.limit, inf if limiter is None else 8 * limiter.bytes_per_s)
+        needs_s, left_s = sum(stream.bits) / rate, stream.ends_s - time.monotonic()
+        if needs_s > left_s:
+            self._close(stream, f"it takes {needs_s:.1f} s at {rate:.0f} bits a second, and {left_s:.1f} s are left")
+            self._let_go(stream)
+        elif self._does(stream, stream.begin_reply):
+            stream.is_active = True
             self._active.append(stream)
-            assert stream.flow is not None
-            self._shaper.enter(stream.flow, time.monotonic())
-        return self._send_some()
+            self._begin_next(stream.session.id)
+        else:
+            self._let_go(stream)
+
+    def _begin_next(self, session: int) -> None:
+        """Let the first of a session's streams that are not over have its part of the link, if it is known."""
+        line = self._lines.get(session)
+        while line and line[0].is_over:
+            line.popleft()
+        if not line:
+            self._lines.pop(session, None)
+        elif line[0].flow is not None and not line[0].flows:
+            line[0].flows = True
+            self._shaper.enter(line[0].flow, time.monotonic())
 
     def _send_some(self) -> float:
-        while True:
+        while self._active:
             now_s = time.monotonic()
-            throttled_s = inf
+            throttled: dict[RateLimiter, float] = {}
             by_flow = {}
             for stream in self._active:
-                assert stream.flow is not None
-                wait_s = self._throttled_s(stream, now_s)
-                throttled_s = min(throttled_s, wait_s or inf)
-                stream.flow.next_bits = 0 if wait_s else stream.next_bits()
-                by_flow[stream.flow] = stream
+                if stream.flows:
+                    assert stream.flow is not None
+                    wait_s = self._throttled_s(stream.session.limiter, now_s, throttled)
+                    stream.flow.next_bits = 0 if wait_s else stream.next_bits()
+                    by_flow[stream.flow] = stream
             ready = self._shaper.ready(now_s)
             for flow in ready:
                 self._shaper.spend(flow)
                 self._does(by_flow[flow], by_flow[flow].give)
-            for stream in [each for each in self._active if each.is_over]:
-                assert stream.flow is not None
+            over = [each for each in self._active if each.is_over]
+            for stream in over:
                 self._active.remove(stream)
-                self._shaper.leave(stream.flow)
-                self._let_go(stream, stream.error)
-            if not ready:
+                self._let_go(stream)
+            if not ready and not over:
+                throttled_s = min((wait_s for wait_s in throttled.values() if wait_s), default=inf)
                 return min(throttled_s, self._shaper.wait_s(now_s))
+        return inf
 
-    def _throttled_s(self, stream: _Stream, now_s: float) -> float:
-        """Return for how long the rates of a stream's tenant let nothing more be sent."""
-        limiter = stream.session.limiter
+    def _throttled_s(self, limiter: RateLimiter | None, now_s: float, known: dict[RateLimiter, float]) -> float:
+        """Return for how long the rates of a tenant let nothing more be sent."""
         if limiter is None:
             return 0.0
-        with self._node.lock:
-            return limiter.wait_s(now_s)
-
-    def _admit_some(self) -> None:
-        """Begin those that wait, in their order, as far as there is room for what they keep."""
-        while self._waiting:
-            stream = self._waiting[0]
-            if not stream.abandoned and not stream.bytes:
-                stream.bytes = self._size_of(stream)
-            bytes_max = self._node.lent.share(stream.session.share)
-            if stream.abandoned:
-                self._let_go(stream, b"")
-            elif stream.bytes > bytes_max:
-                text = f"OOM these records have {stream.bytes} bytes, and at most {bytes_max} are sent at a time"
-                self._let_go(stream, encode_error(text + ": ask for fewer keys"))
-            elif self._reserved_bytes and self._reserved_bytes + stream.bytes > bytes_max:
-                return
-            else:
-                self._reserve(stream)
-                stream.bytes = 0
-                if self._does(stream, stream.gather):
-                    self._reading.append(stream)
-                else:
-                    self._let_go(stream, stream.error)
-            self._waiting.popleft()
-
-    def _size_of(self, stream: _Stream) -> int:
-        size = 0
-        for begin in range(0, len(stream.keys), ENTRIES_PER_HOLD):
+        if limiter not in known:
             with self._node.lock:
-                for key in stream.keys[begin : begin + ENTRIES_PER_HOLD]:
-                    item = self._node.store.peek(key)
-                    size += 0 if item is None else item.length
-        return size
+                known[limiter] = limiter.wait_s(now_s)
+        return known[limiter]
 
-    def _reserve(self, stream: _Stream) -> None:
-        self._reserved_bytes += stream.bytes
-        stream.reserved_bytes = stream.bytes
+    # ---- The end
+
+    def _look(self, now_s: float) -> None:
+        """Close streams that are late, or whose clients take too little; let go of those that nobody waits for."""
+        least = self._node.config.layers_bits_per_s_min
+        for stream in self._alive():
+            if not stream.cut_s:
+                if now_s > stream.ends_s:
+                    self._close(stream, f"it has taken longer than {self._node.config.layers_timeout_s:g} s")
+                elif (pace := stream.pace(now_s, _PACED_S)) < least:
+                    self._close(stream, f"its client takes {pace:.0f} bits a second, and {least:.0f} are the least")
+            if stream.is_over and not stream.is_active:
+                if stream in self._reading:
+                    self._reading.remove(stream)
+                self._let_go(stream)  # where it waits, it is passed over when its turn comes
+
+    def _close(self, stream: Stream, why: str) -> None:
+        """Give a stream up: what is not given yet is answered with an error, and soon its connection is cut."""
+        stream.error = encode_error(f"TIMEOUT KV.LAYERS is given up: {why}")
+        stream.cut_s = time.monotonic() + _LAST_WORDS_S
         with self._node.lock:
-            self._node.lent.pin(id(stream), stream.bytes, stream.session.share)
+            self._node.counters.layer_streams_closed += 1
+            self._node.tell("layers_closed", stream.session.address, why)
 
-    def _let_go(self, stream: _Stream, reply: bytes) -> None:
-        """End a stream once what it has given is sent."""
-        stream.end(reply)
+    def _let_go(self, stream: Stream) -> None:
+        """End a stream once what it has given is sent; one that has ended is let be."""
+        if stream.is_ended:
+            return
+        if stream.flows:
+            stream.flows = False
+            assert stream.flow is not None
+            self._shaper.leave(stream.flow)
+        stream.end()
         self._ending.append(stream)
+        self._begin_next(stream.session.id)
 
     def _end_some(self) -> None:
         """Release what those that have ended kept."""
+        now_s = time.monotonic()
         ended = [stream for stream in self._ending if stream.sent == len(stream.parts) and not stream.reads]
+        for stream in self._ending:
+            if stream.cut_s and now_s > stream.cut_s and stream.sent < len(stream.parts):
+                stream.session.cut()
         if not ended:
             return
         self._ending = [stream for stream in self._ending if stream not in ended]
         for stream in ended:
             with self._node.lock:
                 stream.release()
-                if stream.reserved_bytes:
+                if stream.is_reserved:
                     self._node.lent.unpin(id(stream))
-            self._reserved_bytes -= stream.reserved_bytes
+            if not stream.is_reserved:
+                self._unadmitted -= 1
+                continue
+            self._admitted -= 1
+            self._of_tenant[stream.tenant] -= 1
+            if not self._of_tenant[stream.tenant]:
+                del self._of_tenant[stream.tenant]
+                self._rooms.pop(stream.tenant, None)

@@ -9,11 +9,9 @@ import os
 import secrets
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.incidents import Incidents
@@ -45,7 +43,6 @@ __all__ = [
     "Ready",
     "Reply",
     "Streams",
-    "Strip",
 ]
 
 _log = logging.getLogger(__name__)
@@ -57,6 +54,9 @@ of its own in the gathering write costs about as much as copying 16 KiB."""
 _PIECE_BYTES: Final = 64 << 10
 """Of many values, at a time: about a quarter of a millisecond."""
 
+_RESERVED_PLACES: Final = 8
+"""One in so many places is for tenants that have no more than their part of these."""
+
 T = TypeVar("T")
 
 
@@ -65,9 +65,15 @@ class CommandError(ShadowServeError):
 
 
 class Outgoing:
-    """A part of a stored value in a reply: sent from where it is; its item is held, or its lease kept, till then."""
+    """A part of a stored value in a reply: sent from where it is; its item is held, or its lease kept, till then.
+
+    Attributes:
+        is_layer: it is one of a reply to KV.LAYERS.
+    """
 
     __slots__ = ("source", "view")
+
+    is_layer: ClassVar[bool] = False
 
     def __init__(self, view: memoryview, source: Item | Lease) -> None:
         self.view = view
@@ -105,45 +111,6 @@ class Outgoing:
             self.source.release()
 
 
-class Strip(Outgoing):
-    """Parts of several stored values, one behind the other; whoever made it keeps them until it is released."""
-
-    __slots__ = ("_ends", "_kept", "_kept_bytes", "_released", "_views")
-
-    def __init__(
-        self, views: "Sequence[bytes | memoryview]", kept: object, kept_bytes: int, released: Callable[[], None]
-    ) -> None:
-        """Make one of ``views``; ``kept``, of ``kept_bytes``, is what is pinned, and ``released`` is called once."""
-        self._views = views
-        self._ends = list(accumulate(map(len, views)))
-        self._kept, self._kept_bytes, self._released = kept, kept_bytes, released
-
-    @property
-    def size(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def rest(self, offset: int, count: int) -> "list[bytes | memoryview]":
-        first = bisect_right(self._ends, offset)
-        found = list(self._views[first : first + count])
-        if found and (inside := offset - (self._ends[first - 1] if first else 0)):
-            found[0] = memoryview(found[0])[inside:]
-        return found
-
-    @property
-    def pinned(self) -> int:
-        return id(self._kept)
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self._kept_bytes
-
-    def hold(self, store: Pool) -> None:
-        """Do nothing: its maker holds what it is of."""
-
-    def release(self, store: Pool) -> None:
-        self._released()
-
-
 Ready: TypeAlias = bytes | Outgoing
 
 
@@ -154,6 +121,7 @@ class Pending:
     it does not want it any more. What it resolves to is held.
 
     Attributes:
+        is_lent: a connection counts what it expects as lent; else whoever makes it has counted that.
         expects: about how many bytes it will be.
         failed: set before resolve(): what it resolves to is an error.
         lost: set before resolve(): a value that had been counted as a hit could not be read.
@@ -161,6 +129,8 @@ class Pending:
     """
 
     __slots__ = ("_abandoned", "_lock", "_node", "_notify", "expects", "failed", "lost", "parts")
+
+    is_lent: ClassVar[bool] = True
 
     def __init__(self, node: "Node", expects: int) -> None:
         self._node = node
@@ -267,7 +237,7 @@ class Streams(Protocol):
         ...
 
     def begin(
-        self, session: Session, keys: Sequence[Address], layers: Sequence[int], limit: float, window_s: float
+        self, session: Session, names: Sequence[bytes], layers: Sequence[int], limit: float, window_s: float
     ) -> list[Part]:
         """Return the parts of the reply; see :meth:`storage_kv.layers.LayerStreams.begin`."""
 
@@ -296,6 +266,7 @@ class Counters:
     meta_keys: int = 0
     layer_streams: int = 0
     layer_streams_failed: int = 0
+    layer_streams_closed: int = 0
     layers_sent: int = 0
     layer_bytes_sent: int = 0
     stalled_clients: int = 0
@@ -363,9 +334,9 @@ class Node:
     _tenants: dict[str, TenantLimits] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.memory = Bound(lambda: self.config.clients_memory_bytes, self.has_tenants, is_ours=True)
-        self.lent = Bound(lambda: self.config.lent_bytes_max, self.has_tenants, is_ours=False)
-        self.announcements = Announcements(self.has_tenants)
+        self.memory = Bound(lambda: self.config.clients_memory_bytes, self.count_tenants, is_ours=True)
+        self.lent = Bound(lambda: self.config.lent_bytes_max, self.count_tenants, is_ours=False)
+        self.announcements = Announcements(self.count_tenants)
         now_s = time.monotonic()
         self.limiters = {name: RateLimiter(limits, now_s) for name, limits in self.config.tenants.items()}
         self._tenants = self.config.tenants
@@ -415,16 +386,22 @@ class Node:
         first = next((user.tenant for user in users if user.enabled), "")
         return any(user.enabled and user.tenant != first for user in users)
 
+    def count_tenants(self) -> int:
+        """Return among how many tenants what is shared is to be shared: those with clients, and one more to come."""
+        return max(2, len(self.places.by_tenant) + 1) if self.has_tenants() else 1
+
     def has_place(self, tenant: str) -> bool:
         """Return whether one more client of a tenant may connect."""
-        limits = self.config.tenants.get(tenant)
+        limits, places, all_places = self.config.tenants.get(tenant), self.places, self.config.connections_max
+        taken = places.by_tenant.get(tenant, 0)
         most = None if limits is None else limits.connections_max
-        if most is None:
-            most = self.config.connections_max
-            if 2 * self.places.by_tenant.get(tenant, 0) < most:
-                return True
-            most = -(-most // 2) if self.has_tenants() else most
-        return self.places.by_tenant.get(tenant, 0) < most
+        if most is not None:
+            return taken < most
+        reserved = all_places // _RESERVED_PLACES
+        is_modest = taken * self.count_tenants() < reserved
+        if places.authenticated >= all_places - reserved and not is_modest and self.has_tenants():
+            return False
+        return 2 * taken < all_places or (taken < all_places and not self.has_tenants())
 
     def begin(self, session: Session) -> None:
         """Make a session that of the default user, let in if that one needs no password."""
@@ -441,12 +418,16 @@ class Node:
 
     def _bind_tenant(self, session: Session) -> None:
         name = session.user.tenant
+        if self.streams is not None:
+            self.streams.others.leave(session)
         session.tenant = self.store.tenant(name) if name else DEFAULT_TENANT
         self.places.enter(session)
         self.limit(session)
 
     def limit(self, session: Session) -> None:
-        """Hold a session to the present rates of its tenant."""
+        """Hold a session to the present rates and weight of its tenant."""
+        limits = self.config.tenants.get(session.user.tenant)
+        session.weight = 1.0 if limits is None else limits.weight
         limiter = self.limiters.get(session.user.tenant)
         session.limiter = limiter if limiter is not None and limiter.limits else None
 
@@ -470,6 +451,10 @@ class Node:
         """Take note that something was denied to a session, for ACL LOG."""
         context = "toplevel" if session.transaction is None and not session.executing else "multi"
         self.users.denials.add(Denial(reason, object, session.user.name, client, context))
+
+    def open_sessions(self) -> list[Session]:
+        """Return the sessions that are not being ended: one that was killed is gone for all to see, as in Redis."""
+        return [session for session in self.sessions.values() if not session.closing]
 
     def end_sessions(self, users: Collection[User]) -> None:
         """End the sessions of users, once what they have been answered is sent; from now on they execute nothing."""

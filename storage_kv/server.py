@@ -16,7 +16,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from shadowserve.addresses import is_loopback, join_address
@@ -39,6 +38,7 @@ from storage_kv.clients.certificates import Certificates
 from storage_kv.clients.connection import Connection
 from storage_kv.clients.io_threads import IoThread, threads_for
 from storage_kv.clients.transport import PlainTransport, TlsTransport, Transport
+from storage_kv.clients.workers import Workers
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
 from storage_kv.layers import LayerStreams
@@ -58,7 +58,7 @@ _BREATH_S: Final = 0.001  # between two parts of long work, so that who waits fo
 _REFUSED_LINGER_S: Final = 0.5
 _REFUSED_LINGERING_MAX: Final = 128
 _KEEPALIVE_S: Final = 300  # as Redis: finds clients whose machine has vanished
-_DESCRIPTORS_RESERVED: Final = 128
+_DESCRIPTORS_RESERVED: Final = 320  # of devices, probes, and what else is open
 _LEAVING_MAX: Final = 64  # connections that make way for others, at one time
 
 _LOOPBACK_SEND_BYTES: Final = 512 << 10
@@ -107,7 +107,7 @@ class StorageServer:
         self.node = Node(Reconfiguration(config, load), users, store, wall_clock_ms, audit=audit)
         self.operations = Operations(self.node)
         self.node.reconfiguration.follow("connections_max", self._follow_connections_max)
-        self.workers = ThreadPoolExecutor(config.verify_threads, thread_name_prefix="verify")
+        self.workers = Workers(config.verify_threads)
         self.addresses: list[tuple[str, int]] = []
         self._io_threads: list[IoThread] = []
         self._connections_max = config.connections_max
@@ -414,7 +414,7 @@ class StorageServer:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
         await self._loop.run_in_executor(None, self.operations.close)
-        self.workers.shutdown(wait=True, cancel_futures=True)
+        self.workers.stop()
         threads, self._io_threads = self._io_threads, []  # a second signal finds none to hurry
         for thread in threads:
             thread.stop()

@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 
 from shadowserve.pool.terms import DEFAULT_TENANT, Address
 from storage_kv.access.limits import RateLimiter
-from storage_kv.access.memory import STRANGERS
+from storage_kv.access.memory import STRANGERS, Account
 from storage_kv.access.rules import User
 
 __all__ = ["Argument", "Session", "Transaction"]
@@ -53,9 +53,12 @@ class Session:
         replies: False after CLIENT REPLY OFF.
         finish: ends its connection, soon, once what it has been answered is sent; from any thread.
         cut: ends its connection, soon, as it is; from any thread.
+        admit: counts so many bytes that a request holds for longer than its command is executed, in an account of
+            their own; None where there is no room, and its connection hears when there may be. With the node's lock.
         user: whose rules hold for it; of a connection that has not authenticated, the default user.
         tenant: id of the tenant whose keys it sees; nothing that the client sends can change it but AUTH.
         limiter: of its tenant; None for no limits.
+        weight: of its tenant, where several share something.
         pause_until_s: nothing more is read or executed before, by ``time.monotonic()``; 0.0 for no pause.
         pause_holds_replies: and what has been answered is not sent before.
         skip: commands whose replies are still to be dropped, CLIENT REPLY SKIP itself included.
@@ -70,6 +73,7 @@ class Session:
 
     __slots__ = (
         "address",
+        "admit",
         "authenticated",
         "closing",
         "created_s",
@@ -100,6 +104,7 @@ class Session:
         "user",
         "watch_failed",
         "watched",
+        "weight",
     )
 
     def __init__(
@@ -121,11 +126,13 @@ class Session:
         self.library_version = b""
         self.finish: Callable[[], None] = lambda: None
         self.cut: Callable[[], None] = lambda: None
+        self.admit: Callable[[int], Account | None] = lambda size: None
         self.pause_until_s = 0.0
         self.pause_holds_replies = False
         self.user = _ANYTHING if authenticated else _NOTHING
         self.authenticated = authenticated
         self.limiter: RateLimiter | None = None
+        self.weight = 1.0
         self.executing: deque[list[Argument]] = deque()
         self.executing_bytes = 0
         self.place: str | None = None

@@ -5,6 +5,7 @@ wait until the debt is earned back. Nothing is queued here: the client's connect
 buffers fill and it waits. A tenant's clients share its buckets.
 """
 
+from math import inf
 from typing import Final
 
 from storage_kv.config import TenantLimits
@@ -20,12 +21,13 @@ class RateLimiter:
 
     Attributes:
         limits: whether there are any.
+        bytes_per_s: what its clients may move together; infinite for no limit.
         commands: that were charged.
         moved_bytes: that were charged, received and sent.
         throttled: how often a client had to wait.
     """
 
-    __slots__ = ("_buckets", "_filled_s", "commands", "limits", "moved_bytes", "throttled")
+    __slots__ = ("_buckets", "_filled_s", "bytes_per_s", "commands", "limits", "moved_bytes", "throttled")
 
     def __init__(self, limits: TenantLimits, now_s: float) -> None:
         """Make full buckets.
@@ -37,6 +39,7 @@ class RateLimiter:
         rates = (limits.commands_per_s, limits.bytes_per_s)
         self._buckets = [[float(rate), rate * _BURST_S] if rate else None for rate in rates]
         self._filled_s = now_s
+        self.bytes_per_s = float(limits.bytes_per_s or inf)
         self.limits = any(self._buckets)
         self.commands = self.moved_bytes = self.throttled = 0
 

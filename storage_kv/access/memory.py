@@ -9,7 +9,8 @@ small is counted as soon as it is there; where that is too much, the client that
 that holds most, as Redis' ``maxmemory-clients`` does. Where somebody waits, those are closed who would not be done
 within ``stall_timeout_s`` at the pace that they have kept: who dribbles keeps nobody waiting.
 
-A tenant has no more than half where there are several, and strangers, who have yet to authenticate, a sixteenth.
+A tenant has no more than half where there are several, and strangers, who have yet to authenticate, a sixteenth. The
+last eighth is for tenants that hold no more than their part of it, so that two with half each keep no third waiting.
 """
 
 from collections import deque
@@ -23,6 +24,7 @@ STRANGERS: Final = -1
 
 _STRANGERS_SHARE: Final = 16
 _TENANT_SHARE: Final = 2
+_RESERVED_SHARE: Final = 8
 _PACED_SHARE: Final = 6
 """Of the patience, for which a client is looked at until its pace is known; and a second at least."""
 
@@ -74,6 +76,10 @@ class Account:
         """Count so much more, if there is room; else its client is told when to try again."""
         return self.bound.admit(self, more)
 
+    def pass_on(self, other: "Account", size: int) -> None:
+        """Have another account of the same bound and tenant hold some of what this one does."""
+        self.bound.pass_on(self, other, size)
+
     def move(self, tenant: int) -> None:
         """Make what it holds, and will hold, another tenant's."""
         held = self.held
@@ -99,16 +105,16 @@ class Bound:
         waiting: accounts that wait for room.
     """
 
-    def __init__(self, bytes_max: Callable[[], int], has_tenants: Callable[[], bool], *, is_ours: bool) -> None:
+    def __init__(self, bytes_max: Callable[[], int], tenants: Callable[[], int], *, is_ours: bool) -> None:
         """Nothing is held of it yet.
 
         Args:
             bytes_max: the bound, which may change.
-            has_tenants: whether there is more than one tenant.
+            tenants: how many tenants share it; 1 where there is only one.
             is_ours: what is beyond the bound must go at once; else it is waited until it does.
         """
         self._bytes_max = bytes_max
-        self._has_tenants = has_tenants
+        self._tenants = tenants
         self._is_ours = is_ours
         self._by_tenant: dict[int, int] = {}
         self._holders: set[Account] = set()
@@ -127,7 +133,11 @@ class Bound:
         bytes_max = self._bytes_max()
         if tenant == STRANGERS:
             return bytes_max // _STRANGERS_SHARE
-        return bytes_max // _TENANT_SHARE if self._has_tenants() else bytes_max
+        return bytes_max // _TENANT_SHARE if self._tenants() > 1 else bytes_max
+
+    def used_by(self, tenant: int) -> int:
+        """Return how much one tenant holds."""
+        return self._by_tenant.get(tenant, 0)
 
     def has_room(self, tenant: int, more: int) -> bool:
         """Return whether a tenant may hold so much more. Alone, anything may be held that fits the whole."""
@@ -135,7 +145,12 @@ class Bound:
         if self.used + more <= bytes_max // _STRANGERS_SHARE:  # most often
             return True
         held = self._by_tenant.get(tenant, 0)
-        return self.used + more <= bytes_max and (not held or held + more <= self.share(tenant))
+        if held and held + more > self.share(tenant):
+            return False
+        tenants = self._tenants()
+        if tenants > 1 and self.used and held + more > bytes_max // _RESERVED_SHARE // tenants:
+            bytes_max -= bytes_max // _RESERVED_SHARE
+        return self.used + more <= bytes_max
 
     def _admits(self, tenant: int, more: int, promised: int = 0) -> bool:
         """Return whether somebody may hold so much more beside what others have been promised.
@@ -169,6 +184,15 @@ class Bound:
             self._use(account.tenant, more)
             if more > 0 and not self.has_room(account.tenant, 0):
                 self._relieve(account.tenant)
+
+    def pass_on(self, giver: Account, taker: Account, size: int) -> None:
+        """Have one account hold some of what another one does; see :meth:`Account.pass_on`."""
+        giver.held -= size
+        taker.held += size
+        self._holders.add(taker)
+        if not giver.held:
+            self._holders.discard(giver)
+            giver.ticks = 0
 
     def _use(self, tenant: int, more: int) -> None:
         self.used += more

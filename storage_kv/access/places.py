@@ -2,7 +2,8 @@
 
 Strangers hold only a share of the places. When it is full, or all places are taken, the oldest stranger goes, of the
 address that has most: who means well authenticates within a round trip, and whoever fills the share from one address
-pushes out only its own. A tenant has half of the places where there are several, unless it is configured to have more.
+pushes out only its own. A tenant has half of the places where there are several, unless it is configured to have more,
+and the last eighth is for tenants that have no more than their part of it.
 """
 
 from storage_kv.access.attempts import caller_of
@@ -16,11 +17,13 @@ class Places:
 
     Attributes:
         strangers: sessions that have not authenticated, those that are being ended not included.
-        by_tenant: how many sessions have authenticated, by their tenant's name.
+        authenticated: how many sessions have authenticated.
+        by_tenant: how many these are, by their tenant's name.
     """
 
     def __init__(self) -> None:
         self.strangers = 0
+        self.authenticated = 0
         self.by_tenant: dict[str, int] = {}
         self._by_caller: dict[str, dict[int, Session]] = {}  # strangers, the oldest first
 
@@ -30,6 +33,7 @@ class Places:
         if session.authenticated:
             session.place = tenant = session.user.tenant
             self.by_tenant[tenant] = self.by_tenant.get(tenant, 0) + 1
+            self.authenticated += 1
         else:
             self._by_caller.setdefault(caller_of(session.address), {})[session.id] = session
             self.strangers += 1
@@ -39,6 +43,7 @@ class Places:
         if session.place is not None:
             tenant, session.place = session.place, None
             self.by_tenant[tenant] -= 1
+            self.authenticated -= 1
             if not self.by_tenant[tenant]:
                 del self.by_tenant[tenant]
             return

@@ -1,8 +1,8 @@
 """What a connection needs of the server that accepted it."""
 
-from concurrent.futures import Executor
 from typing import Protocol
 
+from storage_kv.clients.workers import Workers
 from storage_kv.node import Node
 from storage_kv.session import Session
 
@@ -17,7 +17,7 @@ class Acceptor(Protocol):
         """The node that it serves."""
 
     @property
-    def workers(self) -> Executor:
+    def workers(self) -> Workers:
         """Threads for work that is too long for the event loop."""
 
     def forget(self, session: Session) -> None:

@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from math import inf
 from typing import Any, Final
 
 from shadowserve.errors import ForeignProtocolError, ProtocolError
@@ -39,7 +40,7 @@ from storage_kv.access.limits import RateLimiter
 from storage_kv.clients.acceptor import Acceptor
 from storage_kv.clients.event_loop import READ, WRITE, EventLoop
 from storage_kv.clients.holdings import UNCOUNTED_BYTES, Holdings
-from storage_kv.clients.intake import Intake
+from storage_kv.clients.intake import Event, Intake
 from storage_kv.clients.replies import Replies
 from storage_kv.clients.requests import limits_of
 from storage_kv.clients.signal import Signal
@@ -85,6 +86,7 @@ class Connection(Watched):
         "_holdings",
         "_holds_replies",
         "_intake",
+        "_kept_bytes",
         "_last_progress_s",
         "_more",
         "_moved_bytes",
@@ -109,11 +111,11 @@ class Connection(Watched):
         self._acceptor = acceptor
         self._node = acceptor.node
         self._store = acceptor.node.store
-        super().__init__(transport.socket, loop)
+        super().__init__(transport.socket, loop, loop.enter(session.share))
         self._transport, self.session = transport, session
         self._reader = CommandReader(limits_of(acceptor.node, session))
-        self._signal = Signal(loop, self._on_signal)
-        self._room = Signal(loop, self._on_room)
+        self._signal = Signal(loop, self._lane, self._on_signal)
+        self._room = Signal(loop, self._lane, self._on_room)
         self._replies = Replies(acceptor.node, session, self._signal.send)
         self._holdings = Holdings(acceptor.node, session, self)
         self._intake = Intake(acceptor.node, session, self._reader, self._holdings, self._room.send)
@@ -126,6 +128,7 @@ class Connection(Watched):
         self._blocked_since_s = 0.0  # without having got on since
         self._retry: Callable[[], Reply] | None = None  # a command for which there was no room
         self._rest: Callable[[], Reply] | None = None  # what follows of a reply that has begun
+        self._kept_bytes = 0  # of the arguments of the command that one of them goes on with
         self._name: Argument = b""  # of the command that was executed last, or is being
         self._partly = False  # a part of that reply is on its way
         self._scheduled = False  # the next turn will come without any event
@@ -136,6 +139,7 @@ class Connection(Watched):
         self._last_progress_s = time.monotonic()
         session.finish = self._finish_soon
         session.cut = self._cut_soon
+        session.admit = self._holdings.admit_apart
         if session.closing:  # since it was accepted, there was another use for its place
             self._cut_soon()
         self._update_interest()
@@ -178,7 +182,7 @@ class Connection(Watched):
         # clients that have sent something are served first.
         if not self._ends_turn:
             self._ends_turn = True
-            self._loop.call_soon(self._end_turn)
+            self._loop.call_soon(self._end_turn, self._lane)
 
     # ---- Turns
 
@@ -190,7 +194,7 @@ class Connection(Watched):
         """Read and execute nothing for a while: the client's own buffers fill, and it waits."""
         session, self._paused = self.session, True
         self._holds_replies = session.pause_holds_replies
-        self._loop.call_at(session.pause_until_s, lambda: self._guarded(self._end_pause))
+        self._loop.call_at(session.pause_until_s, lambda: self._guarded(self._end_pause), self._lane)
         session.pause_until_s, session.pause_holds_replies = 0.0, False
 
     def _end_pause(self) -> None:
@@ -212,22 +216,29 @@ class Connection(Watched):
         if not self._paused:
             session = self.session
             with self._node.lock:
-                if session.limiter is None:
+                if self._is_beyond_link():
+                    self._more = True
+                    self._account()
+                elif session.limiter is None:
                     self._execute_some()
                 else:
                     self._execute_within(session.limiter)
-                self._stay_within_link()
             if session.pause_until_s:
                 self._pause()
+            if session.share != self._lane.tenant:  # it has authenticated
+                self._lane = self._loop.move(self._descriptor, self._lane, session.share)
+                self._signal.lane = self._room.lane = self._lane
 
-    def _stay_within_link(self) -> None:
-        """Execute nothing more for a while if replies that are no layers have had more of the link than is theirs."""
+    def _is_beyond_link(self) -> bool:
+        """Return whether this client was sent more, in replies that are no layers, than is its part; then it waits."""
         streams = self._node.streams
-        if streams is None or not self._more:
-            return
+        if streams is None or streams.others.rate == inf:
+            return False
         now_s = time.monotonic()
-        if wait_s := streams.others.wait_s(self.session.id, now_s):
+        wait_s = streams.others.wait_s(self.session, now_s)
+        if wait_s:
             self.session.pause_until_s = max(self.session.pause_until_s, now_s + wait_s)
+        return wait_s > 0.0
 
     def _execute_within(self, limiter: RateLimiter) -> None:
         """Execute and charge the tenant for it; beyond its rates, its clients first wait until they have earned it."""
@@ -269,7 +280,7 @@ class Connection(Watched):
             if isinstance(reply, bytes) and session.replies and not session.skip:  # most often
                 small.append(reply)
                 small_bytes += len(reply)
-                self._rest, self._partly = None, False
+                self._rest, self._partly, self._kept_bytes = None, False, 0
                 if self._intake.bytes or self._intake.refusal:
                     self._intake.let_go()
                 continue
@@ -307,7 +318,7 @@ class Connection(Watched):
                     part.abandon()
         if not isinstance(reply, More):
             session.skip = max(session.skip - 1, 0)
-            self._rest, self._partly = None, False
+            self._rest, self._partly, self._kept_bytes = None, False, 0
             self._intake.let_go()
             return len(parts)
         self._partly = self._partly or bool(parts)
@@ -322,7 +333,7 @@ class Connection(Watched):
         """Say what this client makes the node hold; with the node's lock held."""
         replies = self._replies
         held = self._intake.bytes + self._reader.held_bytes + replies.out_bytes + replies.waiting_bytes
-        held += self.session.queued_bytes
+        held += self.session.queued_bytes + self._kept_bytes
         self._holdings.settle(held - replies.lent_bytes, replies.lent_bytes)
 
     @property
@@ -336,7 +347,7 @@ class Connection(Watched):
         Last words to a client that is given up are added to ``small``.
         """
         session, was_authenticated = self.session, self.session.authenticated
-        step = self._rest or self._retry
+        step, command = self._rest or self._retry, None
         try:
             if step is None:
                 command = session.executing.popleft() if session.executing else self._intake.next_command()
@@ -356,22 +367,35 @@ class Connection(Watched):
                 self._blocked_since_s, self._name = 0.0, command[0]
                 step = partial(execute, self._node, session, command)
             if self._node.lent.is_tight and not self._may_lend():
-                self._retry = None if self._rest else step
+                self._keep(step, command)
                 self._block(None)
                 return None
             self._node.store.client = session.id
             reply = step()
+            if isinstance(reply, More) and isinstance(command, list):
+                self._weigh(command)
         except (ProtocolError, MemoryError) as error:
             self._give_up(error, small)
             return None
         except BusyError as error:
-            self._retry = None if self._rest else step
+            assert step is not None
+            self._keep(step, command)
             self._block(error)
             return None
         self._retry, self._blocked_since_s = None, 0.0
         if session.authenticated is not was_authenticated:
             self._reader.limits = limits_of(self._node, session)
         return reply
+
+    def _keep(self, step: Callable[[], Reply], command: Event | None) -> None:
+        """Take note of what is to be tried again; what follows of a reply is known already."""
+        self._retry = None if self._rest else step
+        if isinstance(command, list):
+            self._weigh(command)
+
+    def _weigh(self, command: list[Argument]) -> None:
+        """Count the arguments of a command that goes on later, but for the large ones, which are counted already."""
+        self._kept_bytes = max(0, sum(map(len, command)) - self._intake.bytes) + 64 * len(command)
 
     def _may_lend(self) -> bool:
         """Return whether the command may send stored values now, or sends none; else we hear when to try again."""
@@ -421,7 +445,7 @@ class Connection(Watched):
             if self._intake.waits:
                 self._intake.refuse(error)
             elif self._partly:
-                self._loop.call_soon(self.abort)
+                self._loop.call_soon(self.abort, self._lane)
             else:
                 self._retry = None
                 self._node.counters.errors += 1
@@ -441,7 +465,7 @@ class Connection(Watched):
             # Who asked is told nothing, and what is unsent of its commands' replies goes.
             node.counters.http_refused += 1
             last.clear()
-            self._loop.call_soon(self.abort)
+            self._loop.call_soon(self.abort, self._lane)
             return
         last.append(encode_error(f"{'ERR' if isinstance(error, ProtocolError) else 'OOM'} {error}"))
 
@@ -450,9 +474,9 @@ class Connection(Watched):
         self._working = True
 
         def done(future: "Future[Any]") -> None:
-            self._loop.call_threadsafe(lambda: self._guarded(lambda: self._end_work(more, future)))
+            self._loop.call_threadsafe(lambda: self._guarded(lambda: self._end_work(more, future)), self._lane)
 
-        self._acceptor.workers.submit(more.work).add_done_callback(done)
+        self._acceptor.workers.submit(self.session, more.work).add_done_callback(done)
 
     def _end_work(self, more: More, future: "Future[Any]") -> None:
         self._working = False
@@ -507,7 +531,7 @@ class Connection(Watched):
                     self.session.limiter.charge(0, sent_bytes)
                 others_bytes = sent_bytes - (replies.layer_bytes - layer_bytes)
                 if others_bytes and self._node.streams is not None:
-                    self._node.streams.others.charge(self.session.id, others_bytes)
+                    self._node.streams.others.charge(self.session, others_bytes, self._last_progress_s)
                 for part in sent_parts:
                     self._node.lent.unpin(part.pinned)
                     part.release(self._store)
@@ -547,7 +571,7 @@ class Connection(Watched):
         if self._more:
             if not self._scheduled and self._may_execute():
                 self._scheduled = True
-                self._loop.call_soon(self._take_turn)
+                self._loop.call_soon(self._take_turn, self._lane)
         elif self._interest == READ and not (replies.out or self._working or self._paused or session.closing):
             return  # most often: it waits for what it waits for
         self._update_interest()
@@ -604,10 +628,10 @@ class Connection(Watched):
         self._after_step()
 
     def _finish_soon(self) -> None:
-        self._loop.call_threadsafe(lambda: self._guarded(self.finish))
+        self._loop.call_threadsafe(lambda: self._guarded(self.finish), self._lane)
 
     def _cut_soon(self) -> None:
-        self._loop.call_threadsafe(lambda: self._guarded(self.abort))
+        self._loop.call_threadsafe(lambda: self._guarded(self.abort), self._lane)
 
     def abort(self) -> None:
         """End at once, whatever is under way."""
@@ -621,6 +645,8 @@ class Connection(Watched):
             self._node.counters.input_bytes += self._received_bytes
             self._node.unwatch(self.session)
             self._node.announcements.leave(self.session.id)
+            if self._node.streams is not None:
+                self._node.streams.others.leave(self.session)
             self._replies.drop()
             if not self._working:  # else its end does
                 self._intake.let_go()
@@ -628,6 +654,7 @@ class Connection(Watched):
         self._retry = self._rest = None
         # They led back here: nothing but a full collection would have freed the two.
         self.session.finish = self.session.cut = lambda: None
+        self.session.admit = lambda size: None
         self._acceptor.forget(self.session)
 
     def check_time(self, now_s: float) -> None:

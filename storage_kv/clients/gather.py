@@ -18,7 +18,10 @@ def gather(waiting: Iterable[bytes | Outgoing], offset: int) -> list[bytes | mem
         if isinstance(part, bytes):
             parts.append(memoryview(part)[offset:] if offset else part)
         else:
-            parts += part.rest(offset, _GATHER_PARTS_MAX - len(parts))
+            rest = part.rest(offset, _GATHER_PARTS_MAX - len(parts))
+            parts += rest
+            if part.is_layer and sum(map(len, rest)) < part.size - offset:
+                break
         offset = 0
         if len(parts) >= _GATHER_PARTS_MAX:
             break

@@ -45,6 +45,18 @@ class Holdings:
         self.counted = True
         return self.memory.admit(size)
 
+    def admit_apart(self, size: int) -> Account | None:
+        """Count what a request holds for longer than its command is executed, in an account of its own.
+
+        Returns None where there is no room; then the client is told when to try again.
+        """
+        if not self.admit(size):
+            return None
+        assert self.memory.client is not None, "nobody asks of a closed connection"
+        account = Account(self.memory.bound, self.memory.client, self._session.share)
+        self.memory.pass_on(account, size)
+        return account
+
     def _follow(self) -> None:
         share = self._session.share
         if self.memory.tenant != share:

@@ -13,13 +13,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
 from typing import Final
 
 from storage_kv.clients.connection import Connection
 from storage_kv.clients.event_loop import EventLoop
 from storage_kv.clients.secure_connection import SecureConnection
 from storage_kv.clients.transport import Transport
+from storage_kv.clients.workers import Workers
 from storage_kv.node import Node
 from storage_kv.session import Session
 
@@ -42,7 +42,7 @@ class IoThread:
         clients: connections given to it that have not ended; read and changed with the node's lock held.
     """
 
-    def __init__(self, number: int, node: Node, workers: Executor, on_forgotten: Callable[[], None]) -> None:
+    def __init__(self, number: int, node: Node, workers: Workers, on_forgotten: Callable[[], None]) -> None:
         """Start thread ``number``; ``stop()`` ends it.
 
         Args:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from storage_kv.clients.gather import gather
 from storage_kv.clients.transport import Transport
-from storage_kv.node import Node, Outgoing, Part, Pending, Ready, Strip
+from storage_kv.node import Node, Outgoing, Part, Pending, Ready
 from storage_kv.session import Session
 
 __all__ = ["Replies"]
@@ -96,6 +96,8 @@ class Replies:
         self.waiting.append(pending)
         self.waiting_bytes += pending.expects
         self.lent_bytes += pending.expects
+        if pending.is_lent:  # it counts before it is in memory
+            self._node.lent.pin(id(pending), pending.expects, self._session.share)
         self.pendings += 1
         if pending.parts is None:
             pending.attach(self._notify)
@@ -121,6 +123,8 @@ class Replies:
                 self.out.extend(first.parts)
                 for part in first.parts:
                     self.out_bytes += len(part) if isinstance(part, bytes) else self._pin(part)
+                if first.is_lent:
+                    self._node.lent.unpin(id(first))
             waiting.popleft()
 
     def _count(self, pending: Pending) -> None:
@@ -164,7 +168,7 @@ class Replies:
         while out:
             first = out[0]
             size = len(first) if isinstance(first, bytes) else first.size
-            if isinstance(first, Strip):
+            if not isinstance(first, bytes) and first.is_layer:
                 self.layer_bytes += min(sent, size) - begun
             begun = 0
             if sent < size:
@@ -186,6 +190,8 @@ class Replies:
             for part in queue:
                 if isinstance(part, Outgoing):
                     self._node.lent.unpin(part.pinned)
+                elif isinstance(part, Pending) and part.is_lent:
+                    self._node.lent.unpin(id(part))
         self._node.drop(self.out)
         self._node.drop(self.waiting)
         self.out.clear()

@@ -63,7 +63,7 @@ class SecureConnection(Connection):
             return
         if wanted & READ and not self._scheduled and transport.pending():
             self._scheduled = True
-            self._loop.call_soon(self._take_turn)
+            self._loop.call_soon(self._take_turn, self._lane)
         crossed = WRITE if wanted & READ and transport.read_wants_write else 0
         self._watch(wanted | crossed | (READ if wanted & WRITE and transport.write_wants_read else 0))
 

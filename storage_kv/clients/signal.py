@@ -3,18 +3,23 @@
 import threading
 from collections.abc import Callable
 
-from storage_kv.clients.event_loop import EventLoop
+from storage_kv.clients.event_loop import EventLoop, Lane
 
 __all__ = ["Signal"]
 
 
 class Signal:
-    """Has a step done by a loop, whoever asks, until it is cut: nobody calls a loop that has been closed."""
+    """Has a step done by a loop, whoever asks, until it is cut: nobody calls a loop that has been closed.
 
-    __slots__ = ("_lock", "_loop", "_sent", "_step")
+    Attributes:
+        lane: of the loop, in which it is done.
+    """
 
-    def __init__(self, loop: EventLoop, step: Callable[[], None]) -> None:
+    __slots__ = ("_lock", "_loop", "_sent", "_step", "lane")
+
+    def __init__(self, loop: EventLoop, lane: Lane, step: Callable[[], None]) -> None:
         self._loop = loop
+        self.lane = lane
         self._step: Callable[[], None] | None = step
         self._lock = threading.Lock()
         self._sent = False
@@ -24,7 +29,7 @@ class Signal:
         with self._lock:
             if self._step is not None and not self._sent:
                 self._sent = True
-                self._loop.call_threadsafe(self._begin)
+                self._loop.call_threadsafe(self._begin, self.lane)
 
     def cut(self) -> None:
         """Do nothing any more, whoever calls."""

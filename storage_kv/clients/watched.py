@@ -5,7 +5,7 @@ import socket
 from abc import abstractmethod
 from collections.abc import Callable
 
-from storage_kv.clients.event_loop import READ, WRITE, EventLoop
+from storage_kv.clients.event_loop import READ, WRITE, EventLoop, Lane
 from storage_kv.session import Session
 
 __all__ = ["Watched"]
@@ -20,12 +20,13 @@ class Watched:
         session: whose socket it is.
     """
 
-    __slots__ = ("_closed", "_descriptor", "_interest", "_lingering", "_loop", "_socket", "session")
+    __slots__ = ("_closed", "_descriptor", "_interest", "_lane", "_lingering", "_loop", "_socket", "session")
 
     session: Session
 
-    def __init__(self, sock: socket.socket, loop: EventLoop) -> None:
+    def __init__(self, sock: socket.socket, loop: EventLoop, lane: Lane) -> None:
         self._loop = loop
+        self._lane = lane
         self._socket = sock
         self._descriptor = sock.fileno()
         self._interest = 0  # what the loop waits for
@@ -81,7 +82,7 @@ class Watched:
         if interest == self._interest:
             return
         if self._interest == 0:
-            self._loop.add(self._descriptor, interest, self._on_event)
+            self._loop.add(self._descriptor, interest, self._on_event, self._lane)
         elif interest:
             self._loop.modify(self._descriptor, interest)
         else:  # waiting for nothing, it would still be woken by the peer's end, over and over
@@ -93,4 +94,5 @@ class Watched:
         if self._interest:
             self._loop.remove(self._descriptor)
             self._interest = 0
+        self._loop.leave(self._lane)
         self._socket.close()

@@ -216,8 +216,8 @@ def describe_client(session: Session) -> bytes:
 
 
 def _sessions_seen_by(node: Node, session: Session) -> list[Session]:
-    """Return the sessions of the own tenant; all of them to those who run the server."""
-    found = list(node.sessions.values())
+    """Return the sessions of the own tenant; all of them to those who run the server. Those that are ended are gone."""
+    found = node.open_sessions()
     if session.user.is_operator:
         return found
     return [other for other in found if other.authenticated and other.tenant == session.tenant]
@@ -258,7 +258,7 @@ def client_kill(node: Node, session: Session, arguments: list[Argument]) -> Repl
 
     The filters are ID, TYPE, ADDR, LADDR and USER; SKIPME no includes the client itself.
     """
-    chosen = [other for other in _sessions_seen_by(node, session) if not other.closing]
+    chosen = _sessions_seen_by(node, session)
     if len(arguments) == 3:
         address = quote(arguments[2])
         chosen = [other for other in chosen if other.address == address]

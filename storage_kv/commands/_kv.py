@@ -62,8 +62,8 @@ def layers(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """KV.LAYERS layers rate window key [key ...]: parts of all records of a prefix, layer after layer.
 
     ``layers`` are numbers and ranges with commas between, in the order in which they are wanted: ``0-31``, or
-    ``5,0-4``. ``rate`` is how many bits a second are wanted at most, 0 for no limit; ``window`` for how many
-    microseconds the client computes with each layer, 0 where nobody knows.
+    ``5,0-4``. ``rate`` is how many bits a second are wanted at most, 0 for no limit, and no less than
+    ``layers_bits_per_s_min``; ``window`` for how many microseconds the client computes with each layer, 0 if not known.
 
     Answers an array. First an array with, for each key, how many bytes of its record follow in all, nil where there is
     none. Then a bulk for each layer: of each key the length of its piece, 32 bits with the lowest byte first, 0 where
@@ -75,10 +75,16 @@ def layers(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     rate, window_us = as_integer(arguments[2]), as_integer(arguments[3])
     if not 0 <= rate <= _BITS_PER_S_MAX or not 0 <= window_us <= _WINDOW_US_MAX:
         raise CommandError("ERR invalid rate or window in 'kv.layers' command: bits a second, microseconds")
+    least = node.config.layers_bits_per_s_min
+    if rate and rate < least:
+        raise CommandError(
+            f"ERR a rate of {rate} bits a second is too low in 'kv.layers' command: at least {least:.0f} "
+            "(layers_bits_per_s_min), or 0 for no limit"
+        )
     if len(arguments) - 4 > KEYS_MAX:
         raise CommandError(f"ERR KV.LAYERS takes at most {KEYS_MAX} keys, got {len(arguments) - 4}")
-    keys = [session.qualify(name) for name in arguments[4:]]
-    return node.streams.begin(session, keys, wanted, rate or inf, window_us / 1e6)
+    names = [bytes(name) for name in arguments[4:]]
+    return node.streams.begin(session, names, wanted, rate or inf, window_us / 1e6)
 
 
 def _layer_numbers(argument: Argument) -> list[int]:

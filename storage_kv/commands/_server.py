@@ -58,7 +58,7 @@ def _info_server(node: Node) -> _Fields:
 
 def _info_clients(node: Node) -> _Fields:
     return [
-        ("connected_clients", len(node.sessions)),
+        ("connected_clients", len(node.open_sessions())),
         ("maxclients", node.config.connections_max),
         ("client_recent_max_output_buffer", max((s.pending_output_bytes for s in node.sessions.values()), default=0)),
         ("blocked_clients", 0),
@@ -136,6 +136,7 @@ def _info_shadowserve(node: Node) -> _Fields:
         ("meta_keys", counters.meta_keys),
         ("layer_streams", counters.layer_streams),
         ("layer_streams_failed", counters.layer_streams_failed),
+        ("layer_streams_closed", counters.layer_streams_closed),
         ("layer_streams_active", node.streams.active if node.streams else 0),
         ("layer_streams_waiting", node.streams.waiting if node.streams else 0),
         ("layers_sent", counters.layers_sent),

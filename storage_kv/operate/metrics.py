@@ -57,6 +57,7 @@ _NODE_COUNTERS: Final[_Table] = (
     ("meta_keys", "meta_keys", "Keys asked for by KV.META."),
     ("layer_streams", "layer_streams", "Requests for layers (KV.LAYERS)."),
     ("layer_streams_failed", "layer_streams_failed", "Of these, answered with an error because of a bug of ours."),
+    ("layer_streams_closed", "layer_streams_closed", "Of these, refused or ended because they took too long."),
     ("layers_sent", "layers_sent", "Layers sent, each of a whole prefix."),
     ("layer_bytes_sent", "layer_bytes_sent", "Bytes of them."),
     ("records_stored", "records_stored", "Records stored."),

@@ -18,6 +18,7 @@ import cases_bucket
 import cases_clients
 import cases_dataplane
 import cases_devices
+import cases_isolation
 import cases_pages
 import cases_preemption
 import cases_processes
@@ -40,6 +41,7 @@ _PARTS = (
     cases_dataplane,
     cases_bucket,
     cases_attacks,
+    cases_isolation,
 )
 """Importing them has filled CASES."""
 

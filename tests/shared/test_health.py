@@ -1,5 +1,6 @@
 """The HTTP endpoint that operators and their programs ask, and what is told to systemd."""
 
+import contextlib
 import http.client
 import os
 import socket
@@ -75,9 +76,9 @@ def test_a_collector_that_fails_is_an_error_and_not_the_end(endpoint: Endpoint) 
 
 
 def test_connections_that_ask_nothing_neither_block_nor_pile_up(endpoint: Endpoint) -> None:
-    held = [socket.create_connection(("127.0.0.1", endpoint.port), PATIENCE_S) for _ in range(40)]
+    held = [socket.create_connection(("127.0.0.1", endpoint.port), PATIENCE_S) for _ in range(140)]
     try:
-        assert held[-1].recv(1) == b""  # beyond the limit: hung up
+        assert held[0].recv(1) == b""  # beyond the limit of one address: the first makes way
     finally:
         for each in held:
             each.close()
@@ -89,6 +90,63 @@ def test_connections_that_ask_nothing_neither_block_nor_pile_up(endpoint: Endpoi
             return False
 
     wait_for(works)
+
+
+def test_300_slow_connections_that_come_back_delay_no_answer(endpoint: Endpoint, checks: list[Check]) -> None:
+    """They kept /healthz from its answer for 8 s. Here each probe is answered while they come and go all the time."""
+    stopped, rounds = threading.Event(), [0]
+
+    def slow() -> None:
+        held: list[socket.socket] = []
+        while not stopped.is_set():
+            with contextlib.suppress(OSError):
+                held.append(socket.create_connection(("127.0.0.1", endpoint.port), PATIENCE_S))
+                held[-1].sendall(b"GET /healthz HTTP/1.1\r\nHost: ")
+            if len(held) > 100:
+                held.pop(0).close()
+            rounds[0] += 1
+        for each in held:
+            each.close()
+
+    threads = [threading.Thread(target=slow) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_for(lambda: rounds[0] > 300)
+        answered, asked = 0, rounds[0]
+        while answered < 20 or rounds[0] < asked + 1000:  # they are many, and they come back, meanwhile
+            assert request(endpoint.port, "/healthz")[0] == 200
+            answered += 1
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_metrics_that_nobody_reads_and_checks_that_take_long_keep_no_probe_waiting() -> None:
+    registry, go_on, looked = CollectorRegistry(), threading.Event(), threading.Semaphore(0)
+
+    class Large:
+        def collect(self) -> Iterator[Gauge]:
+            looked.release()
+            go_on.wait(PATIENCE_S)
+            return iter(())
+
+    registry.register(Large())  # type: ignore[arg-type]
+    endpoint = Endpoint("127.0.0.1", 0, registry, health=lambda: [Check("loop", True, "answers")], ready=list)
+    held = []
+    try:
+        go_on.clear()
+        for _ in range(30):
+            held.append(socket.create_connection(("127.0.0.1", endpoint.port), PATIENCE_S))
+            held[-1].sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert request(endpoint.port, "/healthz")[0] == 200
+        assert b" 503 " in held[-1].recv(1 << 12), "beyond what may wait it is told so"
+    finally:
+        go_on.set()
+        for each in held:
+            each.close()
+        endpoint.close()
 
 
 def test_a_taken_port_is_an_error(endpoint: Endpoint) -> None:

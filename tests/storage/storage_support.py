@@ -63,10 +63,14 @@ class Child:
         self._log_reader.join(TIMEOUT_S)
         return status
 
-    def kill(self) -> None:
-        """End it whatever it does."""
+    def close_clients(self) -> None:
+        """Close all clients that it has given out."""
         for client in self._clients:
             client.close()
+
+    def kill(self) -> None:
+        """End it whatever it does."""
+        self.close_clients()
         self.process.kill()
         self.process.wait()
         self._log_reader.join(TIMEOUT_S)

@@ -5,7 +5,7 @@ import socket
 import pytest
 from storage_support import TIMEOUT_S, Child, Client
 
-from shadowserve.resp import encode_command, split_inline
+from shadowserve.resp import Value, encode_command, split_inline
 
 BIG = b"v" * 100_000
 FUTURE = b"99999999999"  # Unix time, far away
@@ -240,3 +240,29 @@ def test_every_command_is_described_in_the_shape_of_redis(shared_server: Child, 
         count = ours.call("COMMAND", "COUNT")
         whole = ours.call("COMMAND")
         assert isinstance(whole, list) and len(whole) == count
+
+
+def test_clients_that_were_killed_are_in_no_list_any_more(shared_server: Child, redis_port: int) -> None:
+    """All 200 were still there: their connections end a moment after the reply."""
+
+    def left(port: int) -> tuple[Value, int, int]:
+        clients = [Client(port) for _ in range(200)]
+        try:
+            for number, client in enumerate(clients):
+                assert client.call("CLIENT", "SETNAME", f"killed-{number}") == b"OK"
+            with Client(port) as killer:
+                # In one piece, so that the list is made right behind the reply.
+                killer.socket.sendall(
+                    encode_command("CLIENT", "KILL", "TYPE", "normal")
+                    + encode_command("CLIENT", "LIST")
+                    + encode_command("INFO", "clients")
+                )
+                killed, listed, info = killer.receive(), killer.receive(), killer.receive()
+                assert isinstance(killed, int) and isinstance(listed, bytes) and isinstance(info, bytes)
+                connected = int(info.partition(b"connected_clients:")[2].split()[0])
+                return killed >= len(clients), listed.count(b"name=killed-"), connected
+        finally:
+            for client in clients:
+                client.close()
+
+    assert left(shared_server.port) == left(redis_port) == (True, 0, 1)

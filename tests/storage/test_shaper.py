@@ -1,5 +1,6 @@
 """Whose layer may be sent when: by a clock that the tests turn."""
 
+from dataclasses import dataclass
 from math import inf
 
 import pytest
@@ -10,6 +11,15 @@ from storage_kv.egress import POLICIES, Demand
 from storage_kv.shaper import Flow, Link, Others, Shaper
 
 MBIT = 1e6
+
+
+@dataclass
+class Sent:
+    """A client that is sent replies that are no layers."""
+
+    id: int
+    tenant: int = 0
+    weight: float = 1.0
 
 
 class Run:
@@ -128,16 +138,16 @@ def test_clients_of_other_replies_have_a_fair_share_and_pay_for_more() -> None:
     run = Run(shared())
     others = run.shaper.others
     flow = run.enter(10_000, 0.1, 100_000)
-    assert others.wait_s(1, run.now_s) == 0.0
+    assert others.wait_s(Sent(1), run.now_s) == 0.0
     run.go(0.001)
     for client in (1, 2, 3):
-        others.charge(client, 1)
+        others.charge(Sent(client), 1, run.now_s)
     run.go(0.02)  # the next epoch knows of them
     assert flow.rate == 25 * MBIT and others.rate == 75 * MBIT
-    others.wait_s(1, run.now_s)
-    others.charge(1, 1_000_000)
+    others.wait_s(Sent(1), run.now_s)
+    others.charge(Sent(1), 1_000_000, run.now_s)
     waited_s = 0.0
-    while wait_s := others.wait_s(1, run.now_s):
+    while wait_s := others.wait_s(Sent(1), run.now_s):
         assert wait_s <= 0.02 and flow.rate >= 25 * MBIT
         run.go(wait_s)
         waited_s += wait_s
@@ -147,7 +157,7 @@ def test_clients_of_other_replies_have_a_fair_share_and_pay_for_more() -> None:
     assert 8 / 75 <= waited_s <= 8 / 45
     run.left[flow] = 1
     run.go(0.1)
-    assert others.rate == inf and others.wait_s(1, run.now_s) == 0.0
+    assert others.rate == inf and others.wait_s(Sent(1), run.now_s) == 0.0
 
 
 @given(
@@ -193,5 +203,5 @@ def test_what_ends_first_is_sent_first_and_the_rest_is_as_soon_at_its_end_as_wit
 def test_debts_of_others_end_when_nothing_goes_by_layers() -> None:
     others = Others()
     for client in range(1000):
-        others.charge(client, 1 << 30)
-    assert others.wait_s(1, 5.0) == 0.0 and not others.clients
+        others.charge(Sent(client), 1 << 30, 1.0)
+    assert others.wait_s(Sent(1), 5.0) == 0.0

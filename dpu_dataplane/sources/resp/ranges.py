@@ -278,7 +278,7 @@ class Ranges:
             return
         if (refusal := round_.refusal) is None:
             self._metrics.layer_rounds += 1
-        elif not refusal.startswith("OOM"):  # that is about the size of this one
+        elif not refusal.startswith(("OOM", "TIMEOUT")):  # these are about the size of this one
             [link] = links
             _logger.info("storage %s does not answer KV.LAYERS (%s): it is asked for ranges", link.node, refusal)
             link.takes_layers = False

@@ -1,0 +1,190 @@
+"""Requests of an HTTP endpoint, read by one thread from all connections at a time: none of them can occupy it.
+
+A connection has a deadline and a size for its whole request. Those that have not sent theirs yet are bounded, in all
+and of one address; beyond it the one that came first makes way, of the address that has most. A whole request is
+answered by another thread, so that an answer that takes long keeps no request from being read.
+"""
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+__all__ = ["Front", "Request"]
+
+_log = logging.getLogger(__name__)
+
+_REQUEST_TIMEOUT_S: Final = 10.0
+_REQUEST_BYTES_MAX: Final = 16 << 10
+_AWAITED_MAX: Final = 128
+_AWAITED_OF_ADDRESS_MAX: Final = 96
+_BACKLOG: Final = 511
+_ACCEPTS_PER_TURN: Final = 64
+_RECEIVE_BYTES: Final = 4 << 10
+_RETRY_S: Final = 0.1
+"""Until connections are accepted again, when there are no descriptors left."""
+
+
+class Request:
+    """A request that is whole, or a connection whose request is still to come.
+
+    Attributes:
+        socket: to answer to.
+        address: of the client, without its port.
+        data: what has come.
+    """
+
+    __slots__ = ("address", "data", "ends_s", "socket")
+
+    def __init__(self, sock: socket.socket, address: str, now_s: float) -> None:
+        self.socket = sock
+        self.address = address
+        self.data = b""
+        self.ends_s = now_s + _REQUEST_TIMEOUT_S
+
+    @property
+    def path(self) -> str:
+        """The path that is asked for, without a query; empty where the first line is none of HTTP's."""
+        words = self.data.split(b"\n", 1)[0].split()
+        return words[1].partition(b"?")[0].decode("latin-1") if len(words) >= 2 else ""
+
+    @property
+    def is_whole(self) -> bool:
+        return b"\r\n\r\n" in self.data or b"\n\n" in self.data
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+        self.socket.close()
+
+
+class Front:
+    """A listening socket, and the thread that reads requests.
+
+    Attributes:
+        port: that it listens on.
+    """
+
+    def __init__(self, host: str, port: int, answer: Callable[[Request], None]) -> None:
+        """Start to listen; port 0 takes a free one.
+
+        Args:
+            host: address, or name of one.
+            port: TCP port.
+            answer: called with each whole request, in the thread that reads; must not wait for anything.
+
+        Raises:
+            OSError: the address cannot be listened on.
+        """
+        family, _, _, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        self._listener = socket.create_server((str(address[0]), port), family=family, backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._answer = answer
+        self._awaited: dict[str, dict[socket.socket, Request]] = {}  # of each address, the oldest first
+        self._count = 0
+        self._stopped = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._accepts_again_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening, and hang up on those whose requests have not come."""
+        self._stopped = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        for of_address in list(self._awaited.values()):
+            for request in list(of_address.values()):
+                self._hang_up(request)
+        self._selector.close()
+        self._listener.close()
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            try:
+                self._turn()
+            except Exception:  # a bug of ours must not leave the program without health answers
+                _log.exception("http_failed")
+                time.sleep(_RETRY_S)
+
+    def _turn(self) -> None:
+        timeout_s = 1.0 if self._count else None
+        if self._accepts_again_s:
+            timeout_s = _RETRY_S
+        for key, _ in self._selector.select(timeout_s):
+            if isinstance(key.data, Request):
+                self._read(key.data)
+            elif key.fileobj is self._listener:
+                self._accept()
+        now_s = time.monotonic()
+        if self._accepts_again_s and now_s >= self._accepts_again_s:
+            self._accepts_again_s = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        for of_address in list(self._awaited.values()):
+            for request in list(of_address.values()):
+                if request.ends_s > now_s:
+                    break
+                self._hang_up(request)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                sock, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptors: the listener stays readable, and the thread would spin
+                _log.warning("http_accept_failed error=%r retry_s=%g", str(error), _RETRY_S)
+                self._selector.unregister(self._listener)
+                self._accepts_again_s = time.monotonic() + _RETRY_S
+                return
+            sock.setblocking(False)
+            request = Request(sock, str(address[0]), time.monotonic())
+            of_address = self._awaited.setdefault(request.address, {})
+            of_address[sock] = request
+            self._count += 1
+            self._selector.register(sock, selectors.EVENT_READ, request)
+            self._read(request)  # most often the request comes with the connection
+            if len(of_address) > _AWAITED_OF_ADDRESS_MAX or self._count > _AWAITED_MAX:
+                most = of_address if len(of_address) > _AWAITED_OF_ADDRESS_MAX else self._largest()
+                self._hang_up(next(iter(most.values())))
+
+    def _largest(self) -> dict[socket.socket, Request]:
+        return max(self._awaited.values(), key=len)
+
+    def _read(self, request: Request) -> None:
+        try:
+            data = request.socket.recv(_RECEIVE_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        request.data += data
+        if not data or len(request.data) > _REQUEST_BYTES_MAX:
+            self._hang_up(request)
+        elif request.is_whole:
+            self._forget(request)
+            self._answer(request)
+
+    def _forget(self, request: Request) -> None:
+        self._selector.unregister(request.socket)
+        of_address = self._awaited[request.address]
+        del of_address[request.socket]
+        if not of_address:
+            del self._awaited[request.address]
+        self._count -= 1
+
+    def _hang_up(self, request: Request) -> None:
+        self._forget(request)
+        request.close()

@@ -1,0 +1,379 @@
+"""Tenants that share a node: what one asks for keeps no other one's requests waiting, and is bounded and counted."""
+
+import threading
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+
+import pytest
+from machine import NEVER_S, PATIENCE_S, wait_for
+from slow_store import Served
+from storage_support import Child, Client
+from test_client_memory import MIB, Weighed
+from test_layers import LAYERS, check, stored
+from test_shaper import MBIT, Run, Sent, shared
+
+from shadowserve.resp import ErrorReply, encode_command
+from storage_kv.access.memory import Account, Bound
+from storage_kv.announcements import Announcements
+from storage_kv.clients.event_loop import EventLoop
+from storage_kv.clients.workers import Workers
+from storage_kv.egress import Demand
+from storage_kv.session import Session
+from storage_kv.shaper import Flow
+from storage_kv.turns import Turns
+
+USERS = """user root on >r ~* &* +@all
+user ann on >a ~* +@all -@admin tenant=a
+user bob on >b ~* +@all -@admin tenant=b
+user eve on >e ~* +@all -@admin tenant=e
+"""
+PATIENT = ("--memory-budget-bytes", "64 MiB", "--layers-timeout-s", str(NEVER_S), "--stall-timeout-s", str(NEVER_S))
+
+
+@pytest.fixture
+def begin(start: Callable[..., Child], tmp_path: Path) -> Callable[..., Child]:
+    """Start a server of several tenants, by default one that gives nobody up."""
+    users = tmp_path / "users.acl"
+    users.write_text(USERS)
+    return lambda *flags: start("--users-file", str(users), *PATIENT, *flags)
+
+
+def login(child: Child, name: str, receive_buffer: int | None = None) -> Client:
+    client = child.client(receive_buffer=receive_buffer)
+    assert client.call("AUTH", name, name[0]) == b"OK"
+    return client
+
+
+def number_of(client: Client, name: str) -> int:
+    return int(client.info()[name])
+
+
+# ---- KV.LAYERS
+
+
+def test_streams_that_nobody_reads_keep_no_other_tenant_waiting(begin: Callable[..., Child]) -> None:
+    """Six connections stopped all tenants' KV.LAYERS for 75 s."""
+    child = begin("--layers-bits-per-s-min", "0")
+    root, ann = login(child, "root"), login(child, "ann")
+    records = stored(ann, 4, layer_bytes=64 << 10)
+    for name in ("bob", "eve"):
+        asked = list(stored(login(child, name), 8, layer_bytes=256 << 10))
+        for _ in range(6):
+            login(child, name, receive_buffer=4096).send("KV.LAYERS", "0-3", 0, 0, *asked)
+    wait_for(lambda: number_of(root, "layer_streams_active") and number_of(root, "layer_streams_waiting"))
+    for _ in range(3):
+        check(ann.call("KV.LAYERS", "0-3", 0, 0, *records), list(records), records, range(LAYERS))
+    assert number_of(root, "layer_streams_waiting") > 0, "theirs wait on, for their own tenants' shares"
+
+
+def test_a_tenant_that_is_held_to_its_rate_keeps_no_other_waiting(begin: Callable[..., Child]) -> None:
+    """Without any malice: a tenant at 1 MiB a second made another one wait for 34 s."""
+    child = begin("--tenants", "{b: {bytes_per_s: 1 MiB}}", "--memory-budget-bytes", "128 MiB")
+    root, ann = login(child, "root"), login(child, "ann")
+    records = stored(ann, 4, layer_bytes=64 << 10)
+    bob = login(child, "bob")
+    asked = list(stored(bob, 6, layer_bytes=256 << 10))
+    bobs = [login(child, "bob", receive_buffer=4096) for _ in range(4)]
+    for client in bobs:
+        client.send("KV.LAYERS", "0-3", 0, 0, *asked)
+    wait_for(lambda: number_of(root, "layer_streams") >= 4)
+    check(ann.call("KV.LAYERS", "0-3", 0, 0, *records), list(records), records, range(LAYERS))
+    assert number_of(root, "layer_streams_active") + number_of(root, "layer_streams_waiting") > 0
+
+
+def test_a_rate_that_is_too_low_or_takes_too_long_is_refused_and_says_why(begin: Callable[..., Child]) -> None:
+    """A rate of one bit a second was taken."""
+    child = begin("--layers-timeout-s", "60")
+    ann = login(child, "ann")
+    records = stored(ann, 4, layer_bytes=256 << 10)
+    refused = ann.call("KV.LAYERS", "0-3", 1, 0, *records)
+    assert isinstance(refused, ErrorReply) and b"layers_bits_per_s_min" in bytes(refused)
+    refused = ann.call("KV.LAYERS", "0-3", 500_000, 0, *records)
+    assert isinstance(refused, ErrorReply) and b"at least 1000000" in bytes(refused)
+    late = begin("--layers-timeout-s", "2")
+    ann = login(late, "ann")
+    records = stored(ann, 4, layer_bytes=256 << 10)
+    refused = ann.call("KV.LAYERS", "0-3", 10**6, 0, *records)  # 4 MiB take half a minute
+    assert isinstance(refused, ErrorReply) and refused.startswith(b"TIMEOUT KV.LAYERS is given up: it takes 3")
+    check(ann.call("KV.LAYERS", "0-3", 10**9, 0, *records), list(records), records, range(LAYERS))
+
+
+def test_a_stream_that_waits_for_too_long_is_answered_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    with Served(layers_timeout_s=1.0) as server:
+        client = server.client()
+        records = stored(client, 2)
+        server.store.away = True
+        refused = client.call("KV.LAYERS", "0-3", 0, 0, *records)  # the reads never end
+        assert isinstance(refused, ErrorReply) and refused.startswith(b"TIMEOUT KV.LAYERS is given up: it has taken")
+        assert client.call("PING") == b"PONG"
+        for _ in records:
+            server.store.finish_read()
+        wait_for(lambda: number_of(client, "clients_memory_bytes") == 0 and number_of(client, "lent_bytes") == 0)
+        assert number_of(client, "layer_streams_closed") == 1
+
+
+def test_a_client_that_takes_layers_too_slowly_is_cut(begin: Callable[..., Child]) -> None:
+    child = begin("--layers-bits-per-s-min", "1e9")
+    root, bob = login(child, "root"), login(child, "bob", receive_buffer=4096)
+    asked = list(stored(bob, 8, layer_bytes=256 << 10))
+    bob.send("KV.LAYERS", "0-3", 0, 0, *asked)
+    wait_for(lambda: number_of(root, "layer_streams_closed") == 1)
+    wait_for(lambda: number_of(root, "lent_bytes") == 0)
+    with pytest.raises((EOFError, ConnectionError)):
+        bob.receive()
+
+
+def test_what_requests_for_layers_cost_is_counted_before_it_is_taken(begin: Callable[..., Child]) -> None:
+    """1,000 connections with one request each took a server of 64 MiB to 1,469 MiB, and none of it was counted."""
+    flags = ("--clients-memory-bytes-max", "64 MiB", "--layers-bits-per-s-min", "0")
+    child = begin("--tenants", "{b: {bytes_max: 16 MiB}}", *flags)
+    root, ann, bob = login(child, "root"), login(child, "ann"), login(child, "bob")
+    asked = list(stored(bob, 900, layer_bytes=256)) + [b"kv:%064x" % number for number in range(100)]
+    records = stored(ann, 4)
+    weighed = Weighed(child)
+    request = encode_command("KV.LAYERS", "0-31", 0, 0, *asked)
+    for _ in range(500):
+        client = login(child, "bob", receive_buffer=4096)
+        client.socket.sendall(request)
+    wait_for(lambda: number_of(root, "layer_streams_active") > 0 and number_of(root, "clients_memory_bytes") > 8 * MIB)
+    for _ in range(5):
+        check(ann.call("KV.LAYERS", "0-3", 0, 0, *records), list(records), records, range(LAYERS))
+        assert number_of(root, "clients_memory_bytes") <= 64 * MIB
+    assert weighed.grown < 64 * MIB + 100 * MIB
+    child.close_clients()
+    with login(child, "root") as left:
+        wait_for(lambda: number_of(left, "clients_memory_bytes") == 0 and number_of(left, "lent_bytes") == 0)
+
+
+def test_a_request_for_layers_that_would_take_too_much_is_refused(begin: Callable[..., Child]) -> None:
+    child = begin("--clients-memory-bytes-max", "8 MiB")
+    refused = login(child, "ann").call("KV.LAYERS", "0-1023", 0, 0, *[b"k%d" % number for number in range(4000)])
+    assert isinstance(refused, ErrorReply) and refused.startswith(b"OOM this request takes")
+
+
+def test_arguments_of_a_reply_that_nobody_reads_are_counted(begin: Callable[..., Child]) -> None:
+    """They were counted while they came, and no more once the command was executed."""
+    child = begin("--clients-memory-bytes-max", "64 MiB")
+    root, bob = login(child, "root"), login(child, "bob", receive_buffer=4096)
+    assert bob.call("SET", "a", bytes(15_000)) == b"OK"
+    bob.send("MGET", *["a"] * 1000, *[b"%d" % number + bytes(8000) for number in range(1000)])
+    wait_for(lambda: number_of(root, "clients_memory_bytes") > 8 * MIB)
+
+
+# ---- Turns
+
+
+def test_tenants_then_clients_take_turns_by_what_they_were_served() -> None:
+    turns: Turns[str] = Turns()
+    for number in range(100):
+        turns.add(1, 10, f"a{number}")
+    turns.add(1, 11, "b")
+    turns.add(2, 20, "c0")
+    turns.add(2, 20, "c1")
+    order = []
+    while tenants := turns.tenants():
+        item = turns.first(tenants[0])
+        assert item is not None
+        order.append(item)
+        turns.charge(tenants[0], 5)
+    assert order[:5] == ["a0", "c0", "b", "c1", "a1"] and len(order) == 103
+    assert order[5:] == [f"a{number}" for number in range(2, 100)], "a client's own stay in their order"
+
+
+def test_who_comes_back_has_no_more_turns_than_those_who_stayed() -> None:
+    turns: Turns[int] = Turns()
+    for number in range(10):
+        turns.add(1, 1, number)
+    for _ in range(5):
+        turns.charge(1, 100)
+    for number in range(10):
+        turns.add(2, 2, number)
+    order = []
+    for _ in range(8):
+        order.append(turns.tenants()[0])
+        turns.charge(order[-1], 100)
+    assert order.count(1) == order.count(2) == 4
+
+
+def test_a_tenant_of_twice_the_weight_has_twice_the_turns() -> None:
+    turns: Turns[int] = Turns()
+    for number in range(100):
+        turns.add(1, 1, number)
+        turns.add(2, 2, number)
+    order = []
+    for _ in range(30):
+        order.append(turns.tenants()[0])
+        turns.charge(order[-1], 10, 2.0 if order[-1] == 2 else 1.0)
+    assert order.count(2) == 20
+
+
+def test_a_loop_serves_a_tenant_whatever_waits_of_another() -> None:
+    """A thousand busy connections were served before the next event was looked at: a PING waited for a second."""
+    loop = EventLoop()
+    crowd, other = loop.enter(1), loop.enter(2)
+    served: list[str] = []
+    done = threading.Event()
+
+    def busy() -> None:
+        served.append("crowd")
+        ends = threading.Event()
+        ends.wait(0.002)  # more than its turn
+        loop.call_soon(busy, crowd)
+
+    def last() -> None:
+        served.append("other")
+        loop.stop()
+        done.set()
+
+    for _ in range(1000):
+        loop.call_soon(busy, crowd)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    wait_for(lambda: len(served) > 1)
+    waiting = len(served)
+    loop.call_threadsafe(last, other)
+    assert done.wait(PATIENCE_S)
+    thread.join()
+    loop.close()
+    assert served.index("other") < waiting + 500, "it waited for a part of one turn of the others, not for all of them"
+
+
+def test_the_check_of_a_record_waits_for_no_crowd_of_another_tenant() -> None:
+    """A hundred records of one tenant were checked before the first of another one that came behind them."""
+    workers, order, go_on = Workers(1), [], threading.Event()
+    crowd = Session(1, address="a", local_address="b", file_descriptor=0)
+    other = Session(2, address="a", local_address="b", file_descriptor=0)
+    crowd.tenant, other.tenant = 1, 2
+
+    def check_of(name: str) -> Callable[[], None]:
+        def work() -> None:
+            assert go_on.wait(PATIENCE_S)
+            order.append(name)
+
+        return work
+
+    done = [workers.submit(crowd, check_of("crowd")) for _ in range(100)]
+    done.append(workers.submit(other, check_of("other")))
+    go_on.set()
+    for each in done:
+        each.result(PATIENCE_S)
+    workers.stop()
+    assert order.index("other") <= 2
+    assert workers.submit(crowd, check_of("late")).cancelled()
+
+
+# ---- The link
+
+
+def test_tenants_share_the_link_whatever_each_of_them_asks_for() -> None:
+    run = Run(shared())
+    for _ in range(9):
+        flow = Flow(Demand(10_000, 0.1, 10_000), inf, tenant=1)
+        run.left[flow], flow.next_bits = 10_000, 80_000
+        run.shaper.enter(flow, run.now_s)
+    alone = Flow(Demand(10_000, 0.1, 10_000), inf, tenant=2)
+    run.left[alone], alone.next_bits = 10_000, 80_000
+    run.shaper.enter(alone, run.now_s)
+    run.go(0.05)
+    assert alone.rate == pytest.approx(50 * MBIT)
+    assert sum(flow.rate for flow in run.shaper.flows) == pytest.approx(100 * MBIT)
+    alone.weight = 3.0
+    run.go(0.05)
+    assert alone.rate == pytest.approx(75 * MBIT)
+    alone.limit = 10 * MBIT
+    run.go(0.05)
+    assert sum(flow.rate for flow in run.shaper.flows) == pytest.approx(100 * MBIT), "what one leaves others have"
+
+
+def test_a_debt_is_its_clients_own() -> None:
+    """Another tenant's PING waited for 2.8 s, for a debt that was not its own."""
+    run = Run(shared())
+    others = run.shaper.others
+    run.enter(10_000, 0.1, 100_000)
+    run.go(0.001)
+    greedy, same, other = Sent(1, 1), Sent(2, 1), Sent(3, 2)
+    for each in (greedy, same, other):
+        others.charge(each, 100, run.now_s)
+    run.go(0.05)
+    others.charge(greedy, 10_000_000, run.now_s)
+    assert others.wait_s(greedy, run.now_s) > 0
+    assert others.wait_s(same, run.now_s) == others.wait_s(other, run.now_s) == 0.0
+    assert others.wait_s(Sent(4, 1), run.now_s) == 0.0
+    others.leave(greedy)
+    assert others.wait_s(Sent(5, 1), run.now_s) > 0, "who connects anew takes the debt along"
+    assert others.wait_s(Sent(6, 2), run.now_s) == 0.0
+
+
+def test_a_client_that_asks_for_one_value_at_a_time_is_held_to_its_part_as_well(begin: Callable[..., Child]) -> None:
+    child = begin("--egress-bits-per-s", "1e8")
+    ann, bob, slow = login(child, "ann"), login(child, "bob"), login(child, "bob", receive_buffer=4096)
+    asked = list(stored(slow, 4, layer_bytes=64 << 10))
+    slow.send("KV.LAYERS", "0-3", 2_000_000, 0, *asked)  # 4 s, and the link is shared meanwhile
+    assert ann.call("SET", "a", bytes(MIB)) == b"OK" and bob.call("SET", "b", bytes(MIB)) == b"OK"
+    got = threading.Event()
+
+    def one_after_the_other() -> None:
+        for _ in range(40):
+            assert len(bob.call("GET", "b")) == MIB  # type: ignore[arg-type]
+        got.set()
+
+    thread = threading.Thread(target=one_after_the_other)
+    thread.start()
+    pings = 0
+    while not got.is_set():
+        assert ann.call("PING") == b"PONG"
+        pings += 1
+    thread.join()
+    assert pings > 40, "they were answered between the values of the other"
+
+
+# ---- Memory
+
+
+class Holder:
+    moved_bytes = 0
+
+    def on_memory(self) -> None: ...
+
+    def end_for_memory(self, held_bytes: int) -> None: ...
+
+
+def test_two_tenants_with_half_each_leave_room_for_a_third() -> None:
+    bound = Bound(lambda: 1600, lambda: 4, is_ours=True)
+    accounts = [Account(bound, Holder(), tenant) for tenant in (1, 2, 3)]
+    assert accounts[0].admit(800) and not accounts[0].admit(10)
+    assert accounts[1].admit(600) and not accounts[1].admit(10), "the last eighth is not for those who have much"
+    assert accounts[2].admit(50), "its part of that eighth"
+    assert not accounts[2].admit(200)
+
+
+# ---- Announcements
+
+
+def test_of_thousands_that_announce_a_key_those_few_are_noted_that_last_longest() -> None:
+    """2,000 announcers of a key made another tenant wait for 1.7 s: each look went through all of them."""
+    announcements = Announcements(lambda: 2)
+    key = (1, b"key")
+    for client in range(2000):
+        announcements.announce(client, [key], 0, 10_000 + client % 1000)
+    assert announcements.until_ms(key, 5000) == 10_999
+    noted = [client for client in range(2000) if announcements.withdraw(client, [key])]
+    assert 2 <= len(noted) <= 8 and {999, 1999} <= set(noted)
+    assert announcements.until_ms(key, 5000) == 0
+    for client in range(2000):  # and what a gone one had announced makes room for one that is there
+        announcements.announce(client, [key], 0, 20_000)
+        announcements.leave(client)
+    announcements.announce(5000, [key], 0, 15_000)
+    assert announcements.until_ms(key, 5000) == 15_000
+
+
+def test_two_tenants_that_announce_all_they_may_leave_room_for_a_third(begin: Callable[..., Child]) -> None:
+    child = begin()
+    for name in ("ann", "bob"):
+        for turn in range(2):
+            client = login(child, name)
+            for part in range(4):
+                client.call("KV.ANNOUNCE", 60_000, *(f"{turn} {part} {number}" for number in range(4096)))
+    eve = login(child, "eve")
+    assert eve.call("KV.ANNOUNCE", 60_000, *(f"e{number}" for number in range(500))) == 500
