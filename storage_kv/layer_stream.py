@@ -286,6 +286,7 @@ class Stream:
             item = None  # there is more than was added up: it has been stored since, and that was too late
             self.node.counters.misses += 1
         else:
+            self.node.store.client = self.session.id  # so that a cold read has the turn of this client
             item = self.node.read(address)
         if item is None or not item.head_bytes:
             return
