@@ -48,6 +48,7 @@ class Metrics:
         promotion_wasted_bytes: of records that were promoted, and that nobody has fetched.
         stages: reads the pipeline's counters.
         gauges: name to (help, reader) of what is measured when asked.
+        families: readers of families that parts keep themselves.
     """
 
     fetches: Counter[str] = field(default_factory=Counter)
@@ -74,6 +75,7 @@ class Metrics:
     promotions: Callable[[], Mapping[str, tuple[int, float]]] = dict
     stages: Callable[[], list[StageCount]] = list
     gauges: Gauges = field(default_factory=dict)
+    families: list[Callable[[], list[Metric]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -107,6 +109,8 @@ class Metrics:
             ("deleted_records", "Corrupt records deleted from storage", self.deleted_records),
         ):
             yield CounterMetricFamily(f"shadowserve_{name}", text, value=value)
+        for families in self.families:
+            yield from families()
         for name, (text, read) in list(self.gauges.items()):
             yield GaugeMetricFamily(f"shadowserve_{name}", text, value=read())
 
