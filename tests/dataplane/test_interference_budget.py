@@ -4,7 +4,7 @@ How turns are shared is tests/dataplane/test_shared_rate.py's; here is that each
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ import grpc
 import numpy as np
 import pytest
 from dataplane_support import Client, Server, keys_of, kv, layout, make_record, running
-from machine import until
+from machine import NEVER_S, until
 from test_pages import SHAPE as PAGE_SHAPE
 from test_pages import stored as pages_stored
 from test_promotion import Queue, put_chain
-from test_tiers import cool, store, tiers_in, tiers_of
+from test_tiers import store, tiers_in, tiers_of
 
 from dpu_dataplane.server import Daemon
 from dpu_dataplane.shared_rate import Mover
@@ -29,6 +29,7 @@ CHUNKS = [kv(SHAPE, index) for index in range(6)]
 RATE = 16 << 20
 """The lowest: a tenth of a second of it is three chunks."""
 SILENT_MS = 10_000
+"""The longest that a report lasts."""
 
 
 async def report(client: Client, engine: bytes = b"a", **changes: Any) -> pb.StepAnswer:
@@ -45,13 +46,17 @@ async def report(client: Client, engine: bytes = b"a", **changes: Any) -> pb.Ste
 
 
 def moved(daemon: Daemon) -> dict[str, int]:
-    """Return bytes by mover, as metrics have them; all of them were granted."""
+    """Return bytes by mover, as metrics have them; what was granted covers all of them, and all that others count."""
     families = {family.name: family for family in daemon.metrics.registry.collect()}
     counted = {each.labels["mover"]: int(each.value) for each in families["shadowserve_moved_bytes"].samples}
-    counted = {name: size for name, size in counted.items() if size}
-    granted = {mover.label: size for mover, size in daemon.budget.shared.granted_bytes.items() if size}
-    assert counted == granted, "something moved that was not granted"
-    return counted
+    granted = {mover.label: size for mover, size in daemon.budget.shared.granted_bytes.items()}
+    metrics = daemon.metrics
+    stored = sum(counted[each] for each in ("store", "tier_store", "preemption_save"))
+    assert all(counted[mover] <= granted[mover] for mover in counted)
+    assert metrics.delivered_bytes <= granted["fetch"] + granted["tier_load"] + granted["page_load"]
+    assert metrics.stored_raw_bytes <= stored
+    assert sum(size for size, _ in metrics.promotions().values()) <= granted["prefetch"]
+    return {name: size for name, size in counted.items() if size}
 
 
 def dropped(daemon: Daemon) -> dict[tuple[str, str], int]:
@@ -67,25 +72,25 @@ def stored(storage: Server) -> Server:
     return storage
 
 
-class Paused:
-    """A pause in which an engine sees its steps beside nothing: no turn begins."""
+def delayed(daemon: Daemon, mover: Mover) -> int:
+    families = {family.name: family for family in daemon.metrics.registry.collect()}
+    samples = families["shadowserve_interference_delayed"].samples
+    return next(int(each.value) for each in samples if each.labels["mover"] == mover.label)
 
-    def __init__(self, daemon: Daemon, client: Client) -> None:
-        self._daemon, self._client = daemon, client
 
-    async def holds(self, mover: Mover, begin: Callable[[], Any]) -> Any:
-        """Check that a mover waits in a pause, and return what comes of it when the engine goes on."""
-        shared = self._daemon.budget.shared
-        shared.pause("a test", b"paused", 1.0)
-        shared._paused_until_s = shared._clock() + 3600
-        before = dict(shared.granted_bytes)
-        working = asyncio.ensure_future(begin())
-        await until(lambda: any(turn.mover is mover for turn in shared._waiting))
-        assert shared.granted_bytes[mover] == before[mover], "it moved without a turn"
-        shared.pause("a test", b"paused", 0.0)
-        shared._next_pause_s = 0.0
-        await report(self._client)
-        return await working
+async def held(daemon: Daemon, client: Client, mover: Mover, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Check that a mover waits while another one's turn is under way; return what comes of it after that."""
+    await report(client)
+    async with daemon.budget.turn(Mover.FETCH, 1 << 50) as turn:
+        turn.moved_bytes = 0
+        before, granted = delayed(daemon, mover), daemon.budget.shared.granted_bytes[mover]
+        working = asyncio.create_task(begin())
+        async with asyncio.timeout(NEVER_S):
+            while delayed(daemon, mover) == before:
+                await report(client)  # what was reported before ends
+                await asyncio.sleep(0.01)
+        assert daemon.budget.shared.granted_bytes[mover] == granted, "it moved without a turn"
+    return await working
 
 
 async def test_a_fetch_of_one_engine_keeps_to_the_rate_of_another_that_decodes(stored: Server) -> None:
@@ -149,11 +154,10 @@ async def test_loads_and_stores_of_every_kind_wait_for_their_turn(
     async with running(storage) as (daemon, client):
         await client.register(SHAPE, 2)
         client.segment.memory[:] = np.frombuffer(b"".join(CHUNKS[:2]), np.uint8)
-        paused = Paused(daemon, client)
-        kept = await paused.holds(storing, lambda: client.store(KEYS[:2], purpose=purpose))
+        kept = await held(daemon, client, storing, lambda: client.store(KEYS[:2], purpose=purpose))
         assert (kept.chunks, kept.outcome) == (2, pb.OUTCOME_COMPLETE)
         client.segment.memory[:] = 0xA5
-        answer = await paused.holds(fetching, lambda: client.fetch(KEYS[:2], purpose=purpose))
+        answer = await held(daemon, client, fetching, lambda: client.fetch(KEYS[:2], purpose=purpose))
         assert answer.chunks and client.chunk(0) == CHUNKS[0]
         assert moved(daemon) == {
             storing.label: 2 * SHAPE.raw_bytes, fetching.label: answer.chunks * SHAPE.raw_bytes
@@ -178,12 +182,12 @@ async def test_prefetches_wait_for_their_turn_and_are_dropped_once_their_request
         await client.register(SHAPE, 6)
         queue = Queue(client)
 
-        async def wait() -> None:
+        async def begin_soon() -> None:
             await queue.say({1: chain})
-            await until(lambda: any(turn.mover is Mover.PREFETCH for turn in daemon.budget.shared._waiting))
+            await until(lambda: delayed(daemon, Mover.PREFETCH) > 0)
             await queue.say(gone=[1])
 
-        await Paused(daemon, client).holds(Mover.PREFETCH, wait)
+        await held(daemon, client, Mover.PREFETCH, begin_soon)
         await until(lambda: ("prefetch", "request_begun") in dropped(daemon))
         await queue.say({2: chain})
         await until(lambda: moved(daemon).get("prefetch", 0) == sum(hop[0] for hop in daemon.metrics.promotions().values()))
@@ -200,38 +204,32 @@ async def test_a_fetch_is_not_kept_from_what_is_being_prefetched_for_it(storage:
         assert (await client.fetch(chain)).chunks == 3
 
 
-async def test_device_writes_wait_for_their_turn_and_what_finds_no_room_is_counted(tmp_path: Path) -> None:
+async def test_device_writes_wait_for_their_turn(tmp_path: Path) -> None:
     """Symptom: what was kept on devices was written at their speed beside an engine that decoded."""
     async with running("", tiers=tiers_of(tmp_path)) as (daemon, client):
         await client.register(SHAPE, 6)
         await report(client)
-        await Paused(daemon, client).holds(Mover.DEVICE_WRITE, lambda: _keep(daemon, client))
         tiers = tiers_in(daemon)
+        await store(client, keys=KEYS, shape=SHAPE)
         await until(lambda: not len(tiers.pool._writer))
         with tiers.lock:
             sizes = [item.length for key in KEYS if (item := tiers.pool.peek(address_of(key))) is not None]
         assert len(sizes) == 6 and moved(daemon)["device_write"] >= sum(sizes)
-
-
-async def _keep(daemon: Daemon, client: Client) -> None:
-    daemon.budget.shared._paused_until_s = 0.0
-    await store(client, KEYS)
+        assert delayed(daemon, Mover.DEVICE_WRITE) > 0, "the store's turn came before"
 
 
 async def test_scrubbing_waits_for_its_turn(tmp_path: Path) -> None:
     tiers = tiers_of(tmp_path) | {"scrub_bytes_per_s": "1GiB"}
     async with running("", tiers=tiers) as (daemon, client):
         await client.register(SHAPE, 6)
-        await store(client, KEYS)
+        await store(client, keys=KEYS, shape=SHAPE)
         await until(lambda: moved(daemon).get("scrub", 0) > 0)
-        await report(client)
-        await Paused(daemon, client).holds(Mover.SCRUB, asyncio.Event().is_set.__class__ and _nothing)
+        await held(daemon, client, Mover.SCRUB, lambda: asyncio.sleep(0))
         before = moved(daemon)["scrub"]
         await until(lambda: moved(daemon)["scrub"] > before)
-
-
-async def _nothing() -> None:
-    pass
+        tiers = tiers_in(daemon)
+        with tiers.lock:
+            assert tiers.pool._core.disks[0].scrubbed_bytes <= daemon.budget.shared.granted_bytes[Mover.SCRUB]
 
 
 async def test_pages_keep_to_the_rate_and_come_some_chunks_at_a_time(tmp_path: Path) -> None:
