@@ -20,6 +20,7 @@ from typing import Any
 from host_control.client import DataPlaneClient, StoreAnswer
 from host_control.destination import Destination, Memory
 from shadowserve.errors import ConfigurationError, DataPlaneError
+from shadowserve.proto import dataplane_pb2 as pb
 
 __all__ = ["StoreQueue"]
 
@@ -38,6 +39,7 @@ class _Staged:
     wait: Callable[[], str] | None = None
     announced: bool = False
     lasts_s: float = 0.0
+    purpose: Any = pb.PURPOSE_REQUEST
 
 
 class StoreQueue:
@@ -130,6 +132,7 @@ class StoreQueue:
         absent_since: float = float("-inf"),
         announced: bool = False,
         lasts_s: float = 0.0,
+        purpose: Any = pb.PURPOSE_REQUEST,
     ) -> int:
         """Stage consecutive chunks of one prompt and part.
 
@@ -145,6 +148,7 @@ class StoreQueue:
                 again: evicted, or its server restarted empty.
             announced: whether others may wait for them: what is dropped is withdrawn then.
             lasts_s: seconds after which nobody needs them any more; 0: for good.
+            purpose: what they are stored for, of the wire's.
 
         Returns:
             How many chunks were staged now; known ones are not staged again.
@@ -180,7 +184,8 @@ class StoreQueue:
                 dropped.append(key)
                 continue
             with self._condition:
-                self._queue.append(_Staged(part, key, parents[index], segment, slot, wait, announced, lasts_s))
+                chunk = _Staged(part, key, parents[index], segment, slot, wait, announced, lasts_s, purpose)
+                self._queue.append(chunk)
                 self.staged += 1
                 self._remember(key)
                 self._condition.notify_all()
@@ -306,6 +311,7 @@ class StoreQueue:
                 last, following = batch[-1], self._queue[0]
                 neighbours = following.part == last.part and following.slot == last.slot + 1
                 alike = following.segment is last.segment and following.lasts_s == last.lasts_s
+                alike &= following.purpose == last.purpose
                 if not alike or not neighbours:
                     break
                 batch.append(self._queue.popleft())
@@ -354,6 +360,7 @@ class StoreQueue:
             self._timeout,
             lasts_s=batch[0].lasts_s,
             plain=self._plain,
+            purpose=batch[0].purpose,
         )
 
     def _settle(self, batch: list[_Staged], answer: StoreAnswer) -> None:

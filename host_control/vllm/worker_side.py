@@ -39,6 +39,7 @@ from host_control.vllm.support import UncacheableError
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import record_keys
+from shadowserve.proto import dataplane_pb2 as pb
 
 __all__ = ["WorkerSide"]
 
@@ -103,7 +104,6 @@ class WorkerSide:
         self._awaited: set[int] = set()  # layers, by this step
         self._layer_times, self._layer_seconds = LayerTimes(), 0.0
         self._window_s = 0.0
-        self._delivered_bytes = 0  # of loads that have ended since the last report
         self._pages: SharedPages | None = None
         self._page_delivery: PageDelivery | None = None
         self._bad_blocks: set[int] = set()
@@ -280,7 +280,6 @@ class WorkerSide:
             self._managers[cut] = self._make_manager(cut)
         for cut, manager in self._managers.items():
             loads = [load for load in metadata.loads if load.cut == cut]
-            manager.rate, manager.held = metadata.rate, metadata.held
             try:
                 self._results += manager.exchange(map(self._job, loads), metadata.cancels, metadata.arrived)
                 if waited := self._synchronous - self.layerwise:
@@ -346,7 +345,7 @@ class WorkerSide:
                     detail = f"the engine waited for {len(self._awaited)} of {len(self._layers)} layers"
                     self._results[number] = replace(result, chunks=(0,), reason="not_awaited", detail=detail)
 
-    def gather(self, operations: Sequence[StoreOperation]) -> None:
+    def gather(self, operations: Sequence[StoreOperation], purpose: Any = pb.PURPOSE_REQUEST) -> None:
         """Copy finished chunks to where they wait to be stored, before their blocks can change."""
         if self._store is None or not operations:
             return
@@ -361,7 +360,7 @@ class WorkerSide:
             for operation in operations:
                 for place, part in enumerate(self._parts[0]):
                     if part.group.index == operation.group and not self._another_stores(part):
-                        self._offer(operation, place, lasts)
+                        self._offer(operation, place, lasts, purpose)
 
     def save(self, metadata: ShadowServeMetadata) -> None:
         """Copy what preempted requests hold to where it waits to be stored, before their blocks can change."""
@@ -369,14 +368,14 @@ class WorkerSide:
             return
         self._watch.follow(metadata.epoch)
         for request_id, operations in metadata.saves.items():
-            self.gather(operations)
+            self.gather(operations, pb.PURPOSE_PREEMPTION)
             self._saves[request_id] = self._store.staged if self._store is not None else 0
 
     def _another_stores(self, part: Part) -> bool:
         """Return whether another rank stores what all of them hold: they have one data plane, so one is enough."""
         return part.whole and self._rank.tp_rank > 0 and self._config.data_plane_address(0) == self._config.data_plane
 
-    def _offer(self, operation: StoreOperation, place: int, lasts: Callable[[], str]) -> None:
+    def _offer(self, operation: StoreOperation, place: int, lasts: Callable[[], str], purpose: Any) -> None:
         assert self._store is not None
         part, namespace = self._parts[0][place], self._shapes[0][place].namespace
         blocks = part.kernel_blocks(operation.blocks)
@@ -399,6 +398,7 @@ class WorkerSide:
             anchored=operation.anchored,
             announced=operation.announced,
             lasts_s=operation.lasts_s,
+            purpose=purpose,
             absent_since=float("-inf") if absent is None else time.monotonic() - absent,
         )
 
@@ -434,7 +434,6 @@ class WorkerSide:
             self._seconds[load.request_id] = result.seconds - result.waited
         # Parts of one group have the same chunks; what several groups have of a prompt is of use as a whole.
         chunks = min(result.chunks) if self._groups.one else max(result.chunks) if complete else 0
-        self._delivered_bytes += result.delivered_bytes
         self.counts.add("load_seconds", result.seconds)
         self.counts.add("fetched_bytes", result.fetched_bytes)
         self.counts.add("delivered_bytes", result.delivered_bytes)
@@ -479,18 +478,17 @@ class WorkerSide:
     def take_report(self) -> WorkerReport | None:
         """Return what the scheduler has to know of the loads that ended since the last call, and of the weights."""
         outlived = self._watch.outlived
-        loads = self._ended or self._seconds or self._delivered_bytes or self._layer_seconds
+        loads = self._ended or self._seconds or self._layer_seconds
         if not (loads or self._saves or outlived):
             return None  # as in most steps
         ended, self._ended = self._ended, {}
         seconds, self._seconds = self._seconds, {}
-        delivered, self._delivered_bytes = self._delivered_bytes, 0
         layer_seconds, self._layer_seconds = self._layer_seconds, 0.0
         settled = self._store.settled if self._store is not None else 1 << 62
         saved = {name: 1 for name, staged in self._saves.items() if staged <= settled}
         for name in saved:
             del self._saves[name]
-        report = WorkerReport(ended, outlived, seconds, delivered, layer_seconds, saved)
+        report = WorkerReport(ended, outlived, seconds, layer_seconds, saved)
         return report if report != WorkerReport() else None
 
     def take_store_counts(self) -> None:
