@@ -162,8 +162,8 @@ class DataPlaneConfig(Section):
     store_buffer_bytes: ByteSize = Field(ByteSize(128 * MIB), ge=MIB)
     """Buffer that chunks to store are encoded into, a batch at a time."""
     shares_host_memory: Literal["auto"] | bool = "auto"
-    """Whether this data plane's own memory and devices are those of the host whose engines it serves, so that prefetches,
-    device writes and scrubs slow their steps down as fetches do (docs/slack.md). ``auto``: not with ``doca``."""
+    """Whether this data plane's own memory and devices are those of the host whose engines it serves: then prefetches,
+    device writes and scrubs keep to the engines' interference budget, as all else does. ``auto``: not with ``doca``."""
     pin_memory: bool = True
     """Lock the buffers in memory, as far as the limit on locked memory (``ulimit -l``) allows."""
 

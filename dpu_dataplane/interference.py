@@ -1,7 +1,7 @@
 """The interference budget of a data plane: every mover of bytes waits here for its turn, and is counted.
 
-:class:`~dpu_dataplane.shared_rate.SharedRate` says what moves next, and how fast; here movers wait for it. Engines report
-their steps by ReportSteps calls. A turn is bounded by its mover: some chunks, or a record.
+:class:`~dpu_dataplane.shared_rate.SharedRate` says what moves next, and how fast; here movers wait for it. Engines
+report their steps by ReportSteps calls. A turn is bounded by its mover: some chunks, or a record.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class InterferenceBudget:
         self._settles_s = clock()
         self._moved: Counter[str] = Counter()
         self._delayed: Counter[str] = Counter()
-        self._waited_s: Counter[str] = Counter()
+        self._waited_s = dict.fromkeys((mover.label for mover in Mover), 0.0)
         self._dropped: Counter[tuple[str, str]] = Counter()
         metrics.families.append(self._families)
         metrics.gauges |= {
@@ -201,7 +201,9 @@ class InterferenceBudget:
             "shadowserve_moved_bytes", "Bytes moved on this host, by what moved them", labels=["mover"]
         )
         waited = CounterMetricFamily(
-            "shadowserve_interference_wait_s", "Seconds that movers waited for the interference budget", labels=["mover"]
+            "shadowserve_interference_wait_s",
+            "Seconds that movers waited for the interference budget",
+            labels=["mover"],
         )
         delayed = CounterMetricFamily(
             "shadowserve_interference_delayed", "Turns that waited for the interference budget", labels=["mover"]

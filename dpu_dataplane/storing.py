@@ -134,8 +134,8 @@ class Storer:
 
         ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first; none at all where the
         host does not tell. After ``lasts_ms`` nobody needs them any more; 0: they are stored for good. ``plain`` ones
-        are not compressed, and stay in tiers of this machine where there are any. ``mover`` is whose bytes they are, for
-        the interference budget.
+        are not compressed, and stay in tiers of this machine where there are any. ``mover`` says what for, for the
+        interference budget.
 
         Raises:
             QueueFull: too many stores wait.

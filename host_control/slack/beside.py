@@ -58,7 +58,9 @@ class Beside(Generic[_T]):
 
     def _rate(self, begun_s: float, ended_s: float) -> float | None:
         """Return the rate of what moved in some time; None where it is not known."""
-        before = next((index for index, each in reversed(list(enumerate(self._samples))) if each.received_s <= begun_s), -1)
+        before = next(
+            (index for index, each in reversed(list(enumerate(self._samples))) if each.received_s <= begun_s), -1
+        )
         if before < 0:
             return None
         for _ in range(before):

@@ -34,8 +34,8 @@ _STEPS_MAX: Final = 64
 """More than any engine has under way. Whoever does not say that steps have ended has none measured."""
 _ALONE_EVERY: Final = 1024
 _ALONE_FIRST: Final = 64
-"""After so many decode steps all of which something moved beside, data planes are asked to pause: what decoding takes
-beside nothing has to be known, and the slower KV moves, the less it leaves alone. The second while it was never seen."""
+"""After so many decode steps that something moved beside, data planes are asked to pause: it has to be known what
+decoding takes beside nothing, and slow movements leave few steps alone. The second while it was never seen."""
 _ALONE_STEPS: Final = 16
 """That are enough of a pause."""
 _QUIET_STEPS: Final = 64

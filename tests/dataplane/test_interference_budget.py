@@ -115,7 +115,12 @@ async def test_layers_keep_to_it_too_and_come_some_at_a_time(stored: Server, tie
         client.segment.memory[:] = 0xA5
         await report(client)
         answer = await client.fetch(KEYS, order=pb.ORDER_LAYERS)
-        assert answer.outcome == pb.OUTCOME_ROUND_FULL and answer.delivered.all(axis=1).tolist() == [True, True, False, False]
+        assert answer.outcome == pb.OUTCOME_ROUND_FULL and answer.delivered.all(axis=1).tolist() == [
+            True,
+            True,
+            False,
+            False,
+        ]
         assert moved(daemon) == {"fetch": 9 * SHAPE.raw_bytes}
 
 
@@ -190,7 +195,9 @@ async def test_prefetches_wait_for_their_turn_and_are_dropped_once_their_request
         await held(daemon, client, Mover.PREFETCH, begin_soon)
         await until(lambda: ("prefetch", "request_begun") in dropped(daemon))
         await queue.say({2: chain})
-        await until(lambda: moved(daemon).get("prefetch", 0) == sum(hop[0] for hop in daemon.metrics.promotions().values()))
+        await until(
+            lambda: moved(daemon).get("prefetch", 0) == sum(hop[0] for hop in daemon.metrics.promotions().values())
+        )
 
 
 async def test_a_fetch_is_not_kept_from_what_is_being_prefetched_for_it(storage: Server) -> None:

@@ -45,7 +45,9 @@ class Movers:
         for turn in turns:
             if turn.begun_s is None:
                 self.shared.end(turn, 0)
-        return {mover: size - before[mover] for mover, size in self.shared.granted_bytes.items() if size > before[mover]}
+        return {
+            mover: size - before[mover] for mover, size in self.shared.granted_bytes.items() if size > before[mover]
+        }
 
 
 def ask_now(movers: Movers, mover: Mover, size: int = MIB) -> Turn:

@@ -239,9 +239,7 @@ class Promoting:
             await self._gate.wait_for(lambda: not self._fetches or key in self._urgent or self._closing)
 
     @contextlib.asynccontextmanager
-    async def _turn_of(
-        self, request: _Request, key: bytes, size: int, *, first: bool = True
-    ) -> AsyncIterator[Granted]:
+    async def _turn_of(self, request: _Request, key: bytes, size: int, *, first: bool = True) -> AsyncIterator[Granted]:
         """Wait for a turn to move bytes of a record within the budget; before others, where a fetch waits for them.
 
         Raises:

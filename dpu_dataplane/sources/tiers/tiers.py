@@ -187,7 +187,9 @@ class Tiers:
         """
         found, reads = await self.look(keys)
         await self.await_heads(reads)
-        return {key for key, stored in zip(keys, found, strict=True) if isinstance(stored, Stored) and _is_paged(stored)}
+        return {
+            key for key, stored in zip(keys, found, strict=True) if isinstance(stored, Stored) and _is_paged(stored)
+        }
 
     async def await_heads(self, reads: "Collection[asyncio.Future[None]]") -> None:
         """Wait until devices have brought heads, or have taken too long."""
