@@ -9,7 +9,6 @@ broke, the deadline passed, the answer makes no sense) is not *quiet*: the daemo
 the caller must not use that memory again (:mod:`host_control.destination` retires it).
 """
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -313,7 +312,7 @@ class DataPlaneClient:
 
         Nothing is said to a data plane that is not connected, or that fails lookups.
         """
-        if self.peer is None or self.breakers["lookup"].open or not keys:
+        if not keys:
             return
         request = pb.AnnounceRequest(
             keys=keys, lasts_ms=int(seconds * 1000), timeout_ms=_milliseconds(self._connect_timeout)
@@ -345,8 +344,6 @@ class DataPlaneClient:
 
     def decided(self, decision: Decision, tokens: int, seconds: float) -> None:
         """Say what was done with a prompt of so many tokens, and what came, for recordings; a hint likewise."""
-        if self.peer is None or self.breakers["lookup"].open:
-            return
         loaded = decision.end_tokens if decision.way != "compute" else 0
         told = pb.Decision(
             kind=decision.kind, tokens=tokens, loaded_tokens=loaded, predicted=dict(decision.predicted),
@@ -356,8 +353,8 @@ class DataPlaneClient:
         self._tell(self._connection.stub.Decided, told)
 
     def _tell(self, method: Any, request: Any) -> None:
-        with contextlib.suppress(ValueError):  # the channel is closed
-            self._let_go(method.future(request, timeout=self._connect_timeout, metadata=self._connection.metadata()))
+        if (call := self._say(method, request)) is not None:
+            self._let_go(call)
 
     def _found(self, answer: pb.LookupResponse, counts: Sequence[int]) -> Found:
         reason = _reason(answer.outcome)

@@ -144,8 +144,7 @@ class StoreQueue:
             chained: whether each is of use only where those before it are stored, too.
             previous: key of the chunk before the first, ``None`` at the start of a prompt.
             anchored: whether ``previous`` is known to be stored.
-            absent_since: when (monotonic) a lookup found these chunks absent. One that was stored before that is gone
-                again: evicted, or its server restarted empty.
+            absent_since: when (monotonic) a lookup found these chunks absent: stored before that, they are gone again.
             announced: whether others may wait for them: what is dropped is withdrawn then.
             lasts_s: seconds after which nobody needs them any more; 0: for good.
             purpose: what they are stored for, of the wire's.
@@ -166,9 +165,7 @@ class StoreQueue:
                 if self._recent.get(key, float("-inf")) > absent_since:
                     self._recent.move_to_end(key)
                     continue
-                segment = self._destination.current
-                free = self._free.get(segment) if segment is not None else None
-                slot = free[part].pop(0) if free and free[part] else None
+                segment, slot = self._take_slot(part)
             if segment is None or slot is None:
                 self._count("dropped_full" if segment is not None else f"dropped_{self.last_error}", 1)
                 reachable = not chained
@@ -193,6 +190,12 @@ class StoreQueue:
         if announced:
             self._client.announce(dropped, 0)
         return staged
+
+    def _take_slot(self, part: int) -> tuple[Memory | None, int | None]:
+        """Return the memory in use, and a free slot of it, if there are any. The lock is held."""
+        segment = self._destination.current
+        free = self._free.get(segment) if segment is not None else None
+        return segment, free[part].pop(0) if free and free[part] else None
 
     def remember(self, keys: Sequence[bytes]) -> None:
         """Take note that chunks are stored already."""
