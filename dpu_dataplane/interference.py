@@ -197,29 +197,21 @@ class InterferenceBudget:
     # ---- Metrics
 
     def _families(self) -> list[Metric]:
-        moved = CounterMetricFamily(
-            "shadowserve_moved_bytes", "Bytes moved on this host, by what moved them", labels=["mover"]
-        )
-        waited = CounterMetricFamily(
-            "shadowserve_interference_wait_s",
-            "Seconds that movers waited for the interference budget",
-            labels=["mover"],
-        )
-        delayed = CounterMetricFamily(
-            "shadowserve_interference_delayed", "Turns that waited for the interference budget", labels=["mover"]
-        )
-        dropped = CounterMetricFamily(
-            "shadowserve_interference_dropped",
-            "What was not moved, as its turn did not come in time, by the reason",
-            labels=["mover", "reason"],
-        )
-        for mover in Mover:
-            moved.add_metric([mover.label], self._moved[mover.label])
-            waited.add_metric([mover.label], self._waited_s[mover.label])
-            delayed.add_metric([mover.label], self._delayed[mover.label])
+        families: list[Metric] = []
+        for name, text, counts in (
+            ("moved_bytes", "Bytes moved on this host, by what moved them", self._moved),
+            ("interference_wait_s", "Seconds that movers waited for the interference budget", self._waited_s),
+            ("interference_delayed", "Turns that waited for the interference budget", self._delayed),
+        ):
+            family = CounterMetricFamily(f"shadowserve_{name}", text, labels=["mover"])
+            for mover in Mover:
+                family.add_metric([mover.label], counts.get(mover.label, 0))
+            families.append(family)
+        name, text = "interference_dropped", "What was not moved, as its turn did not come in time, by the reason"
+        dropped = CounterMetricFamily(f"shadowserve_{name}", text, labels=["mover", "reason"])
         for labels, count in list(self._dropped.items()):
             dropped.add_metric(list(labels), count)
-        return [moved, waited, delayed, dropped]
+        return [*families, dropped]
 
 
 async def _wait(future: "asyncio.Future[None]") -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from dpu_dataplane.catalog import Catalog, Fault, inspect_head
 from dpu_dataplane.destinations import Destination
-from dpu_dataplane.interference import InterferenceBudget
+from dpu_dataplane.interference import TURN_S, InterferenceBudget
 from dpu_dataplane.jobs import ENDINGS, Job, Stop, Turnstile, ending_of
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import ALIGNMENT, Buffers, StorePlan, encoded_bound, plan_store
@@ -173,7 +173,8 @@ class Storer:
         try:
             while index < answered:
                 batch: list[int] = []
-                most = 1 if self._budget.bounded else batch_max
+                rate = self._budget.rate
+                most = max(min(int(rate * TURN_S) // layout.raw_bytes, batch_max), 1) if rate else batch_max
                 while index < answered and len(batch) < most:
                     length = await self._held_length(job, layout, part[index], found[index])
                     if length is None:

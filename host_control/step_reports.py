@@ -6,6 +6,7 @@ host so far, of whichever engine. So the engine knows which of its steps had not
 others had.
 """
 
+import contextlib
 import math
 import os
 import threading
@@ -17,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import grpc
 
 from host_control.client import DataPlaneClient
+from shadowserve.errors import DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
 __all__ = ["Sample", "StepReports"]
@@ -148,6 +150,10 @@ class StepReports:
             pause_ms=2000 if decodes and paused else 0,
         )
         sent_s = self._clock()
+        for client in self._clients:
+            if decodes and client.peer is None:
+                with contextlib.suppress(DataPlaneError):
+                    client.connect(_LASTS_S, wait=False)
         calls = [(client, client.peer, client.report_steps(message)) for client in self._clients]
         self._reported = decodes, rate, paused
         answers = [(client, peer, self._answer(client, call)) for client, peer, call in calls]

@@ -46,6 +46,15 @@ def test_an_engine_that_does_not_decode_reports_nothing(reports: StepReports, pl
     assert plane.reports[0].decodes and plane.reports[0].rate == RATE
 
 
+def test_an_engine_that_has_looked_up_nothing_yet_connects_to_report(
+    client: DataPlaneClient, plane: ScriptedDataPlane
+) -> None:
+    reports = StepReports([client], 0.02)
+    reports.decodes(RATE)
+    wait_report(plane, 0)
+    reports.close()
+
+
 def test_a_report_says_all_that_a_data_plane_has_to_know(reports: StepReports, plane: ScriptedDataPlane) -> None:
     reports.decodes(RATE)
     wait_report(plane, 0)
