@@ -161,6 +161,9 @@ class DataPlaneConfig(Section):
     """Buffer that is delivered from; unused, and not allocated, with ``fused``."""
     store_buffer_bytes: ByteSize = Field(ByteSize(128 * MIB), ge=MIB)
     """Buffer that chunks to store are encoded into, a batch at a time."""
+    shares_host_memory: Literal["auto"] | bool = "auto"
+    """Whether this data plane's own memory and devices are those of the host whose engines it serves: then prefetches,
+    device writes and scrubs keep to the engines' interference budget, as all else does. ``auto``: not with ``doca``."""
     pin_memory: bool = True
     """Lock the buffers in memory, as far as the limit on locked memory (``ulimit -l``) allows."""
 
@@ -286,6 +289,11 @@ class DataPlaneConfig(Section):
                 "allow_remote: true where the network is trusted"
             )
         return self
+
+    @property
+    def memory_shared(self) -> bool:
+        """``shares_host_memory``, with ``auto`` resolved."""
+        return self.backend == "software" if self.shares_host_memory == "auto" else self.shares_host_memory
 
     @property
     def stages_fused(self) -> bool:

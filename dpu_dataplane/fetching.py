@@ -20,10 +20,12 @@ import numpy.typing as npt
 
 from dpu_dataplane.catalog import Catalog, Fault
 from dpu_dataplane.destinations import Destination
+from dpu_dataplane.interference import TURN_S, InterferenceBudget
 from dpu_dataplane.jobs import ENDINGS, Job, Turnstile, ending_of
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.progress import LayerProgress
 from dpu_dataplane.rounds import Buffers, End, FetchPlan, Wanted, plan_fetch
+from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Failure, Found, Order, Source, Stored
 from dpu_dataplane.tracing import Tracer
 from shadowserve import native
@@ -49,9 +51,6 @@ _OUTCOMES = {
     Result.NOT_SUPPORTED: pb.OUTCOME_UNSUPPORTED_CODEC,
     Result.DEVICE: pb.OUTCOME_DEVICE,
 }
-
-_TURN_S: Final = 0.1
-"""A call that is held to a rate takes so long, as nobody else is served meanwhile: ten times what a call costs."""
 
 _FRESH: Final = "what is remembered of heads is forgotten"
 _AUTHORITATIVE: Final = "copies are not asked any more"
@@ -99,8 +98,8 @@ class FetchPart:
         self.delivered = self.left = np.zeros((0, 0), np.bool_)
         self.outside = False
 
-    def begin(self, chunks_max: int) -> None:
-        """Make the sets, which calls that wait for their turn take no memory for; of so many wanted chunks at most."""
+    def begin(self, chunks_max: int, layers_max: int) -> None:
+        """Make the sets, which calls that wait for their turn take no memory for; of the first wanted ones at most."""
         shape = self.layout.layers, len(self.keys)
         self.wanted = unpack(self._wanted, *shape) if self._wanted else np.ones(shape, np.bool_)
         self.delivered = np.zeros(shape, np.bool_)
@@ -109,6 +108,9 @@ class FetchPart:
         wanted = np.flatnonzero(self.wanted.any(axis=0))
         if len(wanted) > chunks_max:
             self.end(int(wanted[chunks_max]))
+        wanted = np.flatnonzero(self.wanted.any(axis=1))
+        if len(wanted) > layers_max:
+            self.left[int(wanted[layers_max]) :] = False
         self.outside = bool((self.wanted & ~self.left).any())
 
     def end(self, chunk: int) -> None:
@@ -146,7 +148,7 @@ class _Progress:
     Attributes:
         word: where to say how far it is: how many leading layers are in place, or chunks in the order of chunks.
         window_s: seconds that the caller computes with each layer; 0 where it does not know.
-        rate: bytes a second that are delivered at most; 0: no bound.
+        mover: of the bytes, for the interference budget.
         asked: group and chunk of each key that heads were asked for, and whether its head was only remembered.
         tried: second tries that were made.
         endings: of groups, as they came.
@@ -156,7 +158,7 @@ class _Progress:
     layerwise: bool
     word: native.Region | None = None
     window_s: float = 0.0
-    rate: int = 0
+    mover: Mover = Mover.FETCH
     fetched_bytes: int = 0
     tried: frozenset[str] = frozenset()
     asked: dict[tuple[int, int], bool] = field(default_factory=dict)
@@ -212,8 +214,10 @@ class Fetcher:
         queue: Turnstile,
         tracer: Tracer,
         progress: LayerProgress,
+        budget: InterferenceBudget,
     ) -> None:
         self._progress = progress
+        self._budget = budget
         self._tracer = tracer
         self._executor = executor
         self._catalog = catalog
@@ -229,7 +233,7 @@ class Fetcher:
         layerwise: bool,
         word: native.Region | None = None,
         window_s: float = 0.0,
-        rate: int = 0,
+        mover: Mover = Mover.FETCH,
         tell: Callable[[int], None] | None = None,
     ) -> pb.FetchResponse:
         """Deliver the leading pieces, in their order, that are stored, sound, and fit regions and buffers.
@@ -242,24 +246,25 @@ class Fetcher:
             layerwise: layer by layer, not chunk by chunk.
             word: where to say meanwhile how many leading layers are in place, of one part; or chunks, of every part.
             window_s: seconds that the caller computes with each layer; 0 where it does not know.
-            rate: bytes a second that are delivered at most; 0: no bound.
+            mover: of the bytes, for the interference budget. Beside an engine that decodes a call ends early, with
+                OUTCOME_ROUND_FULL: others wait for its end.
             tell: takes meanwhile how many leading layers are in place of one part, where there is no ``word``.
 
         Raises:
             QueueFull: too many fetches wait.
         """
-        progress = _Progress(parts, layerwise, word, window_s, rate)
+        progress = _Progress(parts, layerwise, word, window_s, mover)
         try:
             with self._tracer.fetch(job.owner, sum(len(part.keys) for part in parts)):
                 async with contextlib.AsyncExitStack() as stack:
                     with self._tracer.step(job.owner, "turn"):
                         await stack.enter_async_context(self.queue.turn(job))
-                    chunks = _turn_chunks(parts, rate)
+                    most = _most(parts, self._budget.rate, layerwise=layerwise)
                     if tell is not None:
                         told = self._progress.told(parts[0].layout.layers, tell)
                         progress.word = await stack.enter_async_context(told)
                     for part in parts:
-                        part.begin(chunks)
+                        part.begin(*most)
                     outcome, detail = await self._run(job, progress)
         except ENDINGS as error:
             outcome, detail = ending_of(error)
@@ -306,30 +311,46 @@ class Fetcher:
             self._executor, plan_fetch, wanted, progress.layerwise, self._buffers, self._catalog.codecs
         )
 
+    def _order(
+        self,
+        job: Job,
+        progress: _Progress,
+        plan: FetchPlan,
+        places: Sequence[tuple[int, int]],
+        stored: Mapping[bytes, Stored],
+        rate: int,
+    ) -> Order:
+        """Return what the source is to deliver of a plan, at so many bytes a second; 0: no bound."""
+        return Order(
+            [progress.parts[group].keys[chunk] for group, chunk in places],
+            plan.pieces,
+            lambda pieces: native.Round(
+                pieces=pieces,
+                slices=plan.slices,
+                groups=[part.group() for part in progress.parts],
+                deadline_ns=job.deadline_ns,
+                progress=progress.told(plan, pieces),
+                rate=rate,
+            ),
+            _AUTHORITATIVE in progress.tried,
+            progress.layerwise,
+            progress.window_s,
+            stored,
+        )
+
     async def _round(self, job: Job, progress: _Progress, plan: FetchPlan, stored: Mapping[bytes, Stored]) -> bool:
         """Run a plan, and take note of what it delivered; return whether what failed is worth another try."""
         groups, chunks = plan.pieces["group"], plan.pieces["chunk"]
         places = list(zip(groups.tolist(), chunks.tolist(), strict=True))
-        with self._tracer.step(job.owner, "round", len(plan.pieces)):
-            order = Order(
-                [progress.parts[group].keys[chunk] for group, chunk in places],
-                plan.pieces,
-                lambda pieces: native.Round(
-                    pieces=pieces,
-                    slices=plan.slices,
-                    groups=[part.group() for part in progress.parts],
-                    deadline_ns=job.deadline_ns,
-                    progress=progress.told(plan, pieces),
-                    rate=progress.rate,
-                ),
-                _AUTHORITATIVE in progress.tried,
-                progress.layerwise,
-                progress.window_s,
-                stored,
-            )
-            done = await self._source.deliver(job, order)
+        sizes = [part.layout.raw_bytes // part.layout.layers for part in progress.parts]
+        moved = (plan.layers[:, 1] - plan.layers[:, 0]) * np.array(sizes, np.int64)[groups]
+        async with self._budget.turn(progress.mover, int(moved.sum()), job) as turn:
+            with self._tracer.step(job.owner, "round", len(plan.pieces)):
+                order = self._order(job, progress, plan, places, stored, turn.rate)
+                done = await self._source.deliver(job, order)
+            in_place = done.results == Result.OK
+            turn.moved_bytes = int(moved[in_place].sum())
         progress.fetched_bytes += done.received_bytes
-        in_place = done.results == Result.OK
         for group, part in enumerate(progress.parts):
             mine = in_place & (groups == group)
             part.take(plan.layers[mine], chunks[mine])
@@ -399,11 +420,19 @@ class Fetcher:
         return False
 
 
-def _turn_chunks(parts: Sequence[FetchPart], rate: int) -> int:
-    """Return how many chunks of each part a call may deliver that is held to a rate: others wait for its end."""
+def _most(parts: Sequence[FetchPart], rate: int, *, layerwise: bool) -> tuple[int, int]:
+    """Return how many chunks, and layers, of each part a call may deliver beside an engine that decodes.
+
+    One at least; all of both where nothing decodes. Others wait for the call's end.
+    """
+    chunks, layers = max(len(part.keys) for part in parts), max(part.layout.layers for part in parts)
     if not rate:
-        return max(len(part.keys) for part in parts)
-    return max(int(rate * _TURN_S) // sum(part.layout.raw_bytes for part in parts), 1)
+        return chunks, layers
+    size = int(rate * TURN_S)
+    if layerwise:
+        each = sum(len(part.keys) * part.layout.raw_bytes // part.layout.layers for part in parts)
+        return chunks, max(size // each, 1)
+    return max(size // sum(part.layout.raw_bytes for part in parts), 1), layers
 
 
 def _storage_outcome(refused: bool) -> pb.Outcome:

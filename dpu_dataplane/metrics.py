@@ -52,6 +52,7 @@ class Metrics:
         promotion_wasted_bytes: of records that were promoted, and that nobody has fetched.
         stages: reads the pipeline's counters.
         gauges: name to (help, reader) of what is measured when asked.
+        families: readers of families that parts keep themselves.
     """
 
     fetches: Counter[str] = field(default_factory=Counter)
@@ -80,6 +81,7 @@ class Metrics:
     promotions: Callable[[], Mapping[str, tuple[int, float]]] = dict
     stages: Callable[[], list[StageCount]] = list
     gauges: Gauges = field(default_factory=dict)
+    families: list[Callable[[], list[Metric]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -125,6 +127,8 @@ class Metrics:
             ("publications_refused", "Keys that a host published beyond its share", self.publications_refused),
         ):
             yield CounterMetricFamily(f"shadowserve_{name}", text, value=value)
+        for families in self.families:
+            yield from families()
         for name, (text, read) in list(self.gauges.items()):
             yield GaugeMetricFamily(f"shadowserve_{name}", text, value=read())
 

@@ -21,6 +21,7 @@ from dpu_dataplane.credentials import server_credentials
 from dpu_dataplane.destinations import DestinationTable
 from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import HostTable
+from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import Turnstile
 from dpu_dataplane.metrics import Metrics, StageCount, resident_bytes
 from dpu_dataplane.progress import LayerProgress
@@ -63,6 +64,7 @@ class Daemon:
     Attributes:
         address: where gRPC listens, ``host:port`` or ``unix:/path``.
         metrics: its counts.
+        budget: that what it moves is held to, beside engines that decode.
         device_lost: set once the accelerator was given up: the process is to end.
         unclean: jobs, or the accelerator, may still be at it after the end: nothing but the process' end is safe.
     """
@@ -117,7 +119,9 @@ class Daemon:
             lambda: pipeline.locked_bytes,
         )
         fetching, encoding, storing = (ThreadPoolExecutor(1, name) for name in ("fetch", "encode", "store"))
-        self._source = source = source_of(config, self.metrics, pipeline, fetching, storing)
+        self.budget = InterferenceBudget(self.metrics, shares_memory=config.memory_shared)
+        self._exit.callback(self.budget.close)
+        self._source = source = source_of(config, self.metrics, self.budget, pipeline, fetching, storing)
         await source.start()
         self._exit.push_async_callback(source.close)
         catalog = Catalog(source, self.metrics, config)
@@ -131,7 +135,7 @@ class Daemon:
         fetches, stores = (Turnstile(size, config.hosts_max) for size in (config.fetch_queue, config.store_queue))
         progress = LayerProgress(pipeline)
         self._exit.callback(progress.close)
-        fetcher = Fetcher(fetching, catalog, source, buffers, self.metrics, fetches, tracer, progress)
+        fetcher = Fetcher(fetching, catalog, source, buffers, self.metrics, fetches, tracer, progress, self.budget)
         storer = Storer(
             pipeline,
             encoding,
@@ -142,6 +146,7 @@ class Daemon:
             codec,
             int(config.slice_bytes),
             stores,
+            self.budget,
             len(config.stage_cores()["store"]),
         )
         hosts = HostTable(config, destinations, catalog.forget_host)
@@ -158,6 +163,7 @@ class Daemon:
             tracer,
             self._repeats,
             source.placing,
+            self.budget,
         )
         self._measure(source, catalog, fetcher, storer, destinations, buffers)
         self.metrics.gauges["hosts"] = ("Hosts that are connected", lambda: len(hosts))

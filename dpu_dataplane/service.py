@@ -27,12 +27,14 @@ from dpu_dataplane.destinations import (
 )
 from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import HostTable, Session
+from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import ENDINGS, Job, JobTable, QueueFull, ending_of
 from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
 from dpu_dataplane.progress import PROGRESS_BYTES
 from dpu_dataplane.queues import Queues
 from dpu_dataplane.repeats import Repeats, address_of
 from dpu_dataplane.rounds import Buffers, encoded_bound
+from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.placing import PageOrder, Placing
 from dpu_dataplane.storing import Storer
 from dpu_dataplane.tracing import NotTraceable, Tracer
@@ -51,6 +53,16 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 REPORT_INTERVAL: Final = 10.0
 _UINT32_MAX: Final = (1 << 32) - 1
+_FETCHERS: Final = {
+    pb.PURPOSE_REQUEST: Mover.FETCH,
+    pb.PURPOSE_PREEMPTION: Mover.FETCH,
+    pb.PURPOSE_OFFLOADING_TIER: Mover.TIER_LOAD,
+}
+_STORERS: Final = {
+    pb.PURPOSE_REQUEST: Mover.STORE,
+    pb.PURPOSE_PREEMPTION: Mover.PREEMPTION_SAVE,
+    pb.PURPOSE_OFFLOADING_TIER: Mover.TIER_STORE,
+}
 _REPORTED = (pb.OUTCOME_DEADLINE, pb.OUTCOME_STORAGE_REFUSED, pb.OUTCOME_NOT_STORABLE)
 
 logger = logging.getLogger(__name__)
@@ -72,8 +84,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         tracer: Tracer,
         repeats: Repeats,
         placing: Placing | None,
+        budget: InterferenceBudget,
     ) -> None:
         self._config = config
+        self._budget = budget
         devices = config.tiers is not None and bool(config.tiers.devices) and "shared_memory" in destinations.kinds
         self._placing = placing if devices else None
         self._tracer = tracer
@@ -113,6 +127,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def Expect(self, request: pb.ExpectRequest, context: _Context) -> pb.ExpectResponse:  # noqa: N802
         """Take what waits in an engine's queue."""
         return await self._answer(context, self._expect, request)
+
+    async def ReportSteps(self, request: pb.StepReport, context: _Context) -> pb.StepAnswer:  # noqa: N802
+        """Take what an engine reports of its steps."""
+        return await self._answer(context, self._report_steps, request)
 
     async def RegisterDestination(  # noqa: N802
         self, request: pb.RegisterDestinationRequest, context: _Context
@@ -248,6 +266,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         taken = self._queues.take(caller.owner, request, arrivals)
         self._catalog.expect(self._queues.expected())
         return pb.ExpectResponse(again=not taken)
+
+    async def _report_steps(self, request: pb.StepReport, caller: Session) -> pb.StepAnswer:
+        self._validate.steps(request)
+        return self._budget.report(caller.owner, request)
 
     def _hello(self, request: pb.HelloRequest, context: _Context) -> pb.HelloResponse:
         self._validate.hello(request)
@@ -418,7 +440,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                         request.order == pb.ORDER_LAYERS,
                         word,
                         request.window_us / 1e6,
-                        request.rate,
+                        _FETCHERS[request.purpose],
                         tell,
                     )
                     for part in parts:
@@ -481,6 +503,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def _store(self, request: pb.StoreRequest, caller: Session) -> pb.StoreResponse:
         keys = self._validate.keys("keys", list(request.keys))
         parents = self._validate.parents(list(request.parents), len(keys))
+        self._validate.purpose(request.purpose)
         destination = self._destinations.get(request.destination_id, caller.token)
         layout = None
         if destination is not None:
@@ -495,7 +518,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                 try:
                     to_store = (request.offset, keys, parents, request.lasts_ms)
                     plain = request.plain and self._placing is not None  # raw bytes would only cost the link
-                    response = await self._storer.run(job, destination, layout, *to_store, plain=plain)
+                    mover = _STORERS[request.purpose]
+                    response = await self._storer.run(job, destination, layout, *to_store, plain=plain, mover=mover)
                     self._check_reach(destination, response.outcome)
                     return response
                 except Exception as error:

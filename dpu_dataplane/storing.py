@@ -16,9 +16,11 @@ import numpy as np
 
 from dpu_dataplane.catalog import Catalog, Fault, inspect_head
 from dpu_dataplane.destinations import Destination
+from dpu_dataplane.interference import TURN_S, InterferenceBudget
 from dpu_dataplane.jobs import ENDINGS, Job, Stop, Turnstile, ending_of
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import ALIGNMENT, Buffers, StorePlan, encoded_bound, plan_store
+from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Encoded, Found, Source, Stored, Unanswered
 from shadowserve import native
 from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout
@@ -54,6 +56,7 @@ class _Progress:
     codec: native.Codec
     slice_bytes: int
     plain: bool  # for devices to bring to where it is used
+    mover: Mover
     held: dict[int, int] = field(default_factory=dict)  # bytes of each record that storage now holds, by its position
 
 
@@ -85,6 +88,7 @@ class Storer:
         codec: that new records have.
         slice_bytes: most bytes of symbols in a slice.
         queue: of stores.
+        budget: that stores are held to.
         batch_chunks: that are encoded at a time, if the buffer takes twice as many.
     """
 
@@ -99,6 +103,7 @@ class Storer:
         codec: native.Codec,
         slice_bytes: int,
         queue: Turnstile,
+        budget: InterferenceBudget,
         batch_chunks: int,
     ) -> None:
         self._pipeline = pipeline
@@ -109,6 +114,7 @@ class Storer:
         self._metrics = metrics
         self._codec = codec
         self._slice_bytes = slice_bytes
+        self._budget = budget
         self._batch_chunks = batch_chunks
         self.queue = queue
 
@@ -123,18 +129,20 @@ class Storer:
         lasts_ms: int = 0,
         *,
         plain: bool = False,
+        mover: Mover = Mover.STORE,
     ) -> pb.StoreResponse:
         """Store chunks that lie one after the other from ``offset``. Returns once nothing reads the region any more.
 
         ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first; none at all where the
         host does not tell. After ``lasts_ms`` nobody needs them any more; 0: they are stored for good. ``plain`` ones
-        are not compressed, and stay in tiers of this machine where there are any.
+        are not compressed, and stay in tiers of this machine where there are any. ``mover`` says what for, for the
+        interference budget.
 
         Raises:
             QueueFull: too many stores wait.
         """
         codec, slice_bytes = (native.Codec.NONE, DECODED_BYTES_MAX) if plain else (self._codec, self._slice_bytes)
-        progress = _Progress(dict(zip(keys, parents, strict=bool(parents))), lasts_ms, codec, slice_bytes, plain)
+        progress = _Progress(dict(zip(keys, parents, strict=bool(parents))), lasts_ms, codec, slice_bytes, plain, mover)
         try:
             async with self.queue.turn(job):
                 for first in range(0, len(keys), QUESTION_KEYS_MAX):
@@ -172,7 +180,9 @@ class Storer:
         try:
             while index < answered:
                 batch: list[int] = []
-                while index < answered and len(batch) < batch_max:
+                rate = self._budget.rate
+                most = max(min(int(rate * TURN_S) // layout.raw_bytes, batch_max), 1) if rate else batch_max
+                while index < answered and len(batch) < most:
                     length = await self._held_length(job, layout, part[index], found[index])
                     if length is None:
                         batch.append(first + index)
@@ -187,7 +197,8 @@ class Storer:
                         await ended
                     place = free.pop()  # the one given back last, of which most is still in a cache
                     at = place * batch_max
-                    encoded = await self._encode(job, destination, layout, offset, keys, batch, at, progress)
+                    async with self._budget.turn(progress.mover, len(batch) * layout.raw_bytes, job):
+                        encoded = await self._encode(job, destination, layout, offset, keys, batch, at, progress)
                     before = puts[-1][0] if puts else None
                     put = self._put_batch(before, job, *encoded, layout, keys, batch, progress)
                     puts.append((asyncio.create_task(put), place))

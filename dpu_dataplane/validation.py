@@ -12,6 +12,7 @@ from dpu_dataplane.destinations import Destination
 from dpu_dataplane.fetching import FetchPart
 from dpu_dataplane.paging import PagingError
 from dpu_dataplane.progress import PROGRESS_BYTES
+from dpu_dataplane.shared_rate import RATE_MIN
 from dpu_dataplane.sources.source import Chain
 from shadowserve import __version__
 from shadowserve.chunk import ChunkLayout
@@ -35,7 +36,8 @@ _PARTS_MAX = 64  # the C core's limit
 _LAYOUTS_MAX = 256  # of one registration: each worker needs one for each KV cache group, and for each shard layout
 _QUEUE_NAME_MAX = 32
 _QUEUE_LASTS_MS_MAX = 600_000
-_RATE_MIN = 16 << 20  # bytes a second, at which a large chunk takes two seconds
+_ENGINE_MAX = 32
+_STEPS_LAST_MS_MAX = 10_000
 _PIECES_MAX = 1 << 22  # eight times those of a prompt of 1 Mi tokens with 128 layers
 
 
@@ -102,8 +104,7 @@ class Validator:
             raise InvalidCall(f"order is {request.order}; it is one of {', '.join(pb.Order.keys())}")
         if not 1 <= len(request.parts) <= _PARTS_MAX:
             raise InvalidCall(f"parts has {len(request.parts)} entries; it has 1 to {_PARTS_MAX}")
-        if request.rate and (request.order != pb.ORDER_CHUNKS or request.rate < _RATE_MIN):
-            raise InvalidCall(f"rate is {request.rate}; it is 0, or at least {_RATE_MIN} in the order of chunks")
+        self.purpose(request.purpose)
         keys = [self.keys(f"parts[{index}].keys", list(part.keys)) for index, part in enumerate(request.parts)]
         if sum(map(len, keys)) > self._keys_max:
             raise InvalidCall(f"parts hold {sum(map(len, keys))} keys together; at most {self._keys_max} fit one call")
@@ -160,6 +161,22 @@ class Validator:
             return keys, destination.paging.rows(request.blocks, len(keys), layout.tokens)
         except PagingError as error:
             raise InvalidCall(str(error)) from error
+
+    def purpose(self, purpose: int) -> None:
+        """Check what bytes are moved for."""
+        if purpose not in pb.Purpose.values():
+            raise InvalidCall(f"purpose is {purpose}; it is one of {', '.join(pb.Purpose.keys())}")
+
+    def steps(self, report: pb.StepReport) -> None:
+        """Check what an engine reports of its steps."""
+        if not 1 <= len(report.engine) <= _ENGINE_MAX:
+            raise InvalidCall(f"engine has {len(report.engine)} bytes; it has 1 to {_ENGINE_MAX}")
+        if report.rate and report.rate < RATE_MIN:
+            raise InvalidCall(f"rate is {report.rate}; it is 0, or at least {RATE_MIN}")
+        if not 0 <= report.interference_budget <= 1:  # nor NaN
+            raise InvalidCall(f"interference_budget is {report.interference_budget}; it is 0 to 1")
+        if not 1 <= report.lasts_ms <= _STEPS_LAST_MS_MAX:
+            raise InvalidCall(f"lasts_ms is {report.lasts_ms}; a report of steps lasts 1 to {_STEPS_LAST_MS_MAX} ms")
 
     def decision(self, decision: pb.Decision) -> None:
         """Check what a host says to have decided: what a recording keeps is bounded."""

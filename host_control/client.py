@@ -226,7 +226,7 @@ class DataPlaneClient:
             plain: they will be stored as :meth:`store` has it.
             reached: takes which engines hear of it, a ``Reach`` of the wire, in any thread, if there is an answer.
         """
-        if self.peer is None or self.breakers["lookup"].open or not keys:
+        if not keys:
             return
         request = pb.AnnounceRequest(
             keys=keys, lasts_ms=int(seconds * 1000), timeout_ms=_milliseconds(self._connect_timeout), plain=plain
@@ -244,23 +244,26 @@ class DataPlaneClient:
 
         None: nothing is said to a data plane that is not connected, or that fails lookups.
         """
+        return self._say(self._connection.stub.Expect, message)
+
+    def report_steps(self, message: pb.StepReport) -> Any:
+        """Report an engine's steps; return the call, or None, as :meth:`expect` does."""
+        return self._say(self._connection.stub.ReportSteps, message)
+
+    def _say(self, method: Any, message: Any) -> Any:
         if self.peer is None or self.breakers["lookup"].open:
             return None
         try:
-            return self._connection.stub.Expect.future(
-                message, timeout=self._connect_timeout, metadata=self._connection.metadata()
-            )
+            return method.future(message, timeout=self._connect_timeout, metadata=self._connection.metadata())
         except ValueError:  # the channel is closed
             return None
 
     def lost(self, error: BaseException) -> None:
-        """Take note of why a call of :meth:`expect` has failed: Hello may be due."""
+        """Take note of why a call of :meth:`expect` or :meth:`report_steps` has failed: Hello may be due."""
         self._connection.lost(error)
 
     def decided(self, decision: Decision, tokens: int, seconds: float) -> None:
         """Say what was done with a prompt of so many tokens, and what came, for recordings; a hint likewise."""
-        if self.peer is None or self.breakers["lookup"].open:
-            return
         loaded = decision.end_tokens if decision.way != "compute" else 0
         told = pb.Decision(
             kind=decision.kind, tokens=tokens, loaded_tokens=loaded, predicted=dict(decision.predicted),
@@ -270,8 +273,7 @@ class DataPlaneClient:
         self._tell(self._connection.stub.Decided, told)
 
     def _tell(self, method: Any, request: Any, ended: Callable[[Any], None] | None = None) -> None:
-        with contextlib.suppress(ValueError):  # the channel is closed
-            call = method.future(request, timeout=self._connect_timeout, metadata=self._connection.metadata())
+        if (call := self._say(method, request)) is not None:
             self._let_go(call)
             if ended is not None:
                 call.add_done_callback(ended)
@@ -356,7 +358,7 @@ class DataPlaneClient:
         layerwise: bool = False,
         progress: int | None = None,
         window_s: float = 0.0,
-        rate: int = 0,
+        purpose: Any = pb.PURPOSE_REQUEST,
     ) -> FetchCall:
         """Start one round.
 
@@ -368,14 +370,14 @@ class DataPlaneClient:
             progress: where in the memory of the first part the data plane is to say how many leading chunks of every
                 part are in place, or layer by layer, how many leading layers of the only one.
             window_s: seconds that will be computed with each layer; 0 where nobody knows.
-            rate: bytes a second that it may be delivered at, chunk by chunk; 0: no bound.
+            purpose: what for, of the wire's.
 
         Raises:
             DataPlaneError: the breaker is open.
         """
         order = pb.ORDER_LAYERS if layerwise else pb.ORDER_CHUNKS
         future = self._connection.stub.Fetch.future
-        return self._start(future, job_id, parts, timeout, order, progress, window_s, rate)
+        return self._start(future, job_id, parts, timeout, order, progress, window_s, purpose)
 
     def start_fetch_layers(self, job_id: str, part: FetchPart, timeout: float, window_s: float = 0.0) -> FetchCall:
         """Start one round of a part layer by layer, of which :meth:`FetchCall.layers` tells how far it is.
@@ -397,7 +399,7 @@ class DataPlaneClient:
         order: Any,
         progress: int | None,
         window_s: float,
-        rate: int = 0,
+        purpose: Any = pb.PURPOSE_REQUEST,
     ) -> FetchCall:
         self._allow("fetch")
         request = pb.FetchRequest(
@@ -407,7 +409,7 @@ class DataPlaneClient:
             timeout_ms=_milliseconds(timeout),
             progress=progress,
             window_us=min(int(1e6 * window_s), 0xFFFFFFFF),
-            rate=rate,
+            purpose=purpose,
         )
         call = method(request, timeout=timeout + _GRACE, metadata=self._connection.metadata())
         return FetchCall(call, lambda ended: self._fetch_answer(ended, [part.wanted for part in parts]))
@@ -480,6 +482,7 @@ class DataPlaneClient:
         layout: int = 0,
         lasts_s: float = 0.0,
         plain: bool = False,
+        purpose: Any = pb.PURPOSE_REQUEST,
     ) -> StoreAnswer:
         """Store chunks that lie in the region one after the other; blocks until the outcome.
 
@@ -487,7 +490,7 @@ class DataPlaneClient:
 
         ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first. After ``lasts_s``
         seconds nobody needs them any more; 0: they are stored for good. ``plain``: not compressed, so that devices can
-        bring them into pages.
+        bring them into pages. ``purpose``: what for, of the wire's.
         """
         nothing = unpack(b"", len(keys))
         if not self.breakers["store"].allow():
@@ -502,6 +505,7 @@ class DataPlaneClient:
             lasts_ms=int(lasts_s * 1000),
             plain=plain,
             layout=layout,
+            purpose=purpose,
         )
         try:
             answer = self._connection.stub.Store(

@@ -130,9 +130,9 @@ class HostConfig(Section):
     """File that remembers the hashes of weights and adapters (docs/identity.md), so that a start reads none that have
     not changed; empty for ``shadowserve/content.json`` in the user's cache folder, ``none`` to hash every time."""
     interference_budget: float = Field(0.02, ge=0, le=1)
-    """By which fraction a step that decodes may be longer beside fetching, which is held to a rate for it: 0.02 is 2 %.
-    Which rate that is, is learnt from the engine's steps (docs/slack.md). While nothing decodes there is no bound. 0:
-    never any."""
+    """By which fraction a step that decodes may be longer beside KV that moves: 0.02 is 2 %. Data planes hold all that
+    they move, for whichever engine, to a rate for it, which the engine learns from its steps (docs/slack.md). While
+    nothing decodes there is no bound. 0: this engine sets none."""
     computing_cache: str = ""
     """File that remembers how long this engine computes, and what fetching costs it, by model and machine; empty for
     ``shadowserve/computing.json`` in the user's cache folder, ``none`` to learn it anew at each start."""

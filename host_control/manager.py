@@ -28,8 +28,9 @@ from host_control.client import DataPlaneClient, FetchAnswer, FetchCall, FetchPa
 from host_control.destination import PROGRESS_BYTES, Destination, Memory
 from host_control.handover import Arrived
 from host_control.layer_fetch import LayerFetch
-from host_control.placing import Pace, Placer
+from host_control.placing import Placer
 from shadowserve.errors import ConfigurationError, DataPlaneError
+from shadowserve.proto import dataplane_pb2 as pb
 
 __all__ = [
     "ORDERS",
@@ -224,10 +225,7 @@ class KVCacheManager:
         fetch_timeout: seconds from hand-over to outcome.
         round_bytes_min: a round does not leave chunks for the next one to be smaller than this.
         scatter_bytes_min: of a round that is not over, less than this is not scattered alone.
-
-    Attributes:
-        rate: bytes a second that come at most by calls, or are placed, from now on, chunk by chunk; 0: no bound.
-        held: no such call begins before it is false again, and :meth:`exchange` was called.
+        purpose: what is fetched for, of the wire's.
     """
 
     def __init__(
@@ -243,6 +241,7 @@ class KVCacheManager:
         fetch_timeout: float = 10.0,
         round_bytes_min: int = _ROUND_BYTES_MIN,
         scatter_bytes_min: int = _SCATTER_BYTES_MIN,
+        purpose: Any = pb.PURPOSE_REQUEST,
     ) -> None:
         self._client = client
         self._destination = destination
@@ -253,9 +252,8 @@ class KVCacheManager:
         self._fetch_timeout = fetch_timeout
         self._chunk_bytes = [shape.raw_bytes for shape in destination.shapes]
         self._half_bytes = destination.size // 2
+        self._purpose = purpose
         self._round_bytes_min, self._scatter_bytes_min = round_bytes_min, scatter_bytes_min
-        self.rate, self.held = 0, False
-        self._pace = Pace()
         if self._half_bytes < max(self._chunk_bytes):
             raise ConfigurationError(
                 f"a destination of {destination.size} bytes does not hold two chunks of "
@@ -419,13 +417,8 @@ class KVCacheManager:
             if progress.cancelled or progress.scatter_error or left <= 0:
                 self._end(progress, "cancelled" if progress.cancelled else "deadline")
                 return
-            if self.held:
-                self._flush()
-                with self._condition:
-                    self._condition.wait_for(lambda: not self.held or progress.cancelled, min(left, _WAIT_INTERVAL))
-                continue
             if progress.place_from is not None and progress.landed[0] >= progress.place_from:
-                if not self._place(progress, self.rate):
+                if not self._place(progress):
                     return
                 continue
             if progress.waits():
@@ -436,8 +429,7 @@ class KVCacheManager:
                         self._condition.notify_all()
                     return
                 continue
-            # What is held to a rate comes slowly, and in calls that end soon.
-            told_at = None if self.rate else self._destination.progress_offset
+            told_at = self._destination.progress_offset
             if not (runs := self._round(progress, halving=told_at is None)):
                 # Nothing was wanted, or no more of it will be there.
                 if progress.there is not None and not progress.all_landed():
@@ -476,24 +468,14 @@ class KVCacheManager:
             self._end(progress, answer.reason, answer.detail)
             return
 
-    def _place(self, progress: _Progress, rate: int = 0) -> bool:
-        """Have chunks from here on placed, as far as they can be; return whether what is left may be fetched.
-
-        With a rate those of a piece at most, or none, a moment later.
-        """
+    def _place(self, progress: _Progress) -> bool:
+        """Have chunks from here on placed, as far as they can be; return whether what is left may be fetched."""
         assert self._placer is not None
         self._flush()  # chunks count as a prefix
         job, first, after = progress.job, progress.landed[0], progress.job.chunks
         if progress.scatter_error or first == after:
             progress.place_from = None
             return True
-        if rate:
-            if wait := self._pace.left(rate):
-                with self._condition:
-                    self._condition.wait(min(wait, _WAIT_INTERVAL))
-                return True
-            self._pace.begin()
-            after = min(after, first + self._pace.chunks(rate, self._chunk_bytes[0]))
         progress.place_from = None
 
         def told(layers: int) -> None:
@@ -501,8 +483,6 @@ class KVCacheManager:
                 self._tell(progress, layers)
 
         placed = self._placer.place(job, range(first, after), progress.deadline, lambda: progress.cancelled, told)
-        if rate:
-            self._pace.end(placed.moved_bytes)
         progress.landed[0] += placed.chunks
         progress.chunks[0] += placed.chunks
         progress.fetched_bytes += placed.moved_bytes
@@ -576,8 +556,7 @@ class KVCacheManager:
             )
             for run in runs
         ]
-        rate = self.rate if told_at is None else 0
-        return self._client.start_fetch(job_id, parts, timeout, progress=told_at, rate=rate), job_id
+        return self._client.start_fetch(job_id, parts, timeout, progress=told_at, purpose=self._purpose), job_id
 
     def _follow(self, call: FetchCall, progress: _Progress, memory: Memory, runs: Sequence[_Run], told_at: int) -> int:
         """Scatter leading chunks of a round as a word says that they are there; return how many of each part.

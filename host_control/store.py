@@ -20,6 +20,7 @@ from typing import Any
 from host_control.client import DataPlaneClient, StoreAnswer
 from host_control.destination import Destination, Memory
 from shadowserve.errors import ConfigurationError, DataPlaneError
+from shadowserve.proto import dataplane_pb2 as pb
 
 __all__ = ["StoreQueue"]
 
@@ -39,6 +40,7 @@ class _Staged:
     wait: Callable[[], str] | None = None
     announced: bool = False
     lasts_s: float = 0.0
+    purpose: Any = pb.PURPOSE_REQUEST
 
 
 class StoreQueue:
@@ -139,6 +141,7 @@ class StoreQueue:
         absent_since: float = float("-inf"),
         announced: bool = False,
         lasts_s: float = 0.0,
+        purpose: Any = pb.PURPOSE_REQUEST,
     ) -> int:
         """Stage consecutive chunks of one prompt and part; return how many: known ones are not staged again.
 
@@ -154,6 +157,7 @@ class StoreQueue:
             absent_since: when (monotonic) a lookup found these chunks absent: one that was stored before is gone again.
             announced: whether others may wait for them: what is dropped is withdrawn then.
             lasts_s: seconds after which nobody needs them any more; 0: for good.
+            purpose: what they are stored for, of the wire's.
         """
         with self._condition:
             reachable = not chained or previous is None or anchored or previous in self._recent
@@ -168,15 +172,13 @@ class StoreQueue:
                 if self._recent.get(key, float("-inf")) > absent_since:
                     self._recent.move_to_end(key)
                     continue
-                segment = self._destination.current
-                free = self._free.get(segment) if segment is not None else None
-                slot = free[part].pop(0) if free and free[part] else None
+                segment, slot = self._take_slot(part)
             if segment is None or slot is None:
                 self._count("dropped_full" if segment is not None else f"dropped_{self.last_error}", 1)
                 reachable = not chained
                 dropped.append(key)
                 continue
-            chunk = _Staged(part, shape, key, parents[index], segment, slot, None, announced, lasts_s)
+            chunk = _Staged(part, shape, key, parents[index], segment, slot, None, announced, lasts_s, purpose)
             try:  # Outside the lock: only this slot's owner touches it.
                 wait = gather(index, segment.memory[self._place(part, slot)])
             except Exception as error:  # of the engine's making; it must not end the engine's step
@@ -195,6 +197,12 @@ class StoreQueue:
         if announced:
             self._client.announce(dropped, 0)
         return staged
+
+    def _take_slot(self, part: int) -> tuple[Memory | None, int | None]:
+        """Return the memory in use, and a free slot of it, if there are any. The lock is held."""
+        segment = self._destination.current
+        free = self._free.get(segment) if segment is not None else None
+        return segment, free[part].pop(0) if free and free[part] else None
 
     def remember(self, keys: Sequence[bytes]) -> None:
         """Take note that chunks are stored already."""
@@ -313,6 +321,7 @@ class StoreQueue:
                 last, following = batch[-1], self._queue[0]
                 neighbours = following.shape == last.shape and following.slot == last.slot + 1
                 alike = following.segment is last.segment and following.lasts_s == last.lasts_s
+                alike &= following.purpose == last.purpose
                 if not alike or not neighbours:
                     break
                 batch.append(self._queue.popleft())
@@ -361,6 +370,7 @@ class StoreQueue:
             layout=batch[0].shape,
             lasts_s=batch[0].lasts_s,
             plain=self._plain,
+            purpose=batch[0].purpose,
         )
 
     def _settle(self, batch: list[_Staged], answer: StoreAnswer) -> None:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +36,10 @@ class PageOrder:
     stride: int
     blocks: npt.NDArray[np.uint32]
     word: int
+
+    def part(self, first: int, end: int) -> "PageOrder":
+        """Return the order of some of the chunks, which tells of no layers: those of other chunks are not there yet."""
+        return replace(self, keys=self.keys[first:end], blocks=self.blocks[first:end], word=0)
 
 
 class Placed(NamedTuple):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from dpu_dataplane.config import NODES_MAX, DataPlaneConfig
+from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.resp.cluster import ServerCluster
 from dpu_dataplane.sources.resp.layers import Threshold
@@ -29,13 +30,19 @@ def nodes_max(config: DataPlaneConfig) -> int:
 
 
 def source_of(
-    config: DataPlaneConfig, metrics: Metrics, pipeline: native.Pipeline, fetching: Executor, storing: Executor
+    config: DataPlaneConfig,
+    metrics: Metrics,
+    budget: InterferenceBudget,
+    pipeline: native.Pipeline,
+    fetching: Executor,
+    storing: Executor,
 ) -> Source:
     """Return the source that is configured; it is not started.
 
     Args:
         config: of the daemon.
         metrics: to count in.
+        budget: that what tiers move by themselves, and loads of pages, are held to.
         pipeline: that receives what is fetched and has what is stored; with room for :func:`nodes_max`.
         fetching: for its calls that fetch, one at a time.
         storing: likewise for those that store.
@@ -60,13 +67,14 @@ def source_of(
         metrics,
         pipeline,
         storing,
+        budget,
         heads_bytes=int(config.head_cache_bytes),
         patience=config.command_timeout,
     )
     ahead_s = math.inf if config.tiers.ahead_seconds is None else config.tiers.ahead_seconds
     promotion = Promotion(config.tiers.ahead_requests, ahead_s)
-    promoting = Promoting(tiers, below, promotion, metrics, config.command_timeout)
+    promoting = Promoting(tiers, below, promotion, metrics, budget, config.command_timeout)
     drain_s = config.shutdown_time / 2
     if below is None:
-        return TiersAlone(tiers, promoting, pipeline, fetching, metrics, drain_s)
-    return TiersAbove(tiers, below, promoting, pipeline, fetching, metrics, drain_s)
+        return TiersAlone(tiers, promoting, pipeline, fetching, metrics, budget, drain_s)
+    return TiersAbove(tiers, below, promoting, pipeline, fetching, metrics, budget, drain_s)

@@ -31,8 +31,8 @@ _DETAILS: Final = {
     "that the others do not wait for them",
     "shard_layout": "layer_order is configured, and the records are of an engine with another number of tensor-parallel"
     " ranks or pipeline stages; they go chunk by chunk",
-    "preempted": "layer_order is configured, and a load brings back what a preempted request held, which is stored apart"
-    " from the records that others share; it goes chunk by chunk",
+    "preempted": "layer_order is configured, and a load brings back what a preempted request held, which is stored "
+    "apart from the records that others share; it goes chunk by chunk",
     "pending_chunks": "layer_order is configured, and a load waits for chunks that another engine is still storing; it "
     "goes chunk by chunk",
     "no_publishing": "a request is to wait for chunks that another engine is storing, and storage publishes no chunks "

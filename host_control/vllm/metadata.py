@@ -95,9 +95,7 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
         stores: to gather once this step's KV is written.
         window_s: seconds that the step is expected to compute with each layer; 0 where that is not known, or without
             loads.
-        rate: bytes a second that loads may be delivered at from now on, in calls that begin; 0: no bound.
         saves: request -> to gather before this step writes any KV, of requests that it preempts.
-        held: no call begins for the time being.
         idle: nothing is computed, and every request of the engine waits for its load.
         doubts: how often the weights may have been changed so far (:class:`host_control.vllm.epochs.Epochs`).
         agreed: of these, the last after which all ranks have found the epoch's weights.
@@ -109,9 +107,7 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
     arrived: dict[str, Arrived] = field(default_factory=dict)
     stores: list[StoreOperation] = field(default_factory=list)
     window_s: float = 0.0
-    rate: int = 0
     saves: dict[str, list[StoreOperation]] = field(default_factory=dict)
-    held: bool = False
     idle: bool = False
     doubts: int = 0
     agreed: int = 0
@@ -150,7 +146,6 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         seconds: request -> from its turn to its outcome, of loads that have ended with all chunks or with their time;
             the longest of any rank.
         outlived: epochs whose weights are not those of the engine any more, as some rank has seen.
-        delivered_bytes: of loads that have ended; the most of any rank.
         layer_seconds: that the step has computed with each layer, of one that waited for them; the longest of any rank.
         saved: request -> ranks of which each has stored or dropped by now all that it was to save of it.
         settled: doubt about the weights -> ranks that have found their epoch's after it.
@@ -159,7 +154,6 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     loaded: dict[str, int] = field(default_factory=dict)
     outlived: set[str] = field(default_factory=set)
     seconds: dict[str, float] = field(default_factory=dict)
-    delivered_bytes: int = 0
     layer_seconds: float = 0.0
     saved: dict[str, int] = field(default_factory=dict)
     settled: dict[int, int] = field(default_factory=dict)
@@ -177,7 +171,6 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             merged,
             self.outlived | other.outlived,
             longest,
-            max(self.delivered_bytes, other.delivered_bytes),
             max(self.layer_seconds, other.layer_seconds),
             {name: self.saved.get(name, 0) + other.saved.get(name, 0) for name in self.saved | other.saved},
             {doubt: self.settled.get(doubt, 0) + other.settled.get(doubt, 0) for doubt in self.settled | other.settled},

@@ -138,7 +138,7 @@ class SchedulerSide:
             return
         self._model, self._clients, self.epochs.ranks = workers.model, workers.clients, len(handshakes)
         self.ways.layerwise_chunks, self._layers = workers.layerwise_chunks, workers.layers
-        self._timing.begin(workers.model, workers.machine, workers.layers, self._logger)
+        self._timing.begin(workers.model, workers.machine, workers.layers, self._logger, self._clients)
         self._lookup = PrefixLookup(
             self._model,
             workers.records[0],
@@ -519,7 +519,6 @@ class SchedulerSide:
         if self._lookup is not None:
             begin = len(self._new_loads.keys() & self._loading.keys()) if self._new_loads else 0
             self._timing.step(output, waits=bool(self._unconfirmed), loads=len(self._loading), begin=begin)
-            metadata.rate, metadata.held = self._timing.rate, self._timing.held
         if self._new_loads:
             metadata.loads = list(self._new_loads.values())
             metadata.window_s = self._timing.layer_seconds()

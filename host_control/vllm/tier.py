@@ -39,6 +39,8 @@ from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.destination import Destination
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
+from host_control.slack.interference import Interference
+from host_control.step_reports import StepReports
 from host_control.vllm.engine_calls import WORKER_CALLS, counted_calls
 from host_control.vllm.identity.canonical import canonical, digest
 from host_control.vllm.identity.content import content_hashes
@@ -51,6 +53,7 @@ from host_control.vllm.tier_work import RowLookups, Rows, RowStores
 from shadowserve.chunk import TOKENS_MAX, ChunkLayout, DType, Quantizer
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import ModelIdentity, record_keys
+from shadowserve.proto import dataplane_pb2 as pb
 
 __all__ = ["ShadowServeTier"]
 
@@ -60,6 +63,8 @@ _PAGE: Final = 4096
 _OF_PAGES: Final = ("VLLM_ATTENTION", "VLLM_FLASH", "VLLM_KV_CACHE", "VLLM_ROCM")
 """What variables begin with that choose among backends' orders of a page."""
 _BUFFER_ROWS_MAX: Final = 128
+_STEP_S: Final = 2.0
+"""A step of an engine takes less; vLLM does not tell a tier of its end."""
 _PREFIX: Final = "vllm:shadowserve_tier_"
 _COUNTERS: Final = {
     "fetched_bytes": "Bytes that the data plane received from the store for rows that were loaded.",
@@ -124,6 +129,9 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups: RowLookups | None = None
         self._loads: KVCacheManager | None = None
         self._stores: RowStores | None = None
+        self._reports: StepReports | None = None
+        self._rate = 0
+        self._requests: set[str] = set()
         self.problem = ""
         try:
             engine = _engine_config()
@@ -153,11 +161,15 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
                 self._scatter,
                 order=ORDERS[settings.order],
                 fetch_timeout=settings.fetch_timeout,
+                purpose=pb.PURPOSE_OFFLOADING_TIER,
             )
         if settings.store and transfer.is_kv_producer:
             self._stores = RowStores(
                 client, destination(settings.store_buffer_bytes, 1), self._row, self._stored, self._count, settings
             )
+        if budget := settings.interference_budget:
+            self._rate = Interference(budget).rate
+            self._reports = StepReports([client], budget, linger_s=_STEP_S)
         _logger.info(
             "ShadowServe's tier: data plane %s, rows of %d bytes, %s %s",
             client.address, shape.raw_bytes, shape.dtype.label, shape.quantizer.label,
@@ -167,6 +179,7 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """Offload what is computed, chunk by chunk, as vLLM does by default."""
+        self._requests.add(req_context.req_id)
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
@@ -178,12 +191,19 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
 
     def on_schedule_end(self, context: Any) -> None:
-        """Ask for what this step has looked up."""
+        """Ask for what this step has looked up, and report a step that may decode.
+
+        vLLM does not tell a tier what a step computes: one without a new request is taken for one that decodes.
+        """
         if self._lookups is not None:
             self._lookups.ask()
+        if self._reports is not None and self._requests and not context.new_req_ids:
+            self._reports.decodes(self._rate)
+            self._reports.rests()
 
     def on_request_finished(self, req_context: Any) -> None:
         """Forget what a request has looked up."""
+        self._requests.discard(req_context.req_id)
         if self._lookups is not None:
             self._lookups.forget(req_context.req_id)
 
@@ -251,6 +271,8 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
     def shutdown(self) -> None:
         """End the threads; at most ``close_timeout`` seconds, and ``connect_timeout`` to release each memory."""
         ends = time.monotonic() + self._close_timeout
+        if self._reports is not None:
+            self._reports.close()
         if self._lookups is not None:
             self._lookups.close()
         if self._stores is not None:
@@ -260,7 +282,7 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
                 self._loaded(result)
         if self._client is not None:
             self._client.close()
-        self._lookups = self._stores = self._loads = self._client = None
+        self._lookups = self._stores = self._loads = self._client = self._reports = None
 
     # ------------------------------------------------------------------ metrics
 

@@ -21,6 +21,7 @@ from host_control.client import DataPlaneClient, StoreAnswer
 from host_control.config import HostConfig
 from host_control.destination import Destination
 from shadowserve.errors import ConfigurationError, DataPlaneError
+from shadowserve.proto import dataplane_pb2 as pb
 
 __all__ = ["RowLookups", "RowStores", "Rows"]
 
@@ -285,6 +286,7 @@ class RowStores:
                 records,
                 [b""] * len(records),
                 self._timeout,
+                purpose=pb.PURPOSE_OFFLOADING_TIER,
             )
             if answer.reason == "unknown_destination" or not answer.quiet:
                 self._destination.retire(release=not answer.quiet)

@@ -1,22 +1,26 @@
-"""Times vLLM's steps: for the table of how long it computes, and for what fetching costs it beside decoding.
+"""Times vLLM's steps: for the table of how long it computes, and for what moving KV costs it beside decoding.
 
 A step's time is that from the moment at which it could begin (it is scheduled, and the one before it is over) to the
 moment at which the scheduler has its output: what the first token of a prompt waits for. Steps come out in the order
-in which they went in, also where vLLM schedules the next one while one runs.
+in which they went in, also where vLLM schedules the next one while one runs. What moved beside a step, for whichever
+engine, the data planes say that the steps are reported to.
 """
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from host_control.cache import cache_file
+from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
+from host_control.slack.beside import Beside, Moved
 from host_control.slack.interference import Interference
 from host_control.slack.kept import KeptLearning, engine_name
 from host_control.slack.table import ComputeTable, Row, attention_pairs
+from host_control.step_reports import StepReports
 from host_control.vllm.metadata import WorkerReport
 from host_control.vllm.metrics import Counts
 
@@ -30,19 +34,16 @@ _STEPS_MAX: Final = 64
 """More than any engine has under way. Whoever does not say that steps have ended has none measured."""
 _ALONE_EVERY: Final = 1024
 _ALONE_FIRST: Final = 64
-"""After so many decode steps all of which a load was beside, loads are held up for some: what decoding takes beside
-nothing has to be known, and the slower loads go, the less they leave alone. The second while it was never seen."""
+"""After so many decode steps that something moved beside, data planes are asked to pause: it has to be known what
+decoding takes beside nothing, and slow movements leave few steps alone. The second while it was never seen."""
 _ALONE_STEPS: Final = 16
-_SETTLE_S: Final = 0.5
-"""Calls that have begun end within it: a tenth of a second's bytes, or a chunk."""
+"""That are enough of a pause."""
 _QUIET_STEPS: Final = 64
 _QUIET_EVERY: Final = 32
-"""Behind so many decode steps without any load one in so many is learnt from: that takes 0.2 ms of the engine's thread,
+"""Behind so many decode steps beside nothing one in so many is learnt from: that takes 0.2 ms of the engine's thread,
 as nothing of it is in caches, and tells little that those before it have not."""
-_HELD_MAX_S: Final = 2.0
-"""A fifth of what a load may take by default: beside a long prompt no step decodes alone, and steps may be slow."""
-_BESIDE_MAX: Final = 4096
-"""Steps beside one load: more than fit into the longest deadline of a load that keeps to it."""
+_PAUSE_MAX_S: Final = 2.0
+"""A fifth of what a load may take by default; data planes pause no longer."""
 
 
 @dataclass
@@ -53,18 +54,14 @@ class _Step:
         begun: when it was scheduled.
         row: of the table, that its time is for; none where it tells nothing.
         tokens, pairs: that it computes.
-        beside: a load is under way that began before it did.
+        decodes: some request decodes in it.
     """
 
     begun: float
     row: Row | None = None
     tokens: int = 0
     pairs: float = 0.0
-    beside: bool = False
-
-
-_UNSEEN: Final = _Step(0.0)
-"""A step of which nothing is learnt."""
+    decodes: bool = False
 
 
 class Timing:
@@ -77,9 +74,8 @@ class Timing:
 
     Attributes:
         table: of how long the engine computes.
-        interference: what fetching costs it; none where there is no budget for that.
-        rate: bytes a second that loads may be delivered at beside the step that was scheduled last; 0: no bound.
-        held: whether loads are held up beside that step.
+        interference: what moving KV costs it; none where there is no budget for that.
+        reports: to data planes; none where there is no budget, and before :meth:`begin`.
     """
 
     def __init__(self, config: HostConfig, *, counts: Counts, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,24 +85,24 @@ class Timing:
         self.table = ComputeTable()
         budget = config.interference_budget
         self.interference = Interference(budget) if budget else None
-        self.rate = 0
-        self.held = False
+        self.reports: StepReports | None = None
         self._layers = 0
         self._kept: KeptLearning | None = None
         self._steps: deque[_Step] = deque(maxlen=_STEPS_MAX)
         self._last_end = 0.0
-        self._beside: deque[tuple[float, float]] = deque(maxlen=_BESIDE_MAX)  # steps: seconds predicted, and taken
-        self._beside_since = 0.0
-        self._quiet = 0  # decode steps since the last load
-        self._never_alone = 0  # decode steps since one had no load beside it
-        self._held_since = 0.0
-        self._held_steps = 0  # that had nothing beside them since
-        self._loads = False  # some are under way
-        self._delivered = 0  # bytes of loads that have ended with the step that ends now
+        self._beside: Beside[_Step] = Beside()
+        self._moves = True  # something has moved of late
+        self._moved_bytes = 0  # as the last sample says
+        self._quiet = 0  # decode steps beside nothing, since something moved last
+        self._never_alone = 0  # decode steps since one had nothing beside it
+        self._paused_since: float | None = None
+        self._paused_steps = 0  # that had nothing beside them since
 
     # ------------------------------------------------------------------ life
 
-    def begin(self, model: bytes, machine: str, layers: int, logger: logging.Logger) -> None:
+    def begin(
+        self, model: bytes, machine: str, layers: int, logger: logging.Logger, clients: Sequence[DataPlaneClient] = ()
+    ) -> None:
         """Go on with what earlier engines of this model and machine have learnt.
 
         Args:
@@ -114,7 +110,10 @@ class Timing:
             machine: what it computes on.
             layers: that may be loaded one by one; 0 where none may.
             logger: for a file that cannot be used.
+            clients: of the data planes that move the engine's KV.
         """
+        if self.interference is not None:
+            self.reports = StepReports(clients, self._config.interference_budget)
         self._layers = layers
         learnt = {"table": self.table} | ({"interference": self.interference} if self.interference else {})
         path = cache_file(self._config.computing_cache, "computing.json")
@@ -122,7 +121,9 @@ class Timing:
         self._kept.load()
 
     def close(self) -> None:
-        """Keep what was learnt."""
+        """Keep what was learnt, and report no more."""
+        if self.reports is not None:
+            self.reports.close()
         kept, self._kept = self._kept, None
         if kept is not None:
             kept.save()
@@ -140,26 +141,21 @@ class Timing:
         """
         scheduled = output.num_scheduled_tokens
         requests, tokens = len(scheduled), output.total_num_scheduled_tokens
-        calm = tokens == requests > 0 and not (loads or waits or self._loads or output.scheduled_new_reqs)
+        decodes = requests > 0 and not waits and min(scheduled.values()) <= _DECODED_TOKENS_MAX
+        if decodes and self.reports is not None and self.interference is not None:
+            self.reports.decodes(self.interference.rate, paused=self._paused_since is not None)
+        calm = tokens == requests > 0 and not (loads or waits or self._moves or output.scheduled_new_reqs)
         if calm and self._quiet >= _QUIET_STEPS and (self._quiet + 1) % _QUIET_EVERY:
             self._quiet += 1
-            self._steps.append(_UNSEEN)
+            self._steps.append(_Step(0.0, decodes=True))
             return
-        step = _Step(self._clock(), beside=loads > begin)
+        step = _Step(self._clock(), decodes=decodes)
         self._steps.append(step)
-        decodes = requests > 0 and min(scheduled.values()) <= _DECODED_TOKENS_MAX
-        policy = self.interference if decodes and not waits else None
-        self.rate = policy.rate if policy is not None else 0
-        if loads and not self._loads:
-            self._beside_since = step.begun
-            self._beside.clear()  # of loads that have brought nothing
-        self._loads = loads > 0
         if tokens - requests >= _PROMPT_TOKENS_MIN:
             step.row = "prompts"
-        elif decodes and max(scheduled.values()) <= _DECODED_TOKENS_MAX and not output.scheduled_new_reqs:
-            step.row = None if begin and not step.beside else "decoding"
-        self._hold(step, beside=policy is not None and loads > 0)
-        if loads:
+        elif decodes and max(scheduled.values()) <= _DECODED_TOKENS_MAX and not output.scheduled_new_reqs and not begin:
+            step.row = "decoding"
+        if loads or self._moves:
             self._quiet = 0
         elif step.row == "decoding":
             self._quiet += 1
@@ -174,31 +170,6 @@ class Timing:
                 step.pairs += attention_pairs(computed, new)
         if waits:
             step.row = None
-
-    def _hold(self, step: _Step, *, beside: bool) -> None:
-        """Hold loads up for some decode steps, where none had nothing beside it for long; then go on.
-
-        Args:
-            step: that is scheduled.
-            beside: it decodes, and loads are under way.
-        """
-        decodes = step.row == "decoding"
-        if self.held and decodes:
-            if step.begun < self._held_since + _SETTLE_S:
-                step.row = None  # beside what has begun before
-            else:
-                step.beside = False
-                self._held_steps += 1
-        if decodes:
-            self._never_alone = self._never_alone + 1 if step.beside else 0
-        late = step.begun >= self._held_since + _HELD_MAX_S
-        if self.held and (not beside or late or self._held_steps >= _ALONE_STEPS):
-            self.held, self._never_alone = False, 0
-            self._beside_since += step.begun - self._held_since  # in which nothing came
-        elif beside and not self.held:
-            known = self.table.predict("decoding", 1, 1.0) is not None
-            if self._never_alone >= (_ALONE_EVERY if known else _ALONE_FIRST):
-                self.held, self._held_since, self._held_steps = True, step.begun, 0
 
     def layer_seconds(self) -> float:
         """Return how long each layer of the step that was scheduled last is expected to compute; 0: nobody knows.
@@ -216,39 +187,55 @@ class Timing:
         if not self._steps:
             return False
         step, now = self._steps.popleft(), self._clock()
-        seconds = now - max(step.begun, self._last_end)
-        self._last_end = now
-        if step.row is not None and seconds > 0:
-            predicted = self.table.predict(step.row, step.tokens, step.pairs)
-            if step.row == "decoding" and self.interference is not None and predicted:
-                if step.beside:
-                    self._beside.append((predicted, seconds))
-                else:
-                    self.interference.decoded(predicted, seconds, 0.0)
-            if step.row == "prompts" or not step.beside:
-                self.table.observe(step.row, step.tokens, step.pairs, seconds)
-        if self._delivered:
-            self._learn_beside(now)
+        begun, self._last_end = max(step.begun, self._last_end), now
+        if self.reports is not None and not any(each.decodes for each in self._steps):
+            self.reports.rests()
+        if step.row is not None and now > begun:
+            if step.row == "prompts":
+                self.table.observe(step.row, step.tokens, step.pairs, now - begun)
+            elif self.interference is not None:
+                self._beside.ended(begun, now, step)
+        if self.reports is not None:
+            self.judge(self.reports.take())
+        if self._paused_since is not None and now >= self._paused_since + _PAUSE_MAX_S:
+            self._go_on()
         return step.row == "prompts"
+
+    def judge(self, samples: Sequence[Moved]) -> None:
+        """Learn from the steps of which samples say what moved beside them."""
+        if samples:
+            last = samples[-1]
+            self._moves = last.moving or not last.known or last.moved_bytes != self._moved_bytes
+            self._moved_bytes = last.moved_bytes
+        for step, seconds, rate in self._beside.take(samples):
+            predicted = self.table.predict("decoding", step.tokens, step.pairs)
+            if self.interference is not None and predicted:
+                self.interference.decoded(predicted, seconds, rate)
+                if rate:
+                    self._counts.add("beside_fetching_predicted_seconds", predicted)
+                    self._counts.add("beside_fetching_seconds", seconds)
+            if rate:
+                self._moved_beside(predicted is not None)
+            else:
+                self.table.observe("decoding", step.tokens, step.pairs, seconds)
+                self._never_alone = 0
+                self._paused_steps += 1
+                if self._paused_since is not None and self._paused_steps >= _ALONE_STEPS:
+                    self._go_on()
+
+    def _moved_beside(self, known: bool) -> None:
+        """Ask for a pause where no decode step had nothing beside it for long."""
+        self._never_alone += 1
+        if self._paused_since is None and self._never_alone >= (_ALONE_EVERY if known else _ALONE_FIRST):
+            self._paused_since, self._paused_steps = self._clock(), 0
+
+    def _go_on(self) -> None:
+        self._paused_since, self._never_alone = None, 0
 
     def loaded(self, report: WorkerReport) -> None:
         """Take what the workers say of the step whose end comes next."""
-        self._delivered += report.delivered_bytes
         if report.layer_seconds and self._steps and self._steps[0].tokens:
             self.table.observe("layer", self._steps[0].tokens, self._steps[0].pairs, report.layer_seconds)
-
-    def _learn_beside(self, now: float) -> None:
-        """Learn from the steps since loading began, or other loads ended: all that has come since was beside them."""
-        delivered, self._delivered = self._delivered, 0
-        since, self._beside_since = self._beside_since, now
-        beside = list(self._beside)
-        self._beside.clear()
-        if self.interference is None or now <= since:
-            return
-        for predicted, seconds in beside:
-            self.interference.decoded(predicted, seconds, delivered / (now - since))
-            self._counts.add("beside_fetching_predicted_seconds", predicted)
-            self._counts.add("beside_fetching_seconds", seconds)
 
 
 def scheduled_requests(output: Any) -> Iterator[tuple[str, int, int]]:

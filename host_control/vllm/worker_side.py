@@ -41,6 +41,7 @@ from host_control.vllm.weights_watch import WeightsWatch
 from shadowserve.chunk import ChunkLayout, Quantizer
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import record_keys
+from shadowserve.proto import dataplane_pb2 as pb
 
 __all__ = ["WorkerSide"]
 
@@ -107,7 +108,6 @@ class WorkerSide:
         self._awaited: set[int] = set()  # layers, by this step
         self._layer_times, self._layer_seconds = LayerTimes(), 0.0
         self._window_s = 0.0
-        self._delivered_bytes = 0  # of loads that have ended since the last report
         self._pages: SharedPages | None = None
         self._page_delivery: PageDelivery | None = None
         self._bad_blocks: set[int] = set()
@@ -326,7 +326,6 @@ class WorkerSide:
             self._managers[key] = self._make_manager(key)
         for key, manager in self._managers.items():
             loads = [load for load in metadata.loads if _manager_key(load.cut) == key]
-            manager.rate, manager.held = metadata.rate, metadata.held
             try:
                 self._results += manager.exchange(map(self._job, loads), metadata.cancels, metadata.arrived)
                 if in_step:
@@ -399,7 +398,7 @@ class WorkerSide:
                     detail = f"the engine waited for {len(self._awaited)} of {len(self._layers)} layers"
                     self._results[number] = replace(result, chunks=(0,), reason="not_awaited", detail=detail)
 
-    def gather(self, operations: Sequence[StoreOperation]) -> None:
+    def gather(self, operations: Sequence[StoreOperation], purpose: Any = pb.PURPOSE_REQUEST) -> None:
         """Copy finished chunks to where they wait to be stored, before their blocks can change."""
         if self._store is None or not operations:
             return
@@ -417,7 +416,7 @@ class WorkerSide:
             for operation in operations:
                 for place, part in enumerate(self._parts[0]):
                     if part.group.index == operation.group and not self._another_stores(part):
-                        self._offer(operation, place, lasts)
+                        self._offer(operation, place, lasts, purpose)
 
     def save(self, metadata: ShadowServeMetadata) -> None:
         """Copy what preempted requests hold to where it waits to be stored, before their blocks can change."""
@@ -425,14 +424,14 @@ class WorkerSide:
             return
         self._watch.follow(metadata.epoch, metadata.doubts, metadata.agreed)
         for request_id, operations in metadata.saves.items():
-            self.gather(operations)
+            self.gather(operations, pb.PURPOSE_PREEMPTION)
             self._saves[request_id] = self._store.staged if self._store is not None else 0
 
     def _another_stores(self, part: Part) -> bool:
         """Return whether another rank stores what all of them hold: they have one data plane, so one is enough."""
         return part.whole and self._rank.tp_rank > 0 and self._config.data_plane_address(0) == self._config.data_plane
 
-    def _offer(self, operation: StoreOperation, place: int, lasts: Callable[[], str]) -> None:
+    def _offer(self, operation: StoreOperation, place: int, lasts: Callable[[], str], purpose: Any) -> None:
         assert self._store is not None
         part, namespace = self._parts[0][place], self._shapes[SAVED if operation.exact else 0][place].namespace
         blocks = part.kernel_blocks(operation.blocks)
@@ -456,6 +455,7 @@ class WorkerSide:
             anchored=operation.anchored,
             announced=operation.announced,
             lasts_s=operation.lasts_s,
+            purpose=purpose,
             absent_since=float("-inf") if absent is None else time.monotonic() - absent,
         )
 
@@ -511,7 +511,6 @@ class WorkerSide:
         # Parts of one group have the same chunks; what several groups have of a prompt is of use as a whole.
         placed = result.chunks[self._first_place(load.cut) :][: len(self._parts[load.cut])]
         chunks = min(placed) if self._groups.one else max(placed) if complete else 0
-        self._delivered_bytes += result.delivered_bytes
         self.counts.add("load_seconds", result.seconds)
         self.counts.add("fetched_bytes", result.fetched_bytes)
         self.counts.add("delivered_bytes", result.delivered_bytes)
@@ -556,20 +555,19 @@ class WorkerSide:
     def take_report(self) -> WorkerReport | None:
         """Return what the scheduler has to know of the loads that ended since the last call, and of the weights."""
         outlived = self._watch.outlived
-        loads = self._ended or self._seconds or self._delivered_bytes or self._layer_seconds
+        loads = self._ended or self._seconds or self._layer_seconds
         settled_doubt = self._watch.take_settled()
         if not (loads or self._saves or outlived or settled_doubt):
             return None  # as in most steps
         ended, self._ended = self._ended, {}
         seconds, self._seconds = self._seconds, {}
-        delivered, self._delivered_bytes = self._delivered_bytes, 0
         layer_seconds, self._layer_seconds = self._layer_seconds, 0.0
         settled = self._store.settled if self._store is not None else 1 << 62
         saved = {name: 1 for name, staged in self._saves.items() if staged <= settled}
         for name in saved:
             del self._saves[name]
         doubts = {settled_doubt: 1} if settled_doubt else {}
-        report = WorkerReport(ended, outlived, seconds, delivered, layer_seconds, saved, doubts)
+        report = WorkerReport(ended, outlived, seconds, layer_seconds, saved, doubts)
         return report if report != WorkerReport() else None
 
     def take_store_counts(self) -> None:

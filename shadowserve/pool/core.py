@@ -91,6 +91,8 @@ class Core:
         weights: who has how many bytes.
         ticks: clock of the counters of time, in ns.
         held_bytes: of the budget, what only those need who send it; with devices, the budget is of their room.
+        may_write, may_scrub: whether so many bytes of a device may be written, or scrubbed, now. Who answers no wakes
+            the pool when to ask again.
     """
 
     def __init__(
@@ -120,6 +122,8 @@ class Core:
         self.weights = Weights(index.used_bytes)
         self.writes = Writes()
         self.held_bytes = 0
+        self.may_write: Callable[[int], bool] = lambda size: True
+        self.may_scrub: Callable[[int], bool] = lambda size: True
 
     # ---- the pool's thread
 

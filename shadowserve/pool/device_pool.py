@@ -26,6 +26,14 @@ class DevicePool(Pool):
 
     core_class = Core
 
+    def hold_back(self, may_write: Callable[[int], bool], may_scrub: Callable[[int], bool]) -> None:
+        """Have the pool's thread ask before it writes, or scrubs, so many bytes; after a no it asks when woken."""
+        self._core.may_write, self._core.may_scrub = may_write, may_scrub
+
+    def wake(self) -> None:
+        """Have the pool's thread look after the pool soon; from any thread."""
+        self._core.waker.wake()
+
     # ---- Reading
 
     def get(self, address: Address) -> Item | None:

@@ -112,6 +112,10 @@ class Scrubber:
         buffer = self._memory(entry.blocks)
         if buffer is None:
             return False
+        if not core.may_scrub(entry.size):
+            if isinstance(buffer, Buffer):
+                core.arenas.release(buffer)
+            return False
         self._slots.popleft()
         self._credit[disk.number] -= entry.size
         self._begin(_Check(disk, entry, buffer))

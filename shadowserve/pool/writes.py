@@ -138,7 +138,7 @@ class Writer:
             if write.state is State.TAKEN_BACK:
                 self._end(write)
                 continue
-            if any(other.disk is write.disk for other in waiting):
+            if any(other.disk is write.disk for other in waiting) or not self._core.may_write(entry.size):
                 waiting.append(write)
                 continue
             # What has changed since the put, an expiry or a pin, belongs to the record.

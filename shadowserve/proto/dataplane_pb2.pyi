@@ -36,6 +36,12 @@ class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ORDER_CHUNKS: _ClassVar[Order]
     ORDER_LAYERS: _ClassVar[Order]
+
+class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PURPOSE_REQUEST: _ClassVar[Purpose]
+    PURPOSE_PREEMPTION: _ClassVar[Purpose]
+    PURPOSE_OFFLOADING_TIER: _ClassVar[Purpose]
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_COMPLETE: Outcome
 OUTCOME_ROUND_FULL: Outcome
@@ -57,6 +63,9 @@ REACH_DATA_PLANE: Reach
 REACH_NONE: Reach
 ORDER_CHUNKS: Order
 ORDER_LAYERS: Order
+PURPOSE_REQUEST: Purpose
+PURPOSE_PREEMPTION: Purpose
+PURPOSE_OFFLOADING_TIER: Purpose
 
 class ChunkLayout(_message.Message):
     __slots__ = ("namespace", "dtype", "layers", "kinds", "vector_length", "tokens", "quantizer", "bins", "value_bins", "scale_tokens")
@@ -218,6 +227,30 @@ class ExpectResponse(_message.Message):
     unused: bool
     def __init__(self, again: _Optional[bool] = ..., unused: _Optional[bool] = ...) -> None: ...
 
+class StepReport(_message.Message):
+    __slots__ = ("engine", "decodes", "rate", "interference_budget", "lasts_ms", "pause_ms")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    DECODES_FIELD_NUMBER: _ClassVar[int]
+    RATE_FIELD_NUMBER: _ClassVar[int]
+    INTERFERENCE_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    LASTS_MS_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_MS_FIELD_NUMBER: _ClassVar[int]
+    engine: bytes
+    decodes: bool
+    rate: int
+    interference_budget: float
+    lasts_ms: int
+    pause_ms: int
+    def __init__(self, engine: _Optional[bytes] = ..., decodes: _Optional[bool] = ..., rate: _Optional[int] = ..., interference_budget: _Optional[float] = ..., lasts_ms: _Optional[int] = ..., pause_ms: _Optional[int] = ...) -> None: ...
+
+class StepAnswer(_message.Message):
+    __slots__ = ("moved_bytes", "moving")
+    MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MOVING_FIELD_NUMBER: _ClassVar[int]
+    moved_bytes: int
+    moving: bool
+    def __init__(self, moved_bytes: _Optional[int] = ..., moving: _Optional[bool] = ...) -> None: ...
+
 class RegisterDestinationRequest(_message.Message):
     __slots__ = ("layouts", "shared_memory", "exported_memory", "cuda_ipc", "pages")
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
@@ -305,22 +338,22 @@ class FetchPart(_message.Message):
     def __init__(self, destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., wanted: _Optional[bytes] = ..., layout: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("job_id", "timeout_ms", "parts", "order", "progress", "window_us", "rate")
+    __slots__ = ("job_id", "timeout_ms", "parts", "order", "progress", "window_us", "purpose")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_US_FIELD_NUMBER: _ClassVar[int]
-    RATE_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     timeout_ms: int
     parts: _containers.RepeatedCompositeFieldContainer[FetchPart]
     order: Order
     progress: int
     window_us: int
-    rate: int
-    def __init__(self, job_id: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[FetchPart, _Mapping]]] = ..., order: _Optional[_Union[Order, str]] = ..., progress: _Optional[int] = ..., window_us: _Optional[int] = ..., rate: _Optional[int] = ...) -> None: ...
+    purpose: Purpose
+    def __init__(self, job_id: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[FetchPart, _Mapping]]] = ..., order: _Optional[_Union[Order, str]] = ..., progress: _Optional[int] = ..., window_us: _Optional[int] = ..., purpose: _Optional[_Union[Purpose, str]] = ...) -> None: ...
 
 class FetchPagesRequest(_message.Message):
     __slots__ = ("job_id", "destination_id", "keys", "blocks", "timeout_ms", "progress")
@@ -361,7 +394,7 @@ class FetchLayersResponse(_message.Message):
     def __init__(self, layers: _Optional[int] = ..., answer: _Optional[_Union[FetchResponse, _Mapping]] = ...) -> None: ...
 
 class StoreRequest(_message.Message):
-    __slots__ = ("job_id", "destination_id", "offset", "keys", "timeout_ms", "parents", "lasts_ms", "plain", "layout")
+    __slots__ = ("job_id", "destination_id", "offset", "keys", "timeout_ms", "parents", "lasts_ms", "plain", "layout", "purpose")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -371,6 +404,7 @@ class StoreRequest(_message.Message):
     LASTS_MS_FIELD_NUMBER: _ClassVar[int]
     PLAIN_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     destination_id: int
     offset: int
@@ -380,7 +414,8 @@ class StoreRequest(_message.Message):
     lasts_ms: int
     plain: bool
     layout: int
-    def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ..., parents: _Optional[_Iterable[bytes]] = ..., lasts_ms: _Optional[int] = ..., plain: _Optional[bool] = ..., layout: _Optional[int] = ...) -> None: ...
+    purpose: Purpose
+    def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ..., parents: _Optional[_Iterable[bytes]] = ..., lasts_ms: _Optional[int] = ..., plain: _Optional[bool] = ..., layout: _Optional[int] = ..., purpose: _Optional[_Union[Purpose, str]] = ...) -> None: ...
 
 class StoreResponse(_message.Message):
     __slots__ = ("outcome", "detail", "raw_bytes", "stored_bytes", "stored")

@@ -54,6 +54,11 @@ class DataPlaneStub:
                 request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.ExpectRequest.SerializeToString,
                 response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.ExpectResponse.FromString,
                 _registered_method=True)
+        self.ReportSteps = channel.unary_unary(
+                '/shadowserve.v1.DataPlane/ReportSteps',
+                request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.StepReport.SerializeToString,
+                response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.StepAnswer.FromString,
+                _registered_method=True)
         self.RegisterDestination = channel.unary_unary(
                 '/shadowserve.v1.DataPlane/RegisterDestination',
                 request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.RegisterDestinationRequest.SerializeToString,
@@ -134,6 +139,14 @@ class DataPlaneServicer:
     def Expect(self, request, context):
         """Says which requests wait in an engine's queue, and in which order they will run, so that what they fetch is near by
         then: what has changed since the message before. A hint: nobody waits for what comes of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportSteps(self, request, context):
+        """Says whether an engine decodes, and at which rate its steps stay within its interference budget: then all that this
+        data plane moves, for whichever engine, keeps to the lowest rate that was reported. The answer says what has moved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -238,6 +251,11 @@ def add_DataPlaneServicer_to_server(servicer, server):
                     servicer.Expect,
                     request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.ExpectRequest.FromString,
                     response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.ExpectResponse.SerializeToString,
+            ),
+            'ReportSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportSteps,
+                    request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.StepReport.FromString,
+                    response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.StepAnswer.SerializeToString,
             ),
             'RegisterDestination': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterDestination,
@@ -398,6 +416,33 @@ class DataPlane:
             '/shadowserve.v1.DataPlane/Expect',
             shadowserve_dot_proto_dot_dataplane__pb2.ExpectRequest.SerializeToString,
             shadowserve_dot_proto_dot_dataplane__pb2.ExpectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shadowserve.v1.DataPlane/ReportSteps',
+            shadowserve_dot_proto_dot_dataplane__pb2.StepReport.SerializeToString,
+            shadowserve_dot_proto_dot_dataplane__pb2.StepAnswer.FromString,
             options,
             channel_credentials,
             insecure,

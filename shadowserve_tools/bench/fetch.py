@@ -19,6 +19,7 @@ from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, Quantizer
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
+from shadowserve_tools.bench.parts.steady import SteadySteps
 from shadowserve_tools.bench.parts.workload import Workload, client, default_codec, llama_8b, put, uncompressed
 from shadowserve_tools.bench.peers.contender import Contender
 from shadowserve_tools.bench.peers.driver import CLEARED, Values
@@ -316,7 +317,7 @@ class Target:
     """Memory that a data plane fetches a workload into, through the client and the segment that an engine uses.
 
     Attributes:
-        rate: bytes a second that calls which begin from now on are held to; 0: none.
+        rate: bytes a second that the data plane keeps to from the next fetch on, as beside decoding; 0: none.
     """
 
     def __init__(self, client: DataPlaneClient, destination: Destination, workload: Workload) -> None:
@@ -325,6 +326,7 @@ class Target:
         self._workload = workload
         self._memory = destination.acquire(CALL_TIMEOUT_S).memory
         self.rate = 0
+        self._steps = SteadySteps(client)
 
     @classmethod
     @contextmanager
@@ -338,6 +340,7 @@ class Target:
 
     def fetch(self, count: int | None = None) -> None:
         """Fetch the leading chunks, by default all, into memory that holds all, in as many rounds as it takes."""
+        self._steps.report(self.rate)
         done, last = 0, len(self._workload.keys) if count is None else count
         while done < last:
             done += self._round(done, done * self._workload.layout.raw_bytes, last)
@@ -359,7 +362,7 @@ class Target:
         """Fetch what fits behind ``offset`` of the chunks from ``first`` up to ``last``; return how many that were."""
         keys, room = self._workload.keys[first:last], len(self._memory) - offset
         part = FetchPart.whole(self._workload.layout, self._destination.destination_id, keys, offset, room)
-        answer = self._client.start_fetch(secrets.token_hex(8), [part], CALL_TIMEOUT_S, rate=self.rate).result()
+        answer = self._client.start_fetch(secrets.token_hex(8), [part], CALL_TIMEOUT_S).result()
         (chunks,) = answer.chunks
         if not chunks or answer.reason not in ("complete", "round_full"):
             raise ShadowServeError(f"fetching stopped at chunk {first + chunks}: {answer.reason}: {answer.detail}")

@@ -2,7 +2,6 @@
 
 import json
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -13,7 +12,6 @@ from typing import Any, Final
 import click
 from rich.progress import Progress
 
-from host_control.placing import Pace
 from host_control.slack.interference import Interference
 from host_control.slack.table import ComputeTable, attention_pairs
 from shadowserve.chunk import Quantizer
@@ -31,6 +29,7 @@ from shadowserve_tools.bench.parts.loads import FetchLoop
 from shadowserve_tools.bench.parts.paged import CHUNK_BLOCKS, MANY, PagedKv, PagedMemory
 from shadowserve_tools.bench.parts.retrieval import Offered, OurPool, Prefix
 from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Stack, model_options_with
+from shadowserve_tools.bench.parts.steady import BUDGET, SteadySteps
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.report import Chart, Output, Report, half_width, output_options
 
@@ -63,7 +62,8 @@ FETCH_CHUNKS: Final = 16
 """Of a MiB each, a layer of 256 tokens."""
 FETCH_S: Final = 0.05
 """A fetch within the budget is of so many chunks as take about so long, since a phase begins and ends with one."""
-BUDGET: Final = 0.02
+PAGES_S: Final = 0.1
+"""A load of pages, likewise: as long as a data plane's turn."""
 MIXED_MIN: Final = 0.95
 
 
@@ -205,7 +205,7 @@ def _read(disk: _Disk, pool: OurPool, prefix: Prefix, written: Prefix, name: str
 
 
 class _Pages:
-    """Paged memory that a device's pages come into, as the plugin has them: at a rate, in pieces with pauses between.
+    """Paged memory that a device's pages come into, as the plugin has them: by turns of the data plane.
 
     Attributes:
         rate: bytes a second; 0: as fast as they come.
@@ -213,18 +213,13 @@ class _Pages:
     """
 
     def __init__(self, paged: PagedMemory, chunk_bytes: int) -> None:
-        self._paged, self._pace = paged, Pace()
+        self._paged, self._steps = paged, SteadySteps(paged.plane.client)
         self.rate, self.chunk_bytes = 0, chunk_bytes
 
     def fetch(self, count: int | None = None) -> None:
-        """Have the leading chunks brought, by default all: a piece, where there is a rate."""
-        chunks = MANY // CHUNK_BLOCKS if count is None else count
-        if self.rate:
-            time.sleep(self._pace.left(self.rate))
-            self._pace.begin()
-        self._paged.retrieve(chunks * CHUNK_BLOCKS)
-        if self.rate:
-            self._pace.end(chunks * self.chunk_bytes)
+        """Have the leading chunks brought, by default all."""
+        self._steps.report(self.rate)
+        self._paged.retrieve((MANY // CHUNK_BLOCKS if count is None else count) * CHUNK_BLOCKS)
 
     def clear(self) -> None:
         """Overwrite the memory."""
@@ -264,10 +259,8 @@ class _Moving:
         self.target.rate = rate
         if not rate:
             wanted = self.chunks
-        elif isinstance(self.target, _Pages):
-            wanted = Pace.chunks(rate, self.chunk_bytes)
         else:
-            wanted = int(rate * FETCH_S / self.chunk_bytes)
+            wanted = int(rate * (PAGES_S if isinstance(self.target, _Pages) else FETCH_S) / self.chunk_bytes)
         count = min(max(wanted, 1), self.chunks)
         return FetchLoop(self.target, count * self.chunk_bytes, count)
 

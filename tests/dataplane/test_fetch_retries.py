@@ -21,7 +21,7 @@ async def script(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Scripte
     """A source that has all records, and a client of a daemon over it."""
     made: list[ScriptedSource] = []
 
-    def source_of(configuration: DataPlaneConfig, metrics: Metrics, *arguments: Any) -> ScriptedSource:
+    def source_of(configuration: DataPlaneConfig, metrics: Metrics, budget: Any, *arguments: Any) -> ScriptedSource:
         made.append(ScriptedSource(*arguments))
         return made[-1]
 

@@ -100,7 +100,7 @@ async def gated(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Scripted
     """A data plane over a source that gives a range for each pass; heads are known."""
     made: list[ScriptedSource] = []
 
-    def source_of(configuration: DataPlaneConfig, metrics: Metrics, *arguments: Any) -> ScriptedSource:
+    def source_of(configuration: DataPlaneConfig, metrics: Metrics, budget: Any, *arguments: Any) -> ScriptedSource:
         made.append(ScriptedSource(*arguments))
         return made[-1]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from dataplane_support import Client, Fetched, Segment, Server, keys_of, kv, layout, running
 from machine import PATIENCE_MS, PATIENCE_S, until
-from test_tiers import store, tiers_in, tiers_of
+from test_tiers import cool, store, tiers_in, tiers_of
 
 from dpu_dataplane.server import Daemon
 from dpu_dataplane.sources.tiers.tiers import address_of
@@ -410,3 +410,68 @@ async def test_metrics_of_tiers_with_devices_can_be_collected(tmp_path: Path) ->
     async with stored(tmp_path) as (daemon, _, _):
         names = {metric.name for metric in daemon.metrics.registry.collect()}
         assert {"shadowserve_tier_capacity_bytes", "shadowserve_page_bytes"} <= names
+
+
+async def expected_pages(client: Client, daemon: Daemon) -> None:
+    """Say that a request waits for the pages and for another chunk, and wait until the latter is prefetched."""
+    namespace = SHAPE.namespace
+    await client.stub.Expect(
+        pb.ExpectRequest(
+            queue=b"an engine",
+            number=1,
+            whole=True,
+            arrivals=[pb.Arrival(request=1, chains=[pb.KeyChain(keys=[*KEYS, *OTHERS], namespace=namespace)])],
+            order=[1],
+            lasts_ms=60_000,
+        )
+    )
+    await until(lambda: daemon.metrics.promotions()["device"][0] > 0)
+
+
+OTHERS = keys_of(SHAPE, 1, seed=7)
+
+
+async def test_what_a_page_load_will_read_is_not_prefetched_into_memory(tmp_path: Path) -> None:
+    """Symptom (F21): each byte of a waiting request's pages was read twice, first into memory, where nobody used it."""
+    async with running("", tiers=tiers_of(tmp_path)) as (daemon, client):
+        await client.register(SHAPE, CHUNKS)
+        await store_plain(client)
+        await client.store(OTHERS)  # its bytes are compressed: it is fetched from memory
+        await cool(daemon)
+        await expected_pages(client, daemon)
+        paged = Paged(client)
+        await paged.register()
+        paged.assert_right(await paged.fetch())
+        tiers = tiers_in(daemon)
+        with tiers.lock:
+            items = [tiers.pool.peek(address_of(key)) for key in [*KEYS, *OTHERS]]
+        assert [item is not None and item.value is not None for item in items] == [False] * CHUNKS + [True]
+        assert daemon.metrics.promotions()["device"][0] == items[-1].length  # type: ignore[union-attr]
+        paged.close()
+
+
+async def test_prefetches_give_way_to_a_page_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom (F21): prefetches read from the device that a page load was waiting for."""
+    async with stored(tmp_path) as (daemon, client, paged):
+        promoting = daemon._source._promoting  # type: ignore[attr-defined]
+        tiers = tiers_in(daemon)
+        device = tiers.pool._core.disks[0].volume.device
+        submit, held, begun = device.submit, [], asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def hold(operations: Any) -> None:
+            pages = [each for each in operations if each.pages is not None]
+            if not pages:
+                submit(operations)
+                return
+            held.extend(pages)
+            loop.call_soon_threadsafe(begun.set)
+
+        monkeypatch.setattr(device, "submit", hold)
+        call = asyncio.ensure_future(paged.fetch())
+        await begun.wait()
+        assert promoting._fetches == 1
+        with tiers.lock:
+            submit(held)
+        paged.assert_right(await call)
+        assert promoting._fetches == 0

@@ -4,8 +4,10 @@ import os
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,8 @@ from shadowserve.keys import storage_key  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
+STEP = SimpleNamespace(new_req_ids=(), preempted_req_ids=())
+"""What vLLM tells a tier of a step without a new request."""
 BUFFERS = {
     "decompression_buffer_bytes": "16MiB",
     "dequantization_buffer_bytes": "32MiB",
@@ -90,7 +94,7 @@ def look(tier: Any, key: bytes, name: str = "asked") -> str:
 
     def known() -> str:
         answer = tier.lookup(key, context(name))
-        tier.on_schedule_end(None)
+        tier.on_schedule_end(STEP)
         return "" if answer.name == "RETRY" else str(answer.name)
 
     return str(wait_for(known))
@@ -516,3 +520,43 @@ def test_its_counts_are_shown_beside_vllm_s_own(make: Callable[..., Any]) -> Non
     metrics.observe(stats.data, 0)
     shown = {sample.name for metric in REGISTRY.collect() for sample in metric.samples}
     assert {"vllm:shadowserve_tier_load_failures_total"} <= shown
+
+
+def metric(port: int, name: str) -> float:
+    """Return what a data plane's metrics say under a name, labels included."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as answer:
+        lines = answer.read().decode().splitlines()
+    return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} ")), 0.0)
+
+
+def test_the_data_plane_hears_of_its_engine_s_steps_and_holds_its_rows_to_the_budget(
+    make: Callable[..., Any], storage: Server, tmp_path: Path
+) -> None:
+    """Symptom (F24): the tier moved rows beside decoding without a bound, and interference_budget was ignored."""
+    port = free_port()
+    (tmp_path / "other").mkdir()
+    daemon = DaemonProcess(storage, tmp_path / "other", **BUFFERS, metrics_port=port)
+    try:
+        engine = make(address=daemon.address)
+        engine.serve(prompt(300))
+        engine.forget()
+        assert engine.serve(prompt(300)) == 256
+        assert metric(port, 'shadowserve_moved_bytes_total{mover="tier_store"}') > 0
+        assert metric(port, 'shadowserve_moved_bytes_total{mover="tier_load"}') > 0
+        engine.tier.on_new_request(context("decodes"))
+
+        def decodes() -> bool:
+            engine.tier.on_schedule_end(STEP)
+            return metric(port, "shadowserve_decoding_engines") == 1
+
+        wait_for(decodes)
+        assert 16 << 20 <= metric(port, "shadowserve_interference_rate_bytes_per_s") < 1e9
+        wait_for(lambda: metric(port, "shadowserve_decoding_engines") == 0)
+    finally:
+        daemon.close()
+
+
+def test_a_tier_without_a_budget_reports_nothing(make: Callable[..., Any]) -> None:
+    engine = make(interference_budget=0)
+    engine.serve(prompt(300))
+    assert engine.tier._reports is None

@@ -128,7 +128,8 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.asked_cold = False  # by the same
         self.hellos: list[pb.HelloRequest] = []
         self.fetches: list[pb.FetchPart] = []
-        self.rates: list[int] = []  # of the calls
+        self.reports: list[pb.StepReport] = []
+        self.moved_bytes = 0  # as the answers to reports say
         self.layerwise_calls = 0
         self.windows_us: list[int] = []  # of these calls
         self.stores: list[pb.StoreRequest] = []
@@ -242,6 +243,13 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             self.entered.notify_all()
         return answer
 
+    def ReportSteps(self, request: pb.StepReport, context: Any) -> pb.StepAnswer:
+        self._enter("ReportSteps", context)
+        with self.entered:
+            self.reports.append(request)
+            self.entered.notify_all()
+        return pb.StepAnswer(moved_bytes=self.moved_bytes)
+
     def RegisterDestination(
         self, request: pb.RegisterDestinationRequest, context: Any
     ) -> pb.RegisterDestinationResponse:
@@ -275,7 +283,6 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
     def Fetch(self, request: pb.FetchRequest, context: Any) -> pb.FetchResponse:
         memories = [self._memory(part) for part in request.parts]
         self.fetches.extend(request.parts)
-        self.rates.append(request.rate)
         self._enter("Fetch", context)
         known = [memory for memory in memories if memory is not None]
         if len(known) < len(memories):

@@ -138,18 +138,6 @@ def test_scattering_that_fails_ends_the_job(
     assert (result.chunks, result.reason) == ((0,), "scatter_failed")
 
 
-def test_what_is_held_to_a_rate_comes_in_rounds(
-    following: KVCacheManager, plane: ScriptedDataPlane, fill: Callable[[list[bytes]], None]
-) -> None:
-    """Its calls end soon anyway, and say so at once."""
-    following.rate = 1 << 30
-    following._round_bytes_min = 1
-    following.exchange([job("a", 8, fill)])
-    assert collect(following, 1)[0].complete
-    assert [len(each.keys) for each in plane.fetches] == [4, 2, 1, 1]
-    assert plane.rates == [1 << 30] * 4
-
-
 @pytest.mark.parametrize("counts", [(7, 7), (9, 1), (0, 11), (5, 0), (2, 30)], ids=str)
 def test_chunks_of_every_part_arrive_whatever_their_number(
     client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout, counts: tuple[int, int]

@@ -164,34 +164,3 @@ def test_who_waits_when_the_engine_ends_ends_with_it(
     manager.exchange([coming(plane, fill, "mine", 4, there=2)])
     waits(manager, plane, 1)
     assert [result.reason for result in manager.close(PATIENCE_S)] == ["closed"]
-
-
-def held(manager: KVCacheManager, name: str, fill: Fill) -> None:
-    """Hand a job over while none may begin a call, and await its turn."""
-    manager.held = True
-    manager.exchange([job(name, 2, fill)])
-    wait_for(lambda: not manager._fetching)
-
-
-def test_a_job_that_is_held_up_goes_on_later_at_the_rate_that_is_set_then(
-    manager: KVCacheManager, plane: ScriptedDataPlane, fill: Fill
-) -> None:
-    held(manager, "a", fill)
-    manager.rate, manager.held = 77 << 20, False
-    assert collect(manager, 1)[0].complete
-    assert plane.rates and set(plane.rates) == {77 << 20}, "no call had begun"
-
-
-def test_a_job_that_is_held_up_ends_with_its_deadline_or_its_request(
-    make_manager: Callable[..., KVCacheManager], plane: ScriptedDataPlane, fill: Fill
-) -> None:
-    manager = make_manager(fetch_timeout=0.1)
-    held(manager, "late", fill)
-    assert collect(manager, 1)[0].reason == "deadline"
-    manager = make_manager()
-    held(manager, "gone", fill)
-    manager.exchange(cancel=["gone"])
-    assert collect(manager, 1)[0].reason == "cancelled"
-    held(manager, "closed", fill)
-    assert [result.reason for result in manager.close()] == ["closed"]
-    assert "Fetch" not in plane.calls

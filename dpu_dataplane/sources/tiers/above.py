@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.source import Delivered, Encoded, Expected, Found, Order, Source, Stored, Unanswered
@@ -42,6 +43,7 @@ class TiersAbove(Source):
         pipeline: that bytes go to.
         fetching: thread for its calls that fetch.
         metrics: to count in.
+        budget: that loads of pages are held to.
         drain_s: that the end may take.
     """
 
@@ -55,10 +57,11 @@ class TiersAbove(Source):
         pipeline: native.Pipeline,
         fetching: Executor,
         metrics: Metrics,
+        budget: InterferenceBudget,
         drain_s: float,
     ) -> None:
         self.name = below.name
-        self.placing = DevicePages(tiers, metrics)
+        self.placing = DevicePages(tiers, promoting, budget, metrics)
         self._tiers = tiers
         self._below = below
         self._promoting = promoting
@@ -168,7 +171,7 @@ class TiersAbove(Source):
     async def _deliver(self, job: Job, supplies: Supplies) -> Delivered:
         if supplies.near.all():
             return await deliver_near(job, supplies, self._pipeline, self._fetching, self._metrics)
-        keeping = Keeping(self._tiers, supplies, self._metrics, supplies.order.found)
+        keeping = Keeping(self._tiers, supplies, supplies.order.found)
         done: Delivered | None = None
         try:
             done = await self._below.deliver(job, replace(supplies.order, make_round=supplies.make_round))

@@ -6,6 +6,7 @@ from concurrent.futures import Executor
 
 import numpy as np
 
+from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.source import Delivered, Encoded, Expected, Failure, Found, Order, Source
@@ -64,6 +65,7 @@ class TiersAlone(Source):
         pipeline: that bytes go to.
         fetching: thread for its calls that fetch.
         metrics: to count in.
+        budget: that loads of pages are held to.
         drain_s: that the end may take.
     """
 
@@ -76,10 +78,11 @@ class TiersAlone(Source):
         pipeline: native.Pipeline,
         fetching: Executor,
         metrics: Metrics,
+        budget: InterferenceBudget,
         drain_s: float,
     ) -> None:
         self.name = tiers.name
-        self.placing = DevicePages(tiers, metrics)
+        self.placing = DevicePages(tiers, promoting, budget, metrics)
         self._tiers = tiers
         self._promoting = promoting
         self._pipeline = pipeline

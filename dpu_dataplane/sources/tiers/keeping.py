@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.source import Stored, head_size
 from dpu_dataplane.sources.tiers.supplies import Supplies
 from dpu_dataplane.sources.tiers.tiers import Tiers
@@ -34,13 +33,11 @@ class Keeping:
     Args:
         tiers: with the pool.
         supplies: of the order.
-        metrics: to count in.
         found: what is known of the order's records.
     """
 
-    def __init__(self, tiers: Tiers, supplies: Supplies, metrics: Metrics, found: Mapping[bytes, Stored]) -> None:
+    def __init__(self, tiers: Tiers, supplies: Supplies, found: Mapping[bytes, Stored]) -> None:
         self._tiers = tiers
-        self._metrics = metrics
         self._kept: list[_Kept] = []
         order = supplies.order
         pieces: dict[bytes, list[int]] = {}
@@ -49,7 +46,7 @@ class Keeping:
         for place, (key, indexes) in enumerate(pieces.items()):
             stored = found.get(key)
             if stored is not None and not self._take(key, indexes, stored, order.pieces, supplies.places):
-                metrics.tier_records["dropped"] += len(pieces) - place  # there is no memory for those behind, either
+                tiers.note_dropped(len(pieces) - place)  # there is no memory for those behind, either
                 break
 
     def _take(
@@ -83,6 +80,6 @@ class Keeping:
         for kept in self._kept:
             has_come = results is not None and bool((results[kept.indexes] == Result.OK).all())
             if has_come and self._tiers.enter(kept.key, kept.memory, kept.head) is not None:
-                self._metrics.tier_records["dropped"] += 1
+                self._tiers.note_dropped()
             self._tiers.discard(kept.memory)
         self._kept.clear()

@@ -21,11 +21,14 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dpu_dataplane.interference import TURN_S, InterferenceBudget
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.placing import PageOrder, Placed, Placing
 from dpu_dataplane.sources.source import Stored
-from dpu_dataplane.sources.tiers.tiers import Tiers, parts_of
+from dpu_dataplane.sources.tiers.promoting import Promoting
+from dpu_dataplane.sources.tiers.tiers import Tiers, begins_in_blocks, parts_of
 from shadowserve import native
 from shadowserve.block import Operation, OperationKind, Pages, Priority
 from shadowserve.chunk import ChunkLayout
@@ -57,11 +60,15 @@ class DevicePages(Placing):
 
     Args:
         tiers: with the pool.
+        promoting: into its memory: it gives way to these reads, too.
+        budget: that they are held to.
         metrics: to count in.
     """
 
-    def __init__(self, tiers: Tiers, metrics: Metrics) -> None:
+    def __init__(self, tiers: Tiers, promoting: Promoting, budget: InterferenceBudget, metrics: Metrics) -> None:
         self._tiers = tiers
+        self._promoting = promoting
+        self._budget = budget
         self._metrics = metrics
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
 
@@ -77,12 +84,40 @@ class DevicePages(Placing):
         known = await self._learn(order)
         lent = self._lend(order.keys, known)
         try:
-            placed = await _Reading(self._tiers, self._metrics, job, order, lent, known[: len(lent)]).run()
+            async with self._promoting.giving_way(job, order.keys):
+                placed = await self._read(job, order, lent, known)
             for index in placed.rotten:  # or it is another record by now, of the same key
                 self._known.pop(order.keys[index], None)
             return placed
         finally:
             self._return(lent)
+
+    async def _read(
+        self, job: Job, order: PageOrder, lent: Sequence[native.IndexPlace], known: Sequence[_Known]
+    ) -> Placed:
+        """Read what is lent by turns of the budget: all chunks together, or, beside an engine that decodes, some."""
+        delivered: Flags = np.zeros((order.layout.layers, len(order.keys)), np.bool_)
+        rotten = list[int]()
+        first = 0
+        while first < len(lent):
+            rate = self._budget.rate
+            count = max(int(rate * TURN_S) // order.layout.raw_bytes, 1) if rate else len(lent)
+            end = min(first + count, len(lent))
+            try:
+                async with self._budget.turn(Mover.PAGE_LOAD, (end - first) * order.layout.raw_bytes, job) as turn:
+                    some = order if end - first == len(order.keys) else order.part(first, end)
+                    placed = await _Reading(
+                        self._tiers, self._metrics, job, some, lent[first:end], known[first:end]
+                    ).run()
+                    turn.moved_bytes = int(placed.delivered.sum()) * order.layout.raw_bytes // order.layout.layers
+            except Stop as stop:
+                return Placed(delivered, rotten, stop)
+            delivered[:, first:end] = placed.delivered[:, : end - first]
+            rotten += [first + index for index in placed.rotten]
+            if placed.stop is not None or not placed.delivered[:, : end - first].all():
+                return Placed(delivered, rotten, placed.stop)
+            first = end
+        return Placed(delivered, rotten, None)
 
     async def _learn(self, order: PageOrder) -> list[_Known]:
         """Return how to read the leading ones that are there as pages; find out what is not known."""
@@ -145,7 +180,7 @@ def _described(key: bytes, stored: Stored, layout: ChunkLayout) -> _Known | None
         return None
     row_bytes = layout.tokens * layout.vector_length
     whole = len(slices) == layout.layers and bool((slices["encoded_length"] == row_bytes).all())
-    if head.codec != native.Codec.NONE or not whole or (native.OBJECT_HEADER_BYTES + head.head_length) % 4096:
+    if head.codec != native.Codec.NONE or not whole or not begins_in_blocks(head.head_length):
         return None
     return _Known(layout, stored.length, head.head_length, slices["checksum"].astype(np.uint32).tobytes())
 

@@ -23,16 +23,19 @@ from functools import partial
 from itertools import zip_longest
 from typing import Final
 
+from dpu_dataplane.interference import Granted, InterferenceBudget
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.shared_rate import Mover, Turn
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Expected, Source, Stored
 from dpu_dataplane.sources.tiers.hops import UNKNOWN, Carried, Carrier
-from dpu_dataplane.sources.tiers.tiers import Tiers, address_of, parts_of
+from dpu_dataplane.sources.tiers.tiers import Tiers, address_of, begins_in_blocks, parts_of
 from shadowserve.errors import RecordError, StorageError
 from shadowserve.native import Result
 from shadowserve.pool.next_use import REQUESTS_MAX
 from shadowserve.pool.promotion import Hop, Promotion, Waiting
 from shadowserve.pool.terms import DEFAULT_TENANT, Item, Lease
+from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import verify
 
 __all__ = ["Promoting"]
@@ -99,16 +102,25 @@ class Promoting:
         below: the source that has what the pool has not; None for none.
         promotion: says what, and when.
         metrics: to count in.
+        budget: that promotion is held to.
         patience: seconds that a device, or the source below, may take for one part of a record.
     """
 
     def __init__(
-        self, tiers: Tiers, below: Source | None, promotion: Promotion, metrics: Metrics, patience: float
+        self,
+        tiers: Tiers,
+        below: Source | None,
+        promotion: Promotion,
+        metrics: Metrics,
+        budget: InterferenceBudget,
+        patience: float,
     ) -> None:
         self._tiers = tiers
         self._below = below
         self._promotion = promotion
         self._metrics = metrics
+        self._budget = budget
+        self._turns: dict[bytes, Turn] = {}  # that records under way wait for
         self._patience = patience
         self._device = Carrier("device", _READS)
         self._storage, self._cold = Carrier("storage", _RECEIVED), Carrier("cold", _RECEIVED)
@@ -212,6 +224,8 @@ class Promoting:
         if not mine:
             return
         self._urgent |= mine.keys()
+        for key in mine.keys() & self._turns.keys():
+            self._budget.hasten(self._turns[key])
         try:
             async with self._gate:
                 self._gate.notify_all()
@@ -223,6 +237,32 @@ class Promoting:
         """Wait while somebody waits for a fetch of something else."""
         async with self._gate:
             await self._gate.wait_for(lambda: not self._fetches or key in self._urgent or self._closing)
+
+    @contextlib.asynccontextmanager
+    async def _turn_of(self, request: _Request, key: bytes, size: int, *, first: bool = True) -> AsyncIterator[Granted]:
+        """Wait for a turn to move bytes of a record within the budget; before others, where a fetch waits for them.
+
+        Raises:
+            Stop: it did not come in time, or this ends, or the request began before the first bytes of the record.
+        """
+        job = Job("", "", self._patience)
+        self._jobs.add(job)
+
+        def asked(turn: Turn) -> None:
+            self._turns[key] = turn
+            if key in self._urgent:
+                self._budget.hasten(turn)
+
+        try:
+            async with self._budget.turn(Mover.PREFETCH, size, job, asked) as turn:
+                if first and turn.waited and request.left_at < math.inf and key not in self._urgent:
+                    turn.moved_bytes = 0
+                    self._budget.drop(Mover.PREFETCH, "request_begun")
+                    raise Stop(pb.OUTCOME_CANCELLED, "its request has begun")
+                yield turn
+        finally:
+            self._jobs.discard(job)
+            self._turns.pop(key, None)
 
     def note_use(self, keys: Iterable[bytes]) -> None:
         """Take note that records were fetched from memory: whoever did that holds them himself."""
@@ -266,7 +306,7 @@ class Promoting:
 
     async def _promote(self, now: float) -> None:
         """Promise to the hops what arrives before its request runs."""
-        hops = [hop.hop for hop in self._hops]
+        hops = [self._within(hop.hop) for hop in self._hops]
         count, ahead_s = self._promotion.reach(hops)
         near = [
             request
@@ -286,6 +326,11 @@ class Promoting:
         for move in self._promotion.plan(waiting, hops, [hop.promised for hop in self._hops]):
             assert isinstance(move.request, _Request)
             self._begin(move.request, move.hop, move.size)
+
+    def _within(self, hop: Hop) -> Hop:
+        """Return what a hop carries within the budget."""
+        rate = self._budget.rate
+        return hop._replace(bytes_per_s=min(hop.bytes_per_s, rate)) if rate else hop
 
     def _still_waits(self, request: _Request, now: float) -> bool:
         if request.left_at == math.inf and request.expected.until <= now:
@@ -313,7 +358,7 @@ class Promoting:
     async def _look(self, request: _Request) -> None:
         """Find out from where a request's records can be promoted."""
         below: list[dict[bytes, int]] = [{} for _ in self._hops]
-        absent: list[bytes] = []
+        absent, in_blocks = list[bytes](), list[bytes]()
         for part in parts_of(len(request.keys)):
             with self._tiers.lock:
                 for key in request.keys[part.start : part.stop]:
@@ -324,7 +369,11 @@ class Promoting:
                         absent.append(key)
                     elif item.value is None:
                         below[0][key] = item.length
+                        if begins_in_blocks(item.head_bytes):
+                            in_blocks.append(key)
             await asyncio.sleep(0)
+        for key in await self._tiers.paged(in_blocks) if in_blocks else ():
+            below[0].pop(key, None)
         if self._below is not None and absent:
             with contextlib.suppress(StorageError, TimeoutError):
                 async with asyncio.timeout(self._patience):
@@ -415,8 +464,13 @@ class Promoting:
         """Have a device bring a record.
 
         Raises:
-            TimeoutError: it takes too long.
+            TimeoutError, Stop: it takes too long, or its turn does not come.
         """
+        async with self._turn_of(request, record.key, record.size) as turn:
+            turn.moved_bytes = await self._read_now(hop, request, record)
+
+    async def _read_now(self, hop: Carrier, request: _Request, record: Carried) -> int:
+        """Have a device bring a record; return the bytes that have come."""
         tiers, loop = self._tiers, asyncio.get_running_loop()
         brought: asyncio.Future[Lease | None] = loop.create_future()
 
@@ -429,7 +483,7 @@ class Promoting:
         with tiers.lock:
             item = tiers.pool.peek(address_of(record.key))
             if item is None or item.value is not None:
-                return
+                return 0
             tiers.pool.read(item, 0, item.length, partial(tiers.later, take))
             length = item.length
         hop.begin()
@@ -438,9 +492,11 @@ class Promoting:
             lease = await asyncio.wait_for(brought, self._patience)
         finally:
             hop.ended(0 if lease is None else length)
-        if lease is not None:
-            self._keep(request, record.key, length)
-            tiers.release([lease])
+        if lease is None:
+            return 0
+        self._keep(request, record.key, length)
+        tiers.release([lease])
+        return length
 
     async def _receive(self, hop: Carrier, request: _Request, record: Carried) -> None:
         """Have the source below bring a record, if it still has it, and there is room for it just now.
@@ -457,8 +513,11 @@ class Promoting:
         try:
             for first in range(0, stored.length, _PART_BYTES):
                 await self._allowed(record.key)
-                if not await self._receive_part(hop, record.key, first, memory[first : first + _PART_BYTES]):
-                    return
+                part = memory[first : first + _PART_BYTES]
+                async with self._turn_of(request, record.key, len(part), first=not first) as turn:
+                    if not await self._receive_part(hop, record.key, first, part):
+                        turn.moved_bytes = 0
+                        return
             head = await asyncio.to_thread(verify, memory, record.key)
             if self._tiers.enter(record.key, memory, bytes(memory[: head.head_length])) is None:
                 self._keep(request, record.key, stored.length)

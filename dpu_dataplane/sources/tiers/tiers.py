@@ -14,11 +14,15 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Final
 
+from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.source import Encoded, Found, Stored, Unanswered
+from dpu_dataplane.sources.tiers.device_pace import DevicePace
 from shadowserve import native
 from shadowserve.clock import wall_clock_ms
+from shadowserve.errors import RecordError
 from shadowserve.keys import storage_key
 from shadowserve.pool.config import PoolConfig
 from shadowserve.pool.device_pool import DevicePool
@@ -29,7 +33,7 @@ from shadowserve.pool.thread import PoolThread
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
 from shadowserve.record import parse_head
 
-__all__ = ["Tiers", "address_of", "parts_of"]
+__all__ = ["Tiers", "address_of", "begins_in_blocks", "parts_of"]
 
 _ENTRY_OVERHEAD: Final = 300  # bytes of objects around one remembered head
 _ROUND_SHARE: Final = 4
@@ -44,10 +48,23 @@ def address_of(key: bytes) -> Address:
     return DEFAULT_TENANT, storage_key(key)
 
 
+def begins_in_blocks(head_bytes: int) -> bool:
+    """Return whether a record's slices begin where a device's blocks do, as those of an engine's pages have to."""
+    return (native.OBJECT_HEADER_BYTES + head_bytes) % 4096 == 0
+
+
 def parts_of(count: int) -> Iterator[range]:
     """Yield ranges that cover so many, each no more than is done in one hold of the pool's lock."""
     for first in range(0, count, ENTRIES_PER_HOLD):
         yield range(first, min(first + ENTRIES_PER_HOLD, count))
+
+
+def _is_paged(stored: Stored) -> bool:
+    try:
+        head = parse_head(stored.head)
+        return head.codec == native.Codec.NONE and begins_in_blocks(head.head_length)
+    except RecordError:
+        return False
 
 
 class Tiers:
@@ -58,6 +75,7 @@ class Tiers:
         metrics: to count in.
         pipeline: that has encoded what is stored.
         storing: thread that copies it.
+        budget: that writes and scrubs of devices are held to.
         heads_bytes: of heads to remember: those of what lies on devices alone would have to be read for each lookup.
         patience: see below.
 
@@ -78,6 +96,7 @@ class Tiers:
         metrics: Metrics,
         pipeline: native.Pipeline,
         storing: Executor,
+        budget: InterferenceBudget,
         *,
         heads_bytes: int,
         patience: float,
@@ -86,6 +105,8 @@ class Tiers:
         self._metrics = metrics
         self._pipeline = pipeline
         self._storing = storing
+        self._budget = budget
+        self._paces: list[DevicePace] = []
         self.patience = patience
         self._heads: OrderedDict[bytes, Stored] = OrderedDict()
         self._heads_left = heads_bytes
@@ -108,6 +129,12 @@ class Tiers:
         self._loop = asyncio.get_running_loop()
         self.pool = (DevicePool if self._config.devices else MemoryPool)(self._config)
         await asyncio.to_thread(self.pool.start, self.lock)
+        if isinstance(pool := self.pool, DevicePool):
+            movers = Mover.DEVICE_WRITE, Mover.SCRUB
+            self._paces = [DevicePace(self._budget, mover, self.later, pool.wake) for mover in movers]
+            writes, scrubs = self._paces
+            with self.lock:
+                pool.hold_back(writes.allows, scrubs.allows)
         self._thread = PoolThread(self.pool)
         gauges: dict[str, tuple[str, str]] = {
             "tier_objects": ("Records in the tiers", "keys"),
@@ -130,6 +157,8 @@ class Tiers:
     async def close(self, drain_s: float) -> None:
         """Have written what waits for it, within ``drain_s``, and close the pool. No job may be in progress."""
         thread, self._thread = self._thread, None
+        for pace in self._paces:
+            await pace.close()
         if thread is not None and not await asyncio.to_thread(thread.stop, drain_s):
             logger.warning("%s: a device does not end what it was given; a start recovers what it has", self.name)
 
@@ -150,6 +179,17 @@ class Tiers:
                     self._find(keys, index, found, reads)
             await asyncio.sleep(0)
         return found, reads
+
+    async def paged(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Return which of these records hold an engine's pages as they are: devices bring them to where they are used.
+
+        Nobody needs them in memory.
+        """
+        found, reads = await self.look(keys)
+        await self.await_heads(reads)
+        return {
+            key for key, stored in zip(keys, found, strict=True) if isinstance(stored, Stored) and _is_paged(stored)
+        }
 
     async def await_heads(self, reads: "Collection[asyncio.Future[None]]") -> None:
         """Wait until devices have brought heads, or have taken too long."""
@@ -251,13 +291,20 @@ class Tiers:
             return error
         except OutOfBudgetError as error:
             logger.debug("record %s is not kept: %s", key.hex(), error)
-            self._metrics.tier_records["dropped"] += 1
+            self.note_dropped()
         else:
             self._remember(key, len(memory), head)
             self._metrics.tier_records["kept"] += 1
             if ticket is not None:
                 ticket.then(lambda error: None if error is None else self.later(self._note_failure, key, error))
         return None
+
+    def note_dropped(self, count: int = 1) -> None:
+        """Count records that the pool did not take for want of room; and why, where writes wait for the budget."""
+        self._metrics.tier_records["dropped"] += count
+        if self._paces and self._paces[0].waits:
+            for _ in range(count):
+                self._budget.drop(Mover.DEVICE_WRITE, "no_room")
 
     def _note_failure(self, key: bytes, error: Exception) -> None:
         logger.debug("record %s was not written: %s", key.hex(), error)
@@ -276,7 +323,7 @@ class Tiers:
             length = int(record.round.pieces[record.position]["body_length"])
             memory = await self._await_room(job, len(record.head) + length, wait)
             if memory is None:
-                self._metrics.tier_records["dropped"] += 1
+                self.note_dropped()
                 return False
             try:
                 await self._copy(record, memory)
@@ -304,7 +351,7 @@ class Tiers:
     async def _await_entry(self, job: Job, key: bytes, memory: memoryview, record: Encoded, wait: bool) -> None:
         while (busy := self.enter(key, memory, record.head, record.lasts_ms)) is not None:
             if not wait:
-                self._metrics.tier_records["dropped"] += 1
+                self.note_dropped()
                 return
             event = asyncio.Event()
             busy.again.then(lambda _, event=event: self.later(event.set))  # type: ignore[misc]

@@ -19,6 +19,7 @@ from machine import NEVER_MS, NEVER_S, PATIENCE_S, until, wait_for
 from scripted_source import ScriptedSource
 
 from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import Buffers, Wanted, plan_fetch, plan_store
@@ -376,16 +377,17 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
             )
         )
         fetching, storing = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
+        budget = InterferenceBudget(Metrics())
         source: Source
         if behind is None:
             source = scripted = ScriptedSource(pipeline, fetching, storing)
             behind = BehindScript(scripted)
             if request.param == "tiers above":
-                near = Tiers(PoolConfig(), Metrics(), pipeline, storing, heads_bytes=MIB, patience=PATIENCE_S)
-                promoting = Promoting(near, scripted, Promotion(), Metrics(), PATIENCE_S)
-                source = TiersAbove(near, scripted, promoting, pipeline, fetching, Metrics(), 1.0)
+                near = Tiers(PoolConfig(), Metrics(), pipeline, storing, budget, heads_bytes=MIB, patience=PATIENCE_S)
+                promoting = Promoting(near, scripted, Promotion(), Metrics(), budget, PATIENCE_S)
+                source = TiersAbove(near, scripted, promoting, pipeline, fetching, Metrics(), budget, 1.0)
         else:
-            source = source_of(configuration, Metrics(), pipeline, fetching, storing)
+            source = source_of(configuration, Metrics(), budget, pipeline, fetching, storing)
         await source.start()
         await until(lambda: source.connected)
         if isinstance(behind, BehindTiers):

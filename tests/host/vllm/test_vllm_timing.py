@@ -1,15 +1,17 @@
-"""What the connector's scheduler half learns of vLLM's steps, and the rate that it sets for loads beside decoding."""
+"""What the connector's scheduler half learns of vLLM's steps, and what it reports of them to data planes."""
 
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scheduler_support import CHUNK, arrive, matched, report, step
+from machine import wait_for
+from scheduler_support import CHUNK, arrive, report, step
 from scripted import ScriptedDataPlane
 
 from host_control.config import HostConfig
 from host_control.slack.table import attention_pairs
+from host_control.step_reports import Sample
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -50,6 +52,25 @@ class Policy:
         self.told.append(what)
 
 
+class Reports:
+    """Notes what is reported."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def decodes(self, rate: int, *, paused: bool = False) -> None:
+        self.said.append((rate, paused))
+
+    def rests(self) -> None:
+        self.said.append("rests")
+
+    def take(self) -> list[Sample]:
+        return []
+
+    def close(self) -> None:
+        self.said.append("closed")
+
+
 class Engine:
     """Steps of an engine whose clock is the test's."""
 
@@ -59,6 +80,13 @@ class Engine:
 
         self.clock, self.counts = Clock(), Counts()
         self.timing = Timing(HostConfig(**config), counts=self.counts, clock=self.clock)
+        self.timing.reports = self.reports = Reports()  # type: ignore[assignment]
+        self.moved_bytes = 0
+
+    def sample(self, moved_bytes: int = 0, *, known: bool = True) -> None:
+        """Have the data plane answer a report, and say that so many bytes more have moved."""
+        self.moved_bytes += moved_bytes
+        self.timing.judge([Sample(self.clock.now, self.clock.now, self.moved_bytes, False, known)])
 
     def step(self, output: Any, seconds: float = 1.0, **how: Any) -> bool:
         self.timing.step(output, **{"waits": False, "loads": 0, "begin": 0, **how})
@@ -77,15 +105,19 @@ def decoding(requests: int = 2) -> Any:
     return step(cached={str(number): (500, 1) for number in range(requests)})
 
 
-def test_where_nothing_was_loaded_for_long_few_steps_are_learnt_from(engine: Any) -> None:
-    """Symptom: learning took 25 us of each step of an engine that never loaded anything."""
+def test_where_nothing_moved_for_long_few_steps_are_learnt_from(engine: Any) -> None:
+    """Symptom: learning took 25 us of each step of an engine beside which nothing ever moved."""
+    engine.sample()
     for _ in range(64 + 10 * 32):
         engine.step(decoding(), DECODED_S)
+        engine.sample()
     assert len(engine.timing.table.told) == len(engine.timing.interference.told) == 64 + 10
-    engine.step(decoding(), DECODED_S, loads=1, begin=1)
+    engine.step(decoding(), DECODED_S)
+    engine.sample(1 << 20)
     for _ in range(20):
         engine.step(decoding(), DECODED_S)
-    assert len(engine.timing.table.told) == 64 + 10 + 20, "how things are after a load is not known"
+        engine.sample()
+    assert len(engine.timing.table.told) == 64 + 10 + 20, "how things are after something moved is not known"
 
 
 def test_a_step_begins_when_the_one_before_it_is_over(engine: Any) -> None:
@@ -102,7 +134,9 @@ def test_a_step_begins_when_the_one_before_it_is_over(engine: Any) -> None:
 
 
 def test_each_kind_of_step_has_its_row_and_what_tells_nothing_has_none(engine: Any) -> None:
+    engine.sample()
     assert not engine.step(decoding(64))
+    engine.sample()
     pairs = 64 * attention_pairs(500, 1)
     assert engine.timing.table.told == [("decoding", 64, pairs, 1.0)]
     for output, how in (
@@ -112,101 +146,102 @@ def test_each_kind_of_step_has_its_row_and_what_tells_nothing_has_none(engine: A
         (decoding(), {"loads": 1, "begin": 1}),  # beside some of it
     ):
         assert not engine.step(output, **how)
+        engine.sample()
     assert len(engine.timing.table.told) == 1
     assert engine.step(step(new={"a": (0, 2000)}), loads=1), "of prompts, they tell all the same"
 
 
-def test_only_steps_that_decode_hold_loads_back(engine: Any) -> None:
-    for output, rate in (
-        (step(), 0),
-        (step(new={"a": (0, 2000)}), 0),
-        (step(cached={"a": (512, 512)}), 0),
-        (decoding(), Policy.rate),
-        (step(new={"a": (0, 2000)}, cached={"b": (500, 1)}), Policy.rate),
-        (step(cached={"a": (500, 4)}), Policy.rate),  # with drafts
-        (step(), 0),
+def test_only_steps_that_decode_are_reported(engine: Any) -> None:
+    for output, reported in (
+        (step(), False),
+        (step(new={"a": (0, 2000)}), False),
+        (step(cached={"a": (512, 512)}), False),
+        (decoding(), True),
+        (step(new={"a": (0, 2000)}, cached={"b": (500, 1)}), True),
+        (step(cached={"a": (500, 4)}), True),  # with drafts
+        (step(), False),
     ):
+        engine.reports.said.clear()
         engine.step(output)
-        assert engine.timing.rate == rate, output
+        assert engine.reports.said == ([(Policy.rate, False)] if reported else []) + ["rests"], output
 
 
-def test_without_a_budget_nothing_holds_loads_back() -> None:
+def test_a_step_that_waits_for_its_loads_has_no_bound(engine: Any) -> None:
+    engine.step(decoding(), DECODED_S, loads=1, waits=True)
+    assert engine.reports.said == ["rests"]
+
+
+def test_it_rests_once_no_step_that_decodes_is_under_way(engine: Any) -> None:
+    for _ in range(2):
+        engine.timing.step(decoding(), waits=False, loads=0, begin=0)
+    engine.timing.stepped()
+    assert "rests" not in engine.reports.said
+    engine.timing.stepped()
+    assert engine.reports.said[-1] == "rests"
+
+
+def test_without_a_budget_nothing_is_reported() -> None:
     engine = Engine(interference_budget=0)
+    engine.timing.begin(b"m", "here", 0, logging.getLogger("t"))
     for _ in range(8):
         engine.step(decoding(), DECODED_S, loads=1)
-        engine.timing.loaded(report(delivered_bytes=1 << 30))
-        assert engine.timing.rate == 0
+    assert [said for said in engine.reports.said if said != "rests"] == []
 
 
-def test_steps_beside_loads_are_compared_at_the_rate_that_came(engine: Any) -> None:
-    engine.step(decoding(), DECODED_S)
+def test_steps_are_compared_at_the_rate_of_all_that_moved_beside_them(engine: Any) -> None:
+    """Symptom (F24): a step was taken to have nothing beside it while its data plane moved KV for another engine."""
     policy, table = engine.timing.interference, engine.timing.table
+    engine.sample()
+    engine.step(decoding(), DECODED_S)
+    engine.sample()
     assert policy.told == [(DECODED_S, pytest.approx(DECODED_S), 0.0)] and len(table.told) == 1
-    engine.step(decoding(), DECODED_S, loads=1, begin=1)
-    begun = engine.clock.now
-    for _ in range(3):
-        engine.step(decoding(), 0.025, loads=1)
-    assert len(policy.told) == 1, "nobody knows yet what came"
-    engine.timing.step(decoding(), waits=False, loads=1, begin=0)
-    engine.clock.now += 0.025
-    engine.timing.loaded(report(delivered_bytes=48_000_000))
-    engine.timing.stepped()
-    rate = 48_000_000 / (engine.clock.now - begun + DECODED_S)
-    assert policy.told[1:] == [(DECODED_S, pytest.approx(0.025), pytest.approx(rate))] * 4
-    assert len(table.told) == 1, "what is beside a load is not what decoding takes"
+    for _ in range(4):
+        engine.step(decoding(), 0.025)
+    assert len(policy.told) == 1, "nobody knows yet what moved"
+    engine.sample(48_000_000)
+    assert policy.told[1:] == [(DECODED_S, pytest.approx(0.025), pytest.approx(48_000_000 / 0.1))] * 4
+    assert len(table.told) == 1, "what is beside something is not what decoding takes"
     counted = engine.counts.take().data
     assert counted["beside_fetching_seconds"] == pytest.approx(0.1)
     assert counted["beside_fetching_predicted_seconds"] == pytest.approx(4 * DECODED_S)
 
 
-def test_of_loads_without_end_each_that_ends_brings_its_share(engine: Any) -> None:
-    engine.step(decoding(), DECODED_S, loads=1, begin=1)
-    for count in (1, 2, 3):
-        for _ in range(4):
-            engine.step(decoding(), DECODED_S, loads=2)
-        engine.timing.step(decoding(), waits=False, loads=2, begin=1)
-        engine.clock.now += DECODED_S
-        engine.timing.loaded(report(delivered_bytes=count * 10_000_000))
-        engine.timing.stepped()
-    rates = [rate for _, _, rate in engine.timing.interference.told]
-    assert len(rates) == 15
-    assert rates[-5:] == [pytest.approx(3e7 / (5 * DECODED_S))] * 5
+def test_steps_of_which_no_data_plane_says_what_moved_beside_them_tell_nothing(engine: Any) -> None:
+    engine.step(decoding(), DECODED_S)  # before the first answer
+    engine.sample()
+    engine.step(decoding(), DECODED_S)
+    engine.sample(known=False)
+    assert not engine.timing.interference.told and not engine.timing.table.told
+    engine.step(decoding(), DECODED_S)
+    engine.sample()
+    assert len(engine.timing.interference.told) == 1
 
 
-def test_loads_without_end_are_held_up_now_and_then_to_see_decoding_alone(engine: Any) -> None:
+def test_data_planes_are_asked_to_pause_now_and_then_to_see_decoding_alone(engine: Any) -> None:
     """Symptom: slow loads came one after the other, so that nobody ever saw that they need not be slow."""
-    timing, policy = engine.timing, engine.timing.interference
-    held = []
+    paused = []
+    engine.sample()
     for _ in range(1200):
-        engine.step(decoding(), DECODED_S, loads=1)
-        held.append(timing.held)
-    assert not any(held[:1023]) and sum(held) == 0.5 / DECODED_S + 16
-    assert [rate for _, _, rate in policy.told] == [0.0] * 16, "once what had begun before was over"
-    timing.loaded(report(delivered_bytes=1_000_000_000))
-    engine.step(decoding(), DECODED_S, loads=1)
-    rate = max(rate for _, _, rate in policy.told[16:])
-    assert rate == pytest.approx(1e9 / ((1201 - sum(held)) * DECODED_S)), "of the time in which loads went on"
+        engine.step(decoding(), DECODED_S)
+        paused.append(engine.reports.said[-2][1])
+        engine.sample(0 if paused[-1] else 1_000_000)
+    assert not any(paused[:1024]) and sum(paused) == 16
+    assert [rate for _, _, rate in engine.timing.interference.told].count(0.0) == 16
 
 
-def test_loads_go_on_as_soon_as_nothing_decodes(engine: Any) -> None:
-    for other, how in ((step(), {"loads": 1}), (decoding(), {}), (decoding(), {"loads": 1, "waits": True})):
-        while not engine.timing.held:
-            engine.step(decoding(), DECODED_S, loads=1)
-        engine.step(other, DECODED_S, **how)
-        assert not engine.timing.held
-        assert how.get("waits") is None or engine.timing.rate == 0, "what the engine waits for has no bound"
-
-
-def test_loads_are_not_held_up_to_their_deadline_while_a_long_prompt_is_computed_beside_decoding(engine: Any) -> None:
-    while not engine.timing.held:
-        engine.step(decoding(), DECODED_S, loads=1)
+def test_a_pause_ends_though_nothing_is_learnt_from_it(engine: Any) -> None:
+    engine.sample()
+    while not engine.timing._paused_since:
+        engine.step(decoding(), DECODED_S)
+        engine.sample(1_000_000)
     began = engine.clock.now
-    while engine.timing.held:
-        engine.step(step(new={"p": (0, 500)}, cached={"a": (700, 1)}), 0.5, loads=1)
+    while engine.timing._paused_since:
+        engine.step(step(new={"p": (0, 500)}, cached={"a": (700, 1)}), 0.5)
         assert engine.clock.now < began + 4
     for _ in range(60):
-        engine.step(decoding(), DECODED_S, loads=1)
-        assert not engine.timing.held, "the next time is as far away as ever"
+        engine.step(decoding(), DECODED_S)
+        engine.sample(1_000_000)
+        assert not engine.timing._paused_since, "the next time is as far away as ever"
 
 
 def test_a_layer_is_known_by_what_workers_say_or_as_a_part_of_the_step() -> None:
@@ -237,8 +272,10 @@ def test_what_was_learnt_is_kept_by_model_and_machine(tmp_path: Path) -> None:
         return engine
 
     first = begun(b"m", "here")
+    first.sample()
     for _ in range(3):
         first.step(decoding(), DECODED_S)
+        first.sample()
     first.timing.close()
     sizes = "decoding", 2, 2 * attention_pairs(500, 1)
     assert begun(b"m", "here").timing.table.predict(*sizes) == pytest.approx(DECODED_S)
@@ -246,17 +283,12 @@ def test_what_was_learnt_is_kept_by_model_and_machine(tmp_path: Path) -> None:
         assert begun(*other).timing.table.predict(*sizes) is None
 
 
-def test_workers_are_told_the_rate_with_each_step(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_a_data_plane_hears_when_the_engine_decodes_and_when_it_stops(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side()
-    assert side.step(decoding()).rate == side._timing.interference.rate > 0
-    side.stepped()
-    request = arrive(side, plane, TOKENS, stored=40)
-    side.allocated(request, [list(range(100, 300))], matched(side, request))
-    metadata = side.step(step())
-    assert metadata.loads and metadata.rate == 0, "nothing decodes"
-    side.stepped()
+    arrive(side, plane, TOKENS, stored=40)  # so that there is a connection
     side.step(decoding())
-    side.worker_output({"r"}, report(delivered_bytes=10_000_000))
+    wait_for(lambda: any(report.decodes for report in plane.reports))
     side.stepped()
-    assert side._timing._beside_since > 0 and not side._timing._delivered
-    assert make_side(interference_budget=0).step(decoding()).rate == 0
+    wait_for(lambda: not plane.reports[-1].decodes)
+    first = plane.reports[0]
+    assert first.rate == side._timing.interference.rate > 0 and first.interference_budget == pytest.approx(0.02)

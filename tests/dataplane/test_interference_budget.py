@@ -1,0 +1,304 @@
+"""Beside an engine that decodes, everything that a data plane moves waits for its turn, whichever engine it is for.
+
+How turns are shared is tests/dataplane/test_shared_rate.py's; here is that each mover takes them, with real parts.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from dataplane_support import Client, Server, keys_of, kv, layout, make_record, running
+from machine import NEVER_S, until
+from test_pages import SHAPE as PAGE_SHAPE
+from test_pages import stored as pages_stored
+from test_promotion import Queue, put_chain
+from test_tiers import store, tiers_in, tiers_of
+
+from dpu_dataplane.server import Daemon
+from dpu_dataplane.shared_rate import Mover
+from dpu_dataplane.sources.tiers.tiers import address_of
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout(vector_length=2048)  # 512 KiB a chunk
+KEYS = keys_of(SHAPE, 6)
+CHUNKS = [kv(SHAPE, index) for index in range(6)]
+RATE = 16 << 20
+"""The lowest: a tenth of a second of it is three chunks."""
+SILENT_MS = 10_000
+"""The longest that a report lasts."""
+
+
+async def report(client: Client, engine: bytes = b"a", **changes: Any) -> pb.StepAnswer:
+    """Say that an engine decodes, at the lowest rate, or something else."""
+    fields: dict[str, Any] = {
+        "engine": engine,
+        "decodes": True,
+        "rate": RATE,
+        "interference_budget": 0.02,
+        "lasts_ms": SILENT_MS,
+    }
+    answer: pb.StepAnswer = await client.stub.ReportSteps(pb.StepReport(**(fields | changes)))
+    return answer
+
+
+def moved(daemon: Daemon) -> dict[str, int]:
+    """Return bytes by mover, as metrics have them; what was granted covers all of them, and all that others count."""
+    families = {family.name: family for family in daemon.metrics.registry.collect()}
+    counted = {each.labels["mover"]: int(each.value) for each in families["shadowserve_moved_bytes"].samples}
+    granted = {mover.label: size for mover, size in daemon.budget.shared.granted_bytes.items()}
+    metrics = daemon.metrics
+    stored = sum(counted[each] for each in ("store", "tier_store", "preemption_save"))
+    assert all(counted[mover] <= granted[mover] for mover in counted)
+    assert metrics.delivered_bytes <= granted["fetch"] + granted["tier_load"] + granted["page_load"]
+    assert metrics.stored_raw_bytes <= stored
+    assert sum(size for size, _ in metrics.promotions().values()) <= granted["prefetch"]
+    return {name: size for name, size in counted.items() if size}
+
+
+def dropped(daemon: Daemon) -> dict[tuple[str, str], int]:
+    families = {family.name: family for family in daemon.metrics.registry.collect()}
+    samples = families["shadowserve_interference_dropped"].samples
+    return {(each.labels["mover"], each.labels["reason"]): int(each.value) for each in samples}
+
+
+@pytest.fixture
+def stored(storage: Server) -> Server:
+    for index, key in enumerate(KEYS):
+        storage.put(key, make_record(SHAPE, key, index))
+    return storage
+
+
+def delayed(daemon: Daemon, mover: Mover) -> int:
+    families = {family.name: family for family in daemon.metrics.registry.collect()}
+    samples = families["shadowserve_interference_delayed"].samples
+    return next(int(each.value) for each in samples if each.labels["mover"] == mover.label)
+
+
+async def held(daemon: Daemon, client: Client, mover: Mover, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Check that a mover waits while another one's turn is under way; return what comes of it after that."""
+    await report(client)
+    async with daemon.budget.turn(Mover.FETCH, 1 << 50) as turn:
+        turn.moved_bytes = 0
+        before, granted = delayed(daemon, mover), daemon.budget.shared.granted_bytes[mover]
+        working = asyncio.create_task(begin())
+        async with asyncio.timeout(NEVER_S):
+            while delayed(daemon, mover) == before:
+                await report(client)  # what was reported before ends
+                await asyncio.sleep(0.01)
+        assert daemon.budget.shared.granted_bytes[mover] == granted, "it moved without a turn"
+    return await working
+
+
+async def test_a_fetch_of_one_engine_keeps_to_the_rate_of_another_that_decodes(stored: Server) -> None:
+    """Symptom: an engine that decoded was slowed down by what another engine of its data plane loaded."""
+    async with running(stored) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await report(client)
+        answer = await client.fetch(KEYS)
+        assert (answer.chunks, answer.outcome) == (3, pb.OUTCOME_ROUND_FULL), "a tenth of a second's chunks"
+        offset = 3 * SHAPE.raw_bytes
+        answer = await client.fetch(KEYS[3:], offset=offset, length=offset)
+        assert (answer.chunks, answer.outcome) == (3, pb.OUTCOME_COMPLETE)
+        assert [client.chunk(index) for index in range(6)] == CHUNKS
+        assert moved(daemon) == {"fetch": 6 * SHAPE.raw_bytes}
+
+
+@pytest.mark.parametrize("tiers", [None, {"memory_budget_bytes": "32MiB"}], ids=["storage", "memory"])
+async def test_layers_keep_to_it_too_and_come_some_at_a_time(stored: Server, tiers: Any) -> None:
+    async with running(stored, tiers=tiers) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await client.fetch(KEYS)
+        client.segment.memory[:] = 0xA5
+        await report(client)
+        answer = await client.fetch(KEYS, order=pb.ORDER_LAYERS)
+        assert answer.outcome == pb.OUTCOME_ROUND_FULL and answer.delivered.all(axis=1).tolist() == [
+            True,
+            True,
+            False,
+            False,
+        ]
+        assert moved(daemon) == {"fetch": 9 * SHAPE.raw_bytes}
+
+
+async def test_a_chunk_larger_than_a_turn_comes_all_the_same(stored: Server) -> None:
+    large = layout(vector_length=8192)  # 2 MiB a chunk
+    key = keys_of(large, 1)[0]
+    stored.put(key, make_record(large, key, 0))
+    async with running(stored) as (_, client):
+        await client.register(large, 1)
+        await report(client)
+        answer = await client.fetch([key])
+        assert (answer.chunks, answer.outcome) == (1, pb.OUTCOME_COMPLETE)
+        assert client.chunk(0) == kv(large, 0)
+
+
+async def test_what_has_come_by_the_deadline_of_a_call_is_told(stored: Server) -> None:
+    async with running(stored) as (_, client):
+        await client.register(SHAPE, 6)
+        await report(client)
+        answer = await client.fetch(KEYS, timeout_ms=50)
+        assert answer.outcome == pb.OUTCOME_DEADLINE and answer.chunks < 3
+        assert [client.chunk(index) for index in range(answer.chunks)] == CHUNKS[: answer.chunks]
+
+
+@pytest.mark.parametrize(
+    ("purpose", "fetching", "storing"),
+    [
+        (pb.PURPOSE_REQUEST, Mover.FETCH, Mover.STORE),
+        (pb.PURPOSE_PREEMPTION, Mover.FETCH, Mover.PREEMPTION_SAVE),
+        (pb.PURPOSE_OFFLOADING_TIER, Mover.TIER_LOAD, Mover.TIER_STORE),
+    ],
+)
+async def test_loads_and_stores_of_every_kind_wait_for_their_turn(
+    storage: Server, purpose: Any, fetching: Mover, storing: Mover
+) -> None:
+    async with running(storage) as (daemon, client):
+        await client.register(SHAPE, 2)
+        client.segment.memory[:] = np.frombuffer(b"".join(CHUNKS[:2]), np.uint8)
+        kept = await held(daemon, client, storing, lambda: client.store(KEYS[:2], purpose=purpose))
+        assert (kept.chunks, kept.outcome) == (2, pb.OUTCOME_COMPLETE)
+        client.segment.memory[:] = 0xA5
+        answer = await held(daemon, client, fetching, lambda: client.fetch(KEYS[:2], purpose=purpose))
+        assert answer.chunks and client.chunk(0) == CHUNKS[0]
+        assert moved(daemon) == {
+            storing.label: 2 * SHAPE.raw_bytes, fetching.label: answer.chunks * SHAPE.raw_bytes
+        }  # fmt: skip
+
+
+async def test_a_save_that_cannot_be_within_the_budget_falls_short_by_its_deadline(storage: Server) -> None:
+    async with running(storage) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await report(client)
+        answer = await client.store(KEYS, purpose=pb.PURPOSE_PREEMPTION, timeout_ms=60)
+        assert answer.outcome == pb.OUTCOME_DEADLINE and answer.chunks < 6
+        assert dropped(daemon) == {("preemption_save", "deadline"): 1}
+        assert moved(daemon).get("preemption_save", 0) >= answer.chunks * SHAPE.raw_bytes
+
+
+async def test_prefetches_wait_for_their_turn_and_are_dropped_once_their_request_begins(storage: Server) -> None:
+    """Symptom: prefetches went at the speed of the link beside an engine that decoded."""
+    chain = keys_of(SHAPE, 6, seed=40)
+    put_chain(storage, chain)
+    async with running(storage, tiers=tiers_of()) as (daemon, client):
+        await client.register(SHAPE, 6)
+        queue = Queue(client)
+
+        async def begin_soon() -> None:
+            await queue.say({1: chain})
+            await until(lambda: delayed(daemon, Mover.PREFETCH) > 0)
+            await queue.say(gone=[1])
+
+        await held(daemon, client, Mover.PREFETCH, begin_soon)
+        await until(lambda: ("prefetch", "request_begun") in dropped(daemon))
+        await queue.say({2: chain})
+        await until(
+            lambda: moved(daemon).get("prefetch", 0) == sum(hop[0] for hop in daemon.metrics.promotions().values())
+        )
+
+
+async def test_a_fetch_is_not_kept_from_what_is_being_prefetched_for_it(storage: Server) -> None:
+    chain = keys_of(SHAPE, 6, seed=40)
+    put_chain(storage, chain)
+    async with running(storage, tiers=tiers_of()) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await report(client)
+        await Queue(client).say({1: chain})
+        await until(lambda: moved(daemon).get("prefetch", 0) > 0)
+        assert (await client.fetch(chain)).chunks == 3
+
+
+async def test_device_writes_wait_for_their_turn(tmp_path: Path) -> None:
+    """Symptom: what was kept on devices was written at their speed beside an engine that decoded."""
+    async with running("", tiers=tiers_of(tmp_path)) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await report(client)
+        tiers = tiers_in(daemon)
+        await store(client, keys=KEYS, shape=SHAPE)
+        await until(lambda: not len(tiers.pool._writer))
+        with tiers.lock:
+            sizes = [item.length for key in KEYS if (item := tiers.pool.peek(address_of(key))) is not None]
+        assert len(sizes) == 6 and moved(daemon)["device_write"] >= sum(sizes)
+        assert delayed(daemon, Mover.DEVICE_WRITE) > 0, "the store's turn came before"
+
+
+async def test_scrubbing_waits_for_its_turn(tmp_path: Path) -> None:
+    tiers = tiers_of(tmp_path) | {"scrub_bytes_per_s": "1GiB"}
+    async with running("", tiers=tiers) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await store(client, keys=KEYS, shape=SHAPE)
+        await until(lambda: moved(daemon).get("scrub", 0) > 0)
+        await held(daemon, client, Mover.SCRUB, lambda: asyncio.sleep(0))
+        before = moved(daemon)["scrub"]
+        await until(lambda: moved(daemon)["scrub"] > before)
+        tiers = tiers_in(daemon)
+        with tiers.lock:
+            assert tiers.pool._core.disks[0].scrubbed_bytes <= daemon.budget.shared.granted_bytes[Mover.SCRUB]
+
+
+async def test_pages_keep_to_the_rate_and_come_some_chunks_at_a_time(tmp_path: Path) -> None:
+    async with pages_stored(tmp_path) as (daemon, client, paged):
+        before = moved(daemon)
+        await report(client)
+        requests = daemon.metrics.page_requests
+        paged.assert_right(await paged.fetch())
+        assert moved(daemon)["page_load"] == 6 * PAGE_SHAPE.raw_bytes and "page_load" not in before
+        assert daemon.metrics.page_requests > requests
+
+
+async def test_an_engine_that_died_holds_nothing_back_for_longer_than_its_report_lasts(stored: Server) -> None:
+    async with running(stored) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await report(client, lasts_ms=1)
+        await until(lambda: not daemon.budget.bounded)
+        assert (await client.fetch(KEYS)).chunks == 6
+
+
+async def test_of_two_engines_the_stricter_one_holds_until_it_stops(stored: Server) -> None:
+    async with running(stored) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await report(client, b"a")
+        await report(client, b"b", rate=64 << 30)
+        assert daemon.budget.rate == RATE
+        await report(client, b"a", decodes=False)
+        assert daemon.budget.rate == 64 << 30
+        assert (await client.fetch(KEYS)).chunks == 6
+        await report(client, b"b", decodes=False)
+        assert not daemon.budget.bounded
+
+
+async def test_an_engine_hears_what_moved_on_its_host(stored: Server) -> None:
+    async with running(stored) as (daemon, client):
+        await client.register(SHAPE, 6)
+        assert (await report(client, rate=0)).moved_bytes == 0
+        assert (await client.fetch(KEYS)).chunks == 6
+        answer = await report(client, rate=0)
+        assert (answer.moved_bytes, answer.moving) == (6 * SHAPE.raw_bytes, False)
+        assert (await report(client, rate=0)).moved_bytes == answer.moved_bytes, "nothing has moved since"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"engine": b""}, {"engine": bytes(33)}, {"rate": 1}, {"rate": RATE - 1}, {"interference_budget": -1},
+        {"interference_budget": float("nan")}, {"lasts_ms": 0}, {"lasts_ms": 3_600_000},
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_reports_that_no_engine_makes_are_refused(stored: Server, wrong: dict[str, Any]) -> None:
+    async with running(stored) as (daemon, client):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await report(client, **wrong)
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert not daemon.budget.bounded
+
+
+async def test_a_purpose_that_there_is_not_is_refused(stored: Server) -> None:
+    async with running(stored) as (_, client):
+        await client.register(SHAPE, 6)
+        for call in (client.fetch, client.store):
+            with pytest.raises(grpc.aio.AioRpcError, match="purpose is 7"):
+                await call(KEYS, purpose=7)

@@ -1,0 +1,183 @@
+"""One rate for all movers beside engines that decode: what is granted, when, and to whom; on a clock of the test's."""
+
+import pytest
+
+from dpu_dataplane.shared_rate import ENGINES_MAX, Mover, SharedRate, Turn
+
+RATE = 100 << 20
+MIB = 1 << 20
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Movers:
+    """Movers that always have another turn to ask for, under a clock that stands still between two grants."""
+
+    def __init__(self, **how: bool) -> None:
+        self.clock = Clock()
+        self.shared = SharedRate(self.clock, **how)
+        self.granted: list[tuple[Mover, int]] = []
+
+    def decodes(self, engine: bytes = b"a", rate: int = RATE, owner: str = "host", lasts_s: float = 600.0) -> None:
+        self.shared.report(owner, engine, rate=rate, budget=0.02, lasts_s=lasts_s)
+
+    def go_on(self, seconds: float, *wanted: tuple[Mover, int]) -> dict[Mover, int]:
+        """Have each mover ask again as soon as its turn is granted; return the bytes granted in so long."""
+        before, ends = dict(self.shared.granted_bytes), self.clock.now + seconds
+        turns = [self.shared.ask(*each) for each in wanted]
+        while True:
+            after_s = self.shared.grant()
+            for index, turn in enumerate(turns):
+                if turn.begun_s is not None:
+                    self.granted.append((turn.mover, turn.size))
+                    self.shared.end(turn, turn.size)
+                    turns[index] = self.shared.ask(turn.mover, turn.size)
+            if after_s is None or self.clock.now + max(after_s, 1e-6) > ends:
+                break
+            self.clock.now += max(after_s, 1e-6)
+        self.clock.now = ends
+        for turn in turns:
+            if turn.begun_s is None:
+                self.shared.end(turn, 0)
+        return {
+            mover: size - before[mover] for mover, size in self.shared.granted_bytes.items() if size > before[mover]
+        }
+
+
+def ask_now(movers: Movers, mover: Mover, size: int = MIB) -> Turn:
+    turn = movers.shared.ask(mover, size)
+    movers.shared.grant()
+    return turn
+
+
+def test_while_nothing_decodes_there_is_no_bound() -> None:
+    movers = Movers()
+    turns = [ask_now(movers, mover, 1 << 40) for mover in Mover]
+    assert all(turn.begun_s == movers.clock.now and not turn.rate for turn in turns)
+
+
+@pytest.mark.parametrize("size", [64 << 10, 4 << 20, 70 << 20])
+def test_all_movers_together_keep_to_the_rate_whatever_the_size_of_their_turns(size: int) -> None:
+    movers = Movers()
+    movers.decodes()
+    granted = movers.go_on(20.0, *((mover, size) for mover in Mover))
+    assert sum(granted.values()) <= 20.0 * RATE + size
+    assert sum(granted.values()) >= 0.95 * 20.0 * RATE - size, "and the rate is used"
+
+
+def test_a_turn_is_to_spread_its_bytes_and_the_next_one_begins_when_they_have_had_their_time() -> None:
+    movers = Movers()
+    movers.decodes()
+    first, second = movers.shared.ask(Mover.FETCH, RATE), movers.shared.ask(Mover.FETCH, MIB)
+    assert movers.shared.grant() == pytest.approx(1.0)
+    assert (first.rate, second.begun_s) == (RATE, None)
+    movers.clock.now += 0.5
+    assert movers.shared.moved() == (RATE // 2, True)
+    movers.shared.end(first, RATE)
+    assert movers.shared.grant() == pytest.approx(0.5), "it was faster than it should have been: its time is not over"
+    movers.clock.now += 0.5
+    movers.shared.grant()
+    assert second.begun_s == movers.clock.now
+
+
+def test_what_a_turn_did_not_move_costs_nobody_time() -> None:
+    movers = Movers()
+    movers.decodes()
+    failed = ask_now(movers, Mover.FETCH, 10 * RATE)
+    movers.shared.end(failed, 0)
+    assert ask_now(movers, Mover.STORE).begun_s == movers.clock.now
+    assert movers.shared.granted_bytes[Mover.FETCH] == 0
+
+
+def test_movers_go_by_precedence_and_an_eighth_goes_to_those_behind() -> None:
+    movers = Movers()
+    movers.decodes()
+    granted = movers.go_on(100.0, (Mover.FETCH, MIB), (Mover.PREFETCH, MIB), (Mover.DEVICE_WRITE, MIB))
+    total = sum(granted.values())
+    assert granted[Mover.FETCH] / total == pytest.approx(7 / 8, rel=0.02)
+    assert granted[Mover.PREFETCH] == pytest.approx(granted[Mover.DEVICE_WRITE], rel=0.1), "the longest wait goes first"
+    order = [mover for mover in Mover if mover in movers.go_on(1.0, *((mover, MIB) for mover in Mover))]
+    assert order[0] is Mover.FETCH
+
+
+def test_engines_of_equal_precedence_share_the_rate() -> None:
+    movers = Movers()
+    movers.decodes()
+    movers.go_on(50.0, (Mover.FETCH, MIB), (Mover.TIER_LOAD, MIB), (Mover.PAGE_LOAD, MIB))
+    shares = [sum(size for each, size in movers.granted if each is mover) for mover in Mover]
+    assert [share / sum(shares) for share in shares if share] == pytest.approx([1 / 3] * 3, rel=0.02)
+
+
+def test_the_strictest_engine_holds_until_it_stops_or_its_report_ends() -> None:
+    movers = Movers()
+    movers.decodes(b"a", rate=4 * RATE)
+    movers.decodes(b"b", rate=RATE, lasts_s=2.0)
+    movers.decodes(b"c", rate=0)
+    assert (movers.shared.rate, movers.shared.engines) == (RATE, 3)
+    movers.clock.now += 2.0
+    assert (movers.shared.rate, movers.shared.engines) == (4 * RATE, 2), "engine b has died"
+    movers.shared.ended("host", b"a")
+    assert (movers.shared.rate, movers.shared.bounded) == (0, False), "any rate is right for engine c"
+
+
+def test_what_waits_goes_on_when_the_last_report_ends() -> None:
+    movers = Movers()
+    movers.decodes(lasts_s=2.0)
+    ask_now(movers, Mover.FETCH, 100 * RATE)
+    waiting = movers.shared.ask(Mover.STORE, MIB)
+    assert movers.shared.grant() == pytest.approx(2.0), "not the hundred seconds of the turn before it"
+    movers.clock.now += 2.0
+    assert movers.shared.grant() is None and waiting.begun_s == movers.clock.now
+
+
+def test_the_engines_of_one_host_cannot_make_reports_without_end() -> None:
+    movers = Movers()
+    for number in range(2 * ENGINES_MAX):
+        movers.decodes(b"%d" % number)
+    movers.decodes(owner="another host", rate=RATE // 2)
+    assert movers.shared.engines == ENGINES_MAX + 1 and movers.shared.rate == RATE // 2
+
+
+def test_a_pause_begins_no_turn_and_is_short_and_rare() -> None:
+    movers = Movers()
+    movers.decodes()
+    movers.shared.pause("host", b"a", 3600.0)
+    waiting = movers.shared.ask(Mover.FETCH, MIB)
+    assert movers.shared.grant() == pytest.approx(2.0) and movers.shared.bounded
+    movers.shared.pause("host", b"b", 0.0)
+    movers.shared.grant()
+    assert waiting.begun_s is None, "it is not b's pause"
+    movers.clock.now += 1.0
+    movers.shared.pause("host", b"a", 0.0)
+    movers.shared.grant()
+    assert waiting.begun_s == movers.clock.now, "it has seen enough"
+    movers.clock.now += 18.0
+    movers.shared.pause("host", b"b", 1.0)
+    assert ask_now(movers, Mover.FETCH).begun_s is not None, "the next pause is ten times its length away"
+
+
+def test_what_a_fetch_waits_for_goes_with_fetches() -> None:
+    movers = Movers()
+    movers.decodes()
+    ask_now(movers, Mover.FETCH)
+    prefetch, store = movers.shared.ask(Mover.PREFETCH, MIB), movers.shared.ask(Mover.STORE, MIB)
+    movers.shared.hasten(prefetch)
+    movers.clock.now += MIB / RATE
+    movers.shared.grant()
+    assert prefetch.begun_s is not None and store.begun_s is None
+
+
+def test_what_stays_inside_a_dpu_is_not_held_back_and_moves_nothing_of_the_host() -> None:
+    movers = Movers(shares_memory=False)
+    movers.decodes()
+    ask_now(movers, Mover.FETCH, RATE)
+    for mover in Mover:
+        assert (ask_now(movers, mover).begun_s is not None) == mover.internal
+    movers.clock.now += 1.0
+    assert movers.shared.moved() == (RATE, True)

@@ -1,0 +1,186 @@
+"""What an engine reports of its steps, what data planes answer, and which steps had nothing beside them."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from machine import PATIENCE_S, wait_for
+from scripted import ScriptedDataPlane
+
+from host_control.client import DataPlaneClient
+from host_control.slack.beside import Beside
+from host_control.step_reports import Sample, StepReports
+
+RATE = 100 << 20
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def reports(client: DataPlaneClient, clock: Clock) -> Iterator[StepReports]:
+    client.connect(PATIENCE_S)
+    reports = StepReports([client], 0.02, clock=clock)
+    yield reports
+    reports.close()
+
+
+def wait_report(plane: ScriptedDataPlane, seen: int) -> None:
+    wait_for(lambda: len(plane.reports) > seen)
+
+
+def test_an_engine_that_does_not_decode_reports_nothing(reports: StepReports, plane: ScriptedDataPlane) -> None:
+    reports.rests()
+    reports.decodes(RATE)
+    wait_report(plane, 0)
+    assert plane.reports[0].decodes and plane.reports[0].rate == RATE
+
+
+def test_an_engine_that_has_looked_up_nothing_yet_connects_to_report(
+    client: DataPlaneClient, plane: ScriptedDataPlane
+) -> None:
+    reports = StepReports([client], 0.02)
+    reports.decodes(RATE)
+    wait_report(plane, 0)
+    reports.close()
+
+
+def test_a_report_says_all_that_a_data_plane_has_to_know(reports: StepReports, plane: ScriptedDataPlane) -> None:
+    reports.decodes(RATE)
+    wait_report(plane, 0)
+    said = plane.reports[0]
+    assert (said.decodes, said.rate, said.interference_budget, said.pause_ms) == (True, RATE, 0.02, 0)
+    assert 1 <= len(said.engine) <= 32 and 1000 <= said.lasts_ms <= 10_000
+
+
+def test_reports_go_on_while_an_engine_decodes_so_that_they_do_not_end(
+    reports: StepReports, plane: ScriptedDataPlane
+) -> None:
+    reports.decodes(RATE)
+    wait_report(plane, 3)
+    assert len({report.engine for report in plane.reports}) == 1
+
+
+def test_a_pause_and_another_rate_are_reported(reports: StepReports, plane: ScriptedDataPlane) -> None:
+    reports.decodes(RATE)
+    wait_report(plane, 0)
+    reports.decodes(RATE // 4, paused=True)
+    wait_for(lambda: plane.reports[-1].rate == RATE // 4)
+    assert plane.reports[-1].pause_ms > 0
+    reports.decodes(RATE // 4)
+    wait_for(lambda: plane.reports[-1].pause_ms == 0)
+
+
+def test_an_engine_that_rests_says_so_once(reports: StepReports, plane: ScriptedDataPlane, clock: Clock) -> None:
+    reports.decodes(RATE)
+    reports.rests()
+    wait_report(plane, 0)
+    clock.now += 1
+    wait_for(lambda: not plane.reports[-1].decodes)
+    count = len(plane.reports)
+    reports.decodes(RATE)
+    wait_report(plane, count)
+    assert plane.reports[count].decodes, "one report alone said that it rested"
+
+
+def test_an_engine_whose_steps_do_not_end_counts_as_one_that_rests_after_a_while(
+    reports: StepReports, plane: ScriptedDataPlane, clock: Clock
+) -> None:
+    reports.decodes(RATE)
+    wait_report(plane, 0)
+    clock.now += 61
+    wait_for(lambda: not plane.reports[-1].decodes)
+
+
+def test_an_engine_that_closes_holds_nothing_back(reports: StepReports, plane: ScriptedDataPlane) -> None:
+    reports.decodes(RATE)
+    wait_report(plane, 0)
+    reports.close()
+    wait_for(lambda: not plane.reports[-1].decodes)
+
+
+def test_answers_are_samples_of_what_has_moved(reports: StepReports, plane: ScriptedDataPlane) -> None:
+    plane.moved_bytes = 1000
+    reports.decodes(RATE)
+    wait_report(plane, 1)
+    plane.moved_bytes = 1500
+    samples: list[Sample] = []
+
+    def moved() -> bool:
+        samples.extend(reports.take())
+        return bool(samples) and samples[-1].moved_bytes == 500
+
+    wait_for(moved)
+    assert [sample.known for sample in samples] == [False] + [True] * (len(samples) - 1)
+
+
+# ---------------------------------------------------------------------------------------------- which steps were calm
+
+
+def sample(now: float, moved_bytes: int, *, moving: bool = False, known: bool = True) -> Sample:
+    return Sample(now, now + 0.01, moved_bytes, moving, known)
+
+
+def judged(steps: list[tuple[float, float]], samples: list[Sample]) -> dict[int, float]:
+    beside: Beside[int] = Beside()
+    for number, (begun_s, ended_s) in enumerate(steps):
+        beside.ended(begun_s, ended_s, number)
+    return {number: rate for number, _, rate in beside.take(samples)}
+
+
+def test_a_step_is_judged_once_a_sample_was_sent_after_its_end() -> None:
+    beside: Beside[str] = Beside()
+    beside.ended(1.1, 1.9, "a")
+    assert not list(beside.take([sample(1.0, 0), sample(1.85, 0)]))
+    assert [(step, rate) for step, _, rate in beside.take([sample(2.0, 0)])] == [("a", 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "rate"),
+    [
+        ([sample(1.0, 0), sample(3.0, 0)], 0.0),
+        ([sample(1.0, 0), sample(2.0, 0), sample(3.0, 500)], pytest.approx(250)),
+        ([sample(1.0, 0), sample(3.0, 0, moving=True)], None),
+        ([sample(1.0, 0, moving=True), sample(3.0, 0)], None),
+        ([sample(1.0, 0), sample(3.0, 0, known=False)], None),
+        ([sample(1.5, 0), sample(3.0, 0)], None),
+    ],
+    ids=["calm", "moved behind it", "moving", "moving before", "unknown", "begun before the first sample"],
+)
+def test_a_step_had_nothing_beside_it_only_where_nothing_moved_from_before_it_to_behind_it(
+    samples: list[Sample], rate: float | None
+) -> None:
+    assert judged([(1.2, 2.5)], samples) == ({} if rate is None else {0: rate})
+
+
+def test_no_step_is_called_calm_that_something_moved_beside() -> None:
+    """Movements and steps anywhere, samples that tell of them late."""
+    chance = random.Random(3)
+    calm = 0
+    for _ in range(300):
+        movements = sorted(chance.uniform(0, 10) for _ in range(chance.randrange(4)))
+        ends = sorted(chance.uniform(0, 10) for _ in range(20))
+        steps = list(zip(ends, ends[1:], strict=False))
+        samples = []
+        for sent_s in sorted(chance.uniform(0, 10) for _ in range(15)):
+            received_s = sent_s + chance.uniform(0, 0.3)
+            at_s = chance.uniform(sent_s, received_s)
+            samples.append(Sample(sent_s, received_s, sum(100 for each in movements if each <= at_s), False, True))
+        totals = [each.moved_bytes for each in samples]
+        samples = [each._replace(moved_bytes=max(totals[: index + 1])) for index, each in enumerate(samples)]
+        for number, rate in judged(steps, samples).items():
+            begun_s, ended_s = steps[number]
+            if rate == 0:
+                calm += 1
+                assert not any(begun_s <= each <= ended_s for each in movements)
+    assert calm > 1000
