@@ -7,14 +7,15 @@ vLLM users write the keys into ``kv_connector_extra_config``, plain (``"quantize
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final, Literal, Self
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from host_control.client import DataPlaneClient
-from shadowserve.addresses import is_loopback
+from shadowserve.addresses import is_loopback, split_address
 from shadowserve.chunk import TOKENS_MAX
 from shadowserve.config import Section
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+from shadowserve.sizes import ByteSize
 from shadowserve.tls import Credentials, check_pair
 
 __all__ = ["HostConfig"]
@@ -137,6 +138,13 @@ class HostConfig(Section):
     ``shadowserve/computing.json`` in the user's cache folder, ``none`` to learn it anew at each start."""
     close_timeout: float = Field(5.0, ge=0, le=60)
     """At shutdown, waiting stores and running fetches get so long to end."""
+
+    @field_validator("data_plane")
+    @classmethod
+    def _check_data_plane(cls, value: str) -> str:
+        if not value.startswith(("unix:", "dns:")):
+            split_address(value.replace("{rank}", "0"))
+        return value
 
     @model_validator(mode="after")
     def _backoffs(self) -> Self:

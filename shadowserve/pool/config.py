@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from shadowserve.sizes import ByteSize
 
 __all__ = ["DEVICES_MAX", "DeviceConfig", "PoolConfig"]
 
