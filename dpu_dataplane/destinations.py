@@ -240,6 +240,10 @@ class DestinationTable:
                 return destination.layout
         return None
 
+    def namespaces(self) -> set[bytes]:
+        """Return the namespaces of the chunks that registered memory is for."""
+        return {destination.layout.namespace for destination in self._destinations.values()}
+
     async def register(self, request: pb.RegisterDestinationRequest, layout: ChunkLayout, owner: str) -> Destination:
         """Make the memory that ``request`` names ready for rounds, for a host.
 

@@ -25,6 +25,7 @@ from dpu_dataplane.destinations import (
     OverlapError,
     TooManyError,
 )
+from dpu_dataplane.engines import Engines
 from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import Host, HostTable
 from dpu_dataplane.jobs import ENDINGS, Job, JobTable, QueueFull, ending_of
@@ -86,6 +87,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._metrics = metrics
         self._validate = Validator(config)
         self._queues = Queues(config.hosts_max, time.monotonic)
+        self._engines = Engines(destinations.namespaces, repeats)
         self._reported: dict[tuple[str, int], float] = {}
         self.jobs = JobTable()
 
@@ -183,6 +185,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             delivered_bytes=metrics.delivered_bytes,
             stored_raw_bytes=metrics.stored_raw_bytes,
             stored_bytes=metrics.stored_bytes,
+            engines=self._engines.running(),
         )
 
     async def Trace(  # noqa: N802
@@ -264,6 +267,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             emulated=backend.emulated,
             device=backend.description,
             memory_kinds=self._destinations.kinds,
+            differences=self._engines.enter(request) if request.HasField("engine") else (),
         )
 
     def _check_shape(self, layout: ChunkLayout, chunk_bytes: int) -> None:

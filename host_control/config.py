@@ -15,6 +15,7 @@ from shadowserve.chunk import TOKENS_MAX
 from shadowserve.config import Section
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.sizes import ByteSize
 from shadowserve.tls import Credentials, check_pair
 
@@ -186,8 +187,8 @@ class HostConfig(Section):
             flags[key] = value
         return cls.load(flags=flags)
 
-    def client(self, rank: int) -> DataPlaneClient:
-        """Return a client of the data plane that serves worker ``rank``.
+    def client(self, rank: int, engine: pb.Engine | None = None) -> DataPlaneClient:
+        """Return a client of the data plane that serves worker ``rank``, of ``engine`` if it moves KV.
 
         Raises:
             ConfigurationError: a certificate or key cannot be used.
@@ -195,6 +196,7 @@ class HostConfig(Section):
         return DataPlaneClient(
             self.data_plane_address(rank),
             credentials=self.credentials(),
+            engine=engine,
             connect_timeout=self.connect_timeout,
             failures=self.breaker_failures,
             backoff=self.breaker_backoff,

@@ -54,13 +54,19 @@ _CHANNEL_OPTIONS: Final = (
 
 
 class Peer(NamedTuple):
-    """What a data plane says of itself. ``emulated``: the device of its backend is an emulator."""
+    """What a data plane says of itself.
+
+    Attributes:
+        emulated: the device of its backend is an emulator.
+        differences: for each other engine of the same model that shares nothing with this one, what differs.
+    """
 
     version: str
     backend: str
     emulated: bool
     device: str
     memory_kinds: tuple[str, ...]
+    differences: tuple[str, ...] = ()
 
 
 class Connection:
@@ -69,6 +75,7 @@ class Connection:
     Args:
         address: ``host:port`` or ``unix:/path``.
         credentials: for TLS; ``None`` for none.
+        engine: whose KV moves; ``None`` where none does.
 
     Attributes:
         stub: to call with; made anew when certificates have changed.
@@ -77,8 +84,9 @@ class Connection:
         ConfigurationError: a certificate or key cannot be used.
     """
 
-    def __init__(self, address: str, credentials: Credentials | None) -> None:
+    def __init__(self, address: str, credentials: Credentials | None, engine: pb.Engine | None = None) -> None:
         self.address = address
+        self._engine = engine
         self._credentials = credentials
         self._lock = threading.Lock()
         self._session = b""
@@ -138,6 +146,7 @@ class Connection:
             process=f"process {os.getpid()} on {socket.gethostname()}"[:256],
             layout=layout,
             chunk_bytes=chunk_bytes,
+            engine=None if layout is None else self._engine,
         )
         ends = time.monotonic() + timeout
         try:
@@ -147,7 +156,14 @@ class Connection:
             if not wait or error.outcome != "unreachable" or time.monotonic() >= ends:
                 raise
             answer = self._hello(request, ends, wait=True)
-        peer = Peer(answer.version, answer.backend, answer.emulated, answer.device, tuple(answer.memory_kinds))
+        peer = Peer(
+            answer.version,
+            answer.backend,
+            answer.emulated,
+            answer.device,
+            tuple(answer.memory_kinds),
+            tuple(answer.differences),
+        )
         with self._lock:
             self._session, self._peer = answer.session, peer
         return peer

@@ -39,6 +39,8 @@ from host_control.vllm.support import UncacheableError
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import record_keys
+from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.proto.convert import engine_message
 
 __all__ = ["WorkerSide"]
 
@@ -88,6 +90,7 @@ class WorkerSide:
         self._logger = logger
         self._failures = FailureLog(logger)
         self._model = b""
+        self._engine: pb.Engine | None = None
         self._parts: dict[int, list[Part]] = {}
         self._shapes: dict[int, list[ChunkLayout]] = {}
         self._client: DataPlaneClient | None = None
@@ -147,6 +150,7 @@ class WorkerSide:
         self._stream = SideStream(self._device, self._delivery.gpu)
         self._watch = WeightsWatch(self._loaded_weights())
         self._model = model.digest()
+        self._engine = engine_message(model, self._shapes[0][0], paged=pages is not None)
         self._layers = self._single_layers()
         self.connect()
 
@@ -155,7 +159,7 @@ class WorkerSide:
         if not self._model or self._client is not None or self.problem:
             return
         try:
-            self._client = self._config.client(self._rank.number)
+            self._client = self._config.client(self._rank.number, self._engine)
         except ConfigurationError as error:
             self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
@@ -191,6 +195,9 @@ class WorkerSide:
                 for part, shape in zip(self._parts[0], self._shapes[0], strict=True)
             ),
         )
+        if (peer := self._client.peer) is not None and self._rank.number == 0:
+            for difference in peer.differences:
+                self._logger.warning("ShadowServe: %s", difference)
 
     def _make_manager(self, cut: int) -> KVCacheManager:
         """Return what fetches the records of one cut: each has memory of its own, made when first needed."""
