@@ -296,6 +296,20 @@ class DataPlaneConfig(Section):
         check_served(self.tls_cert, self.tls_key, self.tls_client_ca)
         return self
 
+    def memory_budgets(self) -> dict[str, int]:
+        """Return the memory that the data plane takes for itself, in bytes by key."""
+        unused = ("dequantization_buffer_bytes", "dma_source_buffer_bytes") if self.stages_fused else ()
+        keys = (
+            "decompression_buffer_bytes",
+            "dequantization_buffer_bytes",
+            "dma_source_buffer_bytes",
+            "store_buffer_bytes",
+        )
+        budgets = {key: int(getattr(self, key)) for key in keys if key not in unused}
+        if self.tiers is not None:
+            budgets["tiers.memory_budget_bytes"] = int(self.tiers.memory_budget_bytes)
+        return budgets
+
     def process_cores(self) -> list[int]:
         """Return the cores of the whole process, with ``auto`` resolved.
 

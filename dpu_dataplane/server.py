@@ -110,7 +110,7 @@ class Daemon:
         self._loop = asyncio.get_running_loop()
         codec = _codec(config)
         buffers = _buffers(config)
-        _check_memory(config, buffers)
+        check_memory(config.memory_budgets())
         self._pipeline = pipeline = await asyncio.to_thread(_make_pipeline, config, buffers)
         self._exit.callback(pipeline.close)
         self.metrics.stages = lambda: _stage_counts(pipeline)
@@ -322,23 +322,6 @@ def _codec(config: DataPlaneConfig) -> native.Codec:
     if codec not in native.codec_implementations():
         raise ConfigurationError(f"codec: this build cannot encode {name}; see 'shadowserve doctor'")
     return codec
-
-
-def _check_memory(config: DataPlaneConfig, buffers: Buffers) -> None:
-    """Refuse buffers and tiers that together are more than the machine's memory.
-
-    Raises:
-        ConfigurationError: they are.
-    """
-    budgets = {
-        "decompression_buffer_bytes": buffers.decompression,
-        "dequantization_buffer_bytes": buffers.dequantization or 0,
-        "dma_source_buffer_bytes": buffers.dma_source or 0,
-        "store_buffer_bytes": buffers.store,
-    }
-    if config.tiers is not None:
-        budgets["tiers.memory_budget_bytes"] = int(config.tiers.memory_budget_bytes)
-    check_memory(budgets)
 
 
 def _buffers(config: DataPlaneConfig) -> Buffers:
