@@ -9,9 +9,10 @@ Each program has one :class:`Section`, a frozen pydantic model whose fields are 
 
 A file (``--config`` or ``SHADOWSERVE_CONFIG_FILE``) holds one mapping for each section, so that one file can serve all
 programs; a program reads only its own, and refuses a file that does not have it. The environment variable of a key is
-``SHADOWSERVE_<SECTION>_<KEY>``; its flag is ``--<key>`` with dashes. Values from the environment and from flags are YAML scalars or lists, as in the file, except
-that the text of a key that takes text is taken as it is: a password of digits needs no quotes.
-Unknown sections, keys and variables are errors that name the nearest known one. Every key is explained in ``configs/``.
+``SHADOWSERVE_<SECTION>_<KEY>``; its flag is ``--<key>`` with dashes. Values from the environment and from flags are
+YAML scalars or lists, as in the file, except that the text of a key that takes text is taken as it is: a password of
+digits needs no quotes. Unknown sections, keys and variables are errors that name the nearest known one. Every key is
+explained in ``configs/``.
 """
 
 import ast
