@@ -315,6 +315,11 @@ class Catalog:
         self._quarantine.pop((namespace, key), None)
         self._cache.drop(key)
 
+    @property
+    def storage(self) -> tuple[str, bool]:
+        """The name of storage, for people, and whether it is connected."""
+        return self._source.name, self._source.connected
+
     async def close(self) -> None:
         """Give deletions in progress up."""
         for task in list(self._deletions):

@@ -87,6 +87,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._metrics = metrics
         self._validate = Validator(config)
         self._queues = Queues(config.hosts_max, time.monotonic)
+        self._started_s = time.monotonic()
         self._engines = Engines(destinations.namespaces, repeats)
         self._reported: dict[tuple[str, int], float] = {}
         self.jobs = JobTable()
@@ -162,6 +163,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def Statistics(self, request: pb.StatisticsRequest, context: _Context) -> pb.StatisticsResponse:  # noqa: N802
         """What has been done so far."""
         metrics = self._metrics
+        storage, connected = self._catalog.storage
         return pb.StatisticsResponse(
             version=__version__,
             backend=native.backends()[self._config.backend].label,
@@ -186,6 +188,11 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             stored_raw_bytes=metrics.stored_raw_bytes,
             stored_bytes=metrics.stored_bytes,
             engines=self._engines.running(),
+            lookup_keys=metrics.lookup_keys,
+            lookup_hits=metrics.lookup_hits,
+            storage=storage,
+            storage_connected=connected,
+            up_seconds=time.monotonic() - self._started_s,
         )
 
     async def Trace(  # noqa: N802

@@ -497,7 +497,7 @@ class StageStatistics(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., items: _Optional[int] = ..., input_bytes: _Optional[int] = ..., output_bytes: _Optional[int] = ..., busy_ns: _Optional[int] = ...) -> None: ...
 
 class StatisticsResponse(_message.Message):
-    __slots__ = ("version", "backend", "rounds", "destinations", "buffer_bytes", "resident_bytes", "stages", "fetch_outcomes", "store_outcomes", "fetched_bytes", "delivered_bytes", "stored_raw_bytes", "stored_bytes", "engines")
+    __slots__ = ("version", "backend", "rounds", "destinations", "buffer_bytes", "resident_bytes", "stages", "fetch_outcomes", "store_outcomes", "fetched_bytes", "delivered_bytes", "stored_raw_bytes", "stored_bytes", "engines", "lookup_keys", "lookup_hits", "storage", "storage_connected", "up_seconds")
     class FetchOutcomesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -526,6 +526,11 @@ class StatisticsResponse(_message.Message):
     STORED_RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_KEYS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_HITS_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    UP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     version: str
     backend: str
     rounds: int
@@ -540,4 +545,9 @@ class StatisticsResponse(_message.Message):
     stored_raw_bytes: int
     stored_bytes: int
     engines: _containers.RepeatedCompositeFieldContainer[Engine]
-    def __init__(self, version: _Optional[str] = ..., backend: _Optional[str] = ..., rounds: _Optional[int] = ..., destinations: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageStatistics, _Mapping]]] = ..., fetch_outcomes: _Optional[_Mapping[str, int]] = ..., store_outcomes: _Optional[_Mapping[str, int]] = ..., fetched_bytes: _Optional[int] = ..., delivered_bytes: _Optional[int] = ..., stored_raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ...) -> None: ...
+    lookup_keys: int
+    lookup_hits: int
+    storage: str
+    storage_connected: bool
+    up_seconds: float
+    def __init__(self, version: _Optional[str] = ..., backend: _Optional[str] = ..., rounds: _Optional[int] = ..., destinations: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageStatistics, _Mapping]]] = ..., fetch_outcomes: _Optional[_Mapping[str, int]] = ..., store_outcomes: _Optional[_Mapping[str, int]] = ..., fetched_bytes: _Optional[int] = ..., delivered_bytes: _Optional[int] = ..., stored_raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., lookup_keys: _Optional[int] = ..., lookup_hits: _Optional[int] = ..., storage: _Optional[str] = ..., storage_connected: _Optional[bool] = ..., up_seconds: _Optional[float] = ...) -> None: ...

@@ -13,7 +13,7 @@ from shadowserve.errors import ConfigurationError, DataPlaneError, ProtocolError
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.tls import Credentials
 from shadowserve_tools.doctor.finding import Finding
-from shadowserve_tools.doctor.listener import Listener, ask, identify
+from shadowserve_tools.listener import Listener, ask, identify
 
 __all__ = ["Node", "Plane", "data_plane", "storage_node"]
 

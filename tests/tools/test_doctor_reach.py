@@ -21,7 +21,7 @@ from shadowserve.keys import ModelIdentity
 from shadowserve.proto.convert import engine_message
 from shadowserve_tools import main
 from shadowserve_tools.doctor.connector import VLLM_KEYS
-from shadowserve_tools.doctor.listener import identify
+from shadowserve_tools.listener import identify
 from shadowserve_tools.processes import Child, start_data_plane, start_redis, start_storage
 
 SMALL = ["--decompression-buffer-bytes", "8 MiB", "--store-buffer-bytes", "8 MiB", *PATIENT]

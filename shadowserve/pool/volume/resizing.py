@@ -61,7 +61,7 @@ def fit_file(path: Path, wanted_bytes: int, open_device: Callable[[int], _Device
     if used_bytes > wanted_bytes:
         raise ConfigurationError(
             f"size of device {path} is {human_size(wanted_bytes)}, and the volume in it has {human_size(used_bytes)}: "
-            f"a volume grows, and does not shrink. Set size to {used_bytes}, limit what it holds with bytes_max, or drop "
+            f"a volume grows, and does not shrink. Set size to {used_bytes}, limit it with bytes_max, or drop "
             f"all that is in it: remove the file"
         )
     if superblock is None:

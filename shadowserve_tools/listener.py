@@ -46,13 +46,19 @@ class Listener:
         return words[self.protocol]
 
 
-def identify(address: str) -> Listener:
+def identify(address: str, *, encrypted: bool = False) -> Listener:
     """Return what listens on ``host:port`` or ``unix:/path``.
+
+    Args:
+        address: that is connected to.
+        encrypted: it is known to speak TLS.
 
     Raises:
         OSError: it cannot be connected to.
         ValueError: it is no address.
     """
+    if encrypted:
+        return _behind_tls(address)
     with _connected(address) as plain:
         plain.sendall(b"PING\r\n")
         first = _first_bytes(plain)
