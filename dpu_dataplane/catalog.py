@@ -363,6 +363,11 @@ class Catalog:
         """Note that a key is stored, and so is not pending any more."""
         self._publications.stored(key)
 
+    @property
+    def storage(self) -> tuple[str, bool]:
+        """The name of storage, for people, and whether it is connected."""
+        return self._source.name, self._source.connected
+
     async def close(self) -> None:
         """Give up what is in progress beside calls."""
         for task in list(self._tasks):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from shadowserve.addresses import is_loopback, split_address
 from shadowserve.config import Section
@@ -11,6 +11,7 @@ from shadowserve.cores import ProcessCores, chosen_cores
 from shadowserve.errors import ConfigurationError
 from shadowserve.logs import LogFormat
 from shadowserve.pool.config import PoolConfig
+from shadowserve.sizes import ByteSize
 from shadowserve.tls import check_pair, check_served
 
 __all__ = ["CORE_ANY", "NODES_MAX", "CoreList", "DataPlaneConfig", "TiersConfig", "codec_name"]
@@ -305,6 +306,20 @@ class DataPlaneConfig(Section):
         check_served(self.tls_cert, self.tls_key, self.tls_client_ca)
         return self
 
+    def memory_budgets(self) -> dict[str, int]:
+        """Return the memory that the data plane takes for itself, in bytes by key."""
+        unused = ("dequantization_buffer_bytes", "dma_source_buffer_bytes") if self.stages_fused else ()
+        keys = (
+            "decompression_buffer_bytes",
+            "dequantization_buffer_bytes",
+            "dma_source_buffer_bytes",
+            "store_buffer_bytes",
+        )
+        budgets = {key: int(getattr(self, key)) for key in keys if key not in unused}
+        if self.tiers is not None:
+            budgets["tiers.memory_budget_bytes"] = int(self.tiers.memory_budget_bytes)
+        return budgets
+
     def process_cores(self) -> list[int]:
         """Return the cores of the whole process, with ``auto`` resolved.
 
@@ -338,8 +353,8 @@ class DataPlaneConfig(Section):
         for stage, cores in given.items():
             if stage == "net" and cores != "auto" and len(cores) != self.connections:
                 raise ConfigurationError(
-                    f"net_cores names {len(cores)} threads, but there are {self.connections} connections; one thread "
-                    "serves each"
+                    f"net_cores names {len(cores)} cores, and there are {self.connections} connections, each with a "
+                    f"thread of its own; name {self.connections} cores, or set connections: {len(cores)}"
                 )
             chosen[stage] = automatic[stage] if cores == "auto" else list(cores)
             absent = [core for core in chosen[stage] if core != CORE_ANY and core not in usable]

@@ -260,6 +260,10 @@ class DestinationTable:
                     return other
         return None
 
+    def namespaces(self) -> set[bytes]:
+        """Return the namespaces of the chunks that registered memory is for."""
+        return {layout.namespace for destination in self._destinations.values() for layout in destination.layouts}
+
     async def register(
         self, request: pb.RegisterDestinationRequest, layouts: Sequence[ChunkLayout], owner: str, session: bytes
     ) -> Destination:

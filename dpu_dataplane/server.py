@@ -38,6 +38,7 @@ from shadowserve.cores import confine
 from shadowserve.errors import ConfigurationError, NativeError
 from shadowserve.health import Check, Endpoint, answers, check
 from shadowserve.logs import configure_logging
+from shadowserve.memory_limit import check_memory
 from shadowserve.proto import dataplane_pb2, dataplane_pb2_grpc
 from shadowserve.signals import stop_signals
 
@@ -111,6 +112,7 @@ class Daemon:
         self._loop = asyncio.get_running_loop()
         codec = _codec(config)
         buffers = _buffers(config)
+        check_memory(config.memory_budgets())
         self._pipeline = pipeline = await asyncio.to_thread(_make_pipeline, config, buffers)
         self._exit.callback(pipeline.close)
         self.metrics.stages = lambda: _stage_counts(pipeline)

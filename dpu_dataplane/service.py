@@ -25,6 +25,7 @@ from dpu_dataplane.destinations import (
     OverlapError,
     TooManyError,
 )
+from dpu_dataplane.engines import Engines
 from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import HostTable, Session
 from dpu_dataplane.interference import InterferenceBudget
@@ -101,6 +102,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._metrics = metrics
         self._validate = Validator(config)
         self._queues = Queues(config.hosts_max, time.monotonic)
+        self._started_s = time.monotonic()
+        self._engines = Engines(destinations.namespaces, repeats)
         self._reported: dict[tuple[str, int], float] = {}
         self.jobs = JobTable()
 
@@ -179,6 +182,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def Statistics(self, request: pb.StatisticsRequest, context: _Context) -> pb.StatisticsResponse:  # noqa: N802
         """What has been done so far."""
         metrics = self._metrics
+        storage, connected = self._catalog.storage
         return pb.StatisticsResponse(
             version=__version__,
             backend=native.backends()[self._config.backend].label,
@@ -202,6 +206,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             delivered_bytes=metrics.delivered_bytes,
             stored_raw_bytes=metrics.stored_raw_bytes,
             stored_bytes=metrics.stored_bytes,
+            engines=self._engines.running(),
+            lookup_keys=metrics.lookup_keys,
+            lookup_hits=metrics.lookup_hits,
+            storage=storage,
+            storage_connected=connected,
+            up_seconds=time.monotonic() - self._started_s,
         )
 
     async def Trace(  # noqa: N802
@@ -288,6 +298,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             device=backend.description,
             memory_kinds=self._destinations.kinds,
             page_devices=self._placing is not None,
+            differences=self._engines.enter(request) if request.HasField("engine") else (),
         )
 
     def _check_shape(self, layout: ChunkLayout, chunk_bytes: int) -> None:

@@ -15,7 +15,7 @@ from dpu_dataplane.progress import PROGRESS_BYTES
 from dpu_dataplane.shared_rate import RATE_MIN
 from dpu_dataplane.sources.source import Chain
 from shadowserve import __version__
-from shadowserve.chunk import ChunkLayout
+from shadowserve.chunk import TOKENS_MAX, ChunkLayout
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import KEY_BYTES, RECORD_VERSION, SCHEMA_VERSION
 from shadowserve.pool.next_use import REQUESTS_MAX
@@ -29,6 +29,7 @@ _CHAINS_MAX = 4096
 _JOB_ID_MAX = 128
 _HOST_MAX = 64
 _PROCESS_MAX = 256
+_QUANTIZER_MAX = 64
 _SECONDS_MAX = 1e6
 _NAME_MAX = 32
 _WAYS_MAX = 8
@@ -255,6 +256,15 @@ class Validator:
             raise InvalidCall(f"host has {len(request.host)} characters; it has 1 to {_HOST_MAX}")
         if len(request.process) > _PROCESS_MAX:
             raise InvalidCall(f"process has {len(request.process)} characters; it has at most {_PROCESS_MAX}")
+        if request.HasField("engine"):
+            self._engine(request.engine)
+
+    @staticmethod
+    def _engine(engine: pb.Engine) -> None:
+        if len(engine.model) != KEY_BYTES or not 1 <= engine.chunk_tokens <= TOKENS_MAX:
+            raise InvalidCall(f"engine: model has {KEY_BYTES} bytes, and chunk_tokens is 1 to {TOKENS_MAX}")
+        if not engine.quantizer.isprintable() or not 1 <= len(engine.quantizer) <= _QUANTIZER_MAX or engine.process:
+            raise InvalidCall(f"engine: quantizer has 1 to {_QUANTIZER_MAX} printable characters, and process none")
 
     def layout(self, layout: pb.ChunkLayout) -> ChunkLayout:
         """Return the layout of chunks that a host moves."""

@@ -84,6 +84,7 @@ class DataPlaneClient:
     Args:
         address: ``host:port`` or ``unix:/path``.
         credentials: for TLS; ``None`` for none.
+        engine: whose KV moves, for the data plane to compare with others; ``None`` where none does.
         connect_timeout: seconds for calls that move no KV.
         failures, backoff, backoff_max: see :class:`Breaker`.
 
@@ -96,13 +97,14 @@ class DataPlaneClient:
         address: str,
         *,
         credentials: Credentials | None = None,
+        engine: pb.Engine | None = None,
         connect_timeout: float = 2.0,
         failures: int = 3,
         backoff: float = 0.25,
         backoff_max: float = 5.0,
     ) -> None:
         self.address = address
-        self._connection = Connection(address, credentials)
+        self._connection = Connection(address, credentials, engine)
         self._connect_timeout = connect_timeout
         self._let_go_calls: set[Any] = set()
         self.breakers = {

@@ -7,14 +7,16 @@ vLLM users write the keys into ``kv_connector_extra_config``, plain (``"quantize
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final, Literal, Self
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from host_control.client import DataPlaneClient
-from shadowserve.addresses import is_loopback
+from shadowserve.addresses import is_loopback, split_address
 from shadowserve.chunk import TOKENS_MAX
 from shadowserve.config import Section
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.sizes import ByteSize
 from shadowserve.tls import Credentials, check_pair
 
 __all__ = ["HostConfig"]
@@ -139,6 +141,13 @@ class HostConfig(Section):
     close_timeout: float = Field(5.0, ge=0, le=60)
     """At shutdown, waiting stores and running fetches get so long to end."""
 
+    @field_validator("data_plane")
+    @classmethod
+    def _check_data_plane(cls, value: str) -> str:
+        if not value.startswith(("unix:", "dns:")):
+            split_address(value.replace("{rank}", "0"))
+        return value
+
     @model_validator(mode="after")
     def _backoffs(self) -> Self:
         if self.breaker_backoff > self.breaker_backoff_max:
@@ -194,8 +203,8 @@ class HostConfig(Section):
             flags[key] = value
         return cls.load(flags=flags, flags_place=place)
 
-    def client(self, rank: int) -> DataPlaneClient:
-        """Return a client of the data plane that serves worker ``rank``.
+    def client(self, rank: int, engine: pb.Engine | None = None) -> DataPlaneClient:
+        """Return a client of the data plane that serves worker ``rank``, of ``engine`` if it moves KV.
 
         Raises:
             ConfigurationError: a certificate or key cannot be used.
@@ -203,6 +212,7 @@ class HostConfig(Section):
         return DataPlaneClient(
             self.data_plane_address(rank),
             credentials=self.credentials(),
+            engine=engine,
             connect_timeout=self.connect_timeout,
             failures=self.breaker_failures,
             backoff=self.breaker_backoff,

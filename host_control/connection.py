@@ -59,6 +59,7 @@ class Peer(NamedTuple):
     Attributes:
         emulated: the device of its backend is an emulator.
         page_devices: it has devices that bring chunks straight into paged memory.
+        differences: for each other engine of the same model that shares nothing with this one, what differs.
     """
 
     version: str
@@ -67,6 +68,7 @@ class Peer(NamedTuple):
     device: str
     memory_kinds: tuple[str, ...]
     page_devices: bool
+    differences: tuple[str, ...] = ()
 
 
 class Connection:
@@ -75,6 +77,7 @@ class Connection:
     Args:
         address: ``host:port`` or ``unix:/path``.
         credentials: for TLS; ``None`` for none.
+        engine: whose KV moves; ``None`` where none does.
 
     Attributes:
         stub: to call with; made anew when certificates have changed.
@@ -83,8 +86,9 @@ class Connection:
         ConfigurationError: a certificate or key cannot be used.
     """
 
-    def __init__(self, address: str, credentials: Credentials | None) -> None:
+    def __init__(self, address: str, credentials: Credentials | None, engine: pb.Engine | None = None) -> None:
         self.address = address
+        self._engine = engine
         self._credentials = credentials
         self._lock = threading.Lock()
         self._session = b""
@@ -145,6 +149,7 @@ class Connection:
             layout=layout,
             chunk_bytes=chunk_bytes,
             session=self._session,
+            engine=None if layout is None else self._engine,
         )
         ends = time.monotonic() + timeout
         try:
@@ -161,6 +166,7 @@ class Connection:
             answer.device,
             tuple(answer.memory_kinds),
             answer.page_devices,
+            tuple(answer.differences),
         )
         with self._lock:
             self._session, self._peer = answer.session, peer

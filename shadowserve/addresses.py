@@ -2,7 +2,7 @@
 
 import ipaddress
 
-__all__ = ["is_loopback", "join_address", "split_address"]
+__all__ = ["check_no_url", "is_loopback", "join_address", "split_address"]
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -11,14 +11,29 @@ def split_address(text: str) -> tuple[str, int]:
     Raises:
         ValueError: no port, or none that can be.
     """
+    check_no_url(text)
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"'{text}' is no host:port, such as 127.0.0.1:6380 or [::1]:6380")
+        raise ValueError(f"'{text}' is no host:port with a port up to 65535, such as 127.0.0.1:6380 or [::1]:6380")
     if host.startswith("[") and host.endswith("]"):
         return host[1:-1], int(port)
     if ":" in host:
         raise ValueError(f"'{text}': an IPv6 host stands in brackets, such as [::1]:6380")
     return host, int(port)
+
+
+def check_no_url(text: str) -> None:
+    """Refuse a URL where a host, or a host and a port, is meant.
+
+    Raises:
+        ValueError: it has a scheme; the message says what to write.
+    """
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return
+    bare = rest.rpartition("@")[2].partition("/")[0]
+    encrypted = ", and TLS is configured with keys of its own (tls_ca)" if scheme in ("rediss", "https") else ""
+    raise ValueError(f"'{scheme}://...' is a URL; write its host and port alone: {bare}{encrypted}")
 
 
 def join_address(host: str, port: int) -> str:

@@ -8,27 +8,28 @@ Each program has one :class:`Section`, a frozen pydantic model whose fields are 
         'TCP port; 0 takes a free one.'
 
 A file (``--config`` or ``SHADOWSERVE_CONFIG_FILE``) holds one mapping for each section, so that one file can serve all
-programs; a program reads only its own. The environment variable of a key is ``SHADOWSERVE_<SECTION>_<KEY>``; its flag
-is ``--<key>`` with dashes. Values from the environment and from flags are YAML scalars or lists, as in the file, except
-that the text of a key that takes text is taken as it is: a password of digits needs no quotes.
-Unknown sections, keys and variables are errors that name the nearest known one. Every key is explained in ``configs/``.
+programs; a program reads only its own, and refuses a file that does not have it. The environment variable of a key is
+``SHADOWSERVE_<SECTION>_<KEY>``; its flag is ``--<key>`` with dashes. Values from the environment and from flags are
+YAML scalars or lists, as in the file, except that the text of a key that takes text is taken as it is: a password of
+digits needs no quotes. Unknown sections, keys and variables are errors that name the nearest known one. Every key is
+explained in ``configs/``.
 """
 
 import ast
-import difflib
 import inspect
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 
+from shadowserve.config_errors import explain, unknown
 from shadowserve.errors import ConfigurationError
 
-__all__ = ["CONFIG_FILE_VARIABLE", "NATIVE_LIBRARY_VARIABLE", "SECTIONS", "Section"]
+__all__ = ["CONFIG_FILE_VARIABLE", "NATIVE_LIBRARY_VARIABLE", "SECTIONS", "Section", "sections_of"]
 
 CONFIG_FILE_VARIABLE: Final = "SHADOWSERVE_CONFIG_FILE"
 NATIVE_LIBRARY_VARIABLE: Final = "SHADOWSERVE_NATIVE_LIBRARY"
@@ -37,6 +38,14 @@ _PREFIX: Final = "SHADOWSERVE_"
 _UNREADABLE: Final = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """What PyYAML raises: the last ones for numbers of 5,000 digits, ``!!bool x``, ``!!timestamp x``, ``[[[[...``."""
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, ""))
+
+
+_PROGRAMS: Final = {
+    "storage": "'shadowserve storage'",
+    "dpu": "'shadowserve dpu'",
+    "host": "the plugin of the engine",
+}
+"""The program that reads each section."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -48,6 +57,29 @@ class _Loader(yaml.SafeLoader):
             if key in keys[:index]:
                 raise yaml.constructor.ConstructorError(None, None, f"'{key}' stands there twice", node.start_mark)
         return super().construct_mapping(node, deep)
+
+
+def sections_of(file: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Return which sections a configuration file has.
+
+    Raises:
+        ConfigurationError: it cannot be read, or it has a section that no program reads.
+    """
+    return tuple(_read(Path(file), SECTIONS[0]))
+
+
+def _read(path: Path, section: str) -> dict[str, Any]:
+    """Return a configuration file's sections; ``section`` is the one that a message suggests."""
+    try:
+        content = _Loader(path.read_text(encoding="utf-8")).get_single_data()
+    except (OSError, *_UNREADABLE) as error:
+        raise ConfigurationError(f"cannot read configuration file {path}: {error}") from error
+    if not isinstance(content, dict) or not content:
+        raise ConfigurationError(f"file {path} holds no mapping; it should begin with '{section}:'")
+    for name in content:
+        if name not in SECTIONS:
+            raise ConfigurationError(f"file {path}: {unknown('section', str(name), SECTIONS)}")
+    return content
 
 
 class Section(BaseModel):
@@ -95,13 +127,13 @@ class Section(BaseModel):
                 if key in cls.replaced:
                     raise ConfigurationError(f"{place}: {key} is no key any more: {cls.replaced[key].format(value)}")
                 if key not in cls.model_fields:
-                    raise ConfigurationError(f"{place}: {_unknown('key', key, cls.model_fields)}")
+                    raise ConfigurationError(f"{place}: {unknown('key', key, cls.model_fields)}")
                 values[key], source[key] = value, place
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             # Not chained: the validation error's text would show passwords, which ours leaves out.
-            raise ConfigurationError("; ".join(cls._explain(detail, source) for detail in error.errors())) from None
+            raise ConfigurationError(explain(cls, error.errors(), source)) from None
 
     @classmethod
     def read_text(cls, key: str, text: str) -> Any:
@@ -146,16 +178,15 @@ class Section(BaseModel):
 
     @classmethod
     def _from_file(cls, path: Path) -> dict[str, Any]:
-        try:
-            content = _Loader(path.read_text(encoding="utf-8")).get_single_data()
-        except (OSError, *_UNREADABLE) as error:
-            raise ConfigurationError(f"cannot read configuration file {path}: {error}") from error
-        if not isinstance(content, dict):
-            raise ConfigurationError(f"file {path} holds no mapping; it should begin with '{cls.section}:'")
-        for section in content:
-            if section not in SECTIONS:
-                raise ConfigurationError(f"file {path}: {_unknown('section', str(section), SECTIONS)}")
-        own = content.get(cls.section)
+        content = _read(path, cls.section)
+        if cls.section not in content:
+            given = " and ".join(f"'{section}'" for section in content)
+            programs = " and of ".join(_PROGRAMS[section] for section in content)
+            raise ConfigurationError(
+                f"file {path} has no section '{cls.section}', which {_PROGRAMS[cls.section]} reads: with its section "
+                f"{given} it is a file of {programs}; 'shadowserve config' prints files to begin with"
+            )
+        own = content[cls.section]
         if own is None:
             return {}
         if not isinstance(own, dict):
@@ -170,7 +201,7 @@ class Section(BaseModel):
                 continue
             section, _, key = variable.removeprefix(_PREFIX).lower().partition("_")
             if section not in SECTIONS or not key:
-                raise ConfigurationError(f"environment: {_unknown('variable', variable, cls._variables())}")
+                raise ConfigurationError(f"environment: {unknown('variable', variable, cls._variables())}")
             if section == cls.section:
                 try:
                     given[key] = cls.read_text(key, text)
@@ -182,23 +213,3 @@ class Section(BaseModel):
     def _variables(cls) -> list[str]:
         own = [f"{_PREFIX}{cls.section}_{key}".upper() for key in cls.model_fields]
         return [CONFIG_FILE_VARIABLE, NATIVE_LIBRARY_VARIABLE, *own]
-
-    @classmethod
-    def _explain(cls, detail: Any, source: Mapping[str, str]) -> str:
-        if not detail["loc"]:  # keys that do not fit each other; the input would be all of them
-            return str(detail["msg"]).removeprefix("Value error, ")
-        key = str(detail["loc"][0])
-        field = cls.model_fields[key]
-        silent = not field.repr or field.annotation is SecretStr or detail["type"] == "missing"
-        given = "" if silent else f" (given: {detail['input']!r})"
-        place = source.get(key, "default")
-        problem = str(detail["msg"]).removeprefix("Value error, ")
-        if detail["type"] == "extra_forbidden":
-            problem = "there is no such key"
-        return f"{place}: {'.'.join(str(part) for part in detail['loc'])}: {problem}{given}"
-
-
-def _unknown(what: str, name: str, known: Collection[str]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
-    return f"there is no {what} '{name}'{hint} Known: {', '.join(sorted(known))}"

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from shadowserve.errors import ShadowServeError
 
-__all__ = ["Chart", "Point", "draw", "require_matplotlib"]
+__all__ = ["Chart", "Point", "draw", "require_matplotlib", "three_digits"]
 
 Point = tuple[float | str, float]
 """Where along x, and the value; x is the name of a group where the chart has bars."""
@@ -66,6 +66,11 @@ CLEAR: Final[dict[str, Any]] = {"facecolor": "white", "edgecolor": "none", "pad"
 """The background of labels among lines, which would run through the text."""
 LABEL_POINTS: Final = 11.0
 """Height of a line of label text, with its gap, in points."""
+
+
+def three_digits(value: float) -> str:
+    """Return a number as people write it: three digits, and from 1,000 on all of those before the point."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 @dataclass
@@ -255,7 +260,7 @@ def _draw_bars(chart: Chart, axes: Any) -> None:
         if chart.highlight and len(chart.series) == 1:
             colour = [COLOURS[0] if str(x) in chart.highlight else OTHERS for x, _ in points]
         bars = axes.barh(places, [y for _, y in points], thickness * 0.88, color=colour, label=label, zorder=2)
-        axes.bar_label(bars, [f"{y:.3g}" for _, y in points], padding=3, fontsize=8, bbox=CLEAR, zorder=4)
+        axes.bar_label(bars, [three_digits(y) for _, y in points], padding=3, fontsize=8, bbox=CLEAR, zorder=4)
     for value in chart.limits.values():
         axes.axvline(value, color=FAINT, linewidth=1.1, linestyle=(0, (5, 3)), zorder=3)
     axes.set_yticks(range(len(groups)), groups)

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 import click
-from pydantic import BaseModel, ByteSize
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from shadowserve.config import CONFIG_FILE_VARIABLE, Section
 from shadowserve.errors import ConfigurationError
+from shadowserve.sizes import ByteSize
 
 __all__ = ["Program", "limits", "metavar", "section_flags"]
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import click
 
+from shadowserve.config_errors import unknown
 from shadowserve.errors import NotInstalledError
 
 __all__ = ["LazyGroup", "missing_package"]
@@ -67,6 +68,15 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.places)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that is asked for; where there is none, the message has the nearest name."""
+        name = args[0] if args else ""
+        if name and not name.startswith("-") and name not in self.places:
+            ctx.fail(unknown("command", name, self.places))
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.places:

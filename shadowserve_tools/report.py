@@ -27,7 +27,7 @@ from dpu_dataplane.config import DataPlaneConfig
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools import provenance
-from shadowserve_tools.charts import Chart, draw, require_matplotlib
+from shadowserve_tools.charts import Chart, draw, require_matplotlib, three_digits
 
 __all__ = [
     "INTERVAL_VALUES_MIN",
@@ -223,8 +223,8 @@ class Report:
             low, high = self.spread[name]
             colour = {True: "green", False: "red", None: "default"}[verdict(value, self.goals[name])]
             mark = f"[{colour}]{outcome(value, self.goals[name], self.limits.get(name))}[/]"
-            spread = f"from {low:.3g} to {high:.3g}"
-            console.print(f"{name}: {value:.3g} ({spread}; goal: {self.goals[name]}) {mark}", soft_wrap=True)
+            spread = f"from {three_digits(low)} to {three_digits(high)}"
+            console.print(f"{name}: {three_digits(value)} ({spread}; goal: {self.goals[name]}) {mark}", soft_wrap=True)
         if output.json_file:
             output.json_file.write_text(json.dumps(self.data(), indent=2) + "\n")
         if output.plot_file:
@@ -280,12 +280,12 @@ def outcome(value: float, goal: str, limit: float | None) -> str:
     reached = verdict(value, goal)
     if reached is None or reached or limit is None:
         return {True: "reached", False: "missed", None: ""}[reached]
-    return f"{'missed' if verdict(limit, goal) else 'out of reach'}; limit {limit:.3g}"
+    return f"{'missed' if verdict(limit, goal) else 'out of reach'}; limit {three_digits(limit)}"
 
 
 def _text(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        return three_digits(value)
     return f"{value:,d}" if isinstance(value, int) else str(value)
 
 

@@ -1,5 +1,7 @@
-"""``shadowserve stats``: what a running storage server does, in the terminal or as JSON."""
+"""``shadowserve stats``: what a running storage server or data plane does, in the terminal or as JSON."""
 
+import contextlib
+import itertools
 import json
 import sys
 import time
@@ -17,6 +19,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from shadowserve.errors import StorageRefusedError
+from shadowserve.tls import Credentials
+from shadowserve_tools.listener import identify
+from shadowserve_tools.plane_stats import PlaneWatcher
 from shadowserve_tools.storage_client import Login, StorageClient
 
 __all__ = ["Sample", "Watcher", "stats"]
@@ -39,12 +44,16 @@ _RATES: Final = {
     "commands_per_s": "total_commands_processed",
     "hits_per_s": "keyspace_hits",
     "misses_per_s": "keyspace_misses",
+    "lookup_hits_per_s": "lookup_hits",
+    "lookup_misses_per_s": "lookup_misses",
     "received_bytes_per_s": "total_net_input_bytes",
     "sent_bytes_per_s": "total_net_output_bytes",
     "evicted_keys_per_s": "evicted_keys",
     "evicted_bytes_per_s": "evicted_bytes",
 }
 """Rates by their counters in INFO."""
+_OWN_ROWS: Final = ("keys found, of those looked up", "gone since the start", "records", "pinned")
+"""What servers of others do not count."""
 
 
 def _pairs(text: str) -> dict[str, Any]:
@@ -95,6 +104,15 @@ class Sample:
             )
         moment = fields.get("server_time_usec", "")
         return cls(fields, int(moment) / 1e6 if moment.isdigit() else time.time(), client.info(("s3",)))
+
+    @property
+    def foreign(self) -> str:
+        """The name and version of a server that is not ours; empty for a storage node."""
+        if "shadowserve_version" in self.fields:
+            return ""
+        if version := self.fields.get("valkey_version"):
+            return f"Valkey {version}"
+        return f"Redis {self.fields['redis_version']}" if "redis_version" in self.fields else "an unknown server"
 
     def number(self, name: str) -> float:
         """Return a field as a number, 0 if the server does not have it."""
@@ -148,13 +166,17 @@ class Sample:
         rates = {
             name: max(0.0, self.number(counter) - earlier.number(counter)) / span_s for name, counter in _RATES.items()
         }
-        asked = rates["hits_per_s"] + rates["misses_per_s"]
+        hits, lookup_hits = rates["hits_per_s"], rates["lookup_hits_per_s"]
+        lookups = lookup_hits + rates["lookup_misses_per_s"]
+        reads = hits + rates["misses_per_s"] - lookups
         return {
             "version": self.fields.get("shadowserve_version", ""),
+            "foreign": self.foreign,
             "engine": self.fields.get("engine", ""),
             "uptime_s": uptime_s,
             "clients": int(self.number("connected_clients")),
-            "hit_rate": rates["hits_per_s"] / asked if asked else None,
+            "read_hit_rate": max(0.0, hits - lookup_hits) / reads if reads > 0 else None,
+            "lookup_hit_rate": lookup_hits / lookups if lookups else None,
             **rates,
             "memory_used_bytes": int(self.number("used_memory")),
             "memory_budget_bytes": int(self.number("maxmemory")),
@@ -195,7 +217,14 @@ class Watcher:
         """Take note of a sample; return its view since the one before."""
         view = sample.view(self.before)
         self.before = sample
-        for name in ("hit_rate", "sent_bytes_per_s", "received_bytes_per_s", "commands_per_s", "memory_used_bytes"):
+        for name in (
+            "read_hit_rate",
+            "lookup_hit_rate",
+            "sent_bytes_per_s",
+            "received_bytes_per_s",
+            "commands_per_s",
+            "memory_used_bytes",
+        ):
             self.history.setdefault(name, deque(maxlen=_HISTORY)).append(view[name] or 0.0)
         return view
 
@@ -221,10 +250,12 @@ def _size(value: float) -> str:
 
 
 def _shown(view: Mapping[str, Any], where: str, watcher: Watcher) -> RenderableType:
-    hit_rate = "-" if view["hit_rate"] is None else f"{100 * view['hit_rate']:.1f} %"
     budget = view["memory_budget_bytes"]
-    used = f"{_size(view['memory_used_bytes'])} of {_size(budget)}"
-    head = f"{where}, shadowserve {view['version']}, {view['engine']}, up {view['uptime_s']:.0f} s"
+    used = _of(_size(view["memory_used_bytes"]), budget or None, _size)
+    server = f"shadowserve {view['version']}, {view['engine']}"
+    if view["foreign"]:
+        server = f"{view['foreign']}, not a storage node of ShadowServe: it counts less"
+    head = f"{where}, {server}, up {view['uptime_s']:.0f} s"
     table = Table(box=SIMPLE_HEAD, padding=0)
     since = _since(view)
     watched = watcher.watches
@@ -233,7 +264,8 @@ def _shown(view: Mapping[str, Any], where: str, watcher: Watcher) -> RenderableT
     if watched:
         table.add_column(f"the last {_HISTORY} looks")
     for title, text, line in (
-        ("hit rate", hit_rate, "hit_rate"),
+        ("values found, of those read", _share(view["read_hit_rate"]), "read_hit_rate"),
+        ("keys found, of those looked up", _share(view["lookup_hit_rate"]), "lookup_hit_rate"),
         ("sent", f"{_size(view['sent_bytes_per_s'])}/s", "sent_bytes_per_s"),
         ("received", f"{_size(view['received_bytes_per_s'])}/s", "received_bytes_per_s"),
         ("commands", f"{view['commands_per_s']:,.0f} /s", "commands_per_s"),
@@ -244,8 +276,13 @@ def _shown(view: Mapping[str, Any], where: str, watcher: Watcher) -> RenderableT
         ("records", f"{view['records']:,}", ""),
         ("pinned", f"{view['pinned_keys']:,}, {_size(view['pinned_bytes'])}", ""),
     ):
-        table.add_row(title, text, *([watcher.line(line)] if watched else []))
+        if not view["foreign"] or title not in _OWN_ROWS:
+            table.add_row(title, text, *([watcher.line(line)] if watched else []))
     return Group(head, table, *_devices(view), *_bucket(view), *_tenants(view), *_commands(view))
+
+
+def _share(rate: float | None) -> str:
+    return "-" if rate is None else f"{100 * rate:.1f} %"
 
 
 def _since(view: Mapping[str, Any]) -> str:
@@ -353,9 +390,14 @@ def _commands(view: Mapping[str, Any]) -> list[RenderableType]:
 
 
 @click.command()
-@click.option("--host", default="127.0.0.1", show_default=True, help="Name or address of the storage server.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Name or address of the storage server or data plane, or a data plane's unix:/path.",
+)
 @click.option("--port", default=6380, show_default=True, type=click.IntRange(1, 65535), help="Its port.")
-@click.option("--user", default="", help="User to log in as; without it, the default user.")
+@click.option("--user", default="", help="User to log in as at a storage server; without it, the default user.")
 @click.option("--password", default="", envvar="SHADOWSERVE_STORAGE_PASSWORD", help="Better in the environment.")
 @click.option("--tls-ca", default="", help="File of authorities of its certificate, or 'system': speak TLS.")
 @click.option("--tls-cert", default="", help="File of our certificate, if it wants one.")
@@ -365,37 +407,77 @@ def _commands(view: Mapping[str, Any]) -> list[RenderableType]:
 @click.option("--count", default=0, type=click.IntRange(0), help="With --watch, end after so many; 0: never.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a sample, for scripts.")
 def stats(watch: bool, interval: float, count: int, as_json: bool, **login: Any) -> None:
-    """Show what a running storage server does: hit rate, bandwidth, memory, devices, tenants, slowest commands.
+    """Show what a running storage server or data plane does; which of them it is, is found out.
+
+    Of a storage server: hits, bandwidth, memory, devices, tenants, slowest commands. Of a data plane: what it fetches
+    and stores, how its calls ended, and the engines that it serves.
 
     Once, rates are means since the server's start; with --watch, of each interval but the first. Each table says
     which of its numbers count from the start. Tenants' rates are counted where they are limited.
     """
-    where = f"{login['host']}:{login['port']}"
+    where, take = _source(login, watches=watch)
+    with contextlib.closing(take):
+        _run(where, take, interval_s=interval, count=count if watch else 1, as_json=as_json, live=watch)
+
+
+class _StorageView:
+    """Views of a storage server, one after the other."""
+
+    def __init__(self, login: Login, *, watches: bool) -> None:
+        self._client = StorageClient(login)
+        self._watcher = Watcher(watches=watches)
+
+    def step(self) -> dict[str, Any]:
+        """Return what it does now."""
+        return self._watcher.step(Sample.take(self._client))
+
+    def shown(self, view: Mapping[str, Any], where: str) -> RenderableType:
+        """Return a view as people see it."""
+        return _shown(view, where, self._watcher)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _source(login: dict[str, Any], *, watches: bool) -> tuple[str, _StorageView | PlaneWatcher]:
+    """Return the address as people write it, and what is asked there: the protocol says which program it is."""
+    host = str(login["host"])
+    where = host if host.startswith("unix:") else f"{host}:{login['port']}"
+    credentials = None
+    if login["tls_ca"]:
+        credentials = Credentials(
+            authorities=login["tls_ca"], certificate=login["tls_cert"], key=login["tls_key"], server_name=""
+        )
+    try:
+        is_plane = host.startswith("unix:") or identify(where, encrypted=credentials is not None).protocol == "http2"
+    except (OSError, ValueError):  # the client says why
+        is_plane = False
+    if is_plane:
+        return where, PlaneWatcher.connected(where, credentials)
+    return where, _StorageView(Login(**login), watches=watches)
+
+
+def _run(
+    where: str, source: _StorageView | PlaneWatcher, *, interval_s: float, count: int, as_json: bool, live: bool
+) -> None:
+    """Show ``count`` views, 0 for no end, in place of each other if ``live``."""
     console = Console()
-    watcher = Watcher(watches=watch)
-    with StorageClient(Login(**login)) as client:
-        if not watch:
-            view = watcher.step(Sample.take(client))
+    screen = Live(console=console, auto_refresh=False, screen=console.is_terminal and not as_json)
+    with screen if live else contextlib.nullcontext():
+        for number in itertools.count(1):
+            view = source.step()
             if as_json:
                 _print(view)
+            elif live:
+                screen.update(source.shown(view, where), refresh=True)
             else:
-                console.print(_shown(view, where, watcher))
-            return
-        with Live(console=console, auto_refresh=False, screen=console.is_terminal and not as_json) as live:
-            shown = 0
-            while True:
-                view = watcher.step(Sample.take(client))
-                if as_json:
-                    _print(view)
-                else:
-                    live.update(_shown(view, where, watcher), refresh=True)
-                shown += 1
-                if shown == count:
-                    return
-                try:
-                    time.sleep(interval)
-                except KeyboardInterrupt:
-                    return
+                console.print(source.shown(view, where))
+            if number == count:
+                return
+            try:
+                time.sleep(interval_s)
+            except KeyboardInterrupt:
+                return
 
 
 def _print(view: Mapping[str, Any]) -> None:

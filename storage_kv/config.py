@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from shadowserve.addresses import is_loopback
+from shadowserve.addresses import check_no_url, is_loopback
 from shadowserve.config import Section
 from shadowserve.cores import ProcessCores
 from shadowserve.logs import LogFormat
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.config import PoolConfig
+from shadowserve.sizes import ByteSize
 from shadowserve.tls import check_served
 from storage_kv.egress import Policy
 
@@ -121,6 +122,12 @@ class AccessConfig(Section):
     """Share of a tenant's ``bytes_max``, or of the whole budget without one, that its pins may take."""
     pin_seconds_max: int = Field(600, ge=1, le=10 * 365 * 86_400)
     """Longest time that KV.PIN may name, in seconds; a longer one is an error."""
+
+    @field_validator("host")
+    @classmethod
+    def _check_host(cls, value: str) -> str:
+        check_no_url(value)
+        return value
 
     @field_validator("password", mode="before")
     @classmethod

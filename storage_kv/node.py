@@ -259,6 +259,8 @@ class Counters:
     output_bytes: int = 0
     hits: int = 0
     misses: int = 0
+    lookup_hits: int = 0
+    lookup_misses: int = 0
     lost: int = 0
     records_stored: int = 0
     records_kept: int = 0
@@ -490,11 +492,19 @@ class Node:
             elif isinstance(part, Pending):
                 part.abandon()
 
-    def read(self, key: Address, *, touch: bool = True) -> Item | None:
-        """Return the item of a qualified key for a command that reads, counting a hit or a miss."""
+    def read(self, key: Address, *, touch: bool = True, lookup: bool = False) -> Item | None:
+        """Return the item of a qualified key for a command that reads, counting a hit or a miss.
+
+        Args:
+            key: of the item.
+            touch: it counts as used.
+            lookup: the command asks about the value, and does not answer with it; counted apart as well.
+        """
         item = self.store.get(key) if touch else self.store.peek(key)
         if item is None:
             self.counters.misses += 1
+            self.counters.lookup_misses += lookup
         else:
             self.counters.hits += 1
+            self.counters.lookup_hits += lookup
         return item

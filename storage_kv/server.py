@@ -23,6 +23,7 @@ from shadowserve.clock import wall_clock_ms
 from shadowserve.cores import chosen_cores, confine
 from shadowserve.errors import ConfigurationError
 from shadowserve.logs import configure_logging
+from shadowserve.memory_limit import check_memory
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.tier import ColdTier
 from shadowserve.pool.device_pool import DevicePool
@@ -491,8 +492,9 @@ def run(config: StorageConfig, load: Callable[[], StorageConfig] | None = None) 
     Prints ``ready HOST:PORT`` on standard output once clients can connect; logs go to standard error.
 
     Raises:
-        ConfigurationError: an address cannot be listened on, or a core not be used.
+        ConfigurationError: an address cannot be listened on, a core not be used, or the machine has less memory.
     """
+    check_memory({"memory_budget_bytes": int(config.memory_budget_bytes)})
     confine(chosen_cores("cores", config.cores))
     configure_logging(config.log_level, config.log_format)
     # Items are containers to the collector, and there may be millions, none in a cycle: look at them rarely.

@@ -35,6 +35,21 @@ def wait_for(condition: Callable[[], Any], timeout: float = PATIENCE_S) -> Any:
     return value
 
 
+def drive(step: Callable[[], Any], condition: Callable[[], Any], timeout: float = PATIENCE_S) -> None:
+    """Call ``step()``, which makes things happen, again and again until ``condition()`` is true.
+
+    The wait is for a time and never for a number of steps: a machine that is busy takes more of them.
+    """
+    ends = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < ends, "it did not happen in time"
+        for _ in range(16):
+            step()
+            if condition():
+                return
+        time.sleep(0)  # lets a thread that works for it have the core
+
+
 async def until(condition: Callable[[], Any], timeout: float = PATIENCE_S) -> None:
     """Wait on the event loop until ``condition()`` is true."""
     async with asyncio.timeout(timeout):

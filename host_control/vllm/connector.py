@@ -167,6 +167,8 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def on_new_request(self, request: Any) -> None:
         """Start looking a request up."""
         assert self._scheduler is not None
+        if self._scheduler.problem:
+            self._scheduler.counts.add("off_requests")
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

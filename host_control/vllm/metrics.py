@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 __all__ = ["Counts", "FailureLog", "ShadowServePromMetrics", "ShadowServeStats", "SlowerPaths"]
 
 _COUNTERS: Final = {
+    "off_requests": "Requests served without the cache, since the plugin is off: the engine's log says why.",
     "lookup_requests": "Requests looked up in the remote store.",
     "lookup_tokens": "Prompt tokens in complete chunks that were looked up.",
     "hit_tokens": "Of those, tokens that the remote store holds.",

@@ -42,6 +42,7 @@ from shadowserve.chunk import ChunkLayout, Quantizer
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import record_keys
 from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.proto.convert import engine_message
 
 __all__ = ["WorkerSide"]
 
@@ -93,6 +94,7 @@ class WorkerSide:
         self._logger = logger
         self._failures = FailureLog(logger)
         self._model = b""
+        self._engine: pb.Engine | None = None
         self._parts: dict[int, list[Part]] = {}
         self._shapes: dict[int, list[ChunkLayout]] = {}
         self._client: DataPlaneClient | None = None
@@ -159,6 +161,7 @@ class WorkerSide:
         self._stream = SideStream(self._device, self._delivery.gpu)
         self._watch = WeightsWatch(weights, ranks=self._rank.tp_size * self._rank.pp_size)
         self._model = model.digest()
+        self._engine = engine_message(model, self._shapes[0][0], paged=self._pages is not None)
         self._layers = self._single_layers()
         self.connect()
 
@@ -167,7 +170,7 @@ class WorkerSide:
         if not self._model or self._client is not None or self.problem:
             return
         try:
-            self._client = self._config.client(self._rank.number)
+            self._client = self._config.client(self._rank.number, self._engine)
         except ConfigurationError as error:
             self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
@@ -205,6 +208,9 @@ class WorkerSide:
                 for part, shape in zip(self._parts[0], self._shapes[0], strict=True)
             ),
         )
+        if (peer := self._client.peer) is not None and self._rank.number == 0:
+            for difference in peer.differences:
+                self._logger.warning("ShadowServe: %s", difference)
 
     def _cuts(self, key: int) -> list[int]:
         """Return the shard layouts whose records the manager with this key fetches."""

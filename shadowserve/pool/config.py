@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from shadowserve.sizes import ByteSize
 
 __all__ = ["DEVICES_MAX", "DeviceConfig", "PoolConfig"]
 
@@ -19,7 +21,7 @@ class DeviceConfig(BaseModel):
     path: Path
     """A block device, an NVMe namespace's character device, or a file, which is made if ``size`` says how large."""
     size: ByteSize | None = Field(None, ge=1 << 20)
-    """Bytes of a file; none: as large as it is. A file that is there already keeps its size."""
+    """Bytes of a file; none: as large as it is. A file of a pool grows when this does; a smaller size is refused."""
     bandwidth: ByteSize | None = Field(None, ge=1)
     """Bytes a second that it reads; none measures it, at the start and ever after."""
     bytes_max: ByteSize | None = Field(None, ge=1 << 20)

@@ -1,6 +1,5 @@
 """Opening a pool: devices, what is on them, memory, and how fast they are."""
 
-import contextlib
 import errno
 import logging
 import select
@@ -33,6 +32,7 @@ from shadowserve.pool.volume.device import BlockDevice, Operation, OperationKind
 from shadowserve.pool.volume.format import FormatError
 from shadowserve.pool.volume.formatting import check_empty
 from shadowserve.pool.volume.recovery import Reader, read_superblocks
+from shadowserve.pool.volume.resizing import fit_file
 from shadowserve.pool.volume.volume import Volume
 from shadowserve.pool.wake import Wake
 from shadowserve.pool.wear import Wear
@@ -91,19 +91,18 @@ def open_devices(config: PoolConfig) -> tuple[Found, list[tuple[str, str]]]:
 
     Raises:
         ConfigurationError: there are devices, and none of them can be opened; or one of them is there, but not to be
-            had at the moment. Going on without it would cost all that is on it.
+            had at the moment (going on without it would cost all that is on it), or not with the size that is
+            configured.
     """
     found: Found = []
     absent: list[tuple[str, str]] = []
     for entry in config.devices:
         try:
-            device = NativeDevice(
-                entry.path,
-                size=_file_size(entry),
-                access=_ACCESS[entry.access],
-                strict=config.strict_order,
-                core=-1 if entry.core is None else entry.core,
-            )
+            device = _open_device(entry, strict=config.strict_order)
+        except ConfigurationError:
+            for _, opened in found:
+                opened.close()
+            raise
         except (DeviceError, NativeError) as error:
             _log.error("device_not_opened device=%s error=%r", entry.path, str(error))
             if is_passing(error) or getattr(error, "errno", None) in (errno.EACCES, errno.EPERM):
@@ -124,14 +123,23 @@ def open_devices(config: PoolConfig) -> tuple[Found, list[tuple[str, str]]]:
     return found, absent
 
 
-def _file_size(entry: DeviceConfig) -> int:
-    """Return how large a file is to be made; 0 for what has its size."""
-    if entry.size is None or entry.path.is_block_device() or entry.path.is_char_device():
-        return 0
-    with contextlib.suppress(OSError):
-        if entry.path.stat().st_size:
-            return 0
-    return int(entry.size) // BLOCK_BYTES * BLOCK_BYTES
+def _open_device(entry: DeviceConfig, *, strict: bool) -> NativeDevice:
+    """Open a device; a file is made, or gets the size that is configured now."""
+
+    def opened(size: int) -> NativeDevice:
+        core = -1 if entry.core is None else entry.core
+        return NativeDevice(entry.path, size=size, access=_ACCESS[entry.access], strict=strict, core=core)
+
+    if entry.size is None:
+        return opened(0)
+    if entry.path.is_block_device() or entry.path.is_char_device():
+        raise ConfigurationError(f"device {entry.path} is used whole: leave size out, or limit it with bytes_max")
+    wanted_bytes = int(entry.size) // BLOCK_BYTES * BLOCK_BYTES
+    try:
+        is_there = entry.path.is_file() and entry.path.stat().st_size > 0
+    except OSError:  # opening it says why
+        is_there = False
+    return fit_file(entry.path, wanted_bytes, opened) if is_there else opened(wanted_bytes)
 
 
 def open_parts(
@@ -282,6 +290,15 @@ def _tell_recovery(volume: Volume) -> None:
     """Log what opening a volume has found."""
     name, report = volume.device.name, volume.report
     _log.info("volume_recovered device=%s objects=%d seconds=%.2f", name, report.objects, report.seconds)
+    if report.grown_bytes:
+        layout = volume.superblock.layout
+        _log.info(
+            "volume_grown device=%s more_bytes=%d bytes=%d objects_max=%d",
+            name,
+            report.grown_bytes,
+            volume.superblock.device_bytes,
+            layout.objects_max,
+        )
     for note in report.notes:
         _log.warning("volume_note device=%s note=%r", name, note)
     if report.log_blocks_mended:

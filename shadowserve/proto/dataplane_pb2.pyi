@@ -91,8 +91,20 @@ class ChunkLayout(_message.Message):
     scale_tokens: int
     def __init__(self, namespace: _Optional[bytes] = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., kinds: _Optional[int] = ..., vector_length: _Optional[int] = ..., tokens: _Optional[int] = ..., quantizer: _Optional[str] = ..., bins: _Optional[int] = ..., value_bins: _Optional[int] = ..., scale_tokens: _Optional[int] = ...) -> None: ...
 
+class Engine(_message.Message):
+    __slots__ = ("model", "chunk_tokens", "quantizer", "process")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZER_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    model: bytes
+    chunk_tokens: int
+    quantizer: str
+    process: str
+    def __init__(self, model: _Optional[bytes] = ..., chunk_tokens: _Optional[int] = ..., quantizer: _Optional[str] = ..., process: _Optional[str] = ...) -> None: ...
+
 class HelloRequest(_message.Message):
-    __slots__ = ("protocol_version", "version", "record_version", "key_schema", "host", "process", "layout", "chunk_bytes", "session")
+    __slots__ = ("protocol_version", "version", "record_version", "key_schema", "host", "process", "layout", "chunk_bytes", "session", "engine")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RECORD_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +114,7 @@ class HelloRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     version: str
     record_version: int
@@ -111,10 +124,11 @@ class HelloRequest(_message.Message):
     layout: ChunkLayout
     chunk_bytes: int
     session: bytes
-    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., record_version: _Optional[int] = ..., key_schema: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[str] = ..., layout: _Optional[_Union[ChunkLayout, _Mapping]] = ..., chunk_bytes: _Optional[int] = ..., session: _Optional[bytes] = ...) -> None: ...
+    engine: Engine
+    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., record_version: _Optional[int] = ..., key_schema: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[str] = ..., layout: _Optional[_Union[ChunkLayout, _Mapping]] = ..., chunk_bytes: _Optional[int] = ..., session: _Optional[bytes] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ...) -> None: ...
 
 class HelloResponse(_message.Message):
-    __slots__ = ("session", "protocol_version", "version", "backend", "emulated", "device", "memory_kinds", "page_devices")
+    __slots__ = ("session", "protocol_version", "version", "backend", "emulated", "device", "memory_kinds", "page_devices", "differences")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +137,7 @@ class HelloResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_KINDS_FIELD_NUMBER: _ClassVar[int]
     PAGE_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     protocol_version: int
     version: str
@@ -131,7 +146,8 @@ class HelloResponse(_message.Message):
     device: str
     memory_kinds: _containers.RepeatedScalarFieldContainer[str]
     page_devices: bool
-    def __init__(self, session: _Optional[bytes] = ..., protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., backend: _Optional[str] = ..., emulated: _Optional[bool] = ..., device: _Optional[str] = ..., memory_kinds: _Optional[_Iterable[str]] = ..., page_devices: _Optional[bool] = ...) -> None: ...
+    differences: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session: _Optional[bytes] = ..., protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., backend: _Optional[str] = ..., emulated: _Optional[bool] = ..., device: _Optional[str] = ..., memory_kinds: _Optional[_Iterable[str]] = ..., page_devices: _Optional[bool] = ..., differences: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class KeyChain(_message.Message):
     __slots__ = ("keys", "namespace")
@@ -537,7 +553,7 @@ class StageStatistics(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., items: _Optional[int] = ..., input_bytes: _Optional[int] = ..., output_bytes: _Optional[int] = ..., busy_ns: _Optional[int] = ...) -> None: ...
 
 class StatisticsResponse(_message.Message):
-    __slots__ = ("version", "backend", "rounds", "destinations", "buffer_bytes", "resident_bytes", "stages", "fetch_outcomes", "store_outcomes", "fetched_bytes", "delivered_bytes", "stored_raw_bytes", "stored_bytes")
+    __slots__ = ("version", "backend", "rounds", "destinations", "buffer_bytes", "resident_bytes", "stages", "fetch_outcomes", "store_outcomes", "fetched_bytes", "delivered_bytes", "stored_raw_bytes", "stored_bytes", "engines", "lookup_keys", "lookup_hits", "storage", "storage_connected", "up_seconds")
     class FetchOutcomesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -565,6 +581,12 @@ class StatisticsResponse(_message.Message):
     DELIVERED_BYTES_FIELD_NUMBER: _ClassVar[int]
     STORED_RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_KEYS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_HITS_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    UP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     version: str
     backend: str
     rounds: int
@@ -578,4 +600,10 @@ class StatisticsResponse(_message.Message):
     delivered_bytes: int
     stored_raw_bytes: int
     stored_bytes: int
-    def __init__(self, version: _Optional[str] = ..., backend: _Optional[str] = ..., rounds: _Optional[int] = ..., destinations: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageStatistics, _Mapping]]] = ..., fetch_outcomes: _Optional[_Mapping[str, int]] = ..., store_outcomes: _Optional[_Mapping[str, int]] = ..., fetched_bytes: _Optional[int] = ..., delivered_bytes: _Optional[int] = ..., stored_raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ...) -> None: ...
+    engines: _containers.RepeatedCompositeFieldContainer[Engine]
+    lookup_keys: int
+    lookup_hits: int
+    storage: str
+    storage_connected: bool
+    up_seconds: float
+    def __init__(self, version: _Optional[str] = ..., backend: _Optional[str] = ..., rounds: _Optional[int] = ..., destinations: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageStatistics, _Mapping]]] = ..., fetch_outcomes: _Optional[_Mapping[str, int]] = ..., store_outcomes: _Optional[_Mapping[str, int]] = ..., fetched_bytes: _Optional[int] = ..., delivered_bytes: _Optional[int] = ..., stored_raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., lookup_keys: _Optional[int] = ..., lookup_hits: _Optional[int] = ..., storage: _Optional[str] = ..., storage_connected: _Optional[bool] = ..., up_seconds: _Optional[float] = ...) -> None: ...

@@ -510,4 +510,6 @@ def _draw(report: Report, results: _Results) -> None:
             if what == ALONE and its == rate
         ]
         title = f"TTFT over {rate:g} Gbit/s" if rate else "TTFT over loopback"
-        report.charts.append(Chart(title, x="", y="ms", series={title: bars}, kind="bars", highlight=[OURS]))
+        report.charts.append(
+            Chart(title, x="", y="ms", series={title: bars}, kind="bars", highlight=[OURS, OURS_LAYERS])
+        )

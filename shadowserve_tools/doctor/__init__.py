@@ -1,16 +1,18 @@
 """``shadowserve doctor``: what this machine has, what is missing, and how to mend it.
 
-``process`` looks at the interpreter, the C core and limits; ``host`` and ``dpu`` at either side of a BlueField, through
-``pci``; ``storage`` at a storage node's devices; ``certificates`` at TLS's files. Each check is a function that yields
-findings.
+``process`` looks at the interpreter, the C core and limits; ``host`` and ``bluefield`` at either side of a BlueField,
+through ``pci``; ``storage`` at memory and devices; ``certificates`` at TLS's files; ``connector`` at what vLLM gets;
+``reach`` asks storage nodes and data planes, and ``listener`` finds out what else listens. Each check is a function
+that yields findings.
 """
 
 import json
+import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, Literal, TypeVar
@@ -20,36 +22,73 @@ import click
 from dpu_dataplane.config import DataPlaneConfig
 from host_control.config import HostConfig
 from shadowserve import __version__
-from shadowserve.config import CONFIG_FILE_VARIABLE, Section
+from shadowserve.addresses import join_address, split_address
+from shadowserve.config import CONFIG_FILE_VARIABLE, Section, sections_of
 from shadowserve.errors import ConfigurationError
-from shadowserve_tools.doctor import dpu, host, process
+from shadowserve.tls import Credentials
+from shadowserve_tools.doctor import bluefield, host, process
 from shadowserve_tools.doctor import storage as node
 from shadowserve_tools.doctor.access import access
 from shadowserve_tools.doctor.certificates import certificates
+from shadowserve_tools.doctor.connector import EngineConfig, engine_config, transfer_config
 from shadowserve_tools.doctor.finding import Finding, Machine, look
+from shadowserve_tools.doctor.reach import Node, Plane, data_plane, storage_node
 from storage_kv.config import StorageConfig
 
 __all__ = ["doctor"]
 
 _COLOURS: Final = {"ok": "green", "warning": "yellow", "failed": "red"}
 _HERE: Final = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
+_ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses to listen on that stand for all, and those to connect to instead."""
 _TLS_FILES: Final = ("tls_ca", "tls_client_ca", "tls_cert", "tls_key")
+_CORE_LISTS: Final = ("net_cores", "decompress_cores", "dequantize_cores", "dma_cores", "store_cores")
 
 _S = TypeVar("_S", bound=Section)
-Role = Literal["host", "dpu", "storage"]
+Role = Literal["host", "data-plane", "bluefield", "storage"]
 Check = Callable[[], Iterator[Finding]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the doctor was asked to look at.
+
+    Attributes:
+        machine: the system whose files are read.
+        file: of a configuration; None for that of the service which is installed.
+        storage: address of the storage node; None for the configured one.
+        data_plane: address of the data plane; None for the configured one.
+        transfer: the text of vLLM's ``--kv-transfer-config``; None without one.
+    """
+
+    machine: Machine
+    file: str | None
+    storage: str | None
+    data_plane: str | None
+    transfer: str | None
+
+    def has(self, section: type[Section]) -> bool:
+        """Return whether the given file has a section."""
+        return self.file is not None and section.section in _sections(self.file)
 
 
 @click.command()
 @click.option(
     "--role",
-    type=click.Choice(["host", "dpu", "storage"]),
-    help="What the machine is for. [default: dpu on a BlueField's own system, else host]",
+    type=click.Choice(["host", "data-plane", "bluefield", "storage"]),
+    help="What the machine is for: engines, a data plane on CPU cores, a data plane on a BlueField, or a storage node. "
+    "[default: bluefield on a BlueField's own system, else what --config is for, else host]",
 )
 @click.option(
     "--config", type=click.Path(dir_okay=False), envvar=CONFIG_FILE_VARIABLE, help="The program's YAML file: its "
-    "addresses, cores and certificates are looked at."
+    "addresses, memory, cores, devices and certificates are looked at."
 )  # fmt: skip
+@click.option(
+    "--kv-transfer-config",
+    "transfer",
+    metavar="JSON",
+    help="As it is given to vLLM: checked as the plugin would, which includes reaching the data plane.",
+)
 @click.option("--storage", metavar="HOST:PORT", help="Storage server. [default: as configured]")
 @click.option("--data-plane", metavar="HOST:PORT", help="Data plane. [default: as configured]")
 @click.option(
@@ -61,16 +100,30 @@ Check = Callable[[], Iterator[Finding]]
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def doctor(
-    role: Role | None, config: str | None, storage: str | None, data_plane: str | None, root: Path, as_json: bool
+    role: Role | None,
+    config: str | None,
+    transfer: str | None,
+    storage: str | None,
+    data_plane: str | None,
+    root: Path,
+    as_json: bool,
 ) -> None:
     """Say what this machine has, what is missing, and how to mend it.
 
-    Exits with 1 when something will not work; a program that merely does not run now is a warning.
+    Storage nodes and data planes are asked in their own protocols. Exits with 1 when something will not work; a program
+    that merely does not run now is a warning.
     """
-    machine = Machine(root)
-    role = role or ("dpu" if machine.is_bluefield else "host")
-    checks = {"host": _host_checks, "dpu": _dpu_checks, "storage": _storage_checks}[role]
-    findings = [finding for check in checks(machine, config, storage, data_plane) for finding in look(check)]
+    asked = Asked(Machine(root), config, storage, data_plane, transfer)
+    role = role or _role(asked)
+    if transfer is not None and role != "host":
+        raise click.UsageError(f"--kv-transfer-config is of an engine: use it with --role host, not {role}")
+    checks = {
+        "host": _host_checks,
+        "data-plane": _data_plane_checks,
+        "bluefield": _bluefield_checks,
+        "storage": _storage_checks,
+    }[role]
+    findings = [finding for check in checks(asked) for finding in look(check)]
     if as_json:
         report = {"version": __version__, "role": role, "findings": [asdict(finding) for finding in findings]}
         click.echo(json.dumps(report))
@@ -80,84 +133,183 @@ def doctor(
         sys.exit(1)
 
 
-def _host_checks(machine: Machine, file: str | None, storage: str | None, data_plane: str | None) -> Iterator[Check]:
-    config, configured = _configuration(HostConfig, machine, file)
+def _role(asked: Asked) -> Role:
+    """Return what a machine is for: what it is, or what the given file is for."""
+    if asked.machine.is_bluefield:
+        return "bluefield"
+    if asked.transfer is not None or asked.file is None or asked.has(HostConfig):
+        return "host"
+    if asked.has(DataPlaneConfig):
+        return "data-plane"
+    return "storage" if asked.has(StorageConfig) else "host"
+
+
+def _host_checks(asked: Asked) -> Iterator[Check]:
+    machine = asked.machine
+    config, configured = _configuration(HostConfig, asked, optional=True)
+    engine, transfer = _engine(asked)
     yield from _moving(configured)
     yield process.shared_memory
     yield process.engine
     for check in (host.card, host.doca, host.gpus):
         yield partial(check, machine)
+    plane, plane_configured = _configuration(DataPlaneConfig, asked, "data plane's configuration", optional=True)
+    if transfer is not None:
+        yield transfer
+    if engine is not None:
+        config = engine.host
+    elif asked.has(DataPlaneConfig) and not asked.has(HostConfig):
+        config = config.model_copy(update={"data_plane": _reached(plane.listen)})
     yield partial(certificates, machine, _tls_files(config))
-    address = data_plane or config.data_plane.replace("{rank}", "0")
-    if not host.cards(machine):
-        plane, plane_configured = _configuration(DataPlaneConfig, machine, file, "data plane's configuration")
+    address, key = config.data_plane.replace("{rank}", "0"), "'data_plane' of the engine"
+    if asked.data_plane:
+        address, key = asked.data_plane, "--data-plane"
+    own = not host.cards(machine)
+    yield partial(
+        data_plane,
+        Plane(
+            address=address,
+            start=_start(plane, asked, address) if own else "on the card: systemctl start shadowserve-dpu",
+            key=key,
+            config=config,
+            chunks=None if engine is None or engine.is_tier else (config.chunk_tokens, config.quantizer),
+        ),
+    )
+    if own:
         yield plane_configured
-        yield partial(process.reachable, "data plane", address, _start(plane, machine, file, address))
-        yield from _reach_storage(machine, file, storage, plane)
-        return
-    yield partial(process.reachable, "data plane", address, "on the card: systemctl start shadowserve-dpu")
-    if storage:  # the card's business, and perhaps on a network that the host is not on
-        yield from _reach_storage(machine, file, storage)
+        yield from _reach_storage(asked, plane)
+    elif asked.storage:  # the card's business, and perhaps on a network that the host is not on
+        yield from _reach_storage(asked, plane)
 
 
-def _dpu_checks(machine: Machine, file: str | None, storage: str | None, data_plane: str | None) -> Iterator[Check]:
-    config, configured = _configuration(DataPlaneConfig, machine, file)
-    keys = ("net_cores", "decompress_cores", "dequantize_cores", "dma_cores", "store_cores")
-    lists = {key: getattr(config, key) for key in keys if getattr(config, key) != "auto"}
+def _engine(asked: Asked) -> tuple[EngineConfig | None, Check | None]:
+    """Return what vLLM's ``--kv-transfer-config`` stands for, and the check of it; twice None without it."""
+    if asked.transfer is None:
+        return None, None
+    try:
+        engine = engine_config(asked.transfer)
+    except ConfigurationError as error:
+        mend = "the README has an example; docs/configuration.md has the keys of kv_connector_extra_config"
+        found = Finding("kv-transfer-config", "failed", str(error), mend)
+        return None, lambda: iter([found])
+    return engine, partial(transfer_config, engine)
+
+
+def _data_plane_checks(asked: Asked) -> Iterator[Check]:
+    config, configured = _configuration(DataPlaneConfig, asked)
+    yield from _moving(configured)
+    yield from _reach_data_plane(asked, config)
+
+
+def _reach_data_plane(asked: Asked, config: DataPlaneConfig) -> Iterator[Check]:
+    """What a data plane of either kind needs: memory, devices of its tiers, certificates, storage."""
+    machine = asked.machine
+    yield partial(node.memory, machine, config.memory_budgets())
+    if config.tiers is not None:
+        yield node.device_access
+        yield partial(node.devices, machine, config.tiers.devices)
+    yield partial(certificates, machine, _tls_files(config))
+    address = asked.data_plane or _reached(config.listen)
+    key = "--data-plane" if asked.data_plane else "'listen' of section 'dpu'"
+    start = _start(config, asked, asked.data_plane or config.listen)
+    yield partial(data_plane, Plane(address=address, start=start, key=key, encrypted=bool(config.tls_cert)))
+    yield from _reach_storage(asked, config)
+
+
+def _bluefield_checks(asked: Asked) -> Iterator[Check]:
+    machine = asked.machine
+    config, configured = _configuration(DataPlaneConfig, asked)
+    lists = {key: getattr(config, key) for key in _CORE_LISTS if getattr(config, key) != "auto"}
     net = [core for core in lists.get("net_cores", ()) if core >= 0]
     yield from _moving(configured)
-    for check in (dpu.card, dpu.arm_cores, host.doca, dpu.huge_pages):
+    for check in (bluefield.card, bluefield.arm_cores, host.doca, bluefield.huge_pages):
         yield partial(check, machine)
-    yield partial(dpu.accelerators, machine, config.device)
-    if storage or config.storage:
-        yield partial(dpu.xlio, machine, int((storage or config.storage).rpartition(":")[2]))
-    yield partial(dpu.core_lists, machine, lists)
-    yield partial(dpu.isolation, machine, net)
-    yield partial(dpu.unit, machine)
-    yield partial(certificates, machine, _tls_files(config))
-    address = data_plane or config.listen
-    yield partial(process.reachable, "data plane", address, _start(config, machine, file, address))
-    yield from _reach_storage(machine, file, storage, config)
+    yield partial(bluefield.accelerators, machine, config.device)
+    if asked.storage or config.storage:
+        yield partial(bluefield.xlio, machine, int((asked.storage or config.storage).rpartition(":")[2]))
+    yield partial(bluefield.core_lists, machine, lists)
+    yield partial(bluefield.isolation, machine, net)
+    yield partial(bluefield.unit, machine)
+    yield from _reach_data_plane(asked, config)
 
 
-def _storage_checks(machine: Machine, file: str | None, storage: str | None, __: str | None) -> Iterator[Check]:
-    config, configured = _configuration(StorageConfig, machine, file)
+def _storage_checks(asked: Asked) -> Iterator[Check]:
+    machine = asked.machine
+    config, configured = _configuration(StorageConfig, asked)
     yield from (process.interpreter, process.native_core, process.locked_memory, configured)
     yield node.device_access
     yield partial(node.namespaces, machine)
-    yield partial(node.memory, machine, int(config.memory_budget_bytes))
+    yield partial(node.memory, machine, {"memory_budget_bytes": int(config.memory_budget_bytes)})
     yield partial(node.devices, machine, config.devices)
     yield partial(certificates, machine, _tls_files(config))
     yield partial(access, machine, config)
-    yield from _reach_storage(machine, file, storage or _own_address(config))
+    address = asked.storage or _reached(_own_address(config))
+    yield partial(
+        storage_node,
+        Node(
+            what="storage server",
+            address=address,
+            start=_start(config, asked, asked.storage or _own_address(config)),
+            key="--storage" if asked.storage else "'port' of section 'storage'",
+            password=config.password.get_secret_value(),
+            credentials=Credentials(authorities=config.tls_client_ca) if config.tls_cert else None,
+            own=True,
+        ),
+    )
 
 
 def _moving(configured: Check) -> Iterator[Check]:
-    """Where KV is moved: on a host and on a DPU."""
+    """Where KV is moved: on a host and at a data plane."""
     yield from (process.interpreter, process.native_core, process.decoding)
     yield from (process.locked_memory, process.cores, configured)
 
 
-def _reach_storage(
-    machine: Machine, file: str | None, address: str | None, plane: DataPlaneConfig | None = None
-) -> Iterator[Check]:
-    """Whether storage answers: at ``address`` or, without one, wherever the data plane is told that it is."""
-    addresses = [address]
-    if plane is not None and not address:
-        addresses = [*(plane.storage_nodes or plane.storage_cluster or [plane.storage])]
-    if plane is not None and addresses == [""]:
+def _reach_storage(asked: Asked, plane: DataPlaneConfig) -> Iterator[Check]:
+    """Whether storage answers: at the address that was given or, without one, at all that the data plane has."""
+    addresses = [asked.storage] if asked.storage else [*(plane.storage_nodes or plane.storage_cluster)]
+    addresses = addresses or [plane.storage]
+    if addresses == [""]:
         return  # tiers alone
-    own, _ = _configuration(StorageConfig, machine, file)
-    for each in addresses:
-        what = "storage server" if len(addresses) == 1 else f"storage node {each}"
-        yield partial(process.reachable, what, str(each), _start(own, machine, file, str(each)))
+    several = "storage_nodes" if plane.storage_nodes else "storage_cluster" if plane.storage_cluster else "storage"
+    own, _ = _configuration(StorageConfig, asked, optional=True)
+    names = plane.storage_tls_ca, plane.storage_tls_cert, plane.storage_tls_key
+    authorities, certificate, key = (str(asked.machine.path(name)) if name else "" for name in names)
+    credentials = None
+    if authorities:
+        credentials = Credentials(
+            authorities=authorities, certificate=certificate, key=key, server_name=plane.storage_server_name
+        )
+    for address in addresses:
+        yield partial(
+            storage_node,
+            Node(
+                what="storage server" if len(addresses) == 1 else f"storage node {address}",
+                address=address,
+                start=_start(own, asked, address),
+                key="--storage" if asked.storage else f"'{several}' of section 'dpu'",
+                user=plane.storage_username,
+                password=plane.storage_password.get_secret_value(),
+                credentials=credentials,
+                cluster=bool(plane.storage_cluster) and not asked.storage,
+            ),
+        )
 
 
 def _configuration(
-    section: type[_S], machine: Machine, given: str | None, what: str = "configuration"
+    section: type[_S], asked: Asked, what: str = "configuration", *, optional: bool = False
 ) -> tuple[_S, Check]:
-    """Return what a program would run with (the defaults, where that is nothing), and the check that says so."""
-    file = _file(section, machine, given)
+    """Return what a program would run with (the defaults, where that is nothing), and the check that says so.
+
+    Args:
+        section: of the program.
+        asked: has the file.
+        what: the name of the finding.
+        optional: the given file need not have the section.
+    """
+    file = _file(section, asked)
+    if optional and file is not None and asked.file is not None and not asked.has(section):
+        file = None
+    environment = {key: value for key, value in os.environ.items() if key != CONFIG_FILE_VARIABLE}
 
     def sound() -> Iterator[Finding]:
         yield Finding(what, "ok", file or "the defaults")
@@ -167,42 +319,58 @@ def _configuration(
         yield Finding(what, "failed", message, mend)
 
     try:
-        return section.load(file), sound
+        return section.load(file, environment=environment), sound
     except ConfigurationError as error:
         message = str(error)
         return section.load(environment={}), broken
 
 
-def _file(section: type[Section], machine: Machine, given: str | None) -> str | None:
+def _sections(file: str) -> tuple[str, ...]:
+    """Return the sections of a configuration file; none of one that cannot be read, which its program says."""
+    try:
+        return sections_of(file)
+    except ConfigurationError:
+        return ()
+
+
+def _file(section: type[Section], asked: Asked) -> str | None:
     """Return the file that a program reads: the given one, else that of the service which is installed."""
-    installed = machine.path(f"/etc/shadowserve/{section.section}.yaml")
-    return given or (str(installed) if installed.is_file() else None)
+    installed = asked.machine.path(f"/etc/shadowserve/{section.section}.yaml")
+    return asked.file or (str(installed) if installed.is_file() else None)
 
 
 def _own_address(config: StorageConfig | DataPlaneConfig) -> str:
-    return config.listen if isinstance(config, DataPlaneConfig) else f"{config.host}:{config.port}"
+    return config.listen if isinstance(config, DataPlaneConfig) else join_address(config.host, config.port)
 
 
-def _start(config: StorageConfig | DataPlaneConfig, machine: Machine, file: str | None, address: str) -> str:
+def _reached(listen: str) -> str:
+    """Return the address at which this machine reaches what listens on ``listen``."""
+    if listen.startswith("unix:"):
+        return listen
+    name, port = split_address(listen)
+    return join_address(_ANY.get(name, name), port)
+
+
+def _start(config: StorageConfig | DataPlaneConfig, asked: Asked, address: str) -> str:
     """Return the command that starts a program at ``address``, here or where that is.
 
     Args:
         config: that the program would have here.
-        machine: this one; it may have the program as a service.
-        file: given to the doctor.
+        asked: has the machine, where the program may be a service, and the file.
         address: ``host:port``, or ``unix:/path``.
     """
-    host, colon, port = address.rpartition(":")
-    if not address.startswith("unix:") and not (host and colon and port.isdigit()):
+    name, colon, port = address.rpartition(":")
+    if not address.startswith("unix:") and not (name and colon and port.isdigit()):
         return "give the address as HOST:PORT"
-    if not address.startswith("unix:") and host.strip("[]") not in _HERE and address != _own_address(config):
-        return f"on {host}: shadowserve {config.section}, or systemctl start shadowserve-{config.section}"
-    if machine.path(f"/etc/systemd/system/shadowserve-{config.section}.service").exists():
+    own = address in (_own_address(config), _reached(_own_address(config)))
+    if not address.startswith("unix:") and name.strip("[]") not in _HERE and not own:
+        return f"on {name}: shadowserve {config.section}, or systemctl start shadowserve-{config.section}"
+    if asked.machine.path(f"/etc/systemd/system/shadowserve-{config.section}.service").exists():
         return f"systemctl start shadowserve-{config.section}"
     command = f"shadowserve {config.section}"
-    if file and config != type(config)():
-        command += f" --config {file}"
-    if address == _own_address(config):
+    if asked.has(type(config)) and config != type(config)():
+        command += f" --config {asked.file}"
+    if own:
         return command
     return f"{command} --listen {address}" if isinstance(config, DataPlaneConfig) else f"{command} --port {port}"
 

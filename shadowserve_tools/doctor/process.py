@@ -1,13 +1,11 @@
-"""This process and what it stands on: interpreter, C core, limits, the engine; and which programs answer."""
+"""This process and what it stands on: interpreter, C core, limits, the engine."""
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import resource
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from typing import Final
@@ -15,7 +13,7 @@ from typing import Final
 from shadowserve.errors import NotInstalledError
 from shadowserve_tools.doctor.finding import Finding
 
-__all__ = ["cores", "engine", "interpreter", "locked_memory", "native_core", "reachable", "shared_memory"]
+__all__ = ["cores", "engine", "interpreter", "locked_memory", "native_core", "shared_memory"]
 
 TESTED_VLLM: Final = "0.32.0"
 
@@ -106,32 +104,3 @@ def engine() -> Iterator[Finding]:
     if importlib.util.find_spec("torchvision") and "+cpu" in version:
         mend = "a CUDA build of it breaks vLLM's CPU build: pip uninstall torchvision"
         yield Finding("torchvision", "warning", "installed", mend)
-
-
-def reachable(what: str, address: str, command: str) -> Iterator[Finding]:
-    """Whether a program listens on an address.
-
-    Args:
-        what: the program.
-        address: ``host:port``, or ``unix:/path``.
-        command: that starts it.
-    """
-    try:
-        with contextlib.closing(_connect(address)):
-            yield Finding(what, "ok", f"answers on {address}")
-    except (OSError, ValueError) as error:
-        yield Finding(what, "warning", f"not reached on {address}: {error}", command)
-
-
-def _connect(address: str) -> socket.socket:
-    if address.startswith("unix:"):
-        local = socket.socket(socket.AF_UNIX)
-        local.settimeout(2)
-        try:
-            local.connect(address.removeprefix("unix:"))
-        except OSError:
-            local.close()
-            raise
-        return local
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), timeout=2)

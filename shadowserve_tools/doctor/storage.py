@@ -1,13 +1,15 @@
-"""The storage node's side: memory, its devices, and how they can be accessed here (docs/storage-devices.md)."""
+"""What a storage node or a data plane keeps records in: memory and devices, and how devices can be accessed here."""
 
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shadowserve.errors import NotInstalledError
+from shadowserve.memory_limit import memory_limit
 from shadowserve.pool.config import DeviceConfig
+from shadowserve.sizes import human_size
 from shadowserve_tools.doctor.finding import Finding, Machine
 
 __all__ = ["device_access", "devices", "memory", "namespaces"]
@@ -43,18 +45,24 @@ def namespaces(machine: Machine) -> Iterator[Finding]:
         yield Finding.of(f"NVMe {block.name}", allowed, found, mend)
 
 
-def memory(machine: Machine, budget_bytes: int) -> Iterator[Finding]:
-    """Whether the machine has the memory that the server is to use."""
-    text = machine.text("/proc/meminfo") or ""
-    sizes = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+): +(\d+) kB$", text, re.MULTILINE)}
-    if "MemTotal" not in sizes:
+def memory(machine: Machine, budgets: Mapping[str, int]) -> Iterator[Finding]:
+    """Whether the machine has the memory that a program is to use.
+
+    Args:
+        machine: where it is to run.
+        budgets: bytes by the key of its configuration that sets them.
+    """
+    match = re.search(r"^MemAvailable: +(\d+) kB$", machine.text("/proc/meminfo"), re.MULTILINE)
+    limit = memory_limit(machine.root)
+    if match is None or limit is None:
         return
-    total, free = sizes["MemTotal"], sizes.get("MemAvailable", 0)
-    found = f"{budget_bytes >> 20} MiB to use, {free >> 20} of {total >> 20} MiB available"
-    if budget_bytes > total:
-        yield Finding("memory", "failed", found, "make memory_budget_bytes smaller")
-    elif budget_bytes > free:
-        mend = "make memory_budget_bytes smaller, or free some; a server that runs here has it already"
+    free, total = int(match[1]) << 10, sum(budgets.values())
+    found = f"{human_size(total)} to use, {human_size(free)} available of {limit.what}"
+    mend = f"make {' or '.join(key for key, size in budgets.items() if size)} smaller"
+    if total > limit.size:
+        yield Finding("memory", "failed", found, f"{mend}: the program does not start")
+    elif total > free:
+        mend += ", or free some; a program that runs here has it already"
         yield Finding("memory", "warning", found, mend)
     else:
         yield Finding("memory", "ok", found)

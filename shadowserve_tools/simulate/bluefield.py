@@ -5,8 +5,9 @@ from functools import partial
 from typing import Any, Final
 
 import click
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
+from shadowserve.sizes import ByteSize
 from shadowserve_tools.charts import Point
 from shadowserve_tools.report import Chart, Output, Report, output_options
 from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, Fitted, Given, described

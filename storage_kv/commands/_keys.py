@@ -60,12 +60,14 @@ class _Count:
 
 def exists(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """EXISTS key [key ...]: how many of them are there, repeated ones counted repeatedly."""
-    return in_turns(_Count(node, session, arguments[1:], lambda key: node.read(key, touch=False) is not None))
+    return in_turns(
+        _Count(node, session, arguments[1:], lambda key: node.read(key, touch=False, lookup=True) is not None)
+    )
 
 
 def touch(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """TOUCH key [key ...]: as EXISTS, and a use of each."""
-    return in_turns(_Count(node, session, arguments[1:], lambda key: node.read(key) is not None))
+    return in_turns(_Count(node, session, arguments[1:], lambda key: node.read(key, lookup=True) is not None))
 
 
 def delete(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -148,7 +150,7 @@ def _expire_condition(options: list[Argument]) -> Callable[[int | None, int], bo
 
 def _expiry_ms(node: Node, session: Session, key: Argument) -> int:
     """Return the Unix time in milliseconds when ``key`` expires; -1 without expiry, -2 if absent."""
-    item = node.read(session.qualify(key), touch=False)
+    item = node.read(session.qualify(key), touch=False, lookup=True)
     if item is None:
         return -2
     return -1 if item.expires_at_ms is None else item.expires_at_ms
@@ -194,7 +196,9 @@ def persist(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 def type_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """TYPE key: every value is a string."""
-    return b"+none\r\n" if node.read(session.qualify(arguments[1]), touch=False) is None else b"+string\r\n"
+    return (
+        b"+none\r\n" if node.read(session.qualify(arguments[1]), touch=False, lookup=True) is None else b"+string\r\n"
+    )
 
 
 def scan(node: Node, session: Session, arguments: list[Argument]) -> Reply:

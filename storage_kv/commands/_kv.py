@@ -33,7 +33,7 @@ def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
             return null
         return bulk_of(node, item, 0, item.head_bytes, missing=null, head=b"*2\r\n:%d\r\n" % item.length)
 
-    items = (node.read(session.qualify(key)) for key in arguments[1:])
+    items = (node.read(session.qualify(key), lookup=True) for key in arguments[1:])
     return More.of([encode_array_header(len(arguments) - 1)], items, head)
 
 

@@ -94,6 +94,8 @@ def _info_stats(node: Node) -> _Fields:
         ("evicted_keys", seen.evicted_keys),
         ("keyspace_hits", counters.hits),
         ("keyspace_misses", counters.misses),
+        ("lookup_hits", counters.lookup_hits),
+        ("lookup_misses", counters.lookup_misses),
         ("total_error_replies", counters.errors),
         ("acl_access_denied_auth", counters.authentication_failures),
         ("acl_access_denied_cmd", counters.denied_commands),

@@ -77,7 +77,7 @@ def getrange(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 def strlen(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """STRLEN key."""
-    item = node.read(session.qualify(arguments[1]))
+    item = node.read(session.qualify(arguments[1]), lookup=True)
     return b":%d\r\n" % (0 if item is None else item.length)
 
 

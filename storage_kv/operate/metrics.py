@@ -53,6 +53,8 @@ _NODE_COUNTERS: Final[_Table] = (
     ("sent_bytes", "output_bytes", "Bytes sent."),
     ("hits", "hits", "Keys found by commands that read."),
     ("misses", "misses", "Keys not found by commands that read."),
+    ("lookup_hits", "lookup_hits", "Of the keys found, those of commands that do not answer with the value."),
+    ("lookup_misses", "lookup_misses", "Of the keys not found, those of commands that do not answer with the value."),
     ("lost", "lost", "Keys found, whose bytes could then not be read: answered as misses."),
     ("meta_keys", "meta_keys", "Keys asked for by KV.META."),
     ("layer_streams", "layer_streams", "Requests for layers (KV.LAYERS)."),

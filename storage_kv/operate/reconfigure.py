@@ -6,14 +6,16 @@ checked together, as at the start, and where a part of the node cannot follow, w
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from pydantic import ValidationError
 
+from shadowserve.config_errors import explain
 from shadowserve.errors import ConfigurationError
 from shadowserve.logs import configure_logging
+from shadowserve.memory_limit import check_memory
 from storage_kv.config import LIVE, StorageConfig
 
 __all__ = ["Reconfiguration", "Reload"]
@@ -71,7 +73,7 @@ class Reconfiguration:
         try:
             new = type(old).model_validate({**old.model_dump(), **values})
         except ValidationError as error:
-            raise ConfigurationError("; ".join(_explain(detail) for detail in error.errors())) from None
+            raise ConfigurationError(explain(type(old), error.errors())) from None
         if not _same_devices(old, new):
             raise ConfigurationError(f"devices: of these, only {', '.join(_BUDGETS)} can change while the server runs")
         self._adopt(new, [key for key in values if getattr(new, key) != getattr(old, key)])
@@ -92,7 +94,9 @@ class Reconfiguration:
             self._adopt(old.model_copy(update={key: getattr(wanted, key) for key in applied}), applied)
         return Reload(applied, [key for key in differing if key not in applied])
 
-    def _adopt(self, new: StorageConfig, changed: Iterable[str]) -> None:
+    def _adopt(self, new: StorageConfig, changed: Collection[str]) -> None:
+        if "memory_budget_bytes" in changed:
+            check_memory({"memory_budget_bytes": int(new.memory_budget_bytes)})
         old, self.config = self.config, new
         hooks = list(dict.fromkeys(self._hooks[key] for key in changed if key in self._hooks))
         done: list[Hook] = []
@@ -117,7 +121,3 @@ def _same_devices(old: StorageConfig, new: StorageConfig) -> bool:
 
 def _follow_log(config: StorageConfig) -> None:
     configure_logging(config.log_level, config.log_format)
-
-
-def _explain(detail: Any) -> str:
-    return ": ".join((*map(str, detail["loc"]), str(detail["msg"])))

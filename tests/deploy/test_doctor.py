@@ -73,20 +73,20 @@ def test_a_bare_machine_is_a_host_whose_data_plane_is_emulated(tmp_path: Path) -
 
 
 def test_a_bluefield_knows_what_it_is(tmp_path: Path) -> None:
-    assert doctor(bluefield(tmp_path))["role"] == "dpu"
+    assert doctor(bluefield(tmp_path))["role"] == "bluefield"
 
 
 def test_a_role_can_be_told(tmp_path: Path) -> None:
     assert {"XLIO", "image"} & set(doctor(bluefield(tmp_path), "--role", "storage")["findings"]) == set()
     (tmp_path / "bare").mkdir()
-    state, _, mend = finding(tmp_path / "bare", "image", "--role", "dpu")
+    state, _, mend = finding(tmp_path / "bare", "image", "--role", "bluefield")
     assert state == "failed" and "on the card" in mend
 
 
 def test_a_configuration_that_cannot_be_used_is_a_finding(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("dpu: {storrage: a}\n")
-    state, found, _ = finding(tmp_path, "configuration", "--role", "dpu", "--config", str(path))
+    state, found, _ = finding(tmp_path, "configuration", "--role", "bluefield", "--config", str(path))
     assert state == "failed" and "did you mean 'storage'" in found
 
 
@@ -392,7 +392,7 @@ def test_a_card_whose_c_core_only_emulates_doca_is_no_use(tmp_path: Path) -> Non
     state, found, mend = finding(bluefield(tmp_path / "card"), "accelerators")
     assert state == "failed" and "without DOCA" in found and "scripts/bluefield/install" in mend
     (tmp_path / "bare").mkdir()
-    assert finding(tmp_path / "bare", "accelerators", "--role", "dpu")[0] == "warning"
+    assert finding(tmp_path / "bare", "accelerators", "--role", "bluefield")[0] == "warning"
 
 
 @pytest.mark.parametrize(("profile", "state"), [("bf3", "ok"), ("none", "failed")])

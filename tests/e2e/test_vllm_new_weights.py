@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import NEVER_S, drive
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -105,11 +106,7 @@ class Serving:
             self.outputs[output.request_id] = list(output.outputs[0].token_ids)
 
     def step_until(self, condition: Callable[[], Any]) -> None:
-        for _ in range(100_000):
-            if condition():
-                return
-            self.step()
-        raise AssertionError("it did not happen")
+        drive(self.step, condition, NEVER_S)
 
     def finish(self) -> None:
         self.step_until(lambda: not self._core.has_unfinished_requests())

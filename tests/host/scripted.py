@@ -127,6 +127,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.asked_keys: list[list[bytes]] = []  # by the last Lookup, of each chain
         self.asked_cold = False  # by the same
         self.hellos: list[pb.HelloRequest] = []
+        self.differences: list[str] = []  # that its Hello answers with
         self.fetches: list[pb.FetchPart] = []
         self.reports: list[pb.StepReport] = []
         self.moved_bytes = 0  # as the answers to reports say
@@ -182,7 +183,11 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self._enter("Hello", context)
         self.hellos.append(request)
         return pb.HelloResponse(
-            session=self.session, version="scripted", backend="dict", memory_kinds=["shared_memory"]
+            session=self.session,
+            version="scripted",
+            backend="dict",
+            memory_kinds=["shared_memory"],
+            differences=self.differences,
         )
 
     def _enter(self, method: str, context: Any) -> None:

@@ -21,9 +21,10 @@ from host_control.lookup import PrefixLookup
 from shadowserve import __version__
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
+from shadowserve.keys import ModelIdentity
 from shadowserve.pieces import leading
 from shadowserve.proto import PROTOCOL_VERSION
-from shadowserve.proto.convert import layout_message
+from shadowserve.proto.convert import engine_message, layout_message
 from shadowserve.tls import Credentials, KeyPair
 
 KEYS = [bytes([number]) * 32 for number in range(3)]
@@ -47,6 +48,19 @@ def test_hello_comes_first_and_says_who_we_are(plane: ScriptedDataPlane, shape: 
     assert first.host == second.host and len(first.host) == 32, "all processes of a machine say the same"
     assert not first.HasField("layout")
     assert (second.layout, second.chunk_bytes) == (layout_message(shape), shape.raw_bytes)
+
+
+def test_hello_names_the_engine_whose_kv_moves_and_brings_what_other_engines_do_otherwise(
+    plane: ScriptedDataPlane, shape: ChunkLayout
+) -> None:
+    engine = engine_message(ModelIdentity(model="a model", dtype="bfloat16"), shape, paged=False)
+    plane.differences = ["another engine has other chunks"]
+    with closing(HostConfig(data_plane=plane.address, connect_timeout=PATIENCE_S).client(0, engine)) as client:
+        client.connect(PATIENCE_S)
+        peer = client.connect(PATIENCE_S, shape)
+    assert peer.differences == ("another engine has other chunks",)
+    without, given = plane.hellos
+    assert not without.HasField("engine") and given.engine == engine
 
 
 def test_a_lookup_that_nobody_knows_the_host_of_is_asked_again(

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from machine import drive
 from store_driver import Clock, Driver, Reading
 from work_meter import WORK_MAX, WorkMeter
 
@@ -407,11 +408,7 @@ class StoreConformance(ABC):
             longest[what] = meter.end()
 
         def until(condition: Callable[[], bool]) -> None:
-            for _ in range(100_000):  # counted, since all this work takes its time
-                if condition():
-                    return
-                store.store.poll()
-            raise AssertionError("it did not happen")
+            drive(store.store.poll, condition)
 
         self.fill(store, many, one)
         for tenant in tenants[: many // 4]:

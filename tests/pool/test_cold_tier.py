@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cold_support import CREDENTIALS, MIB, Chain, Node, Opens, nodes
 from faulty_s3 import LIES, Answer, Asked, FaultyS3, faulty_s3
-from machine import wait_for
+from machine import drive, wait_for
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import storage_key
@@ -472,11 +472,8 @@ def test_a_bucket_that_never_answers_costs_the_deadline_and_then_not_even_that(
     bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
     try:
         assert other.read_chain(CHAIN) == [None] * 12
-        for _ in range(10):
-            other.read_chain(CHAIN)
-            if other.cold().away:
-                break
-        assert other.cold().away and other.cold().failed_reads["timeout"]
+        drive(lambda: other.read_chain(CHAIN), lambda: other.cold().away)
+        assert other.cold().failed_reads["timeout"]
         assert other.peek(CHAIN.keys[0]) is None, "nobody is sent to a bucket that is away"
         other.put(b"key", b"value")
         assert other.value(b"key") == b"value"

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from machine import drive
 from simulated_device import SimulatedDevice
 
 from shadowserve.native import (
@@ -193,13 +194,9 @@ class Store:
         for call in self.volume.step():
             call()
 
-    def until(self, condition: Callable[[], object], steps: int = 100_000) -> None:
+    def until(self, condition: Callable[[], object]) -> None:
         """Drive the volume until a condition holds."""
-        for _ in range(steps):
-            if condition():
-                return
-            self.step()
-        raise AssertionError("it did not happen")
+        drive(self.step, condition)
 
     def drain(self) -> None:
         """Drive the volume until nothing is under way."""

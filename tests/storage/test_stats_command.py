@@ -17,6 +17,7 @@ from storage_support import REPOSITORY, Child, make_record
 from shadowserve.errors import StorageUnavailableError
 from shadowserve.resp_client import RespClient
 from shadowserve_tools import main
+from shadowserve_tools.processes import start_redis
 from shadowserve_tools.stats import Sample, Watcher, _gone
 from shadowserve_tools.storage_client import Login
 
@@ -34,6 +35,8 @@ def used(child: Child) -> None:
         for _ in range(3):
             client.call("GET", key)
         client.call("GET", "none")
+        for name in ("none", "neither", key):  # looked up, and not read
+            client.call("EXISTS", name)
 
 
 @pytest.fixture
@@ -46,13 +49,24 @@ def server(start: Callable[..., Child]) -> Child:
 def test_once_it_shows_totals_and_the_slowest_commands(server: Child) -> None:
     done = stats("--port", str(server.port))
     assert done.exit_code == 0, done.output
-    for text in ("hit rate", "75.0 %", "4.0 GiB", "slowest commands", "get", "memory"):
+    for text in (
+        "values found, of those read",
+        "75.0 %",
+        "keys found, of those looked up",
+        "33.3 %",
+        "4.0 GiB",
+        "slowest commands",
+        "get",
+        "memory",
+    ):
         assert text in done.output
 
 
 def test_as_json_it_is_one_object(server: Child) -> None:
     view = json.loads(stats("--port", str(server.port), "--json").output)
-    assert view["hit_rate"] == 0.75 and view["records"] == 1 and view["memory_budget_bytes"] == 4 << 30
+    assert view["read_hit_rate"] == 0.75, "symptom: keys that were only looked up counted as well"
+    assert view["lookup_hit_rate"] == 1 / 3 and view["foreign"] == ""
+    assert view["records"] == 1 and view["memory_budget_bytes"] == 4 << 30
     calls = {each["command"]: each["calls"] for each in view["commands"]}
     assert calls["get"] == 4 and calls["set"] == 1
     assert view["devices"] == [] and view["sent_bytes_per_s"] > 0
@@ -61,10 +75,10 @@ def test_as_json_it_is_one_object(server: Child) -> None:
 def test_watching_shows_what_happens_between_two_looks(server: Child) -> None:
     done = stats("--port", str(server.port), "--json", "--watch", "--interval", "0.05", "--count", "3")
     views = [json.loads(line) for line in done.output.splitlines()]
-    assert len(views) == 3 and views[0]["hit_rate"] == 0.75 and views[2]["hit_rate"] is None
+    assert len(views) == 3 and views[0]["read_hit_rate"] == 0.75 and views[2]["read_hit_rate"] is None
     assert views[2]["commands_per_s"] > 0  # INFO itself
     shown = stats("--port", str(server.port), "--watch", "--interval", "0.05", "--count", "2")
-    assert shown.exit_code == 0 and "hit rate" in shown.output
+    assert shown.exit_code == 0 and "values found" in shown.output
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -129,7 +143,7 @@ def test_a_tenant_is_shown_no_zeros_but_told_whom_to_ask_as(start: Callable[...,
     users.write_text("user team on >secret ~* +@all -@admin tenant=team\nuser admin on >secret ~* +@all\n")
     where = ("--port", str(start("--users-file", str(users)).port), "--password", "secret", "--user")
     refused = stats(*where, "team")
-    assert refused.exit_code == 1 and "@admin" in refused.output and "hit rate" not in refused.output
+    assert refused.exit_code == 1 and "@admin" in refused.output and "values found" not in refused.output
     assert stats(*where, "admin").exit_code == 0
 
 
@@ -277,3 +291,15 @@ def test_the_rate_of_a_tenant_is_that_of_the_interval() -> None:
     after = Sample({"run_id": "a", "tenant0": "name=x,used_bytes=1,commands=9,bytes=300,commands_per_s=7"}, 12.0)
     (tenant,) = after.view(before)["tenants"]
     assert (tenant["used_commands_per_s"], tenant["used_bytes_per_s"], tenant["commands_per_s"]) == (2.0, 100.0, 7)
+
+
+def test_a_server_of_others_is_named_as_one(tmp_path: Path) -> None:
+    """Symptom: against Redis the header was 'shadowserve , ,'."""
+    with start_redis(tmp_path) as redis:
+        port = redis.address.rpartition(":")[2]
+        done = stats("--port", port)
+        assert done.exit_code == 0, done.output
+        assert "Redis " in done.output and "not a storage node of ShadowServe" in done.output
+        assert "shadowserve ," not in done.output and "records" not in done.output
+        view = json.loads(stats("--port", port, "--json").output)
+        assert view["foreign"].startswith("Redis ") and view["version"] == ""

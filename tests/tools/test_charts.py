@@ -10,6 +10,7 @@ import pytest
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools.charts import Chart, draw
 
+STORED = Path(__file__).parents[2] / "docs" / "benchmarks"
 LINES = Chart(
     "Lines over size",
     x="slice",
@@ -53,6 +54,27 @@ def test_an_svg_has_every_label_as_text_and_is_the_same_each_time(tmp_path: Path
 def test_ticks_of_bytes_have_units(tmp_path: Path) -> None:
     draw("bench", [LINES], tmp_path / "plot.svg")
     assert "32 KiB" in (tmp_path / "plot.svg").read_text()
+
+
+def test_bars_are_labelled_with_numbers_that_people_read(tmp_path: Path) -> None:
+    """Symptom: a bar of 1,577 ms was labelled '1.58e+03'."""
+    values = {"a": 1577.3, "b": 999.7, "c": 999.4, "d": 12.345, "e": 0.01234, "f": 12_345_678.0}
+    chart = Chart("Bars", x="", y="ms", series={"Bars": list(values.items())}, kind="bars")
+    draw("bench", [chart], tmp_path / "p.svg")
+    text = (tmp_path / "p.svg").read_text()
+    written = re.findall(r"<text[^>]*>([^<]*)</text>", text)
+    assert {"1,577", "1,000", "999", "12.3", "0.0123", "12,345,678"} <= set(written)
+    assert "e+" not in "".join(written)
+
+
+@pytest.mark.parametrize("path", sorted(STORED.glob("*.json")), ids=lambda path: path.stem)
+def test_every_row_of_ours_stands_out_beside_others(path: Path) -> None:
+    """Symptom: our fastest row was drawn in the colour of the competitors'."""
+    for chart in json.loads(path.read_text()).get("charts", []):
+        names = {name for points in chart["series"].values() for name, _ in points if isinstance(name, str)}
+        ours = {name for name in names if name.startswith("ShadowServe")}
+        if chart.get("highlight") and ours != names:
+            assert ours <= set(chart["highlight"]), chart["title"]
 
 
 def test_a_png_holds_all_panels(tmp_path: Path) -> None:

@@ -287,7 +287,7 @@ def test_the_doctor_looks_where_the_configuration_says(tmp_path: Path) -> None:
         f"host: {{data_plane: '127.0.0.1:{ports[1]}'}}\n"
         f"dpu: {{listen: '127.0.0.1:{ports[1]}', storage: '127.0.0.1:{ports[0]}'}}\nstorage: {{port: {ports[0]}}}\n"
     )
-    for role in ("host", "dpu", "storage"):
+    for role in ("host", "data-plane", "storage"):
         found = found_by_doctor("--role", role, "--config", str(file))
         state, address, mend = found["storage server"]
         assert (state, mend) == ("warning", f"shadowserve storage --config {file}")

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
+
+from shadowserve.sizes import ByteSize
 
 __all__ = ["S3Config"]
 

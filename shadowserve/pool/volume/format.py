@@ -9,7 +9,7 @@ caller has to tell a user why; they never trust a length or a count.
 
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, IntFlag
 from typing import Final
 
@@ -194,12 +194,12 @@ LOG_BLOCKS_MIN: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Superblock:
-    """What a volume is. Written when it is formatted, never changed.
+    """What a volume is. Written when it is formatted, and when it grows.
 
     Attributes:
         volume_id: 16 random bytes; each block and header names it, so that those of an earlier volume are foreign.
         pool_id: of the pool that it belongs to, 16 bytes.
-        device_bytes: that it was formatted for.
+        device_bytes: that it takes.
         created_ms: Unix time.
         layout: where its parts lie.
         incompatible: a bit for each change that readers of this version must not ignore; 0.
@@ -211,6 +211,11 @@ class Superblock:
     created_ms: int
     layout: Layout
     incompatible: int = 0
+
+    def with_size_of(self, other: "Superblock") -> "Superblock":
+        """Return what the volume is once it has grown to the size that another superblock names."""
+        layout = replace(self.layout, data_blocks=other.layout.data_blocks)
+        return replace(self, device_bytes=other.device_bytes, layout=layout)
 
     def pack(self) -> bytes:
         """Return the block."""

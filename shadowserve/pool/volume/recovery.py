@@ -73,6 +73,7 @@ class RecoveryReport:
         log_records: in them.
         seconds: that it took.
         superblocks_damaged: copies of the superblock that were not sound; they are written anew.
+        grown_bytes: by which the volume has grown, as its device had.
         snapshots_damaged: headers, or blocks of a snapshot, that were not sound.
         log_blocks_damaged: gaps in what had been acknowledged, in blocks, both copies.
         log_blocks_mended: blocks of the log that were sound in one copy only; the other one was written anew.
@@ -92,6 +93,7 @@ class RecoveryReport:
     log_records: int = 0
     seconds: float = 0.0
     superblocks_damaged: int = 0
+    grown_bytes: int = 0
     snapshots_damaged: int = 0
     log_blocks_damaged: int = 0
     log_blocks_mended: int = 0
@@ -292,6 +294,10 @@ def read_superblocks(reader: Reader, device: BlockDevice) -> tuple[Superblock | 
             found = Superblock.unpack(reader.block(offset // BLOCK_BYTES))
             if found is not None:
                 sound[number] = found
+    largest = max(sound.values(), key=lambda each: each.device_bytes, default=None)
+    for number, found in list(sound.items()):
+        if largest is not None and found != largest and found.with_size_of(largest) == largest:
+            del sound[number]  # the volume was growing: this copy had not been written yet
     damaged = [number for number in range(len(SUPERBLOCK_OFFSETS)) if number not in sound]
     if not sound:
         reader.must_have_read(offset // BLOCK_BYTES for offset in SUPERBLOCK_OFFSETS)

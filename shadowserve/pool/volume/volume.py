@@ -38,6 +38,7 @@ from shadowserve.pool.volume.log import Log
 from shadowserve.pool.volume.mending import Mended, mend_log
 from shadowserve.pool.volume.patience import Patience
 from shadowserve.pool.volume.recovery import Reader, Recovery, RecoveryReport, read_superblocks
+from shadowserve.pool.volume.resizing import grown
 from shadowserve.pool.volume.snapshot import Living, Snapshot
 
 __all__ = ["Call", "Volume", "VolumeError", "VolumeStatistics"]
@@ -209,7 +210,8 @@ class Volume:
         begin = time.perf_counter()
         reader = Reader(device)
         superblock, damaged = read_superblocks(reader, device)
-        superblock = check_superblock(superblock, damaged, device, pool_id)
+        formatted = check_superblock(superblock, damaged, device, pool_id)
+        superblock = grown(formatted, device)
         volume = cls(device, index, number, superblock, living)
         volume._clock_ms = clock_ms or wall_clock_ms
         recovery = volume._recovery = Recovery(reader, superblock, index, number)
@@ -230,7 +232,9 @@ class Volume:
         volume._mend_log(mend_log(reader, superblock, recovery.epochs))
         volume._snapshot_wanted = bool(recovery.report.notes)
         # Whatever was read may have been in a cache only: from here on it is built upon.
-        write_blocks(reader, [(SUPERBLOCK_OFFSETS[copy], superblock.pack()) for copy in damaged])
+        stale = damaged if superblock == formatted else range(len(SUPERBLOCK_OFFSETS))
+        write_blocks(reader, [(SUPERBLOCK_OFFSETS[copy], superblock.pack()) for copy in stale])
+        volume.report.grown_bytes = superblock.device_bytes - formatted.device_bytes
         volume.report.seconds = time.perf_counter() - begin
         return volume
 

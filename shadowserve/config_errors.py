@@ -1,0 +1,132 @@
+"""The text of what is wrong with a configuration: where the value was given, which key it is of, and what to write."""
+
+import difflib
+import types
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, SecretStr
+
+from shadowserve.sizes import ByteSize
+
+__all__ = ["explain", "unknown"]
+
+_WORDS: Final[Mapping[Any, str]] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    ByteSize: "a size such as 8 GiB",
+}
+
+
+def unknown(what: str, name: str, known: Collection[str]) -> str:
+    """Return that there is no ``what`` of a name, with the nearest name that there is, and all of them."""
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
+    return f"there is no {what} '{name}'{hint} Known: {', '.join(sorted(known))}"
+
+
+def explain(model: type[BaseModel], errors: Iterable[Any], source: Mapping[str, str] | None = None) -> str:
+    """Return what pydantic found wrong with the keys of a section, one clause for each key.
+
+    Args:
+        model: the section.
+        errors: of a ``ValidationError``.
+        source: for each key that was given, where; None where all were given in one place.
+    """
+    found: dict[str, str] = {}
+    errors = list(errors)
+    misspelt = {tuple(each["loc"][:-1]) for each in errors if each["type"] == "extra_forbidden"}
+    for each in errors:
+        location = tuple(each["loc"])
+        problem = str(each["msg"]).removeprefix("Value error, ")
+        if not location:  # keys that do not fit each other; the input would be all of them
+            found.setdefault("", problem)
+        elif each["type"] != "missing" or location[:-1] not in misspelt:  # else it is the misspelt key
+            text = _clause(model, location, each, problem)
+            place = "" if source is None else f"{source.get(str(location[0]), 'default')}: "
+            found.setdefault(text.partition(":")[0], place + text)
+    return "; ".join(found.values())
+
+
+def _clause(model: type[BaseModel], location: Sequence[str | int], error: Mapping[str, Any], problem: str) -> str:
+    """Return the path of a key, what is wrong with it, and its value unless that is secret."""
+    if error["type"] == "extra_forbidden":
+        parent, path, _ = _walk(model, location[:-1])
+        name = str(location[-1])
+        known = parent.model_fields if isinstance(parent, type) and issubclass(parent, BaseModel) else {}
+        blank = f"; write a blank behind the colon: {name.replace(':', ': ', 1)}" if ":" in name else ""
+        if not blank and (nearest := difflib.get_close_matches(name, known, n=1, cutoff=0.0)):
+            blank = f"; did you mean '{path}.{nearest[0]}'?"
+        return f"{path}.{name}: there is no such key{blank} Known: {', '.join(sorted(known))}"
+    annotation, path, several = _walk(model, location)
+    if error["type"] == "missing":
+        return f"{path}: it is missing, and it has no default"
+    if several:
+        problem = _alternatives(path, annotation, error["input"])
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel) and error["type"].endswith("_type"):
+        problem = f"it is a mapping of {', '.join(annotation.model_fields)}"
+    silent = several or _is_secret(model, location) or "://" in str(error["input"])  # a URL may hold a password
+    given = "" if silent else f" (given: {error['input']!r})"
+    return f"{path}: {problem}{given}"
+
+
+def _walk(model: type[BaseModel], location: Sequence[str | int]) -> tuple[Any, str, bool]:
+    """Return the type of what stands at a location, its path, and whether the type has several alternatives there.
+
+    Behind a key of several alternatives pydantic puts the alternative that it tried; the walk ends before it.
+    """
+    annotation: Any = model
+    path = ""
+    for part in location:
+        annotation = _bare(annotation)
+        if _choices(annotation):
+            return annotation, path, True
+        if isinstance(part, int):
+            annotation, path = (get_args(annotation) or (Any,))[0], f"{path}[{part}]"
+        elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            field = annotation.model_fields.get(part)
+            annotation, path = (field.annotation if field else Any), f"{path}.{part}".lstrip(".")
+        else:
+            annotation, path = (get_args(annotation) or (Any,))[-1], f"{path}.{part}".lstrip(".")
+    return _bare(annotation), path, False
+
+
+def _bare(annotation: Any) -> Any:
+    """Return a type without what is written around it, and without ``None`` among two alternatives."""
+    if get_origin(annotation) is Annotated:
+        return _bare(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        others = [each for each in get_args(annotation) if each is not type(None)]
+        return _bare(others[0]) if len(others) == 1 else annotation
+    return annotation
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else ()
+
+
+def _alternatives(path: str, annotation: Any, given: Any) -> str:
+    """Return that a value is none of what a key takes, and what to write."""
+    choices = [_bare(each) for each in _choices(annotation)]
+    of_numbers = any(get_origin(each) is list for each in choices)
+    if of_numbers and isinstance(given, int) and not isinstance(given, bool):
+        return f"a list of numbers is written in brackets: {path.rpartition('.')[2]}: [{given}]"
+    return f"{given!r} is not {' or '.join(_named(each) for each in choices)}"
+
+
+def _named(annotation: Any) -> str:
+    """Return what a type takes, in words."""
+    if get_origin(annotation) is Literal:
+        return " or ".join(str(each) for each in get_args(annotation))
+    if get_origin(annotation) is list:
+        return "a list of numbers such as [0, 1]"
+    if annotation is type(None):
+        return "null"
+    return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def _is_secret(model: type[BaseModel], location: Sequence[str | int]) -> bool:
+    annotation, _, _ = _walk(model, location)
+    return not model.model_fields[str(location[0])].repr or annotation is SecretStr

@@ -1,0 +1,69 @@
+"""The size of a volume follows that of its device: it grows. It does not shrink, since objects may lie at its end.
+
+The objects are the last part of a volume, so a larger device has more blocks for them, and nothing moves. The most
+objects that a volume can hold stay as they were when it was formatted.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, TypeVar
+
+from shadowserve.errors import ConfigurationError, DeviceError
+from shadowserve.pool.volume.device import BlockDevice
+from shadowserve.pool.volume.format import BLOCK_BYTES, FormatError, Superblock
+from shadowserve.pool.volume.formatting import check_empty
+from shadowserve.pool.volume.recovery import Reader, read_superblocks
+from shadowserve.sizes import human_size
+
+__all__ = ["fit_file", "grown"]
+
+_BLOCKS_MAX: Final = 0xFFFF_FFFF
+_Device = TypeVar("_Device", bound=BlockDevice)
+
+
+def grown(superblock: Superblock, device: BlockDevice) -> Superblock:
+    """Return the superblock of a volume that takes all of its device, which may be larger than it was."""
+    blocks = min(device.capacity_bytes // BLOCK_BYTES, _BLOCKS_MAX)
+    if blocks * BLOCK_BYTES <= superblock.device_bytes:
+        return superblock
+    layout = replace(superblock.layout, data_blocks=blocks - superblock.layout.data_first)
+    return replace(superblock, device_bytes=blocks * BLOCK_BYTES, layout=layout)
+
+
+def fit_file(path: Path, wanted_bytes: int, open_device: Callable[[int], _Device]) -> _Device:
+    """Open a file that is there with the size that is configured now.
+
+    A volume's file grows. A file that was never formatted, as after a first start that failed, takes any size. A file
+    that holds something else is opened as it is: what opens the pool refuses it, and it must not have changed by then.
+
+    Args:
+        path: of the file; it is not empty.
+        wanted_bytes: whole blocks.
+        open_device: opens it; of so many bytes, or as it is for 0.
+
+    Raises:
+        ConfigurationError: it holds a volume that is larger than that.
+        DeviceError, NativeError: it cannot be opened, or there is no room for it.
+    """
+    device = open_device(0)
+    if device.capacity_bytes == wanted_bytes:
+        return device
+    try:
+        superblock, _ = read_superblocks(Reader(device), device)
+        if superblock is None:
+            check_empty(device)
+    except (FormatError, DeviceError, OSError):
+        return device
+    used_bytes = 0 if superblock is None else superblock.device_bytes
+    device.close()
+    if used_bytes > wanted_bytes:
+        raise ConfigurationError(
+            f"size of device {path} is {human_size(wanted_bytes)}, and the volume in it has {human_size(used_bytes)}: "
+            f"a volume grows, and does not shrink. Set size to {used_bytes}, limit it with bytes_max, or drop "
+            f"all that is in it: remove the file"
+        )
+    if superblock is None:
+        os.truncate(path, min(path.stat().st_size, wanted_bytes))
+    return open_device(wanted_bytes)

@@ -1,0 +1,252 @@
+"""Whether a storage node and a data plane answer in their own protocols, and what a data plane's engines share."""
+
+import ssl
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Final
+
+from host_control.client import DataPlaneClient
+from host_control.config import HostConfig
+from shadowserve.errors import ConfigurationError, DataPlaneError, ProtocolError
+from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.tls import Credentials
+from shadowserve_tools.doctor.finding import Finding
+from shadowserve_tools.listener import Listener, ask, identify
+
+__all__ = ["Node", "Plane", "data_plane", "storage_node"]
+
+TIMEOUT_S: Final = 5.0
+_REFUSALS: Final = {
+    "-NOAUTH": "the doctor, as the data plane, has no password for it",
+    "-WRONGPASS": "the password is wrong",
+    "-ERR AUTH": "it takes no password, and one is configured",
+    "-NOPERM": "the user may not do that",
+    "-DENIED": "protected mode",
+}
+DATA_PLANE_KEYS: Final = "the data plane's address is 'listen' of its section 'dpu', 127.0.0.1:50151 by default"
+STORAGE_KEYS: Final = "the storage node's address is 'host' and 'port' of its section 'storage', port 6380 by default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A storage node to be looked for.
+
+    Attributes:
+        what: its name in findings.
+        address: ``host:port``.
+        start: the command that starts it.
+        key: of the configuration that has the address, for messages.
+        user, password: to log in with; a password without a user is of the default user.
+        credentials: for TLS; None for none.
+        own: it is the server that runs, or is to run, here: what it asks of clients is known, and a client's
+            certificate is not there.
+        cluster: it may be Redis or Valkey as well.
+    """
+
+    what: str
+    address: str
+    start: str
+    key: str
+    user: str = ""
+    password: str = ""
+    credentials: Credentials | None = None
+    own: bool = False
+    cluster: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plane:
+    """A data plane to be looked for.
+
+    Attributes:
+        address: ``host:port``, or ``unix:/path``.
+        start: the command that starts it.
+        key: of the configuration that has the address, for messages.
+        config: of the engine that asks; None for the data plane's own machine, where nobody says Hello, since that
+            would take a place of ``hosts_max``.
+        chunks: tokens of the chunks and the quantizer of that engine, to be compared with other engines'; None where
+            they are not known.
+        encrypted: the data plane's own configuration has TLS.
+    """
+
+    address: str
+    start: str
+    key: str
+    config: HostConfig | None = None
+    chunks: tuple[int, str] | None = None
+    encrypted: bool = False
+
+
+def storage_node(node: Node) -> Iterator[Finding]:
+    """Say PING and, with a password, AUTH, over TLS where that is configured."""
+    try:
+        listener = identify(node.address)
+    except (OSError, ValueError) as error:
+        yield Finding(node.what, "warning", f"not reached on {node.address}: {error}", node.start)
+        return
+    yield _no_node(node, listener) or _logged_in(node, listener)
+
+
+def _no_node(node: Node, listener: Listener) -> Finding | None:
+    """Return the finding where no storage node can be what listens, or not with this TLS."""
+    where = f"on {node.address}"
+    if listener.protocol not in ("resp", "tls"):
+        mend = f"write the storage node's address into {node.key}: {STORAGE_KEYS}"
+        if listener.protocol == "http2":
+            mend += f". A data plane's address belongs in 'data_plane' of the engine: {DATA_PLANE_KEYS}"
+        return Finding(node.what, "failed", f"{listener} listens {where}: this is no storage node", mend)
+    if listener.encrypted == (node.credentials is not None):
+        return None
+    speaks = "TLS" if listener.encrypted else "no TLS"
+    if node.own:
+        found = f"the server {where} speaks {speaks}, and the configuration says otherwise"
+        return Finding(node.what, "failed", found, "it was started with another configuration: start it again")
+    mend = "set storage_tls_ca to the file of the authority of its certificate"
+    if not listener.encrypted:
+        mend = "give the server tls_cert and tls_key, or take storage_tls_ca out of section 'dpu'"
+    return Finding(
+        node.what, "failed", f"the server {where} speaks {speaks}, and the data plane does not expect it", mend
+    )
+
+
+def _logged_in(node: Node, listener: Listener) -> Finding:
+    where, name = f"on {node.address}", ""
+    try:
+        context = _context(node) if listener.encrypted else None
+        name = (node.credentials.server_name if node.credentials else "") or ""
+        user = [node.user.encode()] if node.user else []
+        login = [[b"AUTH", *user, node.password.encode()]] if node.password else []
+        answers = ask(node.address, [*login, [b"PING"], [b"INFO", b"server"]], context, name)
+    except ssl.SSLCertVerificationError as error:
+        mend = "storage_tls_ca is the file of the authority that signed its certificate; storage_server_name its name"
+        return Finding(node.what, "failed", f"the certificate of the server {where}: {error.verify_message}", mend)
+    except (OSError, ProtocolError, ValueError) as error:
+        if node.own and listener.encrypted:  # it wants a client's certificate, and this machine has the server's alone
+            return Finding(node.what, "ok", f"a server that speaks TLS and wants clients' certificates answers {where}")
+        mend = "look into its log; with TLS, it may want storage_tls_cert and storage_tls_key"
+        return Finding(node.what, "failed", f"the server {where} does not answer PING: {error}", mend)
+    return _greeted(node, where, answers, bool(login))
+
+
+def _context(node: Node) -> ssl.SSLContext:
+    credentials = node.credentials
+    if credentials is None or node.own:  # our own server: which it is, its configuration says
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        return context
+    context = ssl.create_default_context(cafile=credentials.authorities)
+    if credentials.certificate:
+        context.load_cert_chain(credentials.certificate, credentials.key)
+    return context
+
+
+def _greeted(node: Node, where: str, answers: list[str], logged_in: bool) -> Finding:
+    """Return what the answers to AUTH, if it was said, PING and INFO show."""
+    refused = next((each for each in answers[: 1 + logged_in] if each.startswith("-")), "")
+    if refused:
+        reason = next((text for begin, text in _REFUSALS.items() if refused.startswith(begin)), "it refuses")
+        found = f"the server {where} answers '{refused[1:]}': {reason}"
+        if node.own:
+            mend = "log in as a user of it: SHADOWSERVE_STORAGE_PASSWORD; if another server runs there, stop it"
+            return Finding(node.what, "warning", found, mend)
+        mend = "set SHADOWSERVE_DPU_STORAGE_PASSWORD, and storage_username if it has users, as the server has them"
+        return Finding(node.what, "failed", found, mend)
+    fields = dict(line.split(":", 1) for line in answers[-1].splitlines() if ":" in line)
+    version = fields.get("shadowserve_version")
+    if version:
+        return Finding(node.what, "ok", f"ShadowServe {version} answers {where}")
+    other = f"Redis {fields['redis_version']}" if "redis_version" in fields else "a server without INFO"
+    if fields.get("server_name") == "valkey":
+        other = f"Valkey {fields.get('valkey_version', '')}".rstrip()
+    if node.cluster:
+        return Finding(node.what, "ok", f"{other} answers {where}")
+    if node.own:
+        mend = f"stop it, or choose another port: {node.start}"
+        return Finding(node.what, "failed", f"{other} answers {where}: this is no storage node of ShadowServe", mend)
+    mend = (
+        "run 'shadowserve storage' there if this is a mistake: Redis checks nothing as it is stored, and streams none"
+    )
+    return Finding(node.what, "warning", f"{other} answers {where}, not a storage node of ShadowServe", mend)
+
+
+def data_plane(plane: Plane) -> Iterator[Finding]:
+    """Say Hello as an engine would, and ask for Statistics; on the data plane's own machine for Statistics alone."""
+    what = "data plane"
+    try:
+        listener = identify(plane.address)
+    except (OSError, ValueError) as error:
+        yield Finding(what, "warning", f"not reached on {plane.address}: {error}", plane.start)
+        return
+    if listener.protocol in ("resp", "http1"):
+        mend = f"write the data plane's address into {plane.key}: {DATA_PLANE_KEYS}"
+        if listener.protocol == "resp":
+            mend += f". A storage node's address belongs in 'storage' of section 'dpu': {STORAGE_KEYS}"
+        yield Finding(what, "failed", f"{listener} listens on {plane.address}: this is no data plane", mend)
+        return
+    if plane.config is None and listener.encrypted:  # calls take a client's certificate, which is not here
+        found = f"{listener} answers on {plane.address} over TLS"
+        mend = "another program listens there: the configuration of the data plane has no tls_cert"
+        yield Finding.of(what, plane.encrypted, found, mend, "failed")
+        return
+    yield from _asked(plane, listener)
+
+
+def _asked(plane: Plane, listener: Listener) -> Iterator[Finding]:
+    config = plane.config
+    client = None
+    try:
+        credentials = None if config is None else config.credentials()
+        client = DataPlaneClient(plane.address, credentials=credentials, connect_timeout=TIMEOUT_S)
+        if config is not None:
+            client.connect(TIMEOUT_S, wait=False)
+        answer = client.statistics()
+    except ConfigurationError as error:
+        yield Finding("data plane", "failed", str(error), "name files of certificates that can be used (tls_ca)")
+        return
+    except DataPlaneError as error:
+        mend = f"write the data plane's address into {plane.key}: {DATA_PLANE_KEYS}"
+        if listener.protocol == "http2":
+            mend = "the message says what does not fit; install the same release of ShadowServe on both sides"
+        yield Finding("data plane", "failed", f"{plane.address}: {error}", mend)
+        return
+    finally:
+        if client is not None:
+            client.close()
+    found = f"ShadowServe {answer.version}, backend {answer.backend}, answers on {plane.address}"
+    yield Finding("data plane", "ok", found)
+    yield from _engines(list(answer.engines), plane.chunks)
+
+
+def _engines(engines: list[pb.Engine], own: tuple[int, str] | None) -> Iterator[Finding]:
+    """Compare engines of one data plane: which share what they store.
+
+    Args:
+        engines: that are connected.
+        own: tokens of the chunks and the quantizer of the engine that is to be started; None where they are not known.
+    """
+    forms = Counter((each.model, each.chunk_tokens, each.quantizer) for each in engines)
+    mend = "give engines of one model the same chunk_tokens, quantizer, bins, value_bins and scale_tokens"
+    for one, other in combinations(forms, 2):
+        if one[0] == other[0]:
+            found = f"of one model, they share nothing: {_form(one)}; {_form(other)}"
+            yield Finding("engines", "warning", found, mend)
+            return
+    models = {form[0] for form in forms}
+    if own is not None and engines:
+        if not any(form[1] == own[0] and form[2].startswith(own[1]) for form in forms):
+            there = "; ".join(_form(form) for form in forms)
+            found = f"none has this one's chunks of {own[0]} tokens, {own[1]}: {there}"
+            yield Finding("engines", "warning", f"{found}; of the same model, they share nothing with it", mend)
+            return
+    if engines:
+        listed = "; ".join(f"{count} of {_form(form)}" for form, count in forms.items())
+        apart = ", engines of different models share nothing (docs/identity.md)" if len(models) > 1 else ""
+        yield Finding("engines", "ok", f"{listed}{apart}")
+
+
+def _form(form: tuple[bytes, int, str]) -> str:
+    model, tokens, quantizer = form
+    return f"model {model.hex()[:8]} with chunks of {tokens} tokens, {quantizer}"

@@ -1,0 +1,137 @@
+"""``shadowserve stats`` of a data plane: what it has fetched and stored, its stages, and the engines that it serves."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from google.protobuf.json_format import MessageToDict
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
+
+from host_control.client import DataPlaneClient
+from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.sizes import human_size
+from shadowserve.tls import Credentials
+
+__all__ = ["PlaneWatcher"]
+
+_COUNTERS: Final = ("rounds", "fetched_bytes", "delivered_bytes", "stored_raw_bytes", "stored_bytes", "lookup_keys")
+_TIMEOUT_S: Final = 5.0
+
+
+@dataclass
+class PlaneWatcher:
+    """Statistics of a data plane in turn.
+
+    Attributes:
+        client: of the data plane.
+        before: the statistics before, and when they came; None at first.
+    """
+
+    client: DataPlaneClient
+    before: tuple[pb.StatisticsResponse, float] | None = None
+
+    @classmethod
+    def connected(cls, address: str, credentials: Credentials | None) -> "PlaneWatcher":
+        """Return one for the data plane at ``host:port`` or ``unix:/path``.
+
+        Raises:
+            ConfigurationError: the certificates cannot be used.
+        """
+        return cls(DataPlaneClient(address, credentials=credentials, connect_timeout=_TIMEOUT_S))
+
+    def step(self) -> dict[str, Any]:
+        """Return everything that is shown; rates are those since the step before, or since the data plane's start.
+
+        Raises:
+            DataPlaneError: it does not answer.
+        """
+        now, taken_s = self.client.statistics(), time.monotonic()
+        earlier, span_s = pb.StatisticsResponse(), max(now.up_seconds, 1.0)
+        since = "start"
+        if self.before is not None and self.before[0].up_seconds <= now.up_seconds:  # else it was started anew
+            earlier, span_s = self.before[0], max(taken_s - self.before[1], 1e-3)
+            since = f"{span_s:.3g} s"
+        self.before = (now, taken_s)
+        found = now.lookup_keys - earlier.lookup_keys
+        view: dict[str, Any] = MessageToDict(
+            now, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        rates = {f"{name}_per_s": (getattr(now, name) - getattr(earlier, name)) / span_s for name in _COUNTERS}
+        numbers: dict[str, Any] = _with_numbers(view)
+        return numbers | {
+            "kind": "data plane",
+            "lookup_hit_rate": (now.lookup_hits - earlier.lookup_hits) / found if found else None,
+            **rates,
+            "engines": [
+                {"process": each.process, "model": each.model.hex(), "chunk_tokens": each.chunk_tokens,
+                 "quantizer": each.quantizer}
+                for each in now.engines
+            ],
+            "since": since,
+        }  # fmt: skip
+
+    def shown(self, view: Mapping[str, Any], where: str) -> RenderableType:
+        """Return a view as people see it."""
+        return _shown(view, where)
+
+    def close(self) -> None:
+        self.client.close()
+
+
+def _with_numbers(value: Any) -> Any:
+    """Return a message as JSON has it, with the integers of 64 bits that protobuf writes as text."""
+    if isinstance(value, dict):
+        return {key: _with_numbers(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(each) for each in value]
+    return int(value) if isinstance(value, str) and value.isdigit() else value
+
+
+def _shown(view: Mapping[str, Any], where: str) -> RenderableType:
+    """Return what people see of a data plane's statistics."""
+    head = f"{where}, data plane, shadowserve {view['version']}, {view['backend']}, up {view['up_seconds']:.0f} s"
+    since = "since the start" if view["since"] == "start" else f"in the last {view['since']}"
+    table = Table(Column("what"), Column(since, justify="right"), box=SIMPLE_HEAD, padding=0)
+    found = "-" if view["lookup_hit_rate"] is None else f"{100 * view['lookup_hit_rate']:.1f} %"
+    state = "connected" if view["storage_connected"] else "[red]not connected[/red]"
+    for title, text in (
+        ("storage", f"{view['storage']}, {state}"),
+        ("keys found, of those looked up", found),
+        ("fetched, as stored", f"{human_size(view['fetched_bytes_per_s'])}/s"),
+        ("delivered to engines", f"{human_size(view['delivered_bytes_per_s'])}/s"),
+        ("stored, as records", f"{human_size(view['stored_bytes_per_s'])}/s"),
+        ("rounds", f"{view['rounds_per_s']:,.1f} /s"),
+        ("buffers", human_size(view["buffer_bytes"])),
+        ("resident memory", human_size(view["resident_bytes"])),
+        ("registered memory", f"{view['destinations']:,} regions"),
+    ):
+        table.add_row(title, text)
+    return Group(head, table, *_outcomes(view), *_engines(view))
+
+
+def _outcomes(view: Mapping[str, Any]) -> list[RenderableType]:
+    table = Table(Column("calls since the start"), Column("outcomes"), box=SIMPLE_HEAD, padding=0)
+    for title, counts in (("Fetch", view["fetch_outcomes"]), ("Store", view["store_outcomes"])):
+        listed = sorted(counts.items(), key=lambda each: -each[1])
+        table.add_row(title, ", ".join(f"{name} {count:,}" for name, count in listed) or "-")
+    return [table]
+
+
+def _engines(view: Mapping[str, Any]) -> list[RenderableType]:
+    if not view["engines"]:
+        return []
+    table = Table("engine", "model", Column("tokens of a chunk", justify="right"), "quantizer", box=SIMPLE_HEAD,
+                  padding=0)  # fmt: skip
+    forms: dict[str, set[tuple[int, str]]] = {}
+    for each in view["engines"]:
+        forms.setdefault(each["model"], set()).add((each["chunk_tokens"], each["quantizer"]))
+        table.add_row(each["process"], each["model"][:8], str(each["chunk_tokens"]), each["quantizer"])
+    different = [model[:8] for model, found in forms.items() if len(found) > 1]
+    notes = [
+        f"[yellow]engines of model {model} share nothing: give them the same chunk_tokens and quantizer[/yellow]"
+        for model in different
+    ]
+    return [table, *notes]

@@ -1,0 +1,93 @@
+"""Engines of one model that differ in the tokens of a chunk or in the quantizer: what is logged and what is said."""
+
+import hashlib
+import logging
+from typing import Any
+
+import grpc
+import pytest
+from dataplane_support import Client, Server, layout, running
+
+from shadowserve.keys import ModelIdentity
+from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.proto.convert import engine_message, layout_message
+
+MODEL = ModelIdentity(model="a model", dtype="bfloat16")
+
+
+def engine(**changes: Any) -> pb.Engine:
+    said = engine_message(MODEL, layout(), paged=False)
+    said.MergeFrom(pb.Engine(**changes))
+    return said
+
+
+async def hello(client: Client, process: str, said: pb.Engine) -> list[str]:
+    shape = layout(namespace=hashlib.sha256(said.SerializeToString()).digest())
+    answer = await client.hello(process=process, engine=said, layout=layout_message(shape), chunk_bytes=shape.raw_bytes)
+    return list(answer.differences)
+
+
+async def test_an_engine_that_shares_nothing_with_another_of_its_model_hears_why_and_the_log_says_it_once(
+    storage: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Symptom: two engines with different chunk_tokens missed all that the other had stored, and nothing said so."""
+    async with running(storage) as (_, client):
+        with caplog.at_level(logging.WARNING):
+            assert await hello(client, "the first", engine()) == []
+            assert await hello(client, "the second", engine()) == []
+            for _ in range(3):
+                [difference] = await hello(client, "the third", engine(chunk_tokens=512))
+            assert "the third" in difference and "chunk_tokens (512 and 256)" in difference
+            found = await hello(client, "the fourth", engine(quantizer="binned of 64 and 16 bins"))
+            assert len(found) == 2 and any(
+                "quantizer (binned of 64 and 16 bins and lossless)" in each for each in found
+            )
+            assert await hello(client, "of another model", engine(model=bytes(32), chunk_tokens=64)) == []
+        lines = [record.message for record in caplog.records if "share nothing" in record.message]
+        assert len([line for line in lines if "the third" in line and "the fourth" not in line]) == 1
+
+
+async def test_statistics_list_engines_that_have_registered_memory_or_are_new(
+    storage: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(storage) as (_, client):
+        shape = layout()
+        said = engine()
+        await client.hello(process="one", engine=said, layout=layout_message(shape), chunk_bytes=shape.raw_bytes)
+        await hello(client, "two", engine(chunk_tokens=512))
+
+        async def listed() -> set[str]:
+            answer = await client.plain.Statistics(pb.StatisticsRequest())
+            return {each.process for each in answer.engines}
+
+        assert await listed() == {"one", "two"}
+        await client.register(shape, 1)
+        monkeypatch.setattr("dpu_dataplane.engines._NEW_S", 0.0)
+        assert await listed() == {"one"}
+        await client.stub.ReleaseDestination(pb.ReleaseDestinationRequest(destination_id=client.destination))
+        assert await listed() == set()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": b"short"},
+        {"chunk_tokens": 1 << 20},
+        {"quantizer": "x" * 65},
+        {"quantizer": "two\nlines"},
+        {"process": "a process"},
+    ],
+    ids=str,
+)
+async def test_an_engine_that_cannot_be_is_refused(client: Client, changes: dict[str, Any]) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await hello(client, "an engine", engine(**changes))
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_quantizer_is_described_with_what_keys_depend_on() -> None:
+    binned = layout("binned")
+    assert engine_message(MODEL, binned, paged=False).quantizer.startswith("binned of ")
+    assert engine_message(MODEL, layout(), paged=True).quantizer == "lossless, as pages"
+    other = ModelIdentity(model="a model", dtype="bfloat16", chunk_tokens=512)
+    assert engine_message(other, layout(), paged=False).model == engine().model

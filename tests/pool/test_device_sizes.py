@@ -1,0 +1,142 @@
+"""The size of a device: a file gets the size that is configured now, a volume grows, and never shrinks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool_support import MIB, configuration, file_pool
+from store_driver import Driver
+
+from shadowserve.errors import ConfigurationError
+from shadowserve.native import BlockDevice
+from shadowserve.pool.device_pool import DevicePool
+from shadowserve.pool.volume.format import SUPERBLOCK_OFFSETS, Superblock
+from shadowserve.pool.volume.recovery import Reader, read_superblocks
+from shadowserve.pool.volume.resizing import grown
+
+VALUE = bytes(MIB)
+
+
+def start(path: Path, size: Any, **keys: Any) -> Driver:
+    device = {"path": str(path), "bandwidth": 1 << 30, "objects_max": 100, **keys}
+    return Driver(DevicePool(configuration(devices=[device | ({"size": size} if size else {})]), measure=False))
+
+
+def room(pool: Driver) -> int:
+    """Return the bytes that the device has for objects."""
+    return pool.statistics().devices[0].capacity_bytes
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Path:
+    """A file of 16 MiB with a volume that holds a key."""
+    path = tmp_path / "values.pool"
+    pool = start(path, "16 MiB")
+    pool.put(b"kept", VALUE)
+    pool.stop()
+    return path
+
+
+def test_a_file_grows_to_the_size_that_is_configured_and_keeps_what_it_holds(volume: Path) -> None:
+    """Symptom: a size that was changed later was ignored, and nothing said so."""
+    before = start(volume, "16 MiB")
+    less = room(before)
+    before.stop()
+    pool = start(volume, "32 MiB")
+    assert room(pool) == less + 16 * MIB and volume.stat().st_size == 32 * MIB
+    assert pool.value(b"kept") == VALUE
+    for number in range(20):  # more than there was room for
+        pool.put(b"more%d" % number, VALUE)
+    pool.stop()
+    again = start(volume, "32 MiB")
+    assert room(again) == less + 16 * MIB
+    assert again.value(b"kept") == VALUE and again.value(b"more19") == VALUE
+    again.stop()
+
+
+def test_a_device_that_has_become_larger_is_used_whole_without_a_size(volume: Path) -> None:
+    with volume.open("r+b") as file:
+        file.truncate(24 * MIB)
+    pool = start(volume, None)
+    assert room(pool) > 16 * MIB and pool.value(b"kept") == VALUE
+    pool.stop()
+
+
+def test_a_smaller_size_is_refused_with_what_to_write(volume: Path) -> None:
+    before = volume.read_bytes()
+    with pytest.raises(ConfigurationError) as refused:
+        start(volume, "8 MiB")
+    told = str(refused.value)
+    assert "is 8 MiB, and the volume in it has 16 MiB" in told and f"Set size to {16 * MIB}" in told
+    assert volume.read_bytes() == before
+
+
+def test_a_size_that_is_corrected_after_a_first_start_that_failed_is_taken(tmp_path: Path) -> None:
+    """Symptom: the corrected configuration failed in the same way until the file was deleted."""
+    path = tmp_path / "values.pool"
+    with pytest.raises(ConfigurationError, match="cannot hold the log"):
+        start(path, "1 MiB")
+    pool = start(path, "16 MiB")
+    pool.put(b"kept", VALUE)
+    assert path.stat().st_size == 16 * MIB
+    pool.stop()
+
+
+def test_a_file_that_was_never_formatted_becomes_smaller(tmp_path: Path) -> None:
+    path = tmp_path / "values.pool"
+    path.write_bytes(bytes(32 * MIB))
+    pool = start(path, "16 MiB")
+    assert path.stat().st_size == 16 * MIB
+    pool.stop()
+
+
+@pytest.mark.parametrize("size", ["8 MiB", "32 MiB"])
+def test_a_file_that_holds_something_else_is_refused_and_keeps_its_size(tmp_path: Path, size: str) -> None:
+    path = tmp_path / "photos"
+    path.write_bytes(b"a photo" * (1 << 21))
+    before = path.read_bytes()
+    with pytest.raises(ConfigurationError, match="nothing was changed"):
+        start(path, size)
+    assert path.read_bytes() == before
+
+
+def test_a_size_of_a_block_device_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Path, "is_block_device", lambda _: True)
+    with pytest.raises(ConfigurationError, match="is used whole: leave size out"):
+        start(tmp_path / "nvme1n1", "16 MiB")
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_volume_whose_growth_was_cut_short_is_opened(volume: Path, written: int) -> None:
+    """A crash can leave the new superblock in one of its two places, whichever it is."""
+    with volume.open("r+b") as file:
+        file.truncate(32 * MIB)
+    device = BlockDevice(volume)
+    superblock, _ = read_superblocks(Reader(device), device)
+    assert superblock is not None
+    larger = grown(superblock, device)
+    device.close()
+    with volume.open("r+b") as file:
+        file.seek(SUPERBLOCK_OFFSETS[written])
+        file.write(larger.pack())
+    pool = start(volume, "32 MiB")
+    assert room(pool) > 24 * MIB and pool.value(b"kept") == VALUE
+    pool.stop()
+    content = volume.read_bytes()
+    copies = {Superblock.unpack(content[offset : offset + 4096]) for offset in SUPERBLOCK_OFFSETS}
+    assert copies == {larger}
+
+
+def test_a_pool_with_two_files_grows_one_of_them(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("one", "two")]
+    pool = Driver(file_pool(paths, 16 * MIB))
+    pool.put(b"kept", VALUE)
+    pool.stop()
+    devices = [
+        {"path": str(path), "bandwidth": 1 << 30, "size": size * MIB}
+        for path, size in zip(paths, (16, 32), strict=True)
+    ]
+    pool = Driver(DevicePool(configuration(devices=devices), measure=False))
+    first, second = (device.capacity_bytes for device in pool.statistics().devices)
+    assert second == first + 16 * MIB and pool.value(b"kept") == VALUE
+    pool.stop()

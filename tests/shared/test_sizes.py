@@ -1,0 +1,61 @@
+"""Sizes as people write them: what is taken, and what is said of the rest."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from shadowserve.sizes import ByteSize, human_size
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Model(BaseModel):
+    size: ByteSize
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (0, 0), (4096, 4096), ("4096", 4096), ("8 GiB", 8 << 30), ("8GiB", 8 << 30), (" 8  gib ", 8 << 30),
+        ("1.5 MiB", 3 << 19), (".5 KiB", 512), ("500 MB", 500_000_000), ("1B", 1), ("9007199254740993", 2**53 + 1),
+        ("4503599627370497 KiB", (2**52 + 1) << 10), ("2 PiB", 2 << 50),
+    ],
+)  # fmt: skip
+def test_a_number_and_a_unit_are_a_size(text: Any, size: int) -> None:
+    assert Model(size=text).size == size
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("8 GB of RAM", "and nothing else"), ("4 GiB and more", "and nothing else"), ("8GB/s", "and nothing else"),
+        ("-1 GiB", "and nothing else"), ("1 000 MiB", "and nothing else"), ("", "and nothing else"),
+        ("8,5 GiB", "write a point for the decimal comma: 8.5 GiB"), ("8G", "there is no unit 'G'"),
+        ("8 Gbit", "there is no unit 'Gbit'"), ("3 parsecs", "KiB, MiB, GiB, TiB, PiB (powers of 1024)"),
+        (1.5, "a number and a unit"), (True, "a number and a unit"), ([1], "a number and a unit"),
+        (-1, "2**63"), (1 << 63, "2**63"), ("9000 PiB", "2**63"), ("9" * 50, "and nothing else"),
+    ],
+)  # fmt: skip
+def test_what_is_no_size_is_refused_with_what_to_write(text: Any, told: str) -> None:
+    """Symptom: '8 GB of RAM' was taken for 8 GB, and '8,5 GiB' for 8 bytes."""
+    with pytest.raises(ValidationError) as refused:
+        Model(size=text)
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1 << 30, "1 GiB"), (int(23.53 * 2**30), "23.5 GiB")]
+)
+def test_a_size_is_printed_in_its_largest_unit(size: int, text: str) -> None:
+    assert human_size(size) == text
+
+
+def test_no_configuration_reads_sizes_in_another_way() -> None:
+    for package in ("shadowserve", "storage_kv", "dpu_dataplane", "host_control", "shadowserve_tools"):
+        for path in (REPOSITORY / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.module == "pydantic":
+                    assert "ByteSize" not in {name.name for name in node.names}, path

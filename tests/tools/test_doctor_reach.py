@@ -1,0 +1,283 @@
+"""``shadowserve doctor`` asks storage nodes, data planes and other servers what they are, in their own protocols."""
+
+import dataclasses
+import http.server
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from machine import PATIENT, free_port
+
+from host_control.config import HostConfig
+from shadowserve import __version__
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
+from shadowserve.keys import ModelIdentity
+from shadowserve.proto.convert import engine_message
+from shadowserve_tools import main
+from shadowserve_tools.doctor.connector import VLLM_KEYS
+from shadowserve_tools.listener import identify
+from shadowserve_tools.processes import Child, start_data_plane, start_redis, start_storage
+
+SMALL = ["--decompression-buffer-bytes", "8 MiB", "--store-buffer-bytes", "8 MiB", *PATIENT]
+ENGINE = {"kv_connector": "ShadowServeConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+Found = dict[str, tuple[str, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.startswith("SHADOWSERVE_") and "NATIVE" not in name]:
+        monkeypatch.delenv(variable)
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    with start_storage(tmp_path_factory.mktemp("storage")) as child:
+        yield child
+
+
+@pytest.fixture(scope="module")
+def plane(storage: Child, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    with start_data_plane(tmp_path_factory.mktemp("plane"), storage.address, *SMALL) as child:
+        yield child
+
+
+def doctor(*arguments: str) -> Found:
+    done = CliRunner().invoke(main, ["doctor", "--json", *arguments])
+    findings = json.loads(done.output)["findings"]
+    assert done.exit_code == any(each["state"] == "failed" for each in findings)
+    return {each["what"]: (each["state"], each["found"], each["mend"]) for each in findings}
+
+
+def on_host(storage: str, plane: str, **keys: Any) -> Found:
+    engine = ENGINE | {"kv_connector_extra_config": {"data_plane": plane} | keys}
+    return doctor("--storage", storage, "--kv-transfer-config", json.dumps(engine))
+
+
+# ---- What listens ----------------------------------------------------------------------------------------------------
+
+
+def test_what_runs_is_named_with_its_release(storage: Child, plane: Child) -> None:
+    found = on_host(storage.address, plane.address)
+    assert found["storage server"][:2] == ("ok", f"ShadowServe {__version__} answers on {storage.address}")
+    assert found["data plane"][0] == "ok" and f"ShadowServe {__version__}, backend" in found["data plane"][1]
+    assert found["kv-transfer-config"][0] == "ok" and plane.address in found["kv-transfer-config"][1]
+
+
+def test_two_swapped_ports_are_two_faults_with_the_remedy(storage: Child, plane: Child) -> None:
+    """Symptom: with the ports of storage node and data plane swapped the doctor said 'ok' twice."""
+    found = on_host(plane.address, storage.address)
+    state, what, mend = found["storage server"]
+    assert state == "failed" and "gRPC server, such as a data plane" in what
+    assert "--storage" in mend and "'data_plane' of the engine" in mend
+    state, what, mend = found["data plane"]
+    assert state == "failed" and "Redis' protocol, such as a storage node" in what
+    assert "'data_plane' of the engine" in mend and "'storage' of section 'dpu'" in mend
+
+
+def test_a_server_whose_password_is_missing_or_wrong_is_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: a storage server that let the data plane do nothing was 'ok'."""
+    with start_storage(tmp_path, environment={"SHADOWSERVE_STORAGE_PASSWORD": "right"}) as locked:
+        file = tmp_path / "dpu.yaml"
+        file.write_text(f"dpu: {{storage: '{locked.address}', listen: '127.0.0.1:1'}}")
+        for password, state, told in (("", "failed", "NOAUTH"), ("wrong", "failed", "WRONGPASS"), ("right", "ok", "")):
+            monkeypatch.setenv("SHADOWSERVE_DPU_STORAGE_PASSWORD", password)
+            found = doctor("--config", str(file))["storage server"]
+            assert found[0] == state and told in found[1], found
+            assert state == "ok" or "SHADOWSERVE_DPU_STORAGE_PASSWORD" in found[2]
+
+
+def test_redis_in_the_place_of_a_storage_node_is_told_of(tmp_path: Path) -> None:
+    with start_redis(tmp_path) as redis:
+        file = tmp_path / "file.yaml"
+        port = redis.address.rpartition(":")[2]
+        for text, state in (
+            (f"dpu: {{storage: '{redis.address}', listen: '127.0.0.1:1'}}", "warning"),
+            (f"dpu: {{storage_cluster: ['{redis.address}'], listen: '127.0.0.1:1'}}", "ok"),
+            (f"storage: {{port: {port}}}", "failed"),
+        ):
+            file.write_text(text)
+            found = doctor("--config", str(file))["storage server"]
+            assert found[0] == state and "Redis " in found[1], found
+
+
+def test_http_and_silence_are_no_storage_node_and_no_data_plane(storage: Child) -> None:
+    class Quiet(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing: standard error is read as well."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{web.server_port}"
+        found = on_host(address, address)
+        web.shutdown()
+    assert found["storage server"][0] == found["data plane"][0] == "failed"
+    assert "an HTTP server" in found["storage server"][1] and "an HTTP server" in found["data plane"][1]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert identify(f"127.0.0.1:{silent.getsockname()[1]}").protocol == "silent"
+
+
+# ---- Configurations --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "role"),
+    [(("storage",), "storage"), (("dpu",), "data-plane"), (("host",), "host"), (("dpu", "host"), "host")],
+)
+def test_the_role_is_what_the_file_is_for(tmp_path: Path, sections: tuple[str, ...], role: str) -> None:
+    file = tmp_path / "file.yaml"
+    file.write_text("\n".join(f"{section}: {{}}" for section in sections))
+    report = json.loads(CliRunner().invoke(main, ["doctor", "--json", "--config", str(file)]).output)
+    assert report["role"] == role
+
+
+def test_the_addresses_are_those_of_the_data_planes_configuration(tmp_path: Path) -> None:
+    """Symptom: 'doctor --config dpu.yaml' ignored dpu.listen."""
+    port = free_port()
+    file = tmp_path / "dpu.yaml"
+    file.write_text(f"dpu: {{listen: '0.0.0.0:{port}', allow_remote: true, tiers: {{devices: [/nowhere/pool]}}}}")
+    for role in ("data-plane", "host"):
+        found = doctor("--role", role, "--config", str(file))
+        assert f"not reached on 127.0.0.1:{port}" in found["data plane"][1], found["data plane"]
+        assert found["data plane"][2] == f"shadowserve dpu --config {file}"
+        assert "storage server" not in found
+    found = doctor("--config", str(file))
+    assert found["device /nowhere/pool"][0] == "failed" and found["memory"][0] in ("ok", "warning")
+    assert "image" not in found, "it was taken for a BlueField"
+
+
+def test_a_file_of_another_program_is_a_fault(tmp_path: Path) -> None:
+    """Symptom: 'doctor --role storage --config emulated.yaml' found 0 faults."""
+    file = tmp_path / "dpu.yaml"
+    file.write_text("dpu: {}")
+    state, found, _ = doctor("--role", "storage", "--config", str(file))["configuration"]
+    assert state == "failed" and "it is a file of 'shadowserve dpu'" in found
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+def test_tls_is_spoken_where_it_is_configured(tmp_path: Path, certificates: Path, mutual: bool) -> None:
+    server = {name: certificates / f"server.{end}" for name, end in (("tls_cert", "crt"), ("tls_key", "key"))}
+    flags = [word for name, path in server.items() for word in (f"--{name.replace('_', '-')}", str(path))]
+    authority = ["--tls-client-ca", str(certificates / "ca.crt")]
+    trusted = f"storage_tls_ca: {certificates / 'ca.crt'}"
+    own = f"storage_tls_cert: {certificates / 'client.crt'}, storage_tls_key: {certificates / 'client.key'}"
+    given = {key: str(path) for key, path in server.items()} | {"tls_client_ca": authority[1]}
+    with start_storage(tmp_path, *flags, *(authority if mutual else [])) as node:
+        file = tmp_path / "dpu.yaml"
+        cases = [
+            ("", "failed", "speaks TLS"),
+            (trusted, "failed" if mutual else "ok", "on "),
+            (f"{trusted}, {own}", "ok", ""),
+        ]
+        for keys, state, told in cases:
+            file.write_text(f"dpu: {{storage: '{node.address}', listen: '127.0.0.1:1', {keys}}}")
+            found = doctor("--config", str(file))["storage server"]
+            assert found[0] == state and told in found[1], found
+        file.write_text(json.dumps({"storage": {"port": int(node.address.rpartition(":")[2])} | given}))
+        assert doctor("--config", str(file))["storage server"][0] == "ok"
+    with start_data_plane(tmp_path, "127.0.0.1:1", *SMALL, *flags, *authority) as plane:
+        mine = {"tls_ca": "ca.crt", "tls_cert": "client.crt", "tls_key": "client.key"}
+        keys = {key: str(certificates / name) for key, name in mine.items()}
+        assert on_host("127.0.0.1:1", plane.address, **keys)["data plane"][0] == "ok"
+        state, found, mend = on_host("127.0.0.1:1", plane.address)["data plane"]
+        assert state == "failed" and "set tls_ca" in found and mend
+        file.write_text(json.dumps({"dpu": {"listen": plane.address} | given}))
+        assert doctor("--config", str(file))["data plane"][0] == "ok"
+
+
+# ---- --kv-transfer-config --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "no JSON"),
+        ("[]", "no JSON object"),
+        ({"kv_connector": "ShadowServConnector"}, 'it is "ShadowServeConnector"'),
+        ({"kv_role": "both"}, "kv_both, kv_producer, kv_consumer"),
+        ({"kv_rol": "kv_both"}, 'did you mean "kv_role"?'),
+        ({"kv_connector_extra_config": {"quantiser": "binned"}}, "did you mean 'quantizer'"),
+        ({"kv_connector_extra_config": []}, "no JSON object"),
+        ({"kv_connector_extra_config": {"data_plane": "redis://a"}}, "is a URL"),
+        ({"kv_connector": "MultiConnector"}, "connectors"),
+        ({"kv_connector": "OffloadingConnector"}, "secondary_tiers"),
+    ],
+    ids=str,
+)
+def test_a_transfer_config_that_the_engine_could_not_use_is_a_fault(text: Any, told: str) -> None:
+    text = text if isinstance(text, str) else json.dumps(ENGINE | text)
+    state, found, _ = doctor("--kv-transfer-config", text)["kv-transfer-config"]
+    assert state == "failed" and told in found
+
+
+@pytest.mark.parametrize(
+    "transfer",
+    [
+        {"kv_connector_extra_config": {"shadowserve.data_plane": "127.0.0.1:1"}},
+        {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [
+            {"kv_connector": "Other"}, ENGINE | {"kv_connector_extra_config": {"data_plane": "127.0.0.1:1"}}]}},
+        {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"secondary_tiers": [
+            {"type": "ShadowServeTier", "module_path": "host_control.vllm.tier", "data_plane": "127.0.0.1:1"}]}},
+    ],
+    ids=lambda transfer: transfer.get("kv_connector", ""),
+)  # fmt: skip
+def test_the_data_plane_is_looked_for_where_the_transfer_config_says(transfer: dict[str, Any]) -> None:
+    found = doctor("--kv-transfer-config", json.dumps(ENGINE | transfer))
+    assert found["kv-transfer-config"][0] == "ok" and "not reached on 127.0.0.1:1" in found["data plane"][1]
+
+
+def test_requests_that_would_fail_with_the_data_plane_are_told_of() -> None:
+    found = doctor("--kv-transfer-config", json.dumps(ENGINE | {"kv_load_failure_policy": "fail"}))
+    assert found["load failures"][0] == "warning" and "recompute" in found["load failures"][2]
+
+
+def test_the_keys_of_vllm_are_those_that_it_has() -> None:
+    config = pytest.importorskip("vllm.config.kv_transfer").KVTransferConfig
+    assert tuple(each.name for each in dataclasses.fields(config)) == VLLM_KEYS
+
+
+# ---- Engines ---------------------------------------------------------------------------------------------------------
+
+
+def test_engines_of_one_model_that_share_nothing_are_a_warning(storage: Child, tmp_path: Path) -> None:
+    """Symptom: two engines with different chunk_tokens shared nothing, and the doctor saw no more than a port."""
+    layout = ChunkLayout(
+        namespace=b"n" * 32, dtype=DType.BFLOAT16, layers=2, kinds=2, vector_length=64, tokens=256,
+        quantizer=Quantizer.LOSSLESS,
+    )  # fmt: skip
+    model = ModelIdentity(model="a model", dtype="bfloat16")
+    with start_data_plane(tmp_path, storage.address, *SMALL) as plane:
+        clients = []
+        for identity in (model, model, dataclasses.replace(model, chunk_tokens=512)):
+            engine = engine_message(identity, layout, paged=False)
+            client = HostConfig(data_plane=plane.address).client(0, engine)
+            client.connect(60.0, layout)
+            clients.append(client)
+            found = on_host(storage.address, plane.address)["engines"]
+            assert found[0] == ("ok" if len(clients) < 3 else "warning"), found
+        assert "256 tokens" in found[1] and "512 tokens" in found[1] and "chunk_tokens" in found[2]
+        for client in clients:
+            client.close()
+
+
+def test_an_engine_that_would_share_nothing_with_those_that_run_is_a_warning(storage: Child, plane: Child) -> None:
+    layout = ChunkLayout(
+        dtype=DType.BFLOAT16, layers=2, kinds=2, vector_length=64, tokens=256, quantizer=Quantizer.LOSSLESS
+    )
+    engine = engine_message(ModelIdentity(model="a model", dtype="bfloat16"), layout, paged=False)
+    client = HostConfig(data_plane=plane.address).client(0, engine)
+    client.connect(60.0, layout)
+    assert on_host(storage.address, plane.address)["engines"][0] == "ok"
+    for keys in ({"chunk_tokens": 512}, {"quantizer": "binned"}):
+        state, found, _ = on_host(storage.address, plane.address, **keys)["engines"]
+        assert state == "warning" and "none has this one's chunks" in found
+    client.close()
