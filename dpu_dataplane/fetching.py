@@ -244,6 +244,8 @@ class Fetcher:
         try:
             with self._tracer.fetch(job.owner, sum(len(part.keys) for part in parts)):
                 async with contextlib.AsyncExitStack() as stack:
+                    near = self._catalog.draw_near([(part.layout.namespace, part.keys) for part in parts])
+                    await job.within(near, "waiting for object storage")
                     with self._tracer.step(job.owner, "turn"):
                         await stack.enter_async_context(self.queue.turn(job))
                     chunks = _turn_chunks(parts, rate)

@@ -7,6 +7,7 @@ paper; it then makes the bodies of that round appear where the pipeline decodes 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -23,6 +24,7 @@ from shadowserve.record import head_length
 __all__ = [
     "QUESTION_KEYS_MAX",
     "Chain",
+    "Cold",
     "Delivered",
     "Encoded",
     "Expected",
@@ -31,6 +33,7 @@ __all__ = [
     "Order",
     "Source",
     "Stored",
+    "Tier",
     "Unanswered",
     "head_size",
 ]
@@ -39,11 +42,35 @@ QUESTION_KEYS_MAX: Final = 8192
 """Keys in one question: 16 ranks' chains of 128K tokens."""
 
 
+class Tier(IntEnum):
+    """Where a record is, the nearest first; numbers as in proto/dataplane.proto."""
+
+    NONE = 0
+    MEMORY = 1
+    """Of this machine, as the next two."""
+    DEVICE = 2
+    STORAGE = 3
+    """On a storage server, in its memory or on its devices."""
+    COLD = 4
+    """In object storage behind a storage server, and nowhere else."""
+
+
 class Stored(NamedTuple):
-    """What a source says of one key: length of the value in bytes, and at least the head, if it is a record."""
+    """What a source says of one key: length of the value in bytes, at least the head, if it is a record; and where."""
 
     length: int
     head: bytes
+    tier: Tier = Tier.STORAGE
+
+
+class Cold(NamedTuple):
+    """That a record is in object storage behind a source: its length, and after how many ms the source expects it.
+
+    As if it was asked for now, and those before it in the same question.
+    """
+
+    length: int
+    ms: int
 
 
 class Unanswered(NamedTuple):
@@ -58,7 +85,7 @@ class Unanswered(NamedTuple):
         return cls(str(error), isinstance(error, StorageRefusedError))
 
 
-Found = Stored | Unanswered | None
+Found = Stored | Cold | Unanswered | None
 """What a source says of one key; None where there is no record, and perhaps where there is a value that is none."""
 
 
@@ -209,7 +236,7 @@ class Source(ABC):
 
     @abstractmethod
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        """Return what it has under each of up to QUESTION_KEYS_MAX keys.
+        """Return what it has under each of up to QUESTION_KEYS_MAX keys. Waits for nothing in object storage: Cold.
 
         Raises:
             StorageUnavailableError, StorageRefusedError: no key was answered for.
@@ -241,16 +268,23 @@ class Source(ABC):
         """
         return None
 
-    async def cold(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
-        """Return in how many ms the source expects to have each of up to QUESTION_KEYS_MAX keys if asked for all now.
-
-        0 of what it has or knows nothing of; None of a source that has all that it knows of. Waits for none of them,
-        as :meth:`find` would.
+    async def heads(self, keys: Sequence[bytes]) -> Sequence[Found]:
+        """Return as :meth:`find` does, but wait until object storage has brought what was cold.
 
         Raises:
             StorageUnavailableError, StorageRefusedError: no key was answered for.
         """
-        return None
+        return await self.find(keys)
+
+    async def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Have what is cold of up to QUESTION_KEYS_MAX keys brought from object storage, or begin with it: a hint.
+
+        Whoever wants the rest asks again. Nothing is waited for.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: it was not told.
+        """
+        return
 
     def expect(self, requests: Sequence[Expected]) -> None:
         """Take what will be fetched soon, in this order, in the place of what was said before. A hint.
