@@ -18,12 +18,13 @@ import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics, outcome_name
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Cold, Expected, Found, Source, Stored, Tier, Unanswered
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Cold, Expected, Found, Source, Stored, Unanswered
 from shadowserve import native
 from shadowserve.errors import CorruptRecordError, NotARecordError, RecordError, StorageError
 from shadowserve.pieces import Flags
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import HeadPeek, peek_head
+from shadowserve.tier import Tier
 
 __all__ = ["Catalog", "Fault", "Looked", "fault_of", "inspect_head"]
 

@@ -7,7 +7,6 @@ paper; it then makes the bodies of that round appear where the pipeline decodes 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -20,6 +19,7 @@ from shadowserve.errors import StorageError, StorageRefusedError
 from shadowserve.native import Result
 from shadowserve.pieces import Flags
 from shadowserve.record import head_length
+from shadowserve.tier import Tier
 
 __all__ = [
     "QUESTION_KEYS_MAX",
@@ -33,26 +33,12 @@ __all__ = [
     "Order",
     "Source",
     "Stored",
-    "Tier",
     "Unanswered",
     "head_size",
 ]
 
 QUESTION_KEYS_MAX: Final = 8192
 """Keys in one question: 16 ranks' chains of 128K tokens."""
-
-
-class Tier(IntEnum):
-    """Where a record is, the nearest first; numbers as in proto/dataplane.proto."""
-
-    NONE = 0
-    MEMORY = 1
-    """Of this machine, as the next two."""
-    DEVICE = 2
-    STORAGE = 3
-    """On a storage server, in its memory or on its devices."""
-    COLD = 4
-    """In object storage behind a storage server, and nowhere else."""
 
 
 class Stored(NamedTuple):

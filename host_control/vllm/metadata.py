@@ -120,6 +120,7 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         layerwise_chunks: that one load in the order of layers may have; 0 where there are none such.
         layers: of this rank.
         machine: what this rank computes on, for people.
+        chunk_bytes: that this rank is delivered for a chunk, of all groups together.
     """
 
     model: bytes
@@ -128,6 +129,7 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     layerwise_chunks: int = 0
     layers: int = 0
     machine: str = ""
+    chunk_bytes: int = 0
 
 
 @dataclass

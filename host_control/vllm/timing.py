@@ -16,6 +16,7 @@ from host_control.cache import cache_file
 from host_control.config import HostConfig
 from host_control.slack.interference import Interference
 from host_control.slack.kept import KeptLearning, engine_name
+from host_control.slack.loading import LoadTable
 from host_control.slack.table import ComputeTable, Row, attention_pairs
 from host_control.vllm.metadata import WorkerReport
 from host_control.vllm.metrics import Counts
@@ -77,6 +78,7 @@ class Timing:
 
     Attributes:
         table: of how long the engine computes.
+        loads: of how long loads take, by the tiers that they load from.
         interference: what fetching costs it; none where there is no budget for that.
         rate: bytes a second that loads may be delivered at beside the step that was scheduled last; 0: no bound.
         held: whether loads are held up beside that step.
@@ -87,6 +89,7 @@ class Timing:
         self._counts = counts
         self._clock = clock
         self.table = ComputeTable()
+        self.loads = LoadTable()
         budget = config.interference_budget
         self.interference = Interference(budget) if budget else None
         self.rate = 0
@@ -116,7 +119,9 @@ class Timing:
             logger: for a file that cannot be used.
         """
         self._layers = layers
-        learnt = {"table": self.table} | ({"interference": self.interference} if self.interference else {})
+        learnt: dict[str, Any] = {"table": self.table, "loads": self.loads}
+        if self.interference is not None:
+            learnt["interference"] = self.interference
         path = cache_file(self._config.computing_cache, "computing.json")
         self._kept = KeptLearning(path, engine_name(model, machine), learnt, logger)
         self._kept.load()

@@ -255,8 +255,8 @@ class WorkerSide:
             for part, shape in zip(parts, self._shapes[cut], strict=True)
         )
         chunks = self._buffer_chunks(0, self._config.fetch_buffer_bytes) if self._layers else 0
-        machine = machine_name(self._device)
-        return WorkerHandshake(self._model, namespaces, self.problem, chunks, len(self._layers), machine)
+        machine, chunk_bytes = machine_name(self._device), sum(shape.raw_bytes for shape in self._shapes.get(0, ()))
+        return WorkerHandshake(self._model, namespaces, self.problem, chunks, len(self._layers), machine, chunk_bytes)
 
     # ------------------------------------------------------------------ each step
 

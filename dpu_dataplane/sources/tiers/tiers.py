@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.sources.source import Encoded, Found, Stored, Tier, Unanswered
+from dpu_dataplane.sources.source import Encoded, Found, Stored, Unanswered
 from shadowserve import native
 from shadowserve.clock import wall_clock_ms
 from shadowserve.keys import storage_key
@@ -28,6 +28,7 @@ from shadowserve.pool.terms import DEFAULT_TENANT, ENTRIES_PER_HOLD, Address, Le
 from shadowserve.pool.thread import PoolThread
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
 from shadowserve.record import parse_head
+from shadowserve.tier import Tier
 
 __all__ = ["Tiers", "address_of", "parts_of"]
 

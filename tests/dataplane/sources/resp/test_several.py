@@ -198,13 +198,13 @@ async def test_what_is_cold_is_brought_for_a_lookup_that_asks_for_it_and_is_wait
     gate = threading.Event()
     bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
     async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
-        await client.register(SHAPE, CHUNKS)
+        await client.register(SHAPE, 2 * CHUNKS)
         try:
             assert set((await look(client, chain, prefetch=True)).tiers[0]) == {pb.TIER_COLD}
-            fetching = asyncio.create_task(client.fetch(chain))
+            fetching = asyncio.create_task(client.fetch(chain, length=CHUNKS * SHAPE.raw_bytes))
             await until(lambda: bucket.count("get") > 0)
             assert (await look(client, [other[0]])).tiers[0] == bytes([pb.TIER_STORAGE]), "other lookups go on"
-            (again,) = [await client.store([chain[0]])]
+            again = await client.store(chain[:1], offset=CHUNKS * SHAPE.raw_bytes)
             assert again.outcome == pb.OUTCOME_COMPLETE and again.stored_bytes > 0, "it is stored: no need to read it"
         finally:
             gate.set()
