@@ -146,7 +146,8 @@ def test_layers_that_were_decided_for_and_fail_cost_no_token(
     counted = deciding.counted_since()
     assert counted["decisions/layers"] == 1 and counted["load_failures/corrupt"] == 1
     side = deciding.connector._scheduler._deciding
-    assert side._loads == {} == side._policy._loads and side._policy._fetching._last[-1][1] == 0.2
+    line = side._policy._fetching._lines[Tier.STORAGE]
+    assert side._loads == {} == side._policy._loads and line._last[-1][1] == 0.2
 
 
 def test_a_layer_computes_while_the_next_ones_are_away(
