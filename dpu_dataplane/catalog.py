@@ -204,26 +204,6 @@ class Catalog:
         for first in range(0, len(keys), QUESTION_KEYS_MAX):
             await self._source.prefetch(keys[first : first + QUESTION_KEYS_MAX])
 
-    async def draw_near(self, chains: Sequence[tuple[bytes, Sequence[bytes]]]) -> None:
-        """Wait until object storage has brought what is cold of these chains, as far as it can be had.
-
-        To be done before a fetch has its turn: others have theirs meanwhile. Sound heads are remembered, so that none
-        is asked for twice. Nothing is asked where all are, as after a lookup that found the records nearer. What
-        storage does not answer, the fetch will find out itself.
-        """
-        unknown = [(namespace, key) for namespace, keys in chains for key in keys if self._cache.get(key) is None]
-        for first in range(0, len(unknown), QUESTION_KEYS_MAX):
-            question = unknown[first : first + QUESTION_KEYS_MAX]
-            try:
-                answer = await self.find([key for _, key in question], fresh=False)
-            except StorageError:
-                return
-            for (namespace, key), (stored, _) in zip(question, answer, strict=True):
-                if isinstance(stored, Stored):
-                    judged = inspect_head(stored, key, namespace, self.codecs)
-                    if isinstance(judged, HeadPeek):
-                        self._cache.put(key, stored, judged)
-
     def expect(self, requests: Sequence[Expected]) -> None:
         """Tell the source what will be fetched soon; of faulty records, nothing."""
         self._source.expect(
@@ -268,14 +248,13 @@ class Catalog:
         ends = np.cumsum([len(keys) for _, keys in chains])[:-1]
         return list(np.split(np.concatenate(found), ends)) if found else [np.zeros(0, np.bool_) for _ in chains]
 
-    async def find(self, keys: Sequence[bytes], *, fresh: bool) -> list[tuple[Found, bool]]:
+    async def find(self, keys: Sequence[bytes], *, fresh: bool, waiting: bool = True) -> list[tuple[Found, bool]]:
         """Return what is stored under each of up to QUESTION_KEYS_MAX keys, and whether that is only remembered.
-
-        Waits until what is cold is nearer.
 
         Args:
             keys: of chunks.
             fresh: ask for all, whatever is remembered.
+            waiting: wait until what is cold is nearer; otherwise it is Cold.
 
         Raises:
             StorageUnavailableError, StorageRefusedError: storage did not answer.
@@ -289,7 +268,7 @@ class Catalog:
                 raise
             asked = [Unanswered.of(error)] * len(unknown)  # what is known may be had from somewhere near
         answers = dict(zip(unknown, asked, strict=True))
-        if cold := [key for key, each in answers.items() if isinstance(each, Cold)]:
+        if waiting and (cold := [key for key, each in answers.items() if isinstance(each, Cold)]):
             answers |= zip(cold, await self._source.heads(cold), strict=True)
         return [(known[key], True) if key in known else (answers[key], False) for key in keys]
 
