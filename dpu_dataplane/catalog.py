@@ -10,19 +10,22 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics, outcome_name
 from dpu_dataplane.publishing import Publications
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Expected, Found, Source, Stored, Unanswered
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Cold, Expected, Found, Source, Stored, Unanswered
 from shadowserve import native
 from shadowserve.errors import CorruptRecordError, NotARecordError, RecordError, StorageError, StorageRefusedError
 from shadowserve.pieces import Flags
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import HeadPeek, peek_head
+from shadowserve.tier import Tier
 
 __all__ = ["Catalog", "Fault", "Looked", "fault_of", "inspect_head"]
 
@@ -110,20 +113,20 @@ class Looked:
     """What storage has of a chain.
 
     Attributes:
-        present: which chunks are stored and look sound.
-        seen, seen_bytes: how many of their records somebody has seen, and bytes of these.
-        cold_ms: in how many ms storage expects those, which it has to fetch itself; 0 where there are none.
+        tiers: of each chunk that is stored and looks sound, the :class:`Tier`; 0 of any other.
+        stored_bytes: of all of these.
+        cold_ms: in how many ms storage expects to have the cold ones of them nearer; 0 where there are none.
     """
 
-    present: Flags
-    seen: int = 0
-    seen_bytes: int = 0
+    tiers: npt.NDArray[np.uint8]
+    stored_bytes: int = 0
     cold_ms: int = 0
 
     @property
-    def stored_bytes(self) -> int:
-        """Bytes of all records, if those that nobody has seen are like the others; 0 where nobody has seen any."""
-        return self.seen_bytes * int(self.present.sum()) // self.seen if self.seen else 0
+    def present(self) -> Flags:
+        """Which chunks are stored and look sound, as far as anybody has looked."""
+        present: Flags = self.tiers != Tier.NONE
+        return present
 
 
 _Asked = tuple[Looked, int, bytes, bytes]
@@ -149,61 +152,59 @@ class Catalog:
         """Keys in quarantine."""
         return len(self._quarantine)
 
-    async def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]], *, waiting: bool = True) -> list[Looked]:
-        """Return what is stored of each chain, a namespace and its keys.
-
-        Args:
-            chains: to look at.
-            waiting: for what storage itself has to fetch. Otherwise that counts as stored, unseen.
+    async def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[Looked]:
+        """Return what is stored of each chain, a namespace and its keys. Reads nothing from object storage.
 
         Raises:
             StorageUnavailableError, StorageRefusedError: storage did not answer.
         """
-        found = [Looked(np.zeros(len(keys), np.bool_)) for _, keys in chains]
+        found = [Looked(np.zeros(len(keys), np.uint8)) for _, keys in chains]
         asked = [
             (looked, position, namespace, key)
             for looked, (namespace, keys) in zip(found, chains, strict=True)
             for position, key in enumerate(keys)
             if not (self._quarantine and self.is_quarantined(namespace, key))
         ]
-        if not waiting:
-            asked = await self._leave_cold(asked)
-        await asyncio.gather(
-            *(self._ask(asked[first : first + _ASKED_KEYS]) for first in range(0, len(asked), _ASKED_KEYS))
-        )
+        questions = [asked[first : first + _ASKED_KEYS] for first in range(0, len(asked), _ASKED_KEYS)]
+        before_ms = 0
+        for cold in await asyncio.gather(*map(self._ask, questions)):
+            # What a question has to wait for comes behind what those before it have to.
+            for looked, ms in cold:
+                looked.cold_ms = max(looked.cold_ms, before_ms + ms)
+            before_ms += max((ms for _, ms in cold), default=0)
         self._metrics.lookup_keys += sum(len(keys) for _, keys in chains)
         self._metrics.lookup_hits += sum(int(np.count_nonzero(each.present)) for each in found)
         return found
 
-    async def _ask(self, asked: list[_Asked]) -> None:
-        """Take note of what is stored and looks sound."""
+    async def _ask(self, asked: list[_Asked]) -> list[tuple[Looked, int]]:
+        """Take note of what is stored and looks sound; return which cold records are expected after how many ms."""
         answer = await self._source.find([key for _, _, _, key in asked])
+        cold: list[tuple[Looked, int]] = []
         for (looked, position, namespace, key), stored in zip(asked, answer, strict=True):
             if isinstance(stored, Stored) and self._is_sound(stored, key, namespace):
-                looked.present[position] = True
-                looked.seen += 1
-                looked.seen_bytes += stored.length
+                looked.tiers[position] = stored.tier
+                looked.stored_bytes += stored.length
+            elif isinstance(stored, Cold):
+                looked.tiers[position] = Tier.COLD
+                looked.stored_bytes += stored.length
+                cold.append((looked, stored.ms))
+                self._cache.drop(key)
             elif stored is None:
                 self._cache.drop(key)
             elif isinstance(stored, Unanswered):
                 logger.debug("lookup of %s: %s", key.hex(), stored.reason)
+        return cold
 
-    async def _leave_cold(self, asked: list[_Asked]) -> list[_Asked]:
-        """Take chunks for present that storage would have to fetch itself; return the others."""
-        left = []
-        for first in range(0, len(asked), QUESTION_KEYS_MAX):
-            question = asked[first : first + QUESTION_KEYS_MAX]
-            expected = await self._source.cold([key for _, _, _, key in question])
-            if expected is None:
-                return asked
-            for each, ms in zip(question, expected.tolist(), strict=True):
-                if ms:
-                    looked, position, *_ = each
-                    looked.present[position] = True
-                    looked.cold_ms = max(looked.cold_ms, ms)
-                else:
-                    left.append(each)
-        return left
+    async def prefetch(self, chains: Sequence[tuple[bytes, Sequence[bytes]]]) -> None:
+        """Have storage begin to bring what is cold of each chain, those of a prompt's first chunks first.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: it was not told.
+        """
+        side_by_side = zip_longest(*(keys for _, keys in chains))
+        keys = [key for chunk in side_by_side for key in chunk if key is not None]
+        for first in range(0, len(keys), QUESTION_KEYS_MAX):
+            await self._source.prefetch(keys[first : first + QUESTION_KEYS_MAX])
 
     def expect(self, requests: Sequence[Expected]) -> None:
         """Tell the source what will be fetched soon; of faulty records, nothing."""
@@ -291,12 +292,13 @@ class Catalog:
         flags = await self._source.announced(keys)
         return flags if flags is None or not self._source.keeps_plain else flags | self._publications.pending(keys)
 
-    async def find(self, keys: Sequence[bytes], *, fresh: bool) -> list[tuple[Found, bool]]:
+    async def find(self, keys: Sequence[bytes], *, fresh: bool, waiting: bool = True) -> list[tuple[Found, bool]]:
         """Return what is stored under each of up to QUESTION_KEYS_MAX keys, and whether that is only remembered.
 
         Args:
             keys: of chunks.
             fresh: ask for all, whatever is remembered.
+            waiting: wait until what is cold is nearer; otherwise it is Cold.
 
         Raises:
             StorageUnavailableError, StorageRefusedError: storage did not answer.
@@ -310,6 +312,8 @@ class Catalog:
                 raise
             asked = [Unanswered.of(error)] * len(unknown)  # what is known may be had from somewhere near
         answers = dict(zip(unknown, asked, strict=True))
+        if waiting and (cold := [key for key, each in answers.items() if isinstance(each, Cold)]):
+            answers |= zip(cold, await self._source.heads(cold), strict=True)
         return [(known[key], True) if key in known else (answers[key], False) for key in keys]
 
     def forget(self, keys: Sequence[bytes]) -> None:
@@ -377,7 +381,7 @@ class Catalog:
     def _is_sound(self, stored: Stored, key: bytes, namespace: bytes) -> bool:
         """Judge what a lookup found, and remember it if it is sound. Unchanged since last time: no need to look."""
         entry = self._cache.get(key)
-        if entry is not None and entry[0] == stored and entry[1].namespace == namespace:
+        if entry is not None and entry[0][:2] == stored[:2] and entry[1].namespace == namespace:
             return True
         judged = inspect_head(stored, key, namespace, self.codecs)
         if isinstance(judged, Fault):

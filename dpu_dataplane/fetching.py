@@ -26,11 +26,11 @@ from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.progress import LayerProgress
 from dpu_dataplane.rounds import Buffers, End, FetchPlan, Wanted, plan_fetch
 from dpu_dataplane.shared_rate import Mover
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Failure, Found, Order, Source, Stored
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Cold, Failure, Found, Order, Source, Stored
 from dpu_dataplane.tracing import Tracer
 from shadowserve import native
 from shadowserve.chunk import ChunkLayout
-from shadowserve.errors import StorageRefusedError
+from shadowserve.errors import StorageError, StorageRefusedError
 from shadowserve.native import Result
 from shadowserve.pieces import Flags, leading_chunks, leading_layers, pack, unpack
 from shadowserve.proto import dataplane_pb2 as pb
@@ -151,6 +151,8 @@ class _Progress:
         mover: of the bytes, for the interference budget.
         asked: group and chunk of each key that heads were asked for, and whether its head was only remembered.
         tried: second tries that were made.
+        cold: keys of records that are in object storage alone, for which it gives up its turn.
+        drawn: that was done, or there were none.
         endings: of groups, as they came.
     """
 
@@ -161,6 +163,8 @@ class _Progress:
     mover: Mover = Mover.FETCH
     fetched_bytes: int = 0
     tried: frozenset[str] = frozenset()
+    cold: Sequence[bytes] = ()
+    drawn: bool = False
     asked: dict[tuple[int, int], bool] = field(default_factory=dict)
     endings: list[_Ending] = field(default_factory=list)
 
@@ -256,16 +260,20 @@ class Fetcher:
         progress = _Progress(parts, layerwise, word, window_s, mover)
         try:
             with self._tracer.fetch(job.owner, sum(len(part.keys) for part in parts)):
-                async with contextlib.AsyncExitStack() as stack:
-                    with self._tracer.step(job.owner, "turn"):
-                        await stack.enter_async_context(self.queue.turn(job))
-                    most = _most(parts, self._budget.rate, layerwise=layerwise)
-                    if tell is not None:
-                        told = self._progress.told(parts[0].layout.layers, tell)
-                        progress.word = await stack.enter_async_context(told)
-                    for part in parts:
-                        part.begin(*most)
-                    outcome, detail = await self._run(job, progress)
+                while True:
+                    async with contextlib.AsyncExitStack() as stack:
+                        with self._tracer.step(job.owner, "turn"):
+                            await stack.enter_async_context(self.queue.turn(job))
+                        most = _most(parts, self._budget.rate, layerwise=layerwise)
+                        if tell is not None:
+                            told = self._progress.told(parts[0].layout.layers, tell)
+                            progress.word = await stack.enter_async_context(told)
+                        for part in parts:
+                            part.begin(*most)
+                        outcome, detail = await self._run(job, progress)
+                    if not progress.cold:
+                        break
+                    await self._draw_near(job, progress)
         except ENDINGS as error:
             outcome, detail = ending_of(error)
         delivered_bytes = sum(int(part.delivered.sum()) * part.layout.raw_bytes // part.layout.layers for part in parts)
@@ -286,7 +294,12 @@ class Fetcher:
             keys = [parts[group].keys[chunk] for group, chunk in chunks]
             with self._tracer.step(job.owner, "heads", len(keys)):
                 fresh = _FRESH in progress.tried
-                found = await job.within(self._catalog.find(keys, fresh=fresh), "asking storage for heads")
+                asked = self._catalog.find(keys, fresh=fresh, waiting=progress.drawn)
+                found = await job.within(asked, "asking storage for heads")
+            if cold := [key for key, (each, _) in zip(keys, found, strict=True) if isinstance(each, Cold)]:
+                progress.cold = cold
+                break  # others have their turn until these are nearer
+            progress.drawn = True
             progress.asked = {place: remembered for place, (_, remembered) in zip(chunks, found, strict=True)}
             with self._tracer.step(job.owner, "plan", len(keys)):
                 plan = await self._plan(progress, {place: each for place, (each, _) in zip(chunks, found, strict=True)})
@@ -299,6 +312,12 @@ class Fetcher:
             elif plan.full and any(part.delivered.any() for part in parts) and progress.next_chunks():
                 return _Ending(pb.OUTCOME_ROUND_FULL, "the buffers hold no more")
         return progress.ending()
+
+    async def _draw_near(self, job: Job, progress: _Progress) -> None:
+        """Wait, without a turn, until object storage has brought what is cold, as far as it can be had."""
+        with self.queue.aside(job), contextlib.suppress(StorageError):
+            await job.within(self._catalog.find(progress.cold, fresh=False), "waiting for object storage")
+        progress.drawn, progress.cold = True, []
 
     async def _plan(self, progress: _Progress, found: Mapping[tuple[int, int], Found]) -> FetchPlan:
         of: list[dict[int, Found]] = [{} for _ in progress.parts]

@@ -174,17 +174,36 @@ class Turnstile:
             QueueFull: too many wait, of all or of this host.
             Stop: cancelled, or out of time, while waiting.
         """
-        full = self.waiting >= self._waiting_max or self._waiting[job.owner] >= self._share
-        if self._lock.locked() and full:
+        if self._lock.locked() and self._is_full(job):
             raise QueueFull
-        self._waiting[job.owner] += 1
-        try:
+        with self._counted(job):
             await job.within(self._lock.acquire(), "waiting for its turn")
-        finally:
-            self._waiting[job.owner] -= 1
-            if not self._waiting[job.owner]:
-                del self._waiting[job.owner]
         try:
             yield
         finally:
             self._lock.release()
+
+    @contextlib.contextmanager
+    def aside(self, job: Job) -> Iterator[None]:
+        """Count a job among those that wait, while it waits for something else than its turn.
+
+        Raises:
+            QueueFull: too many wait, of all or of this host.
+        """
+        if self._is_full(job):
+            raise QueueFull
+        with self._counted(job):
+            yield
+
+    def _is_full(self, job: Job) -> bool:
+        return self.waiting >= self._waiting_max or self._waiting[job.owner] >= self._share
+
+    @contextlib.contextmanager
+    def _counted(self, job: Job) -> Iterator[None]:
+        self._waiting[job.owner] += 1
+        try:
+            yield
+        finally:
+            self._waiting[job.owner] -= 1
+            if not self._waiting[job.owner]:
+                del self._waiting[job.owner]

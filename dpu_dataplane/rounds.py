@@ -312,7 +312,7 @@ def _judge(
     """Return a chunk's head after every check but its manifest's, or why it ends its group."""
     if isinstance(found, Unanswered):
         return End(chunk, unanswered=found)
-    if found is None:
+    if not isinstance(found, Stored):
         return End(chunk)
     judged = _checked(found, key, layout, body_max, codecs)
     return End(chunk, fault=judged) if isinstance(judged, Fault) else judged

@@ -326,7 +326,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         detail = ""
         with self._metrics.lookup_seconds.time():
             try:
-                look = self._look(chains, announced=request.announced, waiting=not request.cold)
+                look = self._look(chains, announced=request.announced, prefetch=request.prefetch)
                 found, coming = await job.within(look, "asking storage for heads")
                 announced = [
                     pack(each & ~there.present) for each, there in zip(coming or (), found, strict=bool(coming))
@@ -340,26 +340,30 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         response = pb.LookupResponse(
             present=[pack(each.present) for each in found],
             announced=announced,
+            tiers=[each.tiers.tobytes() for each in found],
             stored_bytes=[each.stored_bytes for each in found],
+            cold_ms=[min(each.cold_ms, _UINT32_MAX) for each in found],
             outcome=outcome,
             detail=detail,
         )
-        if request.cold:
-            response.cold_ms.extend(min(each.cold_ms, _UINT32_MAX) for each in found)
         self._report(response)
         return response
 
     async def _look(
-        self, chains: Sequence[tuple[bytes, Sequence[bytes]]], *, announced: bool, waiting: bool
+        self, chains: Sequence[tuple[bytes, Sequence[bytes]]], *, announced: bool, prefetch: bool
     ) -> tuple[list[Looked], list[Flags] | None]:
         """Return what is there of each chain and, if wanted, what is announced: both in one round trip.
 
-        What is announced is asked first: the other way round, what is stored in between would be neither.
+        What is announced is asked first: the other way round, what is stored in between would be neither. So is storage
+        to bring what is cold, which tells with the lookup's answer what is left of it.
         """
-        lookup = self._catalog.lookup(chains, waiting=waiting)
-        if not announced:
-            return await lookup, None
-        coming, found = await asyncio.gather(self._catalog.announced(chains), lookup)
+
+        async def nothing() -> None:
+            return None
+
+        first = self._catalog.prefetch(chains) if prefetch else nothing()
+        second = self._catalog.announced(chains) if announced else nothing()
+        _, coming, found = await asyncio.gather(first, second, self._catalog.lookup(chains))
         return found, coming
 
     async def _announce(self, request: pb.AnnounceRequest, caller: Session) -> pb.AnnounceResponse:

@@ -21,7 +21,7 @@ from dpu_dataplane.jobs import ENDINGS, Job, Stop, Turnstile, ending_of
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import ALIGNMENT, Buffers, StorePlan, encoded_bound, plan_store
 from dpu_dataplane.shared_rate import Mover
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Encoded, Found, Source, Stored, Unanswered
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Cold, Encoded, Found, Source, Stored, Unanswered
 from shadowserve import native
 from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout
 from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
@@ -212,12 +212,17 @@ class Storer:
         """Return the length of the record that storage holds, None where there is none that is any good.
 
         A faulty record would keep its place against a new one, records being immutable, so it is deleted first; unless
-        it is good for others, which ends the job.
+        it is good for others, which ends the job. A cold record counts without its head: its node checks it on its way.
         """
+        suspect = self._catalog.is_quarantined(layout.namespace, key)
+        if isinstance(stored, Cold):
+            if not suspect:
+                return stored.length
+            await job.within(self._source.delete(key), "deleting a faulty record")
+            return None
         if not isinstance(stored, Stored):
             return None
         judged = inspect_head(stored, key, layout.namespace, self._catalog.codecs)
-        suspect = self._catalog.is_quarantined(layout.namespace, key)
         if not isinstance(judged, Fault) and not suspect:
             return stored.length
         if isinstance(judged, Fault) and not judged.replaceable:

@@ -33,6 +33,7 @@ _QUANTIZER_MAX = 64
 _SECONDS_MAX = 1e6
 _NAME_MAX = 32
 _WAYS_MAX = 8
+_TIERS_MAX = 4
 _PARTS_MAX = 64  # the C core's limit
 _LAYOUTS_MAX = 256  # of one registration: each worker needs one for each KV cache group, and for each shard layout
 _QUEUE_NAME_MAX = 32
@@ -183,6 +184,8 @@ class Validator:
         """Check what a host says to have decided: what a recording keeps is bounded."""
         if len(decision.predicted) > _WAYS_MAX or any(len(name) > _NAME_MAX for name in decision.predicted):
             raise InvalidCall(f"predicted has up to {_WAYS_MAX} names of up to {_NAME_MAX} characters")
+        if len(decision.tier_bytes) > _TIERS_MAX or any(len(name) > _NAME_MAX for name in decision.tier_bytes):
+            raise InvalidCall(f"tier_bytes has up to {_TIERS_MAX} names of up to {_NAME_MAX} characters")
         if len(decision.kind) > _NAME_MAX:
             raise InvalidCall(f"kind has {len(decision.kind)} characters; it has up to {_NAME_MAX}")
         seconds = [decision.predicted_seconds, decision.seconds, *decision.predicted.values()]

@@ -14,12 +14,10 @@ __all__ = [
     "FetchAnswer",
     "FetchCall",
     "FetchPart",
-    "Found",
     "Registration",
     "StoreAnswer",
     "delivered_of",
     "reason_of",
-    "sets_of",
 ]
 
 
@@ -80,17 +78,6 @@ class FetchPart:
         )
 
 
-class Found(NamedTuple):
-    """Of each chain that was looked up, which records are there, which are announced (None where nobody can say), the
-    bytes of those that are there, all together (0 where nobody can say), and in how many seconds storage expects to
-    have what it must fetch itself of them."""
-
-    present: list[Flags]
-    announced: list[Flags] | None
-    stored_bytes: list[int]
-    cold_seconds: list[float]
-
-
 class FetchAnswer(NamedTuple):
     """Outcome of one round, and of each part the pieces that it put in place, and those that were wanted.
 
@@ -144,11 +131,6 @@ class FetchCall:
     def result(self) -> FetchAnswer:
         """Return the outcome, waiting for it at most until the call's own deadline."""
         return self._answer(self._call)
-
-
-def sets_of(packed: Sequence[bytes], counts: Sequence[int]) -> list[Flags]:
-    """Return the sets that the wire has packed; raise ValueError where they are not of so many members."""
-    return [unpack(data, count) for data, count in zip(packed, counts, strict=True)]
 
 
 def delivered_of(answer: pb.FetchResponse, wanted: Sequence[Flags]) -> list[Flags]:

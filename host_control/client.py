@@ -21,17 +21,16 @@ from host_control.answers import (
     FetchAnswer,
     FetchCall,
     FetchPart,
-    Found,
     Registration,
     StoreAnswer,
     delivered_of,
     reason_of,
-    sets_of,
 )
 from host_control.breaker import Breaker
 from host_control.connection import Connection, Peer, explain
 from host_control.decision import Decision
 from host_control.layer_stream import LayerStream
+from host_control.seen import Found, found_of
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
 from shadowserve.pieces import Flags, unpack
@@ -44,7 +43,6 @@ __all__ = [
     "FetchAnswer",
     "FetchCall",
     "FetchPart",
-    "Found",
     "MemoryMessage",
     "Registration",
     "StoreAnswer",
@@ -161,14 +159,14 @@ class DataPlaneClient:
         timeout: float,
         *,
         announced: bool = True,
-        cold: bool = False,
+        prefetch: bool = False,
     ) -> Callable[[], Found]:
         """Ask, as :meth:`lookup` does, which keys of each chain are stored, and which ``announced``.
 
         Args:
             chains, timeout: as there.
             announced: whether to ask for that, too.
-            cold: have storage say how long it takes to fetch what it does not have near, instead of fetching that now.
+            prefetch: have storage begin to bring what is cold.
         """
         self._allow("lookup")
         ends = time.monotonic() + timeout
@@ -182,7 +180,7 @@ class DataPlaneClient:
                 chains=[pb.KeyChain(keys=keys, namespace=namespace) for namespace, keys in chains],
                 timeout_ms=_milliseconds(left),
                 announced=announced,
-                cold=cold,
+                prefetch=prefetch,
             )
             return self._connection.stub.Lookup.future(
                 request, timeout=left + _GRACE / 5, metadata=self._connection.metadata()
@@ -271,6 +269,7 @@ class DataPlaneClient:
             kind=decision.kind, tokens=tokens, loaded_tokens=loaded, predicted=dict(decision.predicted),
             predicted_seconds=decision.seconds, seconds=seconds, stored_bytes=int(decision.stored_bytes),
             cold_seconds=decision.cold_seconds, queued_seconds=decision.queued_seconds,
+            tier_bytes={tier.label: int(size) for tier, size in decision.tier_bytes.items()},
         )  # fmt: skip
         self._tell(self._connection.stub.Decided, told)
 
@@ -285,17 +284,11 @@ class DataPlaneClient:
         if reason != "complete":
             raise self._fail("lookup", reason, answer.detail)
         try:
-            present = sets_of(answer.present, counts)
-            announced = sets_of(answer.announced, counts) if answer.announced else None
-            for numbers, what in (answer.stored_bytes, "bytes"), (answer.cold_ms, "times"):
-                if len(numbers) not in (0, len(counts)):
-                    raise ValueError(f"{what} of {len(numbers)} chains where {len(counts)} were asked for")
+            found = found_of(answer, counts)
         except ValueError as error:
             raise self._fail("lookup", "invalid_answer", str(error)) from error
         self._report("lookup", reason)
-        nothing = [0] * len(counts)
-        cold_seconds = [ms / 1e3 for ms in answer.cold_ms or nothing]
-        return Found(present, announced, list(answer.stored_bytes or nothing), cold_seconds)
+        return found
 
     def register(
         self, shapes: Sequence[ChunkLayout], memory: MemoryMessage, pages: pb.PagedMemory | None = None

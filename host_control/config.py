@@ -63,8 +63,8 @@ class HostConfig(Section):
     have room for twice the engine's paged memory. Engines that have this and engines that have not share nothing."""
     fetch_or_compute: bool = False
     """Compute a prompt, or more of it, that is stored, where that is predicted to bring its first token sooner than
-    fetching. Until both have been seen often enough, what is stored is fetched, as all of it is without this
-    (docs/decision.md)."""
+    fetching. Until both have been seen often enough, what is stored is fetched, as all of it is without this, but for
+    what is in object storage alone (docs/decision.md)."""
     store: bool = True
     """Store the chunks that this engine computes."""
     quantizer: Literal["lossless", "binned", "passthrough"] = "lossless"
@@ -83,7 +83,8 @@ class HostConfig(Section):
     load_tokens_min: int = Field(64, ge=1)
     """A hit that would save fewer tokens than this beyond the local prefix is not worth a transfer."""
     lookup_timeout: float = Field(0.5, gt=0, le=60)
-    """A request waits at most so long for its lookup, then counts as a miss."""
+    """A request waits at most so long for its lookup, then counts as a miss. No lookup waits for object storage: loads
+    do, for up to ``fetch_timeout`` (docs/object-storage.md)."""
     lookup_threads: int = Field(2, ge=1, le=64)
     """Threads that hash prompts and ask the data plane."""
     handover: Literal["none", "prefill", "decode"] = "none"
@@ -93,7 +94,8 @@ class HostConfig(Section):
     handover_timeout: float = Field(5.0, gt=0, le=60)
     """A request waits at most so long for what is announced, and announcements of an engine that died last so long."""
     fetch_timeout: float = Field(10.0, gt=0, le=600)
-    """From the hand-over of a fetch job to its outcome, queueing included. Recomputation follows."""
+    """From the hand-over of a fetch job to its outcome, queueing and waiting for object storage included. Recomputation
+    follows."""
     store_timeout: float = Field(10.0, gt=0, le=600)
     """For one batch of chunks."""
     connect_timeout: float = Field(2.0, gt=0, le=60)
@@ -136,8 +138,8 @@ class HostConfig(Section):
     they move, for whichever engine, to a rate for it, which the engine learns from its steps (docs/slack.md). While
     nothing decodes there is no bound. 0: this engine sets none."""
     computing_cache: str = ""
-    """File that remembers how long this engine computes, and what fetching costs it, by model and machine; empty for
-    ``shadowserve/computing.json`` in the user's cache folder, ``none`` to learn it anew at each start."""
+    """File that remembers how long this engine computes and loads, and what fetching costs it, by model and machine;
+    empty for ``shadowserve/computing.json`` in the user's cache folder, ``none`` to learn it anew at each start."""
     close_timeout: float = Field(5.0, ge=0, le=60)
     """At shutdown, waiting stores and running fetches get so long to end."""
 

@@ -1,10 +1,11 @@
 """Fetch or compute: for each prompt with a hit, whatever is predicted to bring its first token sooner.
 
 Compared are computing all, fetching all and waiting for it, fetching layer by layer while computing, and each of these
-with a shorter prefix, which pays where the rest would come too late, or where fetching layers is to take no longer than
-computing what is behind them. What is predicted is learnt from what came: from the engine's steps how long computing
-takes, from loads how long fetching does. What storage says of its own fetching is believed, until loads have shown
-what to make of it. As long as one of them is not known, everything is fetched.
+with a shorter prefix, which pays where the rest would come too late or is farther away, or where fetching layers is to
+take no longer than computing what is behind them. What is predicted is learnt from what came: from the engine's steps
+how long computing takes, from loads how long fetching does from each tier: memory and devices of the data plane's
+machine, storage, object storage behind it. What storage says of object storage is believed, until loads have shown what
+to make of it. As long as one of them is not known, everything is fetched.
 
 A side that is not chosen is not seen any more, and what was a slow link for an hour might be taken for one for ever. So
 now and then a prompt *explores*: its border between what is fetched and what is computed is moved by one chunk. What
@@ -13,12 +14,15 @@ that costs by prediction is at most a fiftieth of the time of the requests since
 No clock and no I/O: times are handed over.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from host_control.slack.estimate import REACH, Estimate
+from host_control.slack.estimate import REACH
+from host_control.slack.loading import LoadTable
 from host_control.slack.table import ComputeTable, attention_pairs
+from shadowserve.tier import Tier
 
 __all__ = ["Decision", "FetchOrCompute", "Hit", "Way"]
 
@@ -30,9 +34,11 @@ _EXPLORATION: Final = 1 / 50
 _UNKNOWN_MAX: Final = 4
 """Each such request explores computing where only that is not known."""
 _ENDS_MAX: Final = 8
-"""So many shorter prefixes are compared."""
+"""So many shorter prefixes are compared, and as many more that end where a tier does."""
 _IN_TIME: Final = 0.8
 """A load that is predicted to take more of its deadline than this is not begun."""
+_AS_FAST: Final = 1.25
+"""A load that took less than so many times what it takes at the rate it was held to was as fast as that let it be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +50,9 @@ class Hit:
         local_tokens: leading ones that the engine has itself.
         end_tokens: leading ones that would be there after a load of all that can be loaded.
         chunk_bytes: of a chunk as it is stored; 0: nobody has said.
-        cold_seconds: in how many storage expects to have what it must fetch itself, from object storage, of all that.
+        tiers: a :class:`~shadowserve.tier.Tier` for each chunk of that load; storage, where it has none.
+        cold_seconds: in how many storage expects to have nearer what is cold of all that.
+        delivery_seconds: of a chunk, at the rate at which loads are delivered now, beside decoding; 0: no bound.
         layers: of the model, where it may go layer by layer; else 0.
         layerwise_chunks: that go layer by layer at most.
     """
@@ -53,7 +61,9 @@ class Hit:
     local_tokens: int
     end_tokens: int
     chunk_bytes: float = 0.0
+    tiers: bytes = b""
     cold_seconds: float = 0.0
+    delivery_seconds: float = 0.0
     layers: int = 0
     layerwise_chunks: int = 0
 
@@ -65,12 +75,17 @@ class Decision:
     Attributes:
         way: how it comes to its KV.
         end_tokens: leading tokens that are there after the load.
-        kind: ``way``, or ``"prefix"`` of a load that was made shorter, ``"explore"``, or ``"unknown"``.
+        kind: ``way``, or ``"prefix"`` of a load that was made shorter, ``"explore"``, ``"unknown"``, or
+            ``"configured"`` where there was nothing to decide: everything is fetched.
         predicted: seconds until its first token, of each kind the best; nothing where that is not known.
         seconds: the same of what is done; 0 where that is not known.
-        load_bytes, load_seconds: of its load; 0 where there is none, or where they are not known.
-        stored_bytes: of all that could be loaded; 0 where nobody has said.
-        cold_seconds: of the :class:`Hit`, what storage has to fetch itself of that.
+        load_seconds: of its load; 0 where there is none, or where that is not known.
+        load_tiers: bytes of its load, by where they are.
+        load_cold_seconds: in how many storage expects to have nearer what is cold of its load.
+        tier_seconds: of its load, what each tier adds to it.
+        delivery_seconds: that its load takes at the rate at which loads were delivered then; 0: no bound.
+        tier_bytes: of all that could be loaded.
+        cold_seconds: of the :class:`Hit`.
         queued_seconds: that loads which are under way will take.
     """
 
@@ -79,16 +94,24 @@ class Decision:
     kind: str
     predicted: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
-    load_bytes: float = 0.0
     load_seconds: float = 0.0
-    stored_bytes: float = 0.0
+    load_tiers: Mapping[Tier, float] = field(default_factory=dict)
+    load_cold_seconds: float = 0.0
+    tier_seconds: Mapping[Tier, float] = field(default_factory=dict)
+    delivery_seconds: float = 0.0
+    tier_bytes: Mapping[Tier, float] = field(default_factory=dict)
     cold_seconds: float = 0.0
     queued_seconds: float = 0.0
 
     @property
-    def load_cold_seconds(self) -> float:
-        """Of its load: its share, as if storage took as long for each byte."""
-        return self.cold_seconds * self.load_bytes / self.stored_bytes if self.stored_bytes else 0.0
+    def load_bytes(self) -> float:
+        """Of its load; 0 where there is none, or nobody has said."""
+        return sum(self.load_tiers.values())
+
+    @property
+    def stored_bytes(self) -> float:
+        """Of all that could be loaded; 0 where nobody has said."""
+        return sum(self.tier_bytes.values())
 
 
 class FetchOrCompute:
@@ -96,6 +119,7 @@ class FetchOrCompute:
 
     Args:
         table: of how long the engine computes, which whoever times its steps keeps.
+        loads: of how long loads take.
         chunk_tokens: tokens in a chunk.
         step_tokens: that the engine computes in a step at most.
         load_tokens_min: loads of fewer tokens are not made.
@@ -105,6 +129,7 @@ class FetchOrCompute:
     def __init__(
         self,
         table: ComputeTable,
+        loads: LoadTable,
         *,
         chunk_tokens: int,
         step_tokens: int,
@@ -116,7 +141,7 @@ class FetchOrCompute:
         self._step_tokens = step_tokens
         self._load_tokens_min = load_tokens_min
         self._load_seconds_max = _IN_TIME * fetch_timeout
-        self._fetching = Estimate(3, (0, 0, 1))  # bytes, loads, seconds that storage expects of its own fetching
+        self._fetching = loads
         self._allowed: dict[str, float] = {"compute": 0.0, "fetch": 0.0}  # seconds, to explore a side
         self._unknown = 0  # prompts that were fetched since it was tried to learn about computing
         self._loads: dict[str, float] = {}  # predicted seconds of those that are under way, in their order
@@ -129,10 +154,13 @@ class FetchOrCompute:
         self._allowed["compute"] = 0.0
 
     def fetched(self, decision: Decision, seconds: float) -> None:
-        """Learn how long a load took from its turn to its outcome, which was all of it, or that time was up."""
-        if not decision.load_bytes:
+        """Learn how long a load took from its turn to its outcome, which was all of it, or that time was up.
+
+        One that took as long as the rate let it says nothing of the tiers.
+        """
+        if not decision.load_bytes or seconds <= _AS_FAST * decision.delivery_seconds:
             return
-        self._fetching.observe((decision.load_bytes, 1, decision.load_cold_seconds), seconds)
+        self._fetching.observe(decision.load_tiers, decision.load_cold_seconds, seconds)
         if seconds > decision.load_seconds / 2:  # else the next one may see whether that was chance
             self._allowed["fetch"] = 0.0
 
@@ -145,16 +173,21 @@ class FetchOrCompute:
 
     def decide(self, hit: Hit, now: float) -> Decision:
         """Return what is best for a prompt at a time; asked again, it may be another answer."""
-        decision = self._decided(hit, now)
-        return replace(
-            decision,
-            stored_bytes=self._chunks(hit, hit.end_tokens) * hit.chunk_bytes,
-            cold_seconds=hit.cold_seconds,
-            queued_seconds=self._waiting(now),
-        )
+        return self._of_hit(self._decided(hit, now), hit, now)
+
+    def configured(self, hit: Hit, now: float) -> Decision:
+        """Return that all of a hit is fetched, whatever that takes."""
+        return self._of_hit(replace(self._whole(hit), kind="configured"), hit, now)
+
+    def _of_hit(self, decision: Decision, hit: Hit, now: float) -> Decision:
+        tiers = self._tier_bytes(hit, hit.end_tokens)
+        return replace(decision, tier_bytes=tiers, cold_seconds=hit.cold_seconds, queued_seconds=self._waiting(now))
+
+    def _whole(self, hit: Hit) -> Decision:
+        return self._load(hit, "layers" if self._layerwise(hit, hit.end_tokens) else "fetch", hit.end_tokens)
 
     def _decided(self, hit: Hit, now: float) -> Decision:
-        today = self._load(hit, "layers" if self._layerwise(hit, hit.end_tokens) else "fetch", hit.end_tokens)
+        today = self._whole(hit)
         options = [option for option in self._options(hit, now) if option is not None]
         if not options or options[0].way != "compute" or not today.load_seconds:
             return self._unknown_decision(hit, today)
@@ -173,7 +206,10 @@ class FetchOrCompute:
         if decision.way != "compute":
             if not self._loads:
                 self._turn = now
-            self._loads[name] = decision.load_seconds
+            # While object storage brings what is cold, others have their turn.
+            self._loads[name] = decision.load_seconds - decision.tier_seconds.get(Tier.COLD, 0.0)
+        if decision.kind == "configured":
+            return
         if decision.kind == "unknown":
             self._unknown += 1
         elif decision.kind != "explore":
@@ -188,8 +224,10 @@ class FetchOrCompute:
         whole = hit.end_tokens // self._chunk_tokens
         stride = max(-(-(whole - first) // _ENDS_MAX), 1)
         shorter = [chunk * self._chunk_tokens for chunk in range(first + stride, whole + 1, stride)]
-        ends = [end for end in shorter if self._least_end(hit) <= end < hit.end_tokens]
-        for end in [hit.end_tokens, *reversed(ends)]:
+        changes = [place for place in range(1, len(hit.tiers)) if hit.tiers[place] != hit.tiers[place - 1]]
+        shorter += [(first + place) * self._chunk_tokens for place in changes[:_ENDS_MAX]]
+        ends = {end for end in shorter if self._least_end(hit) <= end < hit.end_tokens}
+        for end in [hit.end_tokens, *sorted(ends, reverse=True)]:
             yield self._option(hit, "fetch", end, now)
             if self._layerwise(hit, end):
                 yield self._option(hit, "layers", end, now)
@@ -211,11 +249,21 @@ class FetchOrCompute:
         return replace(load, seconds=waiting + load.load_seconds + rest)
 
     def _load(self, hit: Hit, way: Way, end: int) -> Decision:
-        chunks = self._chunks(hit, end)
-        load_bytes, share = chunks * hit.chunk_bytes, chunks / self._chunks(hit, hit.end_tokens)
-        seconds = self._load_seconds(load_bytes, share * hit.cold_seconds) or 0.0
-        kind = way if end == hit.end_tokens else "prefix"
-        return Decision(way=way, end_tokens=end, kind=kind, load_bytes=load_bytes, load_seconds=seconds)
+        tiers, all_cold = self._tier_bytes(hit, end), self._tier_bytes(hit, hit.end_tokens).get(Tier.COLD, 0.0)
+        # Of what is cold its share, as if storage took as long for each byte.
+        cold_seconds = hit.cold_seconds * tiers.get(Tier.COLD, 0.0) / all_cold if all_cold else 0.0
+        predicted = self._fetching.predict(tiers, cold_seconds) or {}
+        delivery_seconds = self._chunks(hit, end) * hit.delivery_seconds
+        return Decision(
+            way=way,
+            end_tokens=end,
+            kind=way if end == hit.end_tokens else "prefix",
+            load_seconds=max(sum(predicted.values()), delivery_seconds) if predicted else 0.0,
+            load_tiers=tiers,
+            load_cold_seconds=cold_seconds,
+            tier_seconds=predicted,
+            delivery_seconds=delivery_seconds,
+        )
 
     def _unknown_decision(self, hit: Hit, today: Decision) -> Decision:
         """Return what is done without any prediction: fetch all, and learn about computing now and then."""
@@ -258,8 +306,12 @@ class FetchOrCompute:
         steps = max(-(-new // self._step_tokens), 1)
         return self._table.predict("prompts", new, attention_pairs(computed, new), steps)
 
-    def _load_seconds(self, load_bytes: float, cold_seconds: float = 0.0) -> float | None:
-        return self._fetching.predict((load_bytes, 1, cold_seconds)) if load_bytes else None
+    def _tier_bytes(self, hit: Hit, end: int) -> dict[Tier, float]:
+        """Return the stored bytes of a load up to ``end``, by where they are."""
+        count = self._chunks(hit, end)
+        tiers = Counter(hit.tiers[:count])
+        tiers[Tier.STORAGE] += count - tiers.total() + tiers.pop(Tier.NONE, 0)
+        return {Tier(tier): chunks * hit.chunk_bytes for tier, chunks in tiers.items() if chunks and hit.chunk_bytes}
 
     def _waiting(self, now: float) -> float:
         """Return the seconds until a load that is handed over now has its turn."""

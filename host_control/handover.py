@@ -48,6 +48,7 @@ class Handover:
         tail_tokens: that the prompt's tail has; 0 where it has no record of its own.
         load_tokens_max: so many tokens are loaded at most.
         store_tokens_max: of so many leading tokens chunks are stored at most.
+        cold: whether chunks are loaded that are in object storage alone.
     """
 
     announces: float = 0.0
@@ -56,6 +57,7 @@ class Handover:
     tail_tokens: int = 0
     load_tokens_max: int | None = None
     store_tokens_max: int | None = None
+    cold: bool = True
 
     def may_store(self, tokens: int) -> bool:
         """Return whether a chunk may be stored that ends behind so many tokens."""

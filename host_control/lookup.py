@@ -12,15 +12,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
-from host_control.client import DataPlaneClient, Found
+from host_control.client import DataPlaneClient
+from host_control.cold import ColdLoads
 from host_control.handover import Arrived, Coming, Handover
+from host_control.seen import Chain, Found, Seen
 from shadowserve.errors import DataPlaneError
 from shadowserve.keys import Extra, chain_links, record_keys, tail_link
 from shadowserve.pieces import Flags, leading
+from shadowserve.tier import Tier
 
 __all__ = ["SAVED", "LookupAnswer", "PrefixLookup", "Rule"]
 
@@ -29,6 +32,8 @@ SAVED: Final = -1
 
 _STRIDE_TOKENS: Final = 32_768
 """Tokens hashed between two moments at which the engine's thread may take the interpreter: some 0.5 ms."""
+_IN_TIME: Final = 0.9
+"""Of a load's time, that it waits for what is cold; then it ends with what is near."""
 _NOTHING: Final = Extra()
 _STAYS: Final = Handover()
 
@@ -52,16 +57,18 @@ class LookupAnswer:
         cut: whose records they are: 0 for those that this engine makes.
         reason: ``"complete"``, ``"short"`` (no full chunk), ``"deadline"``, ``"unnamed"`` (its KV cannot be named),
             ``"announced_late"`` (chunks that were waited for are still only announced), ``"announced_gone"`` (they are
-            not coming), or why the data plane could not say.
+            not coming), ``"cold_late"`` (chunks that were waited for are still in object storage alone), or why the
+            data plane could not say.
         detail: a sentence about a failure, else empty.
         present: which chunks of each group are there, of that cut's.
         tail: whether the prompt's tail is there, too.
         chunk_bytes: mean bytes of a chunk's records, of all groups and ranks together; 0 where nobody can say.
-        cold_seconds: in how many storage expects to have what it must fetch itself of them, where it was asked.
+        tiers: the :class:`~shadowserve.tier.Tier` of each chunk, the farthest of those of its records that are needed.
+        cold_seconds: in how many storage expects to have nearer what is cold of them.
         unpublished: chunks are missing that another engine may be storing, and storage does not know of such chunks.
 
-    Where a load may begin before all of it is there, what is announced counts as there; :meth:`PrefixLookup.arrived`
-    tells of it.
+    Where a load may begin before all of it is near, what is announced and what is cold counts as there;
+    :meth:`PrefixLookup.arrived` tells of it.
     """
 
     tokens: int
@@ -71,22 +78,9 @@ class LookupAnswer:
     present: Sequence[Flags] = field(default=(), compare=False)
     tail: bool = False
     chunk_bytes: float = field(default=0.0, compare=False)
+    tiers: bytes = field(default=b"", compare=False)
     cold_seconds: float = field(default=0.0, compare=False)
     unpublished: bool = field(default=False, compare=False)
-
-
-class _Chain(NamedTuple):
-    """What is known of one rank's records of one group: which are there, which are announced, bytes of the first, and
-    in how many seconds storage has them."""
-
-    there: Flags
-    soon: Flags | None
-    stored_bytes: int
-    cold_seconds: float
-
-    @property
-    def chunk_bytes(self) -> float:
-        return self.stored_bytes / max(int(self.there.sum()), 1)
 
 
 Groups = Sequence[Sequence[tuple[DataPlaneClient, bytes]]]
@@ -106,36 +100,14 @@ class _Lookup:
     links: list[bytes] | None = None
     tail: list[bytes] = field(default_factory=list)  # its link, if it is to have a record
     saved: Sequence[bytes] = ()  # the names that it was saved under when it was preempted: nothing else is asked for
-    waits_until: float = 0.0  # for what is announced
-    arrived: Arrived | None = None  # where the answer counts what is only announced
+    waits_until: float = 0.0  # for what is announced, or cold
+    late: str = "deadline"  # reason of an answer that did not come in time
+    arrived: Arrived | None = None  # where the answer counts what is only announced, or cold
+    cold: Callable[[int], None] | None = None  # has so many chunks brought, where some of them are cold
+    drawn: str = ""  # how it ended that what is cold was waited for: what still is counts no more
     present: Sequence[Flags] | None = None
     asked: float = 0.0
     future: Future[None] | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What a question about some links has found of the records of one cut.
-
-    Attributes:
-        cut: whose.
-        present: of each group, which are there.
-        there: which of them every group that keeps every chunk has.
-        coming: which of the others are announced; ``None`` where nobody can say.
-        chunk_bytes, cold_seconds: see :class:`LookupAnswer`.
-    """
-
-    cut: int
-    present: list[Flags]
-    there: Flags
-    coming: Flags | None
-    chunk_bytes: float
-    cold_seconds: float
-
-    @property
-    def extent(self) -> int:
-        """Leading chunks that are there or announced."""
-        return leading(self.there if self.coming is None else self.there | self.coming)
 
 
 class PrefixLookup:
@@ -153,8 +125,8 @@ class PrefixLookup:
         timeout: seconds from :meth:`submit` to an answer.
         threads: that hash and ask.
         enabled: whether to ask the data plane at all; without it every answer is a miss, and only keys are made.
-        loads_wait: whether a load may begin while some of its chunks are only announced.
-        cold: whether to be told how long storage takes for what it must fetch itself; otherwise a lookup has it fetch.
+        loads_wait: whether a load may begin while some of its chunks are only announced, or cold.
+        load_timeout: seconds that a load may take, and that is waited for what is cold.
         plain: whether this engine stores records that are not compressed, for devices of its data plane.
 
     Attributes:
@@ -175,7 +147,7 @@ class PrefixLookup:
         threads: int = 2,
         enabled: bool = True,
         loads_wait: bool = False,
-        cold: bool = False,
+        load_timeout: float = 10.0,
         plain: bool = False,
     ) -> None:
         self._model = model
@@ -187,13 +159,15 @@ class PrefixLookup:
         self._timeout = timeout
         self._enabled = enabled
         self._loads_wait = loads_wait
-        self._cold = cold
+        self._load_timeout = load_timeout
         self._plain = plain
         self.reach = 0
         self._lock = threading.Lock()
         self._lookups: dict[str, _Lookup] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shadowserve-lookup")
+        self._late = ThreadPoolExecutor(1, thread_name_prefix="shadowserve-late-lookup")
         self._coming = Coming(self._of_cuts, self._announce, timeout)
+        self._cold_loads = ColdLoads()
         if enabled:
             # So that the first request's deadline does not pay for the connection.
             for client in dict.fromkeys(client for group in groups for client, _ in group):
@@ -236,8 +210,7 @@ class PrefixLookup:
         if lookup.answer is None and time.monotonic() >= lookup.deadline:
             with self._lock:
                 # The thread may have answered since; what was said first stays.
-                late = "announced_late" if lookup.waits_until else "deadline"
-                lookup.answer = lookup.answer or replace(lookup.so_far, reason=late, detail="no answer in time")
+                lookup.answer = lookup.answer or self._too_late(lookup)
         return lookup.answer
 
     def links(self, request_id: str) -> list[bytes] | None:
@@ -272,8 +245,15 @@ class PrefixLookup:
         lookup = self._lookups.get(request_id)
         return lookup.asked if lookup is not None and bool(lookup.saved) == saved else 0.0
 
+    def begin_load(self, request_id: str, chunks: int) -> None:
+        """A load of so many leading chunks begins: what is cold of them is brought, and :meth:`arrived` tells of it."""
+        lookup = self._lookups.get(request_id)
+        if lookup is not None and lookup.cold is not None:
+            bring, lookup.cold = lookup.cold, None
+            bring(chunks)
+
     def arrived(self, request_id: str) -> Arrived | None:
-        """Return how far a prompt is there by now whose answer counts what is announced; ``None`` for any other."""
+        """Return how far a prompt is near by now whose answer counts what is announced or cold; ``None`` for others."""
         lookup = self._lookups.get(request_id)
         return None if lookup is None else lookup.arrived
 
@@ -328,12 +308,15 @@ class PrefixLookup:
         with self._lock:
             lookup = self._lookups.pop(request_id, None)
         self._coming.settle(request_id)
+        self._cold_loads.end(request_id)
         if lookup is not None and lookup.future is not None:
             lookup.future.cancel()
 
     def close(self) -> None:
         """End the threads; a lookup that runs ends by its deadline."""
         self._coming.close()
+        self._cold_loads.close()
+        self._late.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, request_id: str, lookup: _Lookup, count: int) -> None:
@@ -377,8 +360,7 @@ class PrefixLookup:
         asked = time.monotonic()
         left = (lookup.waits_until or lookup.deadline) - asked
         if left <= 0:
-            late = "announced_late" if lookup.waits_until else "deadline"
-            self._settle(lookup, replace(lookup.so_far, reason=late, detail="no thread was free in time"))
+            self._settle(lookup, self._too_late(lookup))
             return
         try:
             if lookup.saved:
@@ -387,17 +369,16 @@ class PrefixLookup:
                 own, best = self._find(wanted, left, announced=lookup.handover.waits > 0)
         except DataPlaneError as error:
             self._settle(lookup, replace(lookup.so_far, reason=error.outcome, detail=str(error)))
+            if error.outcome == "deadline":
+                with contextlib.suppress(RuntimeError):  # closed
+                    self._late.submit(self._learn_stored, request_id, lookup, wanted)
             return
-        whole, hits = len(wanted) - len(lookup.tail), leading(best.there)
+        whole = len(wanted) - len(lookup.tail)
         lookup.present, lookup.asked = [flags[:whole] for flags in own.present], asked
-        present = [flags[:whole] for flags in best.present]
-        tokens = self._rule(present, lookup.length) if whole else 0
-        tail = hits > whole and self._has_tail(lookup, best, whole)
-        lookup.so_far = LookupAnswer(
-            tokens, "complete", cut=best.cut, present=present, tail=tail, chunk_bytes=best.chunk_bytes,
-            cold_seconds=best.cold_seconds,
-            unpublished=best.coming is None and lookup.handover.waits > 0 and hits < len(wanted),
-        )  # fmt: skip
+        if lookup.drawn or not lookup.handover.cold:
+            best = best.near(self._every)
+        hits = leading(best.there)
+        self._note(lookup, best, whole)
         if hits < len(wanted) and self._is_coming(lookup, hits, best.coming):
             if best.coming is None:  # nobody can say of which cut, either
                 self._wait(request_id, lookup, wanted, hits, self._cuts)
@@ -410,20 +391,116 @@ class PrefixLookup:
                 return
             self._begin(request_id, lookup, wanted, best)
             hits = best.extent
-        gone = hits < len(wanted) and lookup.waits_until and lookup.arrived is None
-        reason, detail = ("announced_gone", "chunks that were announced are not stored") if gone else ("complete", "")
+        elif not lookup.drawn and Tier.COLD in lookup.so_far.tiers[:hits]:
+            if not self._loads_wait:
+                self._await_cold(request_id, lookup, wanted, hits, best)
+                return
+            self._offer_cold(request_id, lookup, wanted[:hits], best)
+        reason, detail = "complete", ""
+        if lookup.drawn not in ("", "complete"):
+            reason, detail = lookup.drawn, "chunks of it are in object storage, and did not come"
+        elif hits < len(wanted) and lookup.waits_until and lookup.arrived is None and not lookup.drawn:
+            reason, detail = "announced_gone", "chunks that were announced are not stored"
         if seconds := lookup.handover.announces:  # before anybody can have computed and stored it
             there = own.there | (np.arange(len(wanted)) < hits)
             self._announce_absent(request_id, lookup, wanted, there, seconds)
         self._settle(lookup, replace(lookup.so_far, reason=reason, detail=detail))
 
-    def _has_tail(self, lookup: _Lookup, seen: _Seen, whole: int) -> bool:
+    def _note(self, lookup: _Lookup, best: Seen, whole: int) -> None:
+        """Note what a question has found of whole chunks and a tail, as the answer if no better one comes in time."""
+        present = [flags[:whole] for flags in best.present]
+        tokens = self._rule(present, lookup.length) if whole else 0
+        tail = leading(best.there) > whole and self._has_tail(lookup, best, whole)
+        lookup.so_far = LookupAnswer(
+            tokens, "complete", cut=best.cut, present=present, tail=tail, chunk_bytes=best.chunk_bytes,
+            cold_seconds=best.cold_seconds,
+            unpublished=best.coming is None and lookup.handover.waits > 0 and not best.there.all(),
+        )  # fmt: skip
+        lookup.so_far = replace(lookup.so_far, tiers=best.farthest(self._needed(lookup, best)).tobytes())
+
+    def _needed(self, lookup: _Lookup, seen: Seen) -> list[int]:
+        """Return the first chunk of each group that a load of all that was found needs."""
+        answer = lookup.so_far
+        end = -(-answer.tokens // self._chunk_tokens)
+        kept = [tiers for tiers, every in zip(seen.tiers, self._every, strict=True) if every]
+        base = np.maximum.reduce(kept) if kept else np.zeros(1, np.uint8)
+        return [
+            0 if every or not (tiers > base).any() else self._first_needed(answer, lookup.length, place, end)
+            for place, (tiers, every) in enumerate(zip(seen.tiers, self._every, strict=True))
+        ]
+
+    def _too_late(self, lookup: _Lookup) -> LookupAnswer:
+        details = {
+            "deadline": f"no answer within {self._timeout:g} s (host.lookup_timeout)",
+            "cold_late": f"not all of it came from object storage within {self._load_timeout:g} s (host.fetch_timeout)",
+        }
+        detail = details.get(lookup.late, f"still announced after {lookup.handover.waits:g} s")
+        return replace(lookup.so_far, reason=lookup.late, detail=detail)
+
+    def _learn_stored(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
+        """Ask again, with time, what is stored of a prompt whose lookup had no answer: that is not stored again."""
+        if self._lookups.get(request_id) is not lookup:
+            return
+        asked, whole = time.monotonic(), len(wanted) - len(lookup.tail)
+        with contextlib.suppress(DataPlaneError):
+            records = SAVED if lookup.saved else 0
+            (own,) = self._see({records: len(wanted)}, wanted, self._load_timeout, announced=False)
+            lookup.present, lookup.asked = [flags[:whole] for flags in own.present], asked
+
+    def _leave_cold(
+        self,
+        request_id: str,
+        lookup: _Lookup,
+        wanted: list[bytes],
+        best: Seen,
+        then: Callable[[Arrived], None] | None = None,
+    ) -> Callable[[int], None]:
+        """Return what has leading ones of these chunks brought; by default it notes how far they are."""
+        needed, waits = self._needed(lookup, best), lookup.handover.waits > 0
+
+        def ask(first: int, end: int) -> tuple[Flags, Flags]:
+            rest = wanted[first:end]
+            (seen,) = self._see({best.cut: len(rest)}, rest, self._timeout, announced=waits, prefetch=True)
+            cold = seen.farthest(needed, first) == Tier.COLD
+            return seen.there & ~cold, cold if seen.coming is None else cold | seen.coming
+
+        def told(arrived: Arrived) -> None:
+            lookup.arrived = arrived
+
+        def bring(chunks: int) -> None:
+            seconds = _IN_TIME * self._load_timeout
+            self._cold_loads.begin(request_id, ask, min(chunks, len(wanted)), seconds, then or told)
+
+        return bring
+
+    def _offer_cold(self, request_id: str, lookup: _Lookup, wanted: list[bytes], best: Seen) -> None:
+        """Count what is cold of these chunks as there: it is brought once a load of it begins."""
+        tiers = np.frombuffer(lookup.so_far.tiers, np.uint8)[: len(wanted)]
+        lookup.arrived = Arrived(leading((tiers != Tier.COLD) & best.there[: len(wanted)]), "")
+        lookup.cold = self._leave_cold(request_id, lookup, wanted, best)
+
+    def _await_cold(self, request_id: str, lookup: _Lookup, wanted: list[bytes], hits: int, best: Seen) -> None:
+        """Have what is cold brought before there is an answer, as no load may wait for it; then ask again."""
+
+        def told(arrived: Arrived) -> None:
+            if arrived.ended and self._lookups.get(request_id) is lookup and lookup.answer is None:
+                lookup.drawn = arrived.ended
+                with contextlib.suppress(RuntimeError):  # closed
+                    self._pool.submit(self._ask_again, request_id, lookup, wanted)
+
+        bring = self._leave_cold(request_id, lookup, wanted[:hits], best, told)
+        self._note(lookup, best.near(self._every), len(wanted) - len(lookup.tail))
+        lookup.late = "cold_late"
+        lookup.deadline = lookup.waits_until = time.monotonic() + self._load_timeout
+        bring(hits)
+
+    def _has_tail(self, lookup: _Lookup, seen: Seen, whole: int) -> bool:
         """Return whether a load may go to the end of the tail, which the groups that keep every chunk have."""
         size = lookup.handover.tail_tokens
         end = whole * self._chunk_tokens + size
         return self._rule(seen.present, end + 1, size) == end
 
-    def _begin(self, request_id: str, lookup: _Lookup, wanted: list[bytes], best: _Seen) -> None:
+    def _begin(self, request_id: str, lookup: _Lookup, wanted: list[bytes], best: Seen) -> None:
         """Count what is announced as if it were there, and tell from now on how much of it is."""
         assert best.coming is not None
         whole = len(wanted) - len(lookup.tail)
@@ -431,10 +508,13 @@ class PrefixLookup:
         present = [(flags | best.coming)[:whole] for flags in best.present]
         tokens = self._rule(present, lookup.length) if whole else 0
         self._wait_from(lookup)
-        self._follow(request_id, lookup, wanted[: best.extent], best)
+        if Tier.COLD in lookup.so_far.tiers[: best.extent]:
+            self._offer_cold(request_id, lookup, wanted[: best.extent], best)
+        else:
+            self._follow(request_id, lookup, wanted[: best.extent], best)
         lookup.so_far = replace(lookup.so_far, tokens=tokens, present=present, tail=best.extent > whole)
 
-    def _follow(self, request_id: str, lookup: _Lookup, wanted: list[bytes], seen: _Seen, before: int = 0) -> None:
+    def _follow(self, request_id: str, lookup: _Lookup, wanted: list[bytes], seen: Seen, before: int = 0) -> None:
         """Note how many of these chunks are there, and ask again when most of those are that are still to come.
 
         Those ``before`` are there, and what was seen begins behind them.
@@ -470,7 +550,7 @@ class PrefixLookup:
             with contextlib.suppress(RuntimeError):  # closed
                 self._pool.submit(look)
 
-    def _find(self, links: Sequence[bytes], timeout: float, *, announced: bool) -> tuple[_Seen, _Seen]:
+    def _find(self, links: Sequence[bytes], timeout: float, *, announced: bool) -> tuple[Seen, Seen]:
         """Return what there is of this engine's own records, and of those of which there is most, or is coming.
 
         Of others' records the first chunk's are asked for: most prompts have none, and few have both.
@@ -509,8 +589,7 @@ class PrefixLookup:
         def again(late: bool) -> None:
             if self._lookups.get(request_id) is lookup and lookup.answer is None:
                 if late:
-                    detail = f"still announced after {lookup.handover.waits:g} s"
-                    self._settle(lookup, replace(lookup.so_far, reason="announced_late", detail=detail))
+                    self._settle(lookup, self._too_late(lookup))
                 else:
                     with contextlib.suppress(RuntimeError):  # closed
                         self._pool.submit(self._ask_again, request_id, lookup, wanted)
@@ -520,7 +599,7 @@ class PrefixLookup:
     def _wait_from(self, lookup: _Lookup) -> None:
         if not lookup.waits_until:
             lookup.waits_until = lookup.deadline - self._timeout + lookup.handover.waits
-            lookup.deadline = lookup.waits_until
+            lookup.deadline, lookup.late = lookup.waits_until, "announced_late"
 
     def _ask_again(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
         try:
@@ -559,8 +638,14 @@ class PrefixLookup:
         self.reach = reach
 
     def _see(
-        self, counts: Mapping[int, int], links: Sequence[bytes], timeout: float, *, announced: bool
-    ) -> list[_Seen]:
+        self,
+        counts: Mapping[int, int],
+        links: Sequence[bytes],
+        timeout: float,
+        *,
+        announced: bool,
+        prefetch: bool = False,
+    ) -> list[Seen]:
         """Return what there is of the first so many links of each cut, asking all data planes at once.
 
         KV that one rank lacks is of no use, and so is a group's of which one part is missing.
@@ -572,14 +657,14 @@ class PrefixLookup:
         asked = dict.fromkeys(
             (*each, count) for cut, count in counts.items() for group in self._records[cut] for each in group
         )
-        found: dict[tuple[DataPlaneClient, bytes, int], _Chain] = {}
+        found: dict[tuple[DataPlaneClient, bytes, int], Chain] = {}
         calls: list[tuple[list[tuple[DataPlaneClient, bytes, int]], Callable[[], Found]]] = []
         problem = None
         for client in dict.fromkeys(client for client, _, _ in asked):
             chains = [each for each in asked if each[0] is client]
             try:
                 keys = [(namespace, record_keys(namespace, links[:count])) for _, namespace, count in chains]
-                calls.append((chains, client.find(keys, timeout, announced=announced, cold=self._cold)))
+                calls.append((chains, client.find(keys, timeout, announced=announced, prefetch=prefetch)))
             except DataPlaneError as error:
                 problem = problem or error
         for chains, call in calls:  # every answer is taken, or its data plane's breaker would not hear of it
@@ -591,25 +676,13 @@ class PrefixLookup:
             for place, chain in enumerate(chains):
                 soon = None if answer.announced is None else answer.announced[place]
                 numbers = answer.stored_bytes[place], answer.cold_seconds[place]
-                found[chain] = _Chain(answer.present[place], soon, *numbers)
+                found[chain] = Chain(answer.present[place], soon, *numbers, answer.tiers[place])
         if problem is not None:
             raise problem
-        return [self._seen(cut, count, found) for cut, count in counts.items()]
-
-    def _seen(self, cut: int, count: int, found: Mapping[tuple[DataPlaneClient, bytes, int], _Chain]) -> _Seen:
-        answers = [[found[*each, count] for each in group] for group in self._records[cut]]
-        present = [np.logical_and.reduce([chain.there for chain in group]) for group in answers]
-        waited = [group for group, every in zip(answers, self._every, strict=True) if every]
-        all_of = np.ones(count, np.bool_)  # where no group keeps every chunk, there is none to wait for
-        there = np.logical_and.reduce([all_of, *(chain.there for group in waited for chain in group)])
-        usable = [all_of, *(each.there | each.soon for group in waited for each in group if each.soon is not None)]
-        said = all(chain.soon is not None for group in waited for chain in group)
-        coming = np.logical_and.reduce(usable) & ~there if said else None
-        stored = [chain for group in answers for chain in group if chain.there.any()]
-        each_bytes = sum(chain.chunk_bytes for chain in stored) if all(chain.stored_bytes for chain in stored) else 0.0
-        # Storage counts what is asked for together, and several do it side by side.
-        cold_seconds = max((chain.cold_seconds for chain in stored), default=0.0)
-        return _Seen(cut, present, there, coming, each_bytes, cold_seconds)
+        return [
+            Seen.of(cut, count, [[found[*each, count] for each in group] for group in self._records[cut]], self._every)
+            for cut, count in counts.items()
+        ]
 
     def _settle(self, lookup: _Lookup, answer: LookupAnswer) -> None:
         with self._lock:

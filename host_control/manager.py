@@ -67,8 +67,8 @@ class FetchJob:
         keys: of the chunks of each part, in prefix order; none of a part that nothing is wanted of.
         places: which chunk of all that are loaded each of these is, where some parts want others than the rest do.
         target: whatever ``scatter`` needs to know; never looked at here.
-        arrived: how many chunks are there already, where others still store the rest: :meth:`KVCacheManager.exchange`
-            is told of that, and until then the job waits, and others go on.
+        arrived: how many chunks are near already, where others still store the rest, or object storage brings it:
+            :meth:`KVCacheManager.exchange` is told of that, and until then the job waits, and others go on.
         layerwise: fetch layer by layer, so that :meth:`KVCacheManager.wait_layer` returns as each is in place. Only of
             one part with all its layers, and no more chunks than the destination holds.
         window_s: seconds that the engine will compute with each layer, if that is known; else 0.
@@ -433,7 +433,7 @@ class KVCacheManager:
             if not (runs := self._round(progress, halving=told_at is None)):
                 # Nothing was wanted, or no more of it will be there.
                 if progress.there is not None and not progress.all_landed():
-                    self._end(progress, progress.there.ended, "chunks that were announced are not stored")
+                    self._end(progress, progress.there.ended, "chunks that it waited for have not come")
                 else:
                     self._end(progress, "complete")
                 return

@@ -116,6 +116,7 @@ def _complete(span: pb.TraceSpan, process: int, thread: int, start: int) -> dict
         arguments |= {f"predicted_{way}_ms": 1e3 * decision.predicted[way] for way in sorted(decision.predicted)}
         arguments |= {"predicted_ms": 1e3 * decision.predicted_seconds, "came_ms": 1e3 * decision.seconds}
         arguments |= {"stored_bytes": decision.stored_bytes}
+        arguments |= {f"{tier}_bytes": decision.tier_bytes[tier] for tier in sorted(decision.tier_bytes)}
         arguments |= {"cold_ms": 1e3 * decision.cold_seconds, "queued_ms": 1e3 * decision.queued_seconds}
     elif span.step in STAGES:
         arguments = {"round": span.round, "piece": span.piece}

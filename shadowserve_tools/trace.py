@@ -175,8 +175,9 @@ def _decided(decision: pb.Decision) -> str:
     done = f"{decision.kind}, {decision.loaded_tokens:,d} of {decision.tokens:,d} tokens loaded"
     expected = f"{1e3 * decision.predicted_seconds:.1f} ms predicted ({', '.join(ways)})" if ways else "no prediction"
     there = [f"{decision.stored_bytes / 1e6:.1f} MB" if decision.stored_bytes else "nobody has said how much"]
+    there += [f"{size / 1e6:.1f} MB of it in {tier}" for tier, size in sorted(decision.tier_bytes.items())]
     if decision.cold_seconds:
-        there.append(f"cold, {1e3 * decision.cold_seconds:.1f} ms until storage has it")
+        there.append(f"{1e3 * decision.cold_seconds:.1f} ms until storage has what is cold")
     if decision.queued_seconds:
         there.append(f"behind {1e3 * decision.queued_seconds:.1f} ms of other loads")
     came = f"{1e3 * decision.seconds:.1f} ms to the first token"

@@ -9,6 +9,7 @@ import hashlib
 import signal
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 BUCKET = "kv-test"
+PIECE = 64 << 10  # that a slow link carries at a time
 PAGE = 3  # objects that one list names: small, so that lists have pages
 
 
@@ -95,6 +97,7 @@ class FaultyS3:
         fault: makes the answer to a request; None for the right one.
         skew_s: how far its clock is ahead.
         encodes: whether lists have names as URLs have them, where that is asked for.
+        bytes_per_s: that its link carries of what is read, all requests together; 0: no bound.
     """
 
     def __init__(self, certificates: Path | None = None) -> None:
@@ -105,6 +108,8 @@ class FaultyS3:
         self.fault: Fault = lambda asked: None
         self.skew_s = 0.0
         self.encodes = True
+        self.bytes_per_s = 0.0
+        self._link_free = 0.0  # when it has sent what it was given
         self.lock = threading.Lock()
         owner = self
 
@@ -132,6 +137,15 @@ class FaultyS3:
     def count(self, operation: str) -> int:
         """Return how often something was asked."""
         return sum(asked.operation == operation for asked in self.asked)
+
+    def carry(self, size: int) -> None:
+        """Wait until the link has carried so many bytes more."""
+        if self.bytes_per_s:
+            with self.lock:
+                self._link_free = max(self._link_free, time.monotonic()) + size / self.bytes_per_s
+                free = self._link_free
+            while self.bytes_per_s and (left := free - time.monotonic()) > 0:
+                time.sleep(min(left, 0.05))
 
     def close(self) -> None:
         self._server.shutdown()
@@ -197,7 +211,11 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in ({"Content-Length": str(len(content))} | headers).items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(content if truncate is None else content[:truncate])
+        content = content if truncate is None else content[:truncate]
+        for begin in range(0, len(content), PIECE):
+            if self.command == "GET":
+                self.server_of_tests.carry(len(content[begin : begin + PIECE]))
+            self.wfile.write(content[begin : begin + PIECE])
         if truncate is not None:
             self.close_connection = True
 

@@ -19,10 +19,12 @@ from shadowserve.errors import StorageError, StorageRefusedError
 from shadowserve.native import Result
 from shadowserve.pieces import Flags
 from shadowserve.record import head_length
+from shadowserve.tier import Tier
 
 __all__ = [
     "QUESTION_KEYS_MAX",
     "Chain",
+    "Cold",
     "Delivered",
     "Encoded",
     "Expected",
@@ -40,10 +42,21 @@ QUESTION_KEYS_MAX: Final = 8192
 
 
 class Stored(NamedTuple):
-    """What a source says of one key: length of the value in bytes, and at least the head, if it is a record."""
+    """What a source says of one key: length of the value in bytes, at least the head, if it is a record; and where."""
 
     length: int
     head: bytes
+    tier: Tier = Tier.STORAGE
+
+
+class Cold(NamedTuple):
+    """That a record is in object storage behind a source: its length, and after how many ms the source expects it.
+
+    As if it was asked for now, and those before it in the same question.
+    """
+
+    length: int
+    ms: int
 
 
 class Unanswered(NamedTuple):
@@ -58,7 +71,7 @@ class Unanswered(NamedTuple):
         return cls(str(error), isinstance(error, StorageRefusedError))
 
 
-Found = Stored | Unanswered | None
+Found = Stored | Cold | Unanswered | None
 """What a source says of one key; None where there is no record, and perhaps where there is a value that is none."""
 
 
@@ -214,7 +227,7 @@ class Source(ABC):
 
     @abstractmethod
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        """Return what it has under each of up to QUESTION_KEYS_MAX keys.
+        """Return what it has under each of up to QUESTION_KEYS_MAX keys. Waits for nothing in object storage: Cold.
 
         Raises:
             StorageUnavailableError, StorageRefusedError: no key was answered for.
@@ -246,16 +259,23 @@ class Source(ABC):
         """
         return None
 
-    async def cold(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
-        """Return in how many ms the source expects to have each of up to QUESTION_KEYS_MAX keys if asked for all now.
-
-        0 of what it has or knows nothing of; None of a source that has all that it knows of. Waits for none of them,
-        as :meth:`find` would.
+    async def heads(self, keys: Sequence[bytes]) -> Sequence[Found]:
+        """Return as :meth:`find` does, but wait until object storage has brought what was cold.
 
         Raises:
             StorageUnavailableError, StorageRefusedError: no key was answered for.
         """
-        return None
+        return await self.find(keys)
+
+    async def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Have what is cold of up to QUESTION_KEYS_MAX keys brought from object storage, or begin with it: a hint.
+
+        Whoever wants the rest asks again. Nothing is waited for.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: it was not told.
+        """
+        return
 
     def expect(self, requests: Sequence[Expected]) -> None:
         """Take what will be fetched soon, in this order, in the place of what was said before. A hint.

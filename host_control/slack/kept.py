@@ -1,7 +1,7 @@
 """The file that keeps what was learnt of engines, by model and machine: a start goes on where the last one ended.
 
-It is a help and nothing more: where it is missing, broken or cannot be written, the first steps say it all again. It
-holds numbers and hashes, as JSON.
+It is a help and nothing more: where it is missing, of an earlier release, broken, or cannot be written, the first steps
+say it all again. It holds numbers and hashes, as JSON.
 """
 
 import contextlib
@@ -17,7 +17,8 @@ from typing import Any, Final, Protocol
 
 __all__ = ["KeptLearning", "engine_name"]
 
-_VERSION: Final = 1
+_VERSION: Final = 2
+"""Of what is kept. A file of a lower one is of an earlier release, and is replaced."""
 _FILE_BYTES_MAX: Final = 1 << 20
 _ENGINES_MAX: Final = 256
 """Of about 2 KiB each. The oldest go first."""
@@ -114,7 +115,10 @@ def _bytes_of(path: Path) -> bytes:
 
 def _checked(data: bytes) -> dict[str, Any]:
     described = json.loads(data)
-    if not isinstance(described, dict) or described.get("version") != _VERSION:
+    version = described.get("version") if isinstance(described, dict) else None
+    if type(version) is int and 0 < version < _VERSION:
+        return {}
+    if version != _VERSION:
         raise ValueError("it is of another version")
     engines = described.get("engines")
     if not isinstance(engines, dict):

@@ -1,4 +1,8 @@
-"""What the policy of :mod:`host_control.decision` is told of vLLM's loads, and what becomes of its decisions."""
+"""What the policy of :mod:`host_control.decision` is told of vLLM's loads, and what becomes of its decisions.
+
+Where ``fetch_or_compute`` is off it decides for prompts alone of which something is cold: whether to wait for that. All
+others are fetched, and tell how long that takes.
+"""
 
 import time
 from collections import deque
@@ -8,9 +12,14 @@ from typing import Any, Final
 
 from host_control.config import HostConfig
 from host_control.decision import Decision, FetchOrCompute, Hit
+from host_control.lookup import LookupAnswer
+from host_control.slack.loading import LoadTable
 from host_control.slack.table import ComputeTable
+from host_control.vllm.groups import Groups
 from host_control.vllm.metrics import Counts
 from host_control.vllm.timing import scheduled_requests
+from host_control.vllm.tracked import Tracked
+from shadowserve.tier import Tier
 
 __all__ = ["Deciding"]
 
@@ -29,6 +38,8 @@ class Deciding:
     Args:
         config: of the host.
         table: of how long the engine computes.
+        loads: of how long loads take.
+        rate: returns the bytes a second that loads are delivered at now; 0: no bound.
         chunk_tokens: tokens in a chunk.
         step_tokens: that a step computes at most.
         counts: of the connector.
@@ -40,7 +51,9 @@ class Deciding:
         self,
         config: HostConfig,
         table: ComputeTable,
+        loads: LoadTable,
         *,
+        rate: Callable[[], int] = lambda: 0,
         chunk_tokens: int,
         step_tokens: int,
         counts: Counts,
@@ -49,50 +62,122 @@ class Deciding:
     ) -> None:
         self._policy = FetchOrCompute(
             table,
+            loads,
             chunk_tokens=chunk_tokens,
             step_tokens=step_tokens,
             load_tokens_min=config.load_tokens_min,
             fetch_timeout=config.fetch_timeout,
         )
+        self._always = config.fetch_or_compute
+        self._rate = rate
+        self._chunk_tokens = chunk_tokens
+        self._layers = self._layerwise_chunks = self._delivered_chunk_bytes = 0
         self._counts = counts
         self._tell = tell
         self._clock = clock
         # Of each step under way those whose first token it brings: what was decided, tokens, and since when they wait.
         self._firsts: deque[list[tuple[Decision, int, float]]] = deque(maxlen=_STEPS_MAX)
         self._waiting: dict[str, tuple[Decision, int, float]] = {}  # for the step of their first token
-        self._loads: dict[str, Decision] = {}
+        self._loads: dict[str, tuple[Decision, float]] = {}  # and since when
         self._in_steps: set[str] = set()  # those loads that a step waits for itself
         self._load_seconds: dict[str, float] = {}  # of their ranks that have reported
         self._chunk_bytes = 0.0  # as was last said
+        self._nearest = Tier.STORAGE  # that any chunk was in so far
+
+    def start(self, layers: int, layerwise_chunks: int, chunk_bytes: int) -> None:
+        """Take what the workers say.
+
+        Args:
+            layers: that may be loaded one by one; 0 where none may.
+            layerwise_chunks: that a load may have which goes layer by layer.
+            chunk_bytes: that a rank is delivered for each chunk.
+        """
+        self._layers, self._layerwise_chunks, self._delivered_chunk_bytes = layers, layerwise_chunks, chunk_bytes
+
+    def usable(self, tracked: Tracked, answer: LookupAnswer, rules: Groups, usable: int, *, layerwise: bool) -> int:
+        """Return how many tokens are to be loaded of those that can, by prediction; and note in which way.
+
+        Args:
+            tracked: the request.
+            answer: to its lookup.
+            rules: of the engine's groups.
+            usable: tokens behind those that the engine has itself.
+            layerwise: whether it may go layer by layer.
+        """
+        local, end = tracked.local_tokens, tracked.local_tokens + usable
+        hit = replace(
+            self._hit(tracked, end, layerwise=layerwise),
+            chunk_bytes=answer.chunk_bytes,
+            tiers=answer.tiers[local // self._chunk_tokens : -(-end // self._chunk_tokens)],
+            cold_seconds=answer.cold_seconds,
+        )
+        decision = tracked.decision = self.decide(hit)
+        if decision.kind == "configured":
+            return usable
+        if decision.way == "compute":
+            return 0
+        tracked.layerwise = decision.way == "layers"
+        if decision.end_tokens == end or not answer.present:
+            return usable
+        return rules.hit_tokens(answer.present, decision.end_tokens + 1) - local
+
+    def computes_anyway(self, tracked: Tracked, *, layerwise: Callable[[], bool], stores: bool) -> bool:
+        """Return whether a prompt is to be computed though all of it were stored: then no lookup is waited for.
+
+        Args:
+            tracked: the request.
+            layerwise: whether it may go layer by layer.
+            stores: whether what is computed is stored. What is stored already is known by the request's second step,
+                which may decode, so one that has a single one waits for its lookup.
+        """
+        handover = tracked.handover
+        if not self._always or tracked.foreseen or handover.waits or handover.announces:
+            return False
+        tracked.foreseen = True
+        tokens = tracked.request.num_tokens
+        end = min(tokens // self._chunk_tokens * self._chunk_tokens, tokens - 1)
+        hit = self._hit(tracked, end, layerwise=layerwise())
+        hit = replace(hit, tiers=bytes([self._nearest]) * (end // self._chunk_tokens + 1))
+        if hit.end_tokens <= hit.local_tokens or (stores and tracked.request.max_tokens < _STEPS_TO_STORE):
+            return False
+        decision = self.decide(hit)
+        if decision.kind == "compute":
+            tracked.decision = decision
+        return decision.kind == "compute"
+
+    def found(self, tiers: bytes) -> None:
+        """Take note of where the chunks were that a lookup has found."""
+        self._nearest = Tier(min(filter(None, (*tiers, self._nearest))))
+
+    def _hit(self, tracked: Tracked, end: int, *, layerwise: bool) -> Hit:
+        rate = self._rate()
+        return Hit(
+            tokens=tracked.request.num_tokens,
+            local_tokens=tracked.local_tokens,
+            end_tokens=end,
+            delivery_seconds=self._delivered_chunk_bytes / rate if rate else 0.0,
+            layers=self._layers if layerwise else 0,
+            layerwise_chunks=self._layerwise_chunks,
+        )
 
     def decide(self, hit: Hit) -> Decision:
         """Return what is best for a prompt now; where nobody has said how large a chunk is, it is as those before."""
         self._chunk_bytes = hit.chunk_bytes or self._chunk_bytes
-        return self._policy.decide(replace(hit, chunk_bytes=self._chunk_bytes), self._clock())
-
-    def foresee(self, hit: Hit, output_tokens: int, *, stores: bool) -> Decision | None:
-        """Return the decision to compute a prompt, if that is sooner though this is the most that a lookup can find.
-
-        Args:
-            hit: of unknown size.
-            output_tokens: of the request, at most.
-            stores: whether what is computed is stored. What is stored already is known by the request's second step,
-                which may decode, so one that has a single one waits for its lookup.
-        """
-        if hit.end_tokens <= hit.local_tokens or (stores and output_tokens < _STEPS_TO_STORE):
-            return None
-        decision = self.decide(hit)
-        return decision if decision.kind == "compute" else None
+        hit = replace(hit, chunk_bytes=self._chunk_bytes)
+        decide = self._policy.decide if self._always or Tier.COLD in hit.tiers else self._policy.configured
+        return decide(hit, self._clock())
 
     def begin(self, request_id: str, decision: Decision, tokens: int, *, in_step: bool = False) -> None:
         """A request of so many tokens has blocks, and goes on as was decided; its load goes on in its own step."""
         now = self._clock()
         self._policy.begin(request_id, decision, now)
-        self._waiting[request_id] = decision, tokens, now
         if decision.way != "compute":
-            self._loads[request_id] = decision
+            self._loads[request_id] = decision, now
             if in_step:
                 self._in_steps.add(request_id)
+        if decision.kind == "configured":
+            return
+        self._waiting[request_id] = decision, tokens, now
         self._counts.add("decisions", reason=decision.kind)
         self._counts.add("cold_seconds", decision.cold_seconds, reason=decision.kind)
 
@@ -108,9 +193,13 @@ class Deciding:
         for request_id in {*finished, *self._in_steps.intersection(in_steps)}:
             self._in_steps.discard(request_id)
             taken = self._load_seconds.pop(request_id, 0.0)
-            if (decision := self._loads.pop(request_id, None)) is not None:
-                self._policy.ended(request_id, self._clock())
+            if (load := self._loads.pop(request_id, None)) is not None:
+                (decision, since), now = load, self._clock()
+                self._policy.ended(request_id, now)
                 if taken:
+                    # While it waits for what is cold, others have their turn: it begins before it has its own.
+                    if decision.load_cold_seconds:
+                        taken = max(taken, now - since - decision.queued_seconds)
                     self._policy.fetched(decision, taken)
 
     # ------------------------------------------------------------------ each step

@@ -125,6 +125,7 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         layers: of this rank.
         machine: what this rank computes on, for people.
         plain: whether its records are pages as they are, which stay in its data plane's tiers.
+        chunk_bytes: that this rank is delivered for a chunk, of all groups together.
     """
 
     model: bytes
@@ -134,6 +135,7 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     layers: int = 0
     machine: str = ""
     plain: bool = False
+    chunk_bytes: int = 0
 
 
 @dataclass

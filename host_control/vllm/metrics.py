@@ -29,11 +29,12 @@ _COUNTERS: Final = {
     "stored_bytes": "Bytes of those chunks as records.",
 }
 _BY_REASON: Final = {
+    "tier_hit_tokens": "Of hits, tokens by the tier that they were in: memory, device, storage, cold.",
     "lookup_failures": "Requests whose lookup had no answer, by reason.",
     "load_failures": "Loads that ended before their last chunk, by reason.",
     "dropped_stores": "Chunks that were not stored, by reason.",
     "decisions": "Requests with a hit, or that no hit would serve, by what was decided: see docs/decision.md.",
-    "cold_seconds": "Seconds in which the store expected to have what it must fetch itself of hits, by the decision.",
+    "cold_seconds": "Seconds in which storage expected to have nearer what was cold of hits, by the decision.",
     "predicted_seconds": "Seconds to the first token that decisions were predicted to bring, where one was predicted.",
     "first_token_seconds": "Seconds to the first token that came of those decisions.",
     "slower_paths": "Requests that took a slower path than configured, by reason (docs/combinations.md).",

@@ -5,6 +5,7 @@ no request completes a chunk costs one comparison for each running request.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -13,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
-from host_control.decision import Decision, Hit
+from host_control.decision import Decision
 from host_control.handover import Arrived, Handover
 from host_control.lookup import SAVED, LookupAnswer, PrefixLookup
 from host_control.vllm.deciding import Deciding
@@ -39,6 +40,7 @@ from host_control.vllm.workers import agreed
 from host_control.waiting import WaitingQueue
 from shadowserve.errors import ConfigurationError
 from shadowserve.pieces import Flags, leading
+from shadowserve.tier import Tier
 
 __all__ = ["SchedulerSide"]
 
@@ -107,7 +109,6 @@ class SchedulerSide:
         # would every request that shares its blocks; if it falls short, it computes on garbage before vLLM hears of it.
         # Of each its table of blocks: they are in vLLM's own prefix cache already, whatever becomes of the request.
         self._unconfirmed: dict[str, tuple[Tracked, list[int]]] = {}
-        self._layers = 0
         self._saved_apart = False  # what preempted requests hold: other records are not exact
         self._requests: dict[str, Any] = {}  # all that the engine has, also those that are served without the cache
         self._cancels: list[str] = []
@@ -117,10 +118,12 @@ class SchedulerSide:
         self.problem = problem
         self._timing = Timing(config, counts=self.counts)
         self._deciding: Deciding | None = None
-        if config.fetch_or_compute and fetch and groups is not None:
+        if fetch and groups is not None:
             self._deciding = Deciding(
                 config,
                 self._timing.table,
+                self._timing.loads,
+                rate=lambda: self._timing.rate,
                 chunk_tokens=self._chunk_tokens,
                 step_tokens=step_tokens,
                 counts=self.counts,
@@ -137,7 +140,9 @@ class SchedulerSide:
             self._turn_off(str(error))
             return
         self._model, self._clients, self.epochs.ranks = workers.model, workers.clients, len(handshakes)
-        self.ways.layerwise_chunks, self._layers = workers.layerwise_chunks, workers.layers
+        self.ways.layerwise_chunks = workers.layerwise_chunks
+        if self._deciding is not None:
+            self._deciding.start(workers.layers, workers.layerwise_chunks, workers.chunk_bytes)
         self._timing.begin(workers.model, workers.machine, workers.layers, self._logger, self._clients)
         self._lookup = PrefixLookup(
             self._model,
@@ -151,7 +156,7 @@ class SchedulerSide:
             threads=self._config.lookup_threads,
             enabled=self._fetch,
             loads_wait=self._loads_wait,
-            cold=self._deciding is not None,
+            load_timeout=self._config.fetch_timeout,
             plain=workers.plain,
         )
         if self._fetch:
@@ -246,7 +251,15 @@ class SchedulerSide:
         if answer is None and saved is not None and self._loads_wait:
             answer = saved.promise  # so that no other request is given the blocks that it needs meanwhile
         if answer is None:
-            return 0 if self._is_computed_anyway(tracked) else None
+            # States are stored as they are computed, or never: it has to be known before which of them are.
+            computes = (
+                self._deciding is not None
+                and not self._states
+                and self._deciding.computes_anyway(
+                    tracked, layerwise=lambda: not self._not_by_layers(tracked), stores=self._store
+                )
+            )
+            return 0 if computes else None
         self._count_lookup(tracked, answer)
         if answer.cut != SAVED:
             tracked.stored_chunks = max(tracked.stored_chunks, self._chunks(answer.tokens))
@@ -263,7 +276,8 @@ class SchedulerSide:
         tracked.layerwise = not tracked.not_by_layers
         # A prompt that another engine has computed for this one was not to be computed here.
         if self._deciding is not None and not tracked.handover.waits:
-            usable = self._decided(self._deciding, tracked, answer, usable, may_go_layerwise)
+            assert self._rules is not None
+            usable = self._deciding.usable(tracked, answer, self._rules, usable, layerwise=may_go_layerwise)
             if usable < worth:
                 return 0
         links = self._lookup.links(request.request_id)
@@ -313,45 +327,6 @@ class SchedulerSide:
                 load.arrived = arrived
                 yield request_id, arrived
 
-    def _decided(
-        self, deciding: Deciding, tracked: Tracked, answer: LookupAnswer, usable: int, may_go_layerwise: bool
-    ) -> int:
-        """Return how many of the tokens that can be loaded are to be, by prediction; and note in which way."""
-        local, end = tracked.local_tokens, tracked.local_tokens + usable
-        hit = self._hit(tracked, end, may_go_layerwise)
-        hit = replace(hit, chunk_bytes=answer.chunk_bytes, cold_seconds=answer.cold_seconds)
-        decision = tracked.decision = deciding.decide(hit)
-        if decision.way == "compute":
-            return 0
-        tracked.layerwise = decision.way == "layers"
-        if decision.end_tokens == end or self._rules is None or not answer.present:
-            return usable
-        return self._rules.hit_tokens(answer.present, decision.end_tokens + 1) - local
-
-    def _hit(self, tracked: Tracked, end: int, may_go_layerwise: bool) -> Hit:
-        return Hit(
-            tokens=tracked.request.num_tokens,
-            local_tokens=tracked.local_tokens,
-            end_tokens=end,
-            layers=self._layers if may_go_layerwise else 0,
-            layerwise_chunks=self.ways.layerwise_chunks,
-        )
-
-    def _is_computed_anyway(self, tracked: Tracked) -> bool:
-        """Return whether a prompt is to be computed though all of it were stored: then no lookup is waited for.
-
-        States are stored as they are computed, or never: it has to be known before which of them are.
-        """
-        handover = tracked.handover
-        if self._deciding is None or tracked.foreseen or handover.waits or handover.announces or self._states:
-            return False
-        tracked.foreseen = True
-        tokens = tracked.request.num_tokens
-        end = min(tokens // self._chunk_tokens * self._chunk_tokens, tokens - 1)
-        hit = self._hit(tracked, end, not self._not_by_layers(tracked))
-        tracked.decision = self._deciding.foresee(hit, tracked.request.max_tokens, stores=self._store)
-        return tracked.decision is not None
-
     def _tell_decision(self, decision: Decision, tokens: int, seconds: float) -> None:
         if self._clients:
             self._clients[0].decided(decision, tokens, seconds)
@@ -385,6 +360,11 @@ class SchedulerSide:
         self.ways.looked_up(answer)
         self.counts.add("lookup_tokens", tracked.request.num_prompt_tokens // self._chunk_tokens * self._chunk_tokens)
         self.counts.add("hit_tokens", self._chunks(answer.tokens) * self._chunk_tokens)
+        if self._deciding is not None:
+            self._deciding.found(answer.tiers)
+        for tier, chunks in Counter(answer.tiers[: self._chunks(answer.tokens)]).items():
+            if tier != Tier.NONE:  # as of what is only announced
+                self.counts.add("tier_hit_tokens", chunks * self._chunk_tokens, reason=Tier(tier).label)
         if answer.reason != "complete":
             self.counts.add("lookup_failures", reason=answer.reason)
             unnamed = answer.reason == "unnamed"
@@ -409,6 +389,7 @@ class SchedulerSide:
         if request.num_preemptions:
             self.counts.add("restored_tokens", external_tokens)
         end_tokens = tracked.local_tokens + external_tokens
+        self._lookup.begin_load(request.request_id, self._chunks(end_tokens))
         operation = LoadOperation(
             request.request_id,
             tracked.offered_epoch,
@@ -465,17 +446,18 @@ class SchedulerSide:
     def _fell_short(self, tracked: Tracked, chunks: int) -> None:
         """A load has ended with so many chunks, and not all: what it lacks is computed, and then stored again."""
         assert self._rules is not None
-        tracked.stored_chunks = min(tracked.stored_chunks, tracked.first_chunk + chunks)
-        tracked.tail_stored = False
+        load = self._loading.get(tracked.request.request_id)
+        if load is None or load.arrived is None or load.arrived.ended != "cold_late":  # else it is stored, and far
+            tracked.stored_chunks = min(tracked.stored_chunks, tracked.first_chunk + chunks)
+            tracked.tail_stored = False
         if self._preemption is not None:
             self._preemption.distrust()
-        load = self._loading.get(tracked.request.request_id)
         if load is None or load.arrived is None or self._rules.one:
             tracked.refused = True
         else:
-            # Of several groups vLLM takes all or nothing. What was announced and did not come is not to cost what is
-            # there: that is offered, this once, and nothing is waited for.
-            tracked.handover = replace(tracked.handover, waits=0.0)
+            # Of several groups vLLM takes all or nothing. What was announced, or is cold, and did not come is not to
+            # cost what is there: that is offered, this once, and nothing is waited for.
+            tracked.handover = replace(tracked.handover, waits=0.0, cold=False)
             self._look_up(tracked, tracked.request.prompt_token_ids)
         self._set_boundary(tracked)
 

@@ -19,6 +19,7 @@ from host_control.config import HostConfig
 from host_control.slack.beside import Beside, Moved
 from host_control.slack.interference import Interference
 from host_control.slack.kept import KeptLearning, engine_name
+from host_control.slack.loading import LoadTable
 from host_control.slack.table import ComputeTable, Row, attention_pairs
 from host_control.step_reports import StepReports
 from host_control.vllm.metadata import WorkerReport
@@ -74,6 +75,7 @@ class Timing:
 
     Attributes:
         table: of how long the engine computes.
+        loads: of how long loads take, by the tiers that they load from.
         interference: what moving KV costs it; none where there is no budget for that.
         reports: to data planes; none where there is no budget, and before :meth:`begin`.
     """
@@ -83,11 +85,13 @@ class Timing:
         self._counts = counts
         self._clock = clock
         self.table = ComputeTable()
+        self.loads = LoadTable()
         budget = config.interference_budget
         self.interference = Interference(budget) if budget else None
         self.reports: StepReports | None = None
         self._layers = 0
         self._kept: KeptLearning | None = None
+        self._decodes = False  # in the step that was scheduled last
         self._steps: deque[_Step] = deque(maxlen=_STEPS_MAX)
         self._last_end = 0.0
         self._beside: Beside[_Step] = Beside()
@@ -115,7 +119,9 @@ class Timing:
         if self.interference is not None:
             self.reports = StepReports(clients, self._config.interference_budget)
         self._layers = layers
-        learnt = {"table": self.table} | ({"interference": self.interference} if self.interference else {})
+        learnt: dict[str, Any] = {"table": self.table, "loads": self.loads}
+        if self.interference is not None:
+            learnt["interference"] = self.interference
         path = cache_file(self._config.computing_cache, "computing.json")
         self._kept = KeptLearning(path, engine_name(model, machine), learnt, logger)
         self._kept.load()
@@ -127,6 +133,11 @@ class Timing:
         kept, self._kept = self._kept, None
         if kept is not None:
             kept.save()
+
+    @property
+    def rate(self) -> int:
+        """Bytes a second that the interference budget leaves for loads beside the last step; 0: no bound."""
+        return self.interference.rate if self._decodes and self.interference is not None else 0
 
     # ------------------------------------------------------------------ each step
 
@@ -142,6 +153,7 @@ class Timing:
         scheduled = output.num_scheduled_tokens
         requests, tokens = len(scheduled), output.total_num_scheduled_tokens
         decodes = requests > 0 and not waits and min(scheduled.values()) <= _DECODED_TOKENS_MAX
+        self._decodes = decodes
         if decodes and self.reports is not None and self.interference is not None:
             self.reports.decodes(self.interference.rate, paused=self._paused_since is not None)
         calm = tokens == requests > 0 and not (loads or waits or self._moves or output.scheduled_new_reqs)

@@ -307,9 +307,9 @@ class WorkerSide:
             for part, shape in zip(parts, self._shapes[cut], strict=True)
         )
         chunks = self._buffer_chunks(0, self._config.fetch_buffer_bytes) if self._layers else 0
-        machine = machine_name(self._device)
+        machine, chunk_bytes = machine_name(self._device), sum(shape.raw_bytes for shape in self._shapes.get(0, ()))
         layers, plain = len(self._layers), self._pages is not None
-        return WorkerHandshake(self._model, namespaces, self.problem, chunks, layers, machine, plain)
+        return WorkerHandshake(self._model, namespaces, self.problem, chunks, layers, machine, plain, chunk_bytes)
 
     # ------------------------------------------------------------------ each step
 

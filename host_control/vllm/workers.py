@@ -23,6 +23,7 @@ class Workers:
         machine: what they compute on.
         layers: that may be loaded one by one; 0 where none may.
         layerwise_chunks: that a load may have which goes layer by layer.
+        chunk_bytes: that a rank is delivered for a chunk, of all groups together.
         clients: of the data planes. One that serves several ranks is asked once for all of them.
         plain: whether records are pages as they are, which stay in their data planes' tiers.
         records: of each cut that all can read, 0 being their own, and of each group: who is asked for whose records.
@@ -33,6 +34,7 @@ class Workers:
     machine: str
     layers: int
     layerwise_chunks: int
+    chunk_bytes: int
     clients: list[DataPlaneClient]
     plain: bool
     records: dict[int, list[list[tuple[DataPlaneClient, bytes]]]]
@@ -80,6 +82,7 @@ def agreed(handshakes: Mapping[int, WorkerHandshake], groups: Sequence[Group], c
         f"{len(shakes)} x {shakes[0].machine}",
         max(shake.layers for shake in shakes),
         min(shake.layerwise_chunks for shake in shakes),
+        max(shake.chunk_bytes for shake in shakes),
         list(clients.values()),
         any(shake.plain for shake in shakes),
         records,

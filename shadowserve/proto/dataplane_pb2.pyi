@@ -26,6 +26,14 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_INTERNAL: _ClassVar[Outcome]
     OUTCOME_DEVICE: _ClassVar[Outcome]
 
+class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_NONE: _ClassVar[Tier]
+    TIER_MEMORY: _ClassVar[Tier]
+    TIER_DEVICE: _ClassVar[Tier]
+    TIER_STORAGE: _ClassVar[Tier]
+    TIER_COLD: _ClassVar[Tier]
+
 class Reach(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     REACH_ALL: _ClassVar[Reach]
@@ -58,6 +66,11 @@ OUTCOME_UNKNOWN_DESTINATION: Outcome
 OUTCOME_NOT_STORABLE: Outcome
 OUTCOME_INTERNAL: Outcome
 OUTCOME_DEVICE: Outcome
+TIER_NONE: Tier
+TIER_MEMORY: Tier
+TIER_DEVICE: Tier
+TIER_STORAGE: Tier
+TIER_COLD: Tier
 REACH_ALL: Reach
 REACH_DATA_PLANE: Reach
 REACH_NONE: Reach
@@ -158,32 +171,34 @@ class KeyChain(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., namespace: _Optional[bytes] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("chains", "timeout_ms", "announced", "cold")
+    __slots__ = ("chains", "timeout_ms", "announced", "prefetch")
     CHAINS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
-    COLD_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
     chains: _containers.RepeatedCompositeFieldContainer[KeyChain]
     timeout_ms: int
     announced: bool
-    cold: bool
-    def __init__(self, chains: _Optional[_Iterable[_Union[KeyChain, _Mapping]]] = ..., timeout_ms: _Optional[int] = ..., announced: _Optional[bool] = ..., cold: _Optional[bool] = ...) -> None: ...
+    prefetch: bool
+    def __init__(self, chains: _Optional[_Iterable[_Union[KeyChain, _Mapping]]] = ..., timeout_ms: _Optional[int] = ..., announced: _Optional[bool] = ..., prefetch: _Optional[bool] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("outcome", "detail", "present", "announced", "cold_ms", "stored_bytes")
+    __slots__ = ("outcome", "detail", "present", "announced", "cold_ms", "stored_bytes", "tiers")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
     COLD_MS_FIELD_NUMBER: _ClassVar[int]
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     detail: str
     present: _containers.RepeatedScalarFieldContainer[bytes]
     announced: _containers.RepeatedScalarFieldContainer[bytes]
     cold_ms: _containers.RepeatedScalarFieldContainer[int]
     stored_bytes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., present: _Optional[_Iterable[bytes]] = ..., announced: _Optional[_Iterable[bytes]] = ..., cold_ms: _Optional[_Iterable[int]] = ..., stored_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+    tiers: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., present: _Optional[_Iterable[bytes]] = ..., announced: _Optional[_Iterable[bytes]] = ..., cold_ms: _Optional[_Iterable[int]] = ..., stored_bytes: _Optional[_Iterable[int]] = ..., tiers: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
     __slots__ = ("keys", "lasts_ms", "timeout_ms", "plain")
@@ -494,7 +509,7 @@ class TraceSpan(_message.Message):
     def __init__(self, step: _Optional[str] = ..., thread: _Optional[int] = ..., core: _Optional[int] = ..., begin_ns: _Optional[int] = ..., end_ns: _Optional[int] = ..., round: _Optional[int] = ..., piece: _Optional[int] = ..., slice: _Optional[int] = ..., input_bytes: _Optional[int] = ..., output_bytes: _Optional[int] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("kind", "tokens", "loaded_tokens", "predicted", "predicted_seconds", "seconds", "stored_bytes", "cold_seconds", "queued_seconds")
+    __slots__ = ("kind", "tokens", "loaded_tokens", "predicted", "predicted_seconds", "seconds", "stored_bytes", "cold_seconds", "queued_seconds", "tier_bytes")
     class PredictedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -502,6 +517,13 @@ class Decision(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class TierBytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     KIND_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -511,6 +533,7 @@ class Decision(_message.Message):
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     COLD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TIER_BYTES_FIELD_NUMBER: _ClassVar[int]
     kind: str
     tokens: int
     loaded_tokens: int
@@ -520,7 +543,8 @@ class Decision(_message.Message):
     stored_bytes: int
     cold_seconds: float
     queued_seconds: float
-    def __init__(self, kind: _Optional[str] = ..., tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., predicted: _Optional[_Mapping[str, float]] = ..., predicted_seconds: _Optional[float] = ..., seconds: _Optional[float] = ..., stored_bytes: _Optional[int] = ..., cold_seconds: _Optional[float] = ..., queued_seconds: _Optional[float] = ...) -> None: ...
+    tier_bytes: _containers.ScalarMap[str, int]
+    def __init__(self, kind: _Optional[str] = ..., tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., predicted: _Optional[_Mapping[str, float]] = ..., predicted_seconds: _Optional[float] = ..., seconds: _Optional[float] = ..., stored_bytes: _Optional[int] = ..., cold_seconds: _Optional[float] = ..., queued_seconds: _Optional[float] = ..., tier_bytes: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class DecidedResponse(_message.Message):
     __slots__ = ()

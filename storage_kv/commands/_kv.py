@@ -11,7 +11,7 @@ from storage_kv.layers import KEYS_MAX, LAYERS_MAX
 from storage_kv.node import CommandError, More, Node, Part, Reply
 from storage_kv.session import Argument, Session
 
-__all__ = ["announce", "announced", "cold", "layers", "meta", "pin", "pins", "unpin"]
+__all__ = ["announce", "announced", "layers", "meta", "pin", "pins", "prefetch", "unpin"]
 
 _LAYERS_TEXT_BYTES_MAX: Final = 16 << 10
 _LAYER_MAX: Final = 65_535
@@ -22,40 +22,49 @@ _WINDOW_US_MAX: Final = 3_600 * 10**6
 def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """KV.META key [key ...]: of each record its length and its head; nil where there is none.
 
-    One round trip tells a reader everything about a whole prefix that it needs before it fetches bodies. Counts as a
-    use of each record found: whoever asks is about to fetch.
+    Of a record in the bucket alone, in place of its head, after how many milliseconds it is expected here: at least 1,
+    and as if it and those before it were asked for now. One round trip tells a reader everything about a whole prefix
+    that it needs before it fetches bodies, and the bucket is asked for nothing. Counts as a use of each record found.
     """
     null = encode_null(session.protocol)
     node.counters.meta_keys += len(arguments) - 1
+    cold_bytes = 0
 
     def head(item: Item | None) -> bytes | list[Part]:
+        nonlocal cold_bytes
         if item is None or not item.head_bytes:
             return null
+        if item.is_cold:
+            cold_bytes += item.length
+            expected_ms = max(1, round(1e3 * (node.store.expected_s(cold_bytes) or 0)))
+            return b"*2\r\n:%d\r\n:%d\r\n" % (item.length, expected_ms)
         return bulk_of(node, item, 0, item.head_bytes, missing=null, head=b"*2\r\n:%d\r\n" % item.length)
 
     items = (node.read(session.qualify(key), lookup=True) for key in arguments[1:])
     return More.of([encode_array_header(len(arguments) - 1)], items, head)
 
 
-def cold(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KV.COLD key [key ...]: for each record in the bucket alone, after how many milliseconds it is expected here.
+def prefetch(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """KV.PREFETCH key [key ...]: begins to bring records from the bucket; returns how many of them are on their way.
 
-    At least 1, and as if it and those before it were asked for now; 0 of what is here or nowhere; nil where there is no
-    bucket. Waits for nothing.
+    In their order, and no more than the bucket brings in a second or so: a client that wants the rest asks again. Waits
+    for nothing.
     """
-    if node.store.expected_s(0) is None:
-        return encode_null(session.protocol)
-    size = 0
+    names, position, count = arguments[1:], 0, 0
 
-    def expected(key: Address) -> bytes:
-        nonlocal size
-        item = node.store.peek(key)
-        if item is None or not item.is_cold:
-            return b":0\r\n"
-        size += item.length
-        return b":%d\r\n" % max(1, round(1e3 * (node.store.expected_s(size) or 0)))
+    def step() -> Reply | None:
+        nonlocal position, count
+        for name in names[position : position + KEYS_AT_A_TIME]:
+            address = session.qualify(name)
+            item = node.store.peek(address)
+            if item is not None and item.is_cold:
+                if not node.prefetches.begin(address, item):
+                    return b":%d\r\n" % count
+                count += 1
+        position += KEYS_AT_A_TIME
+        return b":%d\r\n" % count if position >= len(names) else None
 
-    return More.of([encode_array_header(len(arguments) - 1)], map(session.qualify, arguments[1:]), expected)
+    return in_turns(step)
 
 
 def layers(node: Node, session: Session, arguments: list[Argument]) -> Reply:

@@ -25,6 +25,7 @@ from machine import until
 from test_tiers import cool, storage_away, tiers_in, tiers_of
 
 from dpu_dataplane.server import Daemon
+from dpu_dataplane.sources.source import Cold, Stored
 from dpu_dataplane.sources.tiers import promoting
 from dpu_dataplane.sources.tiers.tiers import address_of
 from shadowserve.pool.next_use import REQUESTS_MAX
@@ -154,10 +155,16 @@ async def test_what_storage_has_to_fetch_itself_is_promoted_too_and_begins_earli
         source = own._below
         assert source is not None
 
-        async def cold(keys: Sequence[bytes]) -> Any:
-            return np.array([60_000 * (key in CHAINS[1]) for key in keys], np.int64)
+        find = source.find
 
-        source.cold = cold  # type: ignore[method-assign]
+        async def cold(keys: Sequence[bytes]) -> Any:
+            found = await find(keys)
+            return [
+                Cold(each.length, 60_000) if isinstance(each, Stored) and key in CHAINS[1] else each
+                for key, each in zip(keys, found, strict=True)
+            ]
+
+        source.find = cold  # type: ignore[method-assign]
         queue = Queue(client)
         await queue.say({1: CHAINS[0], 2: CHAINS[1]}, begins_in_ms=[600_000, 600_000])
         await until(lambda: all(resident(daemon, CHAINS[0] + CHAINS[1])))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from machine import wait_for
 
+from host_control.slack.loading import LoadTable
 from host_control.slack.table import ComputeTable
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -34,6 +35,7 @@ def engine(running: Any, plane: Any) -> Any:
     scheduler._timing.table = ComputeTable()
     scheduler._deciding._policy = type(policy)(
         scheduler._timing.table,
+        LoadTable(),
         chunk_tokens=256,
         step_tokens=policy._step_tokens,
         load_tokens_min=64,

@@ -13,7 +13,9 @@ import pytest
 from machine import PATIENCE_S, wait_for
 
 from host_control.decision import Decision
+from host_control.slack.loading import LoadTable
 from host_control.slack.table import ComputeTable
+from shadowserve.tier import Tier
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -81,12 +83,17 @@ def deciding(engine: Any, decides: Any, plane: Any, monkeypatch: pytest.MonkeyPa
     side, policy = engine.connector._scheduler, decides._policy
     table = ComputeTable()
     policy = decides._policy = type(policy)(
-        table, chunk_tokens=256, step_tokens=policy._step_tokens, load_tokens_min=64, fetch_timeout=PATIENCE_S
+        table,
+        LoadTable(),
+        chunk_tokens=256,
+        step_tokens=policy._step_tokens,
+        load_tokens_min=64,
+        fetch_timeout=PATIENCE_S,
     )
     for tokens in (300, 600, 900):
         table.observe("prompts", tokens, tokens * tokens / 2, tokens / 1000)
         policy.computed()
-        policy.fetched(Decision(way="fetch", end_tokens=0, kind="fetch", load_bytes=3e5), 0.2)
+        policy.fetched(Decision(way="fetch", end_tokens=0, kind="fetch", load_tiers={Tier.STORAGE: 3e5}), 0.2)
     side._deciding = decides
     monkeypatch.setattr(side._timing, "table", table)
     plane.script.record_bytes = 100_000
@@ -112,7 +119,7 @@ def test_layers_are_taken_where_that_is_predicted_to_be_soonest_and_the_answer_i
     side = deciding.connector._scheduler
     policy = side._deciding._policy
     assert policy._loads == {}, "the link is free again"
-    assert policy._fetching._last[-1][1] != 0.2, "what this load took is learnt"
+    assert policy._fetching._lines[Tier.STORAGE]._last[-1][1] != 0.2, "what this load took is learnt"
     learnt = side._timing.table.predict("prompts", 600, 600 * 600 / 2)
     assert learnt == pytest.approx(0.6), "a step that waits for layers tells nothing of computing"
 
@@ -122,7 +129,7 @@ def test_where_layers_would_come_too_late_the_prompt_is_computed_and_the_answer_
 ) -> None:
     policy = deciding.connector._scheduler._deciding._policy
     for _ in range(3):
-        policy.fetched(Decision(way="fetch", end_tokens=0, kind="fetch", load_bytes=3e5), 20.0)
+        policy.fetched(Decision(way="fetch", end_tokens=0, kind="fetch", load_tiers={Tier.STORAGE: 3e5}), 20.0)
     assert deciding.outputs([prompt(1000)]) == reference([prompt(1000)])
     assert plane.layerwise_calls == 0 and "Fetch" not in plane.calls
     wait_for(lambda: plane.decisions)
@@ -139,7 +146,8 @@ def test_layers_that_were_decided_for_and_fail_cost_no_token(
     counted = deciding.counted_since()
     assert counted["decisions/layers"] == 1 and counted["load_failures/corrupt"] == 1
     side = deciding.connector._scheduler._deciding
-    assert side._loads == {} == side._policy._loads and side._policy._fetching._last[-1][1] == 0.2
+    line = side._policy._fetching._lines[Tier.STORAGE]
+    assert side._loads == {} == side._policy._loads and line._last[-1][1] == 0.2
 
 
 def test_a_layer_computes_while_the_next_ones_are_away(

@@ -68,12 +68,18 @@ class Script:
     """In the order of layers: the buffers hold so many."""
     lookup_hits: Callable[[list[int]], list[int]] | None = None
     """Lies about hits."""
+    lookup_answer: Callable[[pb.LookupResponse], Any] | None = None
+    """Changes the answer to a lookup."""
     record_bytes: int = 0
     """Of each record, as lookups say; 0: they do not."""
     cold_ms: int = 0
-    """In which storage has what is stored, of each chain, as lookups say that do not wait for it."""
-    record_chains: int = 0
-    """Lies about how many chains there are."""
+    """In which storage says that it has nearer what is cold of each chain."""
+    cold: set[bytes] = field(default_factory=set)
+    """Keys of records that are cold, until a lookup has them brought."""
+    brings: int = 1 << 30
+    """So many of them come at most with each lookup that has them brought."""
+    tiers: dict[bytes, int] = field(default_factory=dict)
+    """Where records are, by their keys; the others are in storage."""
     fetch_answer: Callable[[pb.FetchResponse, pb.FetchRequest], pb.FetchResponse] | None = None
     """Lies about a fetch, after delivering."""
     fail_fetch_at: int | None = None
@@ -125,7 +131,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.script = Script()
         self.calls: list[str] = []
         self.asked_keys: list[list[bytes]] = []  # by the last Lookup, of each chain
-        self.asked_cold = False  # by the same
+        self.prefetches = 0  # lookups that have what is cold brought
         self.hellos: list[pb.HelloRequest] = []
         self.differences: list[str] = []  # that its Hello answers with
         self.fetches: list[pb.FetchPart] = []
@@ -208,7 +214,10 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
     def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         self._enter("Lookup", context)
         self.asked_keys = [list(chain.keys) for chain in request.chains]
-        self.asked_cold = request.cold
+        if request.prefetch:
+            self.prefetches += 1
+            asked = [key for chain in request.chains for key in chain.keys if key in self.script.cold]
+            self.script.cold.difference_update(asked[: self.script.brings])
         present = [np.array([key in self.records for key in chain.keys], np.bool_) for chain in request.chains]
         sets = [pack(flags) for flags in present]
         if self.script.lookup_hits is not None:
@@ -221,13 +230,18 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         ]
         told = coming if request.announced and self.announced is not None else []
         answer = pb.LookupResponse(present=sets, announced=told, outcome=pb.OUTCOME_COMPLETE)
-        if self.script.record_bytes:
-            answer.stored_bytes.extend(int(flags.sum()) * self.script.record_bytes for flags in present)
-            answer.stored_bytes.extend([0] * (self.script.record_chains - len(present)))
-        if request.cold:
-            answer.cold_ms.extend(self.script.cold_ms if flags.any() else 0 for flags in present)
-            answer.cold_ms.extend([0] * (self.script.record_chains - len(present)))
+        answer.stored_bytes.extend(int(flags.sum()) * self.script.record_bytes for flags in present)
+        for chain, packed in zip(request.chains, sets, strict=False):
+            flags = np.unpackbits(np.frombuffer(packed, np.uint8), count=len(chain.keys), bitorder="little")
+            tiers = [self._tier(key) * there for key, there in zip(chain.keys, flags.tolist(), strict=True)]
+            answer.tiers.append(bytes(tiers))
+            answer.cold_ms.append(self.script.cold_ms * (pb.TIER_COLD in tiers))
+        if self.script.lookup_answer is not None:
+            self.script.lookup_answer(answer)
         return answer
+
+    def _tier(self, key: bytes) -> int:
+        return pb.TIER_COLD if key in self.script.cold else self.script.tiers.get(key, pb.TIER_STORAGE)
 
     def Announce(self, request: pb.AnnounceRequest, context: Any) -> pb.AnnounceResponse:
         self._enter("Announce", context)

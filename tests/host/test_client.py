@@ -1,5 +1,8 @@
 """The data plane's client: deadlines, reasons, the breaker, and answers that are not believed."""
 
+from collections.abc import Callable
+from typing import Any
+
 import grpc
 import pytest
 from machine import PATIENCE_S
@@ -11,6 +14,7 @@ from host_control.destination import Destination
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.tier import Tier
 
 KEYS = [bytes([number]) * 32 for number in range(6)]
 
@@ -79,15 +83,38 @@ def test_a_lookup_says_how_large_the_records_are_where_the_data_plane_does(
     assert client.find(chains, PATIENCE_S)().stored_bytes == [300, 100]
     assert client.find(chains, PATIENCE_S)().cold_seconds == [0, 0]
     plane.script.cold_ms = 1500
-    assert client.find(chains, PATIENCE_S, cold=True)().cold_seconds == [1.5, 1.5]
-    with pytest.raises(DataPlaneError, match="bytes of 2 chains where 1") as error:
-        plane.script.lookup_hits = lambda _: [1]
-        plane.script.record_chains = 2
-        client.find(chains[:1], PATIENCE_S)()
+    plane.script.cold.update(KEYS[:2])
+    assert client.find(chains, PATIENCE_S)().cold_seconds == [1.5, 0.0]
+
+
+def test_a_lookup_says_where_each_record_is(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:
+    plane.records.update(dict.fromkeys([*KEYS[:3], KEYS[4]], b""))
+    plane.script.tiers = {KEYS[0]: Tier.MEMORY, KEYS[1]: Tier.DEVICE}
+    plane.script.cold.add(KEYS[4])
+    (tiers,) = client.find([(b"a" * 32, KEYS)], PATIENCE_S)().tiers
+    assert tiers.tolist() == [Tier.MEMORY, Tier.DEVICE, Tier.STORAGE, Tier.NONE, Tier.COLD, Tier.NONE]
+
+
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [
+        (lambda answer: answer.stored_bytes.append(0), "bytes of 2 chains where 1"),
+        (lambda answer: answer.cold_ms.append(0), "times of 2 chains where 1"),
+        (lambda answer: answer.tiers.append(b""), "tiers of 2 chains where 1"),
+        (lambda answer: answer.ClearField("tiers"), "tiers of 0 chains where 1"),
+        (lambda answer: answer.tiers.__setitem__(0, bytes([3] * 3)), "not those of the chunks"),
+        (lambda answer: answer.tiers.__setitem__(0, bytes([3] * 6)), "not those of the chunks"),
+        (lambda answer: answer.tiers.__setitem__(0, bytes([5] * 3 + [0] * 3)), "not those of the chunks"),
+    ],
+)
+def test_a_lookup_whose_parts_do_not_fit_is_refused(
+    client: DataPlaneClient, plane: ScriptedDataPlane, lie: Callable[[Any], Any], words: str
+) -> None:
+    plane.records.update(dict.fromkeys(KEYS[:3], b""))
+    plane.script.lookup_answer = lie
+    with pytest.raises(DataPlaneError, match=words) as error:
+        client.find([(b"a" * 32, KEYS)], PATIENCE_S)()
     assert error.value.outcome == "invalid_answer"
-    plane.script.record_bytes = 0
-    with pytest.raises(DataPlaneError, match="times of 2 chains where 1"):
-        client.find(chains[:1], PATIENCE_S, cold=True)()
 
 
 def test_stalled_lookup_ends_by_its_deadline(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from host_control.decision import Decision, FetchOrCompute, Hit
 from host_control.slack.estimate import Estimate
+from host_control.slack.loading import LoadTable
 from host_control.slack.table import ComputeTable, attention_pairs
+from shadowserve.tier import Tier
 
 CHUNK = 256
 CHUNK_BYTES = 4e6
@@ -38,7 +40,12 @@ class Engine:
     def __post_init__(self) -> None:
         self.table = ComputeTable()
         self.policy = FetchOrCompute(
-            self.table, chunk_tokens=CHUNK, step_tokens=8192, load_tokens_min=64, fetch_timeout=self.timeout
+            self.table,
+            LoadTable(),
+            chunk_tokens=CHUNK,
+            step_tokens=8192,
+            load_tokens_min=64,
+            fetch_timeout=self.timeout,
         )
         self._random = random.Random(1)
 
@@ -99,9 +106,9 @@ def experienced(**options: Any) -> Engine:
 def test_what_is_not_known_is_fetched() -> None:
     engine = Engine(rate=1 * MBIT)
     for tokens in (512, 4096):
-        stored = tokens // CHUNK * CHUNK_BYTES
+        stored = {Tier.STORAGE: tokens // CHUNK * CHUNK_BYTES}
         assert engine.policy.decide(engine.hit(tokens), 0.0) == Decision(
-            way="fetch", end_tokens=tokens - 1, kind="unknown", load_bytes=stored, stored_bytes=stored
+            way="fetch", end_tokens=tokens - 1, kind="unknown", load_tiers=stored, tier_bytes=stored
         )
     layered = engine.policy.decide(engine.hit(512, layers=24), 0.0)
     assert (layered.way, layered.kind) == ("layers", "unknown")
@@ -225,7 +232,7 @@ def test_what_is_queued_in_front_counts() -> None:
 
 def test_no_load_is_shorter_than_is_worth_one() -> None:
     table = ComputeTable()
-    policy = FetchOrCompute(table, chunk_tokens=16, step_tokens=2048, load_tokens_min=64, fetch_timeout=10)
+    policy = FetchOrCompute(table, LoadTable(), chunk_tokens=16, step_tokens=2048, load_tokens_min=64, fetch_timeout=10)
     for tokens in (500, 600, 700):
         table.observe("prompts", tokens, attention_pairs(0, tokens), compute_seconds(0, tokens))
     hit = Hit(tokens=600, local_tokens=100, end_tokens=592, chunk_bytes=1e6)
@@ -240,46 +247,187 @@ def test_no_load_is_shorter_than_is_worth_one() -> None:
     assert len(seen) > 1 and all(end >= 164 and (end == 592 or end % 16 == 0) for end in seen)
 
 
-def test_what_storage_has_to_fetch_itself_is_waited_for_as_long_as_it_says() -> None:
+def cold_hit(engine: Engine, tokens: int, seconds: float) -> Hit:
+    """Return a hit of which all is in object storage."""
+    return engine.hit(tokens, tiers=bytes([Tier.COLD]) * -(-tokens // CHUNK), cold_seconds=seconds)
+
+
+def test_what_is_cold_is_waited_for_as_long_as_storage_says() -> None:
     """Before any load has shown how long that takes: its word is all there is."""
     engine = experienced(rate=1000 * MBIT)
     near = engine.policy.decide(engine.hit(2048), engine.now)
     assert near.way == "fetch" and near.cold_seconds == 0.0
-    cold = engine.policy.decide(engine.hit(2048, cold_seconds=0.1), engine.now)
+    cold = engine.policy.decide(cold_hit(engine, 2048, 0.1), engine.now)
     assert cold.way == "fetch" and cold.cold_seconds == 0.1
     assert cold.seconds == pytest.approx(near.seconds + 0.1)
-    late = engine.policy.decide(engine.hit(2048, cold_seconds=5.0), engine.now)
+    late = engine.policy.decide(cold_hit(engine, 2048, 5.0), engine.now)
     assert late.way == "compute"
     assert late.predicted["fetch"] == pytest.approx(near.seconds + 5.0)
-    assert late.stored_bytes == 2048 // CHUNK * CHUNK_BYTES and late.cold_seconds == 5.0
+    assert late.tier_bytes == {Tier.COLD: 2048 // CHUNK * CHUNK_BYTES} and late.cold_seconds == 5.0
+
+
+def test_the_word_of_storage_is_enough_where_no_load_was_seen() -> None:
+    engine = Engine(rate=1000 * MBIT)
+    assert engine.policy.decide(cold_hit(engine, 2048, 60.0), engine.now).kind == "unknown", "computing is not known"
+    for tokens in (512, 1024, 4096):
+        engine.compute(0, tokens)
+    assert engine.policy.decide(cold_hit(engine, 2048, 5.0), engine.now).way == "compute"
+    assert engine.policy.decide(cold_hit(engine, 2048, 0.1), engine.now).way == "fetch"
 
 
 def test_a_shorter_prefix_has_its_share_of_what_is_cold() -> None:
     engine = experienced(rate=1000 * MBIT)
     for computing in range(20):  # computing is slower than anything
         engine.computed(0, 2048 + computing, 100.0)
-    decision = engine.policy.decide(engine.hit(8192, cold_seconds=16.0), engine.now)
+    decision = engine.policy.decide(cold_hit(engine, 8192, 16.0), engine.now)
     assert decision.kind == "prefix" and 1024 < decision.end_tokens < 8192, "of 10 seconds it may have"
     assert decision.load_cold_seconds == pytest.approx(16.0 * decision.end_tokens / 8192)
     assert decision.load_seconds < 8
 
 
+def test_what_is_near_is_fetched_up_to_where_the_rest_is_cold() -> None:
+    engine = experienced(rate=1000 * MBIT)
+    tiers = bytes([Tier.STORAGE] * 9 + [Tier.COLD] * 7)
+    decision = engine.policy.decide(engine.hit(4096, tiers=tiers, cold_seconds=20.0), engine.now)
+    assert (decision.kind, decision.end_tokens) == ("prefix", 9 * CHUNK), "though that is no even part of it"
+    assert decision.load_tiers == {Tier.STORAGE: 9 * CHUNK_BYTES} and not decision.load_cold_seconds
+    assert decision.tier_bytes == {Tier.STORAGE: 9 * CHUNK_BYTES, Tier.COLD: 7 * CHUNK_BYTES}
+
+
+def test_a_load_that_waits_for_object_storage_lets_others_have_their_turn() -> None:
+    engine = experienced(rate=1000 * MBIT)
+    cold = engine.policy.decide(cold_hit(engine, 2048, 0.1), engine.now)
+    engine.policy.begin("cold", cold, engine.now)
+    assert engine.policy.decide(engine.hit(2048), engine.now).queued_seconds == pytest.approx(cold.load_seconds - 0.1)
+
+
 @pytest.mark.parametrize("takes", [0.25, 4.0])
-def test_what_storage_says_of_itself_is_corrected_by_what_comes(takes: float) -> None:
+def test_what_storage_says_of_what_is_cold_is_corrected_by_what_comes(takes: float) -> None:
     """Of the link, which such loads pass as well, nothing else is thought than before."""
     engine = experienced(rate=1000 * MBIT)
     draw = random.Random(4)
-    for _ in range(12):
-        hit = engine.hit(draw.choice((1024, 2048, 4096)), cold_seconds=draw.choice((0.0, 0.0, 0.5, 2.0)))
-        load = Decision(
-            way="fetch", end_tokens=hit.end_tokens, kind="fetch", load_bytes=-(-hit.end_tokens // CHUNK) * CHUNK_BYTES,
-            stored_bytes=-(-hit.end_tokens // CHUNK) * CHUNK_BYTES, cold_seconds=hit.cold_seconds,
-        )  # fmt: skip
-        engine.policy.fetched(load, engine.fetch_seconds(load.load_bytes) + takes * hit.cold_seconds)
+    for _ in range(24):
+        tokens, seconds = draw.choice((1024, 2048, 4096)), draw.choice((0.0, 0.0, 0.5, 2.0))
+        hit = cold_hit(engine, tokens, seconds) if seconds else engine.hit(tokens)
+        load = engine.policy.configured(hit, engine.now)
+        engine.policy.fetched(load, engine.fetch_seconds(load.load_bytes) + takes * seconds)
     near = engine.policy.decide(engine.hit(2048), engine.now).predicted["fetch"]
-    assert near == pytest.approx(engine.fetch_seconds(8 * CHUNK_BYTES) + compute_seconds(2047, 2048), rel=0.1)
-    cold = engine.policy.decide(engine.hit(2048, cold_seconds=1.0), engine.now).predicted["fetch"]
-    assert cold - near == pytest.approx(takes, rel=0.1)
+    assert near == pytest.approx(engine.fetch_seconds(8 * CHUNK_BYTES) + compute_seconds(2047, 2048), rel=0.2)
+    cold = engine.policy.decide(cold_hit(engine, 2048, 1.0), engine.now).predicted["fetch"]
+    assert cold - near == pytest.approx(takes, rel=0.2)
+
+
+# ---------------------------------------------------------------------------------------------------- tiers
+
+
+RATES = {Tier.MEMORY: 4e9, Tier.DEVICE: 1e9, Tier.STORAGE: 50 * MBIT}
+
+
+def tiered(engine: Engine, tokens: int, *runs: tuple[Tier, int]) -> Hit:
+    """Return a hit of so many chunks in each tier, one behind the other."""
+    return engine.hit(tokens, tiers=bytes([tier for tier, count in runs for _ in range(count)]))
+
+
+def loaded(engine: Engine, hit: Hit) -> None:
+    """Have a hit loaded, each tier at its rate, one after the other."""
+    load = engine.policy.configured(hit, engine.now)
+    engine.policy.fetched(load, sum(LOAD_S + size / RATES[tier] for tier, size in load.load_tiers.items()))
+
+
+def familiar() -> Engine:
+    """Return an engine that has computed prompts, and loaded some from each tier of this machine and from storage."""
+    engine = Engine(rate=1000 * MBIT)
+    for tokens in (512, 1024, 4096):
+        engine.compute(0, tokens)
+    for tier in RATES:
+        for chunks in (2, 8, 16):
+            loaded(engine, tiered(engine, chunks * CHUNK, (tier, chunks)))
+    return engine
+
+
+@pytest.mark.parametrize(("tier", "way"), [(Tier.MEMORY, "fetch"), (Tier.DEVICE, "fetch"), (Tier.STORAGE, "compute")])
+def test_what_is_near_is_fetched_and_what_is_far_is_computed(tier: Tier, way: str) -> None:
+    engine = familiar()
+    decision = engine.policy.decide(tiered(engine, 2048, (tier, 8)), engine.now)
+    assert decision.way == way
+    expected = LOAD_S + 8 * CHUNK_BYTES / RATES[tier] + compute_seconds(2047, 2048)
+    assert decision.predicted["fetch"] == pytest.approx(expected, rel=0.1)
+
+
+def test_of_a_hit_that_is_near_at_first_the_far_part_is_computed() -> None:
+    engine = familiar()
+    decision = engine.policy.decide(tiered(engine, 4096, (Tier.MEMORY, 5), (Tier.STORAGE, 11)), engine.now)
+    assert (decision.kind, decision.end_tokens) == ("prefix", 5 * CHUNK)
+    assert decision.load_tiers == {Tier.MEMORY: 5 * CHUNK_BYTES}
+
+
+def test_a_load_from_several_tiers_is_the_sum_of_them() -> None:
+    engine = familiar()
+    hit = tiered(engine, 4096, (Tier.MEMORY, 4), (Tier.DEVICE, 4), (Tier.STORAGE, 8))
+    load = engine.policy.configured(hit, engine.now)
+    assert load.tier_seconds == {
+        tier: pytest.approx(LOAD_S + size / RATES[tier], rel=0.1) for tier, size in load.load_tiers.items()
+    }
+    assert load.load_seconds == pytest.approx(sum(load.tier_seconds.values()))
+
+
+def test_a_tier_that_only_loads_of_several_have_shown_is_known_as_well() -> None:
+    engine = Engine(rate=1000 * MBIT)
+    for tokens in (512, 1024, 4096):
+        engine.compute(0, tokens)
+    for chunks in (2, 8, 16):
+        loaded(engine, tiered(engine, chunks * CHUNK, (Tier.MEMORY, chunks)))
+    mixed = tiered(engine, 4096, (Tier.MEMORY, 8), (Tier.STORAGE, 8))
+    assert engine.policy.decide(mixed, engine.now).kind == "unknown"
+    for chunks in (2, 4, 8):
+        loaded(engine, tiered(engine, 2 * chunks * CHUNK, (Tier.MEMORY, chunks), (Tier.STORAGE, chunks)))
+    far = engine.policy.decide(tiered(engine, 2048, (Tier.STORAGE, 8)), engine.now)
+    expected = LOAD_S + 8 * CHUNK_BYTES / RATES[Tier.STORAGE] + compute_seconds(2047, 2048)
+    assert far.way == "compute" and far.predicted["fetch"] == pytest.approx(expected, rel=0.1)
+
+
+def test_a_slow_link_makes_nothing_seem_slower_that_is_near() -> None:
+    engine = familiar()
+    before = engine.policy.decide(tiered(engine, 2048, (Tier.MEMORY, 8)), engine.now).seconds
+    for _ in range(3):
+        load = engine.policy.configured(tiered(engine, 1024, (Tier.STORAGE, 4)), engine.now)
+        engine.policy.fetched(load, 20.0)
+    assert engine.policy.decide(tiered(engine, 2048, (Tier.MEMORY, 8)), engine.now).seconds == before
+
+
+def test_what_was_learnt_of_loads_is_packed_and_restored() -> None:
+    engine, other = familiar(), LoadTable()
+    other.restore(engine.policy._fetching.pack())
+    for load in ({Tier.MEMORY: 1e6}, {Tier.DEVICE: 1e7, Tier.STORAGE: 1e6}):
+        assert other.predict(load) == engine.policy._fetching.predict(load) is not None
+    with pytest.raises(KeyError):
+        other.restore({"memory": Estimate(2).pack()})
+
+
+# ---------------------------------------------------------------------------------------------------- beside decoding
+
+
+def test_a_load_takes_as_long_as_the_rate_lets_it_that_decoding_leaves() -> None:
+    engine = familiar()
+    hit = tiered(engine, 2048, (Tier.MEMORY, 8))
+    free = engine.policy.decide(hit, engine.now)
+    held = engine.policy.decide(engine.hit(2048, tiers=hit.tiers, delivery_seconds=0.01), engine.now)
+    assert free.load_seconds < 0.03 and held.load_seconds == pytest.approx(0.08), "longer than the tier takes"
+    slow = engine.policy.decide(engine.hit(2048, tiers=hit.tiers, delivery_seconds=1.0), engine.now)
+    assert slow.way == "compute"
+
+
+def test_a_load_that_was_held_to_a_rate_says_nothing_of_its_tier() -> None:
+    engine = familiar()
+    hit = tiered(engine, 2048, (Tier.MEMORY, 8))
+    before = engine.policy.decide(hit, engine.now).load_seconds
+    held = engine.policy.configured(engine.hit(2048, tiers=hit.tiers, delivery_seconds=0.5), engine.now)
+    for _ in range(3):
+        engine.policy.fetched(held, 4.1)
+    assert engine.policy.decide(hit, engine.now).load_seconds == before
+    for _ in range(3):  # as one that took longer than that does
+        engine.policy.fetched(held, 8.0)
+    assert engine.policy.decide(hit, engine.now).way == "compute"
 
 
 # ---------------------------------------------------------------------------------------------------- estimates

@@ -177,7 +177,7 @@ class DataPlane:
                 self._check(key, None, began, "meta by ranges")
             else:  # two commands: a value may have been replaced between them
                 assert isinstance(stored, Stored)
-                length, head = stored
+                length, head, _ = stored
                 self._compare(key, lambda write, of=length: len(write.value) == of, began, "length by ranges")
                 self._compare(key, lambda write, of=head: write.value.startswith(of), began, "head by ranges")
         return [stored is not None for stored in found]

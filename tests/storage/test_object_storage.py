@@ -78,13 +78,13 @@ def test_an_empty_node_answers_for_what_another_one_stored(
     wait_for(lambda: s3(two)["records"] == "24")
     assert two.call("EXISTS", *CHAIN.keys) == 24
     assert two.call("STRLEN", CHAIN.keys[1]) == len(CHAIN.values[1])
-    found = two.call("KV.META", *CHAIN.keys, b"kv:" + b"0" * 64)
-    assert isinstance(found, list)
-    assert found[:-1] == [[len(value), value[:head]] for _, value, head, _ in CHAIN.records] and found[-1] is None
     for key in CHAIN.keys:
         two.send("GETRANGE", key, 1000, 1999)
     assert [two.receive() for _ in CHAIN.keys] == [value[1000:2000] for value in CHAIN.values]
     assert int(s3(two)["requests"]) <= 12, "neighbours come together"
+    found = two.call("KV.META", *CHAIN.keys, b"kv:" + b"0" * 64)
+    assert isinstance(found, list)
+    assert found[:-1] == [[len(value), value[:head]] for _, value, head, _ in CHAIN.records] and found[-1] is None
     assert two.call("MGET", *CHAIN.keys) == CHAIN.values
     assert two.call("DBSIZE") == 24, "what was read stays here"
 
@@ -171,22 +171,67 @@ def test_a_bucket_that_stands_still_disturbs_no_other_client(faulty: FaultyS3, n
     assert two.receive() == CHAIN.values[0]
 
 
-def test_what_only_the_bucket_has_is_told_with_when_to_expect_it_and_not_fetched(
+def test_meta_of_what_only_the_bucket_has_tells_length_and_time_and_reads_nothing(
     faulty: FaultyS3, node: StartsNodes
 ) -> None:
     _, one = node(faulty.endpoint, CREDENTIALS)
     store_chain(one)
-    assert one.call("KV.COLD", *CHAIN.keys) == [0] * 24
     _, two = node(faulty.endpoint, CREDENTIALS, index_ttl_s=3600.0)
     wait_for(lambda: s3(two)["records"] == "24")
     asked = faulty.count("get")
-    expected = two.call("KV.COLD", *CHAIN.keys[:2], b"kv:" + b"0" * 64, *CHAIN.keys[2:], "plain")
-    assert isinstance(expected, list) and expected[2] == expected[-1] == 0
-    del expected[2], expected[-1]
-    assert 0 < expected[0] <= expected[23] and expected == sorted(expected), "those before it come, too"
+    found = two.call("KV.META", *CHAIN.keys[:2], b"kv:" + b"0" * 64, *CHAIN.keys[2:], "plain")
+    assert isinstance(found, list) and found[2] is None and found[-1] is None
+    del found[2], found[-1]
+    lengths, times = zip(*found, strict=True)
+    assert list(lengths) == [len(value) for value in CHAIN.values]
+    assert 0 < times[0] <= times[23] and list(times) == sorted(times), "those before it come, too"
     assert faulty.count("get") == asked
     assert two.call("MGET", *CHAIN.keys) == CHAIN.values
-    assert two.call("KV.COLD", *CHAIN.keys) == [0] * 24
+    assert two.call("KV.META", *CHAIN.keys) == [[len(value), value[:head]] for _, value, head, _ in CHAIN.records]
+
+
+def test_prefetch_brings_what_only_the_bucket_has_and_waits_for_nothing(faulty: FaultyS3, node: StartsNodes) -> None:
+    _, one = node(faulty.endpoint, CREDENTIALS)
+    store_chain(one)
+    assert one.call("KV.PREFETCH", *CHAIN.keys, "plain") == 0
+    child, two = node(faulty.endpoint, CREDENTIALS, index_ttl_s=3600.0)
+    wait_for(lambda: s3(two)["records"] == "24")
+    gate = threading.Event()
+    faulty.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
+    try:
+        first = two.call("KV.PREFETCH", *CHAIN.keys, b"kv:" + b"0" * 64)
+        assert isinstance(first, int) and 0 < first <= 24
+        assert two.call("KV.PREFETCH", *CHAIN.keys[:first]) == first, "they are on their way"
+        reading = int(s3(two)["reading"])
+        assert reading == first, "asked for again, they are not read again"
+    finally:
+        gate.set()
+
+    def near() -> bool:
+        two.call("KV.PREFETCH", *CHAIN.keys)
+        found = two.call("KV.META", *CHAIN.keys)
+        assert isinstance(found, list)
+        return all(isinstance(head, bytes) for _, head in found)
+
+    wait_for(near)
+    assert two.call("KV.PREFETCH", *CHAIN.keys) == 0
+    read = faulty.count("get")
+    assert two.call("MGET", *CHAIN.keys) == CHAIN.values
+    assert faulty.count("get") == read
+    assert child.stop() == 0, "no lease is left"
+
+
+def test_prefetches_take_no_more_than_a_second_of_a_slow_bucket_at_once(faulty: FaultyS3, node: StartsNodes) -> None:
+    _, one = node(faulty.endpoint, CREDENTIALS)
+    store_chain(one)
+    _, two = node(faulty.endpoint, CREDENTIALS, index_ttl_s=3600.0)
+    wait_for(lambda: s3(two)["records"] == "24")
+    faulty.bytes_per_s = 16 * 1024  # a record takes four seconds
+    assert two.call("GET", CHAIN.keys[0]) == CHAIN.values[0]
+    count = two.call("KV.PREFETCH", *CHAIN.keys[1:])
+    assert isinstance(count, int) and count < 23
+    assert int(s3(two)["reading"]) == count
+    faulty.bytes_per_s = 0
 
 
 def test_a_bucket_that_never_answers_is_a_miss_for_its_client(faulty: FaultyS3, node: StartsNodes) -> None:
@@ -198,7 +243,7 @@ def test_a_bucket_that_never_answers_is_a_miss_for_its_client(faulty: FaultyS3, 
     faulty.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
     try:
         assert two.call("GET", CHAIN.keys[0]) is None
-        assert two.call("KV.META", CHAIN.keys[1]) == [None]
+        assert two.call("MGET", CHAIN.keys[1]) == [None]
         assert two.call("GETRANGE", CHAIN.keys[2], 0, 10) == b""
         assert "timeout=" in s3(two)["failed_reads"]
     finally:
@@ -222,8 +267,8 @@ def test_a_stop_writes_what_waits_and_a_stuck_bucket_does_not_keep_a_node_from_s
         gate.set()
 
 
-def test_a_node_without_a_bucket_says_that_nothing_is_ever_cold(client: Client) -> None:
-    assert client.call("KV.COLD", *CHAIN.keys) is None
+def test_a_node_without_a_bucket_has_nothing_to_prefetch(client: Client) -> None:
+    assert client.call("KV.PREFETCH", *CHAIN.keys) == 0
 
 
 def test_metrics_tell_of_the_bucket(faulty: FaultyS3, node: StartsNodes) -> None:

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from host_control.client import DataPlaneClient
 from host_control.decision import Decision
 from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.tier import Tier
 from shadowserve_tools import main
 from shadowserve_tools.processes import free_port, start_data_plane, start_storage
 from shadowserve_tools.timeline import chrome_trace, lanes, stage_times
@@ -101,6 +102,7 @@ def test_a_decision_has_a_track_and_says_what_was_predicted_and_what_came() -> N
     decision = pb.Decision(
         kind="compute", tokens=600, loaded_tokens=0, predicted={"fetch": 0.25, "compute": 0.1}, predicted_seconds=0.1,
         seconds=0.125, stored_bytes=4_000_000, cold_seconds=0.05, queued_seconds=0.01,
+        tier_bytes={"memory": 1_000_000, "cold": 3_000_000},
     )  # fmt: skip
     decided = span("decision", 10, 20, core=-1, slice=-1)
     decided.decision.CopyFrom(decision)
@@ -110,7 +112,8 @@ def test_a_decision_has_a_track_and_says_what_was_predicted_and_what_came() -> N
     assert shown["name"] == "compute"
     assert shown["args"] == {
         "tokens": 600, "loaded_tokens": 0, "predicted_compute_ms": 100.0, "predicted_fetch_ms": 250.0,
-        "predicted_ms": 100.0, "came_ms": 125.0, "stored_bytes": 4_000_000, "cold_ms": 50.0, "queued_ms": 10.0,
+        "predicted_ms": 100.0, "came_ms": 125.0, "stored_bytes": 4_000_000,
+        "cold_bytes": 3_000_000, "memory_bytes": 1_000_000, "cold_ms": 50.0, "queued_ms": 10.0,
     }  # fmt: skip
     names = {event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"}
     assert names == {"decisions", "Fetch call"}
@@ -128,7 +131,10 @@ def test_the_decisions_of_a_data_plane_that_serves_are_printed(tmp_path: Path, d
     said = "decision: compute, 0 of 600 tokens loaded: 125.0 ms to the first token; 100.0 ms predicted"
     assert said in " ".join(done.output.split())
     assert "compute 100.0 ms, fetch 250.0 ms" in " ".join(done.output.split())
-    store = "stored: 4.0 MB, cold, 50.0 ms until storage has it, behind 10.0 ms of other loads"
+    store = (
+        "stored: 4.0 MB, 3.0 MB of it in cold, 1.0 MB of it in memory, 50.0 ms until storage has what is cold, "
+        "behind 10.0 ms of other loads"
+    )
     assert store in " ".join(done.output.split())
 
 
@@ -143,7 +149,7 @@ def data_plane(tmp_path: Path) -> Iterator[tuple[str, Any]]:
             def decide() -> None:
                 done = Decision(
                     way="compute", end_tokens=0, kind="compute", predicted={"fetch": 0.25, "compute": 0.1}, seconds=0.1,
-                    stored_bytes=4e6, cold_seconds=0.05, queued_seconds=0.01,
+                    tier_bytes={Tier.MEMORY: 1e6, Tier.COLD: 3e6}, cold_seconds=0.05, queued_seconds=0.01,
                 )  # fmt: skip
                 while not stop.wait(0.05):
                     client.decided(done, 600, 0.125)

@@ -1,14 +1,15 @@
 """Answers on a control connection: a ReplyReader with a short cut for KV.META; and what is asked where that is unknown.
 
-A lookup of a long prompt reads some 500 entries of one shape, ``[length, head]`` or null. Value by value that would be
-most of a lookup's time; entry by entry, with one regular expression each, it is a fifth. Everything else, and an
-answer whose beginning has not arrived in one piece, goes the general way, with the same result.
+A lookup of a long prompt reads some 500 entries: ``[length, head]``, null, or ``[length, ms]`` of a record in object
+storage. Value by value that would be most of a lookup's time; entry by entry, with one regular expression each, it is a
+fifth. Everything else, and an answer whose beginning has not arrived in one piece, goes the general way, with the same
+result.
 """
 
 import re
 from typing import Final, Literal
 
-from dpu_dataplane.sources.source import Stored, head_size
+from dpu_dataplane.sources.source import Cold, Stored, head_size
 from shadowserve import resp
 from shadowserve.errors import ProtocolError
 from shadowserve.record import HEAD_BYTES_MAX
@@ -31,7 +32,8 @@ _LIMITS: Final = resp.Limits(
 )
 _BEGIN: Final = re.compile(rb"\*([1-9][0-9]{0,3})\r\n(?=\*2\r\n:|\$-1\r\n)")
 _ENTRY: Final = re.compile(rb"\*2\r\n:(0|[1-9][0-9]{0,17})\r\n\$(0|[1-9][0-9]{0,6})\r\n")
-_ENTRY_BYTES_MAX: Final = 40  # of what precedes a head
+_COLD: Final = re.compile(rb"\*2\r\n:([1-9][0-9]{0,17})\r\n:([1-9][0-9]{0,17})\r\n")
+_ENTRY_BYTES_MAX: Final = 50  # of what precedes a head
 _NULL: Final = b"$-1\r\n"
 
 
@@ -51,7 +53,7 @@ def stored_of(length: object, head: object) -> Stored | None | Literal[False]:
     return Stored(length, head[:size] if size else head) if length else None
 
 
-class MetaAnswer(list[Stored | None]):
+class MetaAnswer(list[Stored | Cold | None]):
     """An answer to KV.META: an entry for each key, None where there is no record."""
 
 
@@ -115,6 +117,9 @@ class AnswerReader:
             elif data.startswith(_NULL, position):
                 entries.append(None)
                 position += len(_NULL)
+            elif (cold := _COLD.match(data, position)) is not None:
+                entries.append(Cold(int(cold[1]), int(cold[2])))
+                position = cold.end()
             elif len(data) - position < _ENTRY_BYTES_MAX:
                 break
             else:

@@ -13,9 +13,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.outage import Outage
@@ -410,9 +407,12 @@ class ServerCluster:
         """Return None, likewise."""
         return None
 
-    async def cold(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
-        """Return None, likewise: it has nothing below."""
-        return None
+    async def heads(self, keys: Sequence[bytes]) -> Sequence[Found]:
+        """Return what find() does: nothing is cold in a cluster."""
+        return await self.find(keys)
+
+    async def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Do nothing, likewise."""
 
     async def delete(self, key: bytes) -> None:
         """Delete a record.

@@ -3,7 +3,7 @@ often (``outage.py``), so that an outage costs a request nothing and ends within
 short one sooner.
 
 Where ``KV.META`` is unknown, the same question is asked as one pipeline of STRLEN and GETRANGE. Where ``KV.ANNOUNCE``
-is, nothing is announced; where ``KV.COLD`` is, nothing is cold.
+is, nothing is announced; where ``KV.PREFETCH`` is, nothing is cold.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from dpu_dataplane.sources.outage import Outage
 from dpu_dataplane.sources.resp.answers import HEAD_GUESS, MetaAnswer, head_question, stored_of
 from dpu_dataplane.sources.resp.links import Dialer, Node
 from dpu_dataplane.sources.resp.servers import Redirect
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Found, Stored, head_size
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Cold, Found, Stored, head_size
 from shadowserve import resp
 from shadowserve.addresses import split_address
 from shadowserve.errors import StorageError, StorageUnavailableError
@@ -60,7 +60,7 @@ class OneServer:
         self._metrics = metrics
         self._control: RespClient | None = None
         self._has_meta = True  # of the connection in hand
-        self._unknown: set[bytes] = set()  # commands of ours that it does not know, or has nothing for, likewise
+        self._unknown: set[bytes] = set()  # commands of ours that it does not know, likewise
         self._outage = Outage(logger, meanwhile)
         self._task: asyncio.Task[None] | None = None
 
@@ -114,17 +114,35 @@ class OneServer:
         left = await self._numbers(b"KV.ANNOUNCED", keys)
         return None if left is None else left > 0
 
-    async def cold(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
-        """Return in how many ms each key is expected; see :meth:`Source.cold`."""
-        return await self._numbers(b"KV.COLD", keys)
+    async def heads(self, keys: Sequence[bytes]) -> Sequence[Found]:
+        """Return as find() does, but wait for what the server reads from object storage.
+
+        Over a connection of its own: answers on one connection come in order, and lookups do not wait for a bucket.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: as for :meth:`find`.
+        """
+        found = list(await self.find(keys))
+        cold = [index for index, each in enumerate(found) if isinstance(each, Cold)]
+        if not cold:
+            return found
+        slow = await self.dialer.open_questions(self._node)
+        try:
+            brought = await self._meta_by_ranges(slow, [storage_key(keys[index]) for index in cold])
+        finally:
+            slow.abort("what was asked of object storage is answered, or was given up")
+        for index, each in zip(cold, brought, strict=True):
+            found[index] = each
+        return found
+
+    async def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Have it begin to bring what is cold; see :meth:`Source.prefetch`."""
+        await self._ask_some([b"KV.PREFETCH"], keys)
 
     async def _numbers(self, name: bytes, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
-        """Return the number that a command answers of each key; None of a server that does not know it, or of any."""
+        """Return the number that a command answers of each key; None of a server that does not know it."""
         answers = await self._ask_some([name], keys)
         if answers is None:
-            return None
-        if None in answers:  # of nothing: so it is until the next connection
-            self._unknown.add(name)
             return None
         found = [each for answer in answers for each in (answer if isinstance(answer, list) else [None])]
         if len(found) != len(keys) or not all(type(each) is int and 0 <= each < 1 << 62 for each in found):
@@ -220,7 +238,9 @@ class OneServer:
             self._outage.begin(StorageUnavailableError(reason))
         return held
 
-    def _check_meta(self, control: RespClient, answer: "resp.Value | MetaAnswer", count: int) -> list[Stored | None]:
+    def _check_meta(
+        self, control: RespClient, answer: "resp.Value | MetaAnswer", count: int
+    ) -> Sequence[Stored | Cold | None]:
         if isinstance(answer, MetaAnswer) and len(answer) == count:
             return answer
         refuse_error("KV.META", answer)
@@ -260,7 +280,9 @@ class OneServer:
         return found
 
 
-def _stored(length: Any, head: Any) -> Stored:
+def _stored(length: Any, head: Any) -> Stored | Cold:
+    if type(length) is int and type(head) is int and 0 < length < 1 << 62 and 0 < head < 1 << 62:
+        return Cold(length, head)
     if type(length) is not int or not isinstance(head, bytes):
         raise TypeError
     return Stored(length, head)

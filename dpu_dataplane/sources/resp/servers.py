@@ -6,9 +6,6 @@ Questions that servers answer themselves, such as for heads, go through the same
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from dpu_dataplane.sources.resp.links import Dialer, Node
 from dpu_dataplane.sources.source import Found
 from shadowserve.pieces import Flags
@@ -68,8 +65,12 @@ class Servers(Protocol):
         """Return which keys are announced; None where it is not told."""
         ...
 
-    async def cold(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
-        """Return in how many ms each key is expected, 0 of those that are there; None where nothing is cold."""
+    async def heads(self, keys: Sequence[bytes]) -> Sequence[Found]:
+        """Return as find() does, but wait for what is cold."""
+        ...
+
+    async def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Have it begin to bring what is cold."""
         ...
 
     async def delete(self, key: bytes) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
@@ -128,8 +127,13 @@ class SeveralServers:
         Raises:
             StorageUnavailableError, StorageRefusedError: none of them can be asked.
         """
+        return await self._find(keys, lambda server, mine: server.find(mine))
+
+    async def _find(
+        self, keys: Sequence[bytes], question: Callable[[OneServer, Sequence[bytes]], Awaitable[Sequence[Found]]]
+    ) -> Sequence[Found]:
         found: list[Found] = [None] * len(keys)
-        for some, answer in await self._ask(keys, lambda server, mine: server.find(mine)):
+        for some, answer in await self._ask(keys, question):
             for index, each in zip(some, answer, strict=True):
                 found[index] = each
         return found
@@ -150,16 +154,13 @@ class SeveralServers:
                 announced[some] = flags
         return announced
 
-    async def cold(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
-        """Return in how many ms each key is expected at its server; None where no server knows KV.COLD."""
-        answers = await self._ask(keys, lambda server, mine: server.cold(mine))
-        if all(expected is None for _, expected in answers):
-            return None
-        cold = np.zeros(len(keys), np.int64)
-        for some, expected in answers:
-            if expected is not None:
-                cold[some] = expected
-        return cold
+    async def heads(self, keys: Sequence[bytes]) -> Sequence[Found]:
+        """Return as find() does, but wait for what is cold."""
+        return await self._find(keys, lambda server, mine: server.heads(mine))
+
+    async def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Have each server begin to bring what is cold of its keys."""
+        await self._ask(keys, lambda server, mine: server.prefetch(mine))
 
     async def delete(self, key: bytes) -> None:
         """Delete a record where it is now.

@@ -3,9 +3,6 @@
 from collections.abc import Sequence
 from concurrent.futures import Executor
 
-import numpy as np
-import numpy.typing as npt
-
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.resp.layers import Threshold
@@ -80,9 +77,13 @@ class RespSource(Source):
         """Ask with KV.ANNOUNCED, where that is known."""
         return await self._servers.announced(keys)
 
-    async def cold(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
-        """Ask with KV.COLD, where that is known."""
-        return await self._servers.cold(keys)
+    async def heads(self, keys: Sequence[bytes]) -> Sequence[Found]:
+        """Ask for lengths and heads, and wait for what a node reads from object storage."""
+        return await self._servers.heads(keys)
+
+    async def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Say KV.PREFETCH, where that is known."""
+        await self._servers.prefetch(keys)
 
     async def deliver(self, job: Job, order: Order) -> Delivered:
         """Fetch from whoever has each chunk."""

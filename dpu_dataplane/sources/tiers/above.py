@@ -10,13 +10,10 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
-
 from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.sources.source import Delivered, Encoded, Expected, Found, Order, Source, Stored, Unanswered
+from dpu_dataplane.sources.source import Cold, Delivered, Encoded, Expected, Found, Order, Source, Stored, Unanswered
 from dpu_dataplane.sources.tiers.alone import deliver_near
 from dpu_dataplane.sources.tiers.keeping import Keeping
 from dpu_dataplane.sources.tiers.pages import DevicePages
@@ -132,18 +129,18 @@ class TiersAbove(Source):
         """Ask the source below."""
         return await self._below.announced(keys)
 
-    async def cold(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
-        """Ask below for what the pool lacks; of a source below that is away nothing is cold."""
-        absent = [index for index, key in enumerate(keys) if not self._tiers.has(key)]
-        try:
-            expected = await self._below.cold([keys[index] for index in absent]) if absent else None
-        except StorageError:
-            return None  # find() says what the pool has
-        if expected is None:
-            return None
-        cold = np.zeros(len(keys), np.int64)
-        cold[absent] = expected
-        return cold
+    async def heads(self, keys: Sequence[bytes]) -> Sequence[Found]:
+        """Find, and have the source below wait for what it has in object storage alone."""
+        found = list(await self.find(keys))
+        cold = [index for index, each in enumerate(found) if isinstance(each, Cold)]
+        for index, each in zip(cold, await self._below.heads([keys[index] for index in cold]), strict=True):
+            found[index] = each
+        return found
+
+    async def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Tell the source below of what the pool lacks."""
+        if absent := [key for key in keys if not self._tiers.has(key)]:
+            await self._below.prefetch(absent)
 
     def expect(self, requests: Sequence[Expected]) -> None:
         """Have what they fetch brought into memory, from devices and from below."""

@@ -27,7 +27,7 @@ from dpu_dataplane.interference import Granted, InterferenceBudget
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.shared_rate import Mover, Turn
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Expected, Source, Stored
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Cold, Expected, Source, Stored
 from dpu_dataplane.sources.tiers.hops import UNKNOWN, Carried, Carrier
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of, begins_in_blocks, parts_of
 from shadowserve.errors import RecordError, StorageError
@@ -55,8 +55,6 @@ _HELD_AT_A_TIME: Final = 64
 """Requests whose records are held from eviction in one turn, some milliseconds of it."""
 _COLD: Final = Hop(1e8)
 """What a bucket is taken for: looked for so much further ahead than storage, or nobody would know that it is slower."""
-_MEAN_BYTES: Final = 1 << 20
-"""Of a record, as long as none was seen."""
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +130,6 @@ class Promoting:
         self._promoted: dict[bytes, _Promoted] = {}
         self._ahead_bytes = 0  # of these, and of what is on its way
         self._moving: dict[bytes, asyncio.Future[None] | None] = {}  # a future once it is under way
-        self._mean_bytes = float(_MEAN_BYTES)
         self._fetches = 0
         self._urgent: set[bytes] = set()
         self._gate = asyncio.Condition()
@@ -386,19 +383,18 @@ class Promoting:
         """Sort records into those that the source below has, and those that it has to fetch itself."""
         for first in range(0, len(keys), QUESTION_KEYS_MAX):
             question = list(keys[first : first + QUESTION_KEYS_MAX])
-            expected = await source.cold(question)
-            if expected is None:
-                self._cold.assumed = UNKNOWN  # there is nothing behind it
-            elif expected.any():
-                far = [key for key, ms in zip(question, expected.tolist(), strict=True) if ms]
-                behind.update(dict.fromkeys(far, int(self._mean_bytes)))
-                self._cold.assumed = Hop(max(1.0, 1e3 * sum(behind.values()) / int(expected.max())))
-                question = [key for key, ms in zip(question, expected.tolist(), strict=True) if not ms]
-            if question:
-                for key, stored in zip(question, await source.find(question), strict=True):
-                    if isinstance(stored, Stored):
-                        there[key] = stored.length
-                        self._mean_bytes += (stored.length - self._mean_bytes) / 8
+            far: dict[bytes, int] = {}
+            expected_ms = 1
+            for key, found in zip(question, await source.find(question), strict=True):
+                if isinstance(found, Stored):
+                    there[key] = found.length
+                elif isinstance(found, Cold):
+                    far[key], expected_ms = found.length, max(expected_ms, found.ms)
+            if far:
+                behind.update(far)
+                self._cold.assumed = Hop(max(1.0, 1e3 * sum(far.values()) / expected_ms))
+            elif self._cold.assumed is _COLD:
+                self._cold.assumed = UNKNOWN  # as long as nothing is seen to be behind it
 
     def _begin(self, request: _Request, number: int, size: float) -> None:
         """Promise so many bytes of a request to a hop, those of its first records; of one not measured yet, one."""
@@ -507,11 +503,10 @@ class Promoting:
         assert self._below is not None
         if self._tiers.has(record.key):  # a fetch has brought it meanwhile
             return
-        [stored] = await self._below.find([record.key]) if hop is self._cold else [Stored(record.size, b"")]
-        if not isinstance(stored, Stored) or (memory := self._tiers.room(stored.length)) is None:
+        if (memory := self._tiers.room(record.size)) is None:
             return
         try:
-            for first in range(0, stored.length, _PART_BYTES):
+            for first in range(0, record.size, _PART_BYTES):
                 await self._allowed(record.key)
                 part = memory[first : first + _PART_BYTES]
                 async with self._turn_of(request, record.key, len(part), first=not first) as turn:
@@ -520,7 +515,7 @@ class Promoting:
                         return
             head = await asyncio.to_thread(verify, memory, record.key)
             if self._tiers.enter(record.key, memory, bytes(memory[: head.head_length])) is None:
-                self._keep(request, record.key, stored.length)
+                self._keep(request, record.key, record.size)
         finally:
             self._tiers.discard(memory)
 

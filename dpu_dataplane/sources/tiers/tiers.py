@@ -32,6 +32,7 @@ from shadowserve.pool.terms import DEFAULT_TENANT, ENTRIES_PER_HOLD, Address, Le
 from shadowserve.pool.thread import PoolThread
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
 from shadowserve.record import parse_head
+from shadowserve.tier import Tier
 
 __all__ = ["Tiers", "address_of", "begins_in_blocks", "parts_of"]
 
@@ -206,6 +207,9 @@ class Tiers:
             return
         known = self._heads.get(key)
         if known is not None and known.length == item.length:
+            tier = Tier.DEVICE if item.value is None else Tier.MEMORY
+            if known.tier is not tier:
+                known = self._heads[key] = known._replace(tier=tier)
             self._heads.move_to_end(key)
             found[index] = known
         elif item.value is not None:
@@ -220,14 +224,14 @@ class Tiers:
                 head = b"" if lease is None else bytes(lease.view)
                 self.release([lease])
                 if not read.done():
-                    found[index] = self._remember(key, length, head) if head else None
+                    found[index] = self._remember(key, length, head, Tier.DEVICE) if head else None
                     read.set_result(None)
 
             self.pool.read(item, 0, item.head_bytes, lambda lease: self.later(take, lease))
 
-    def _remember(self, key: bytes, length: int, head: bytes) -> Stored:
+    def _remember(self, key: bytes, length: int, head: bytes, tier: Tier = Tier.MEMORY) -> Stored:
         self._forget(key)
-        stored = self._heads[key] = Stored(length, head)
+        stored = self._heads[key] = Stored(length, head, tier)
         self._heads_left -= len(head) + _ENTRY_OVERHEAD
         while self._heads_left < 0:
             self._forget(next(iter(self._heads)))

@@ -22,7 +22,9 @@ from scripted import ScriptedDataPlane
 
 from host_control.config import HostConfig
 from host_control.decision import Decision
+from host_control.slack.loading import LoadTable
 from host_control.slack.table import ComputeTable
+from shadowserve.tier import Tier
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -70,15 +72,22 @@ def parts() -> Any:
     told: list[tuple[Decision, int, float]] = []
     made = SimpleNamespace(clock=Clock(), policy=Policy(), counts=Counts(), told=told)
     made.deciding = Deciding(
-        HostConfig(), ComputeTable(), chunk_tokens=CHUNK, step_tokens=4096, counts=made.counts, clock=made.clock,
-        tell=lambda *arguments: told.append(arguments),
+        HostConfig(), ComputeTable(), LoadTable(), chunk_tokens=CHUNK, step_tokens=4096, counts=made.counts,
+        clock=made.clock, tell=lambda *arguments: told.append(arguments),
     )  # fmt: skip
     made.deciding._policy = made.policy
     return made
 
 
 def fetching(end: int = 1000) -> Decision:
-    return Decision(way="fetch", end_tokens=end, kind="fetch", seconds=0.5, load_bytes=1e6, load_seconds=0.4)
+    return Decision(
+        way="fetch", end_tokens=end, kind="fetch", seconds=0.5, load_tiers={Tier.STORAGE: 1e6}, load_seconds=0.4
+    )
+
+
+def loaded(size: float, tier: Tier = Tier.STORAGE) -> Decision:
+    """Return a load of so many bytes."""
+    return Decision(way="fetch", end_tokens=0, kind="fetch", load_tiers={tier: size})
 
 
 def test_a_load_takes_as_long_as_its_slowest_rank_and_ends_with_the_last(parts: Any) -> None:
@@ -131,7 +140,7 @@ def slow(side: Any, plane: ScriptedDataPlane) -> Any:
     policy = side._deciding._policy
     for tokens in (500, 1000, 2000):
         side._timing.table.observe("prompts", tokens, tokens * tokens / 2, TOKEN_S * tokens)
-        chunks = Decision(way="fetch", end_tokens=0, kind="fetch", load_bytes=tokens * RECORD_BYTES / CHUNK)
+        chunks = loaded(tokens * RECORD_BYTES / CHUNK)
         policy.fetched(chunks, chunks.load_bytes * BYTE_S)
     return side
 
@@ -235,14 +244,13 @@ def test_what_is_cold_is_not_fetched_by_its_lookup_and_is_told(make_side: Any, p
     for tokens in (500, 1000, 2000):
         side._timing.table.observe("prompts", tokens, tokens * tokens / 2, TOKEN_S * tokens)
         policy.computed()
-        policy.fetched(
-            Decision(way="fetch", end_tokens=0, kind="fetch", load_bytes=tokens * RECORD_BYTES / CHUNK), 0.01
-        )
+        policy.fetched(loaded(tokens * RECORD_BYTES / CHUNK), 0.01)
     assert matched(side, arrive(side, plane, TOKENS, stored=40)) == 40 * CHUNK
     plane.script.cold_ms = 3000
+    plane.script.cold.update(keys(0, TOKENS))
     request = arrive(side, plane, TOKENS, stored=40, name="cold")
     assert matched(side, request) == 0
-    assert plane.asked_cold
+    assert plane.prefetches == 0
     side.allocated(request, (), 0)
     side.step(step(new={"cold": (0, len(TOKENS))}))
     side.stepped()
@@ -250,6 +258,7 @@ def test_what_is_cold_is_not_fetched_by_its_lookup_and_is_told(make_side: Any, p
     (told,) = plane.decisions
     assert told.kind == "compute" and told.cold_seconds == 3.0
     assert told.predicted["fetch"] == pytest.approx(3.01, rel=0.1) and told.stored_bytes == 40 * RECORD_BYTES
+    assert dict(told.tier_bytes) == {"cold": 40 * RECORD_BYTES}
     assert side.counts.take().data["cold_seconds/compute"] == 3.0
 
 
@@ -265,7 +274,8 @@ def test_what_is_fast_is_fetched_and_its_time_is_learnt(make_side: Any, plane: S
         side.worker_output({str(number)}, report(seconds={str(number): 0.01}))
         assert side.counts.take().data["decisions/unknown"] == 1
     policy = side._deciding._policy
-    assert policy._load_seconds(2 * 40 * 1000) == pytest.approx(0.01, rel=0.1), "of two ranks' records"
+    predicted = policy._fetching.predict({Tier.STORAGE: 2 * 40 * 1000})
+    assert predicted == {Tier.STORAGE: pytest.approx(0.01, rel=0.1)}, "of two ranks' records"
     for tokens in (1000, 2000, 2500):
         side._timing.table.observe("prompts", tokens, tokens * tokens / 2, TOKEN_S * tokens)
     request = arrive(side, plane, TOKENS, stored=40, name="r")
@@ -284,7 +294,7 @@ def test_a_request_that_is_preempted_is_decided_anew(side: Any, plane: ScriptedD
     assert matched(side, request) == 0
     side.allocated(request, (), 0)
     for tokens in (500, 1000, 2000):  # the link is fast again, as others have seen
-        chunks = Decision(way="fetch", end_tokens=0, kind="fetch", load_bytes=tokens * RECORD_BYTES / CHUNK)
+        chunks = loaded(tokens * RECORD_BYTES / CHUNK)
         side._deciding._policy.fetched(chunks, chunks.load_bytes * BYTE_S / 1000)
     request.num_preemptions = 1
     assert matched(side, request) == 40 * CHUNK
@@ -334,17 +344,19 @@ def test_a_request_that_ends_before_its_load_leaves_nothing_behind(
     else:
         side.worker_output(None, report({"r": 40}, seconds={"r": 1.0}))
     assert deciding._loads == {} == deciding._load_seconds == deciding._policy._loads and not deciding._in_steps
-    assert deciding._policy._fetching._last[-1][1] == 1.0, "it was learnt from all the same"
+    line = deciding._policy._fetching._lines[Tier.STORAGE]
+    assert line._last[-1][1] == 1.0, "it was learnt from all the same"
 
 
 def test_without_the_setting_nothing_is_decided(make_side: Any, plane: ScriptedDataPlane) -> None:
     plane.script.record_bytes = RECORD_BYTES
     side = make_side()
-    assert side._deciding is None
     request = arrive(side, plane, TOKENS, stored=40)
     assert matched(side, request) == 40 * CHUNK
+    side.allocated(request, [list(range(100, 300))], 40 * CHUNK)
+    side.step(step(new={"r": (40 * CHUNK, 10)}))
     side.stepped()
-    assert "decisions/fetch" not in side.counts.take().data and plane.decisions == []
+    assert not any(name.startswith("decisions") for name in side.counts.take().data) and plane.decisions == []
 
 
 def test_a_shorter_prefix_of_several_groups_ends_where_all_have_what_it_needs(
@@ -363,3 +375,143 @@ def test_a_shorter_prefix_of_several_groups_ends_where_all_have_what_it_needs(
     side.on_new_request(request)
     assert matched(side, request) == 12 * CHUNK
     assert seen[-1].end_tokens == 40 * CHUNK and seen[-1].chunk_bytes == 2 * RECORD_BYTES
+
+
+# ---------------------------------------------------------------------------------------------------- of tiers
+
+
+TABLES = [list(range(100, 300))]
+
+
+def computes(side: Any) -> None:
+    """Have the half of the scheduler know how long the engine computes."""
+    for tokens in (500, 1000, 2000, 2600):
+        side._timing.table.observe("prompts", tokens, tokens * tokens / 2, TOKEN_S * tokens)
+
+
+def test_in_one_engine_a_near_hit_is_loaded_and_a_far_one_is_computed(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = slow(make_side(fetch_or_compute=True), plane)
+    policy = side._deciding._policy
+    for chunks in (2, 8, 32):
+        policy.fetched(loaded(chunks * RECORD_BYTES, Tier.MEMORY), 1e-3)
+    far = arrive(side, plane, TOKENS, stored=40, name="far")
+    assert matched(side, far) == 0
+    side.finished(far)
+    plane.script.tiers = dict.fromkeys(keys(0, TOKENS), Tier.MEMORY)
+    near = arrive(side, plane, TOKENS, stored=40, name="near")
+    assert matched(side, near) == 0, "it does not wait for its lookup, as nothing was that near before"
+    wait_for(lambda: side._lookup.poll("near") is not None)
+    side.finished(near)
+    again = arrive(side, plane, TOKENS, stored=40, name="again")
+    assert matched(side, again) == 40 * CHUNK
+    plane.script.tiers = dict.fromkeys(keys(0, TOKENS)[:30], Tier.MEMORY)
+    both = arrive(side, plane, TOKENS, stored=40, name="both")
+    assert matched(side, both) == 30 * CHUNK
+    side.allocated(both, TABLES, 30 * CHUNK)
+    counted = side.counts.take().data
+    assert counted["tier_hit_tokens/memory"] == (2 * 40 + 30) * CHUNK
+    assert counted["tier_hit_tokens/storage"] == (40 + 10) * CHUNK
+
+
+def test_by_default_a_cold_prompt_is_waited_for_and_others_go_on(make_side: Any, plane: ScriptedDataPlane) -> None:
+    plane.script.cold.update(keys(0, TOKENS)[10:])
+    plane.script.cold_ms, plane.script.brings = 3000, 0
+    side = make_side()
+    cold = arrive(side, plane, TOKENS, stored=40, name="cold")
+    assert matched(side, cold) == 40 * CHUNK, "nothing is known of computing: it is waited for"
+    assert plane.prefetches == 0
+    side.allocated(cold, TABLES, 40 * CHUNK)
+    assert side.waits(cold)
+    (load,) = side.step(step()).loads
+    assert load.arrived == (10, "")
+    other = arrive(side, plane, [9, *TOKENS], stored=0, name="other")
+    assert matched(side, other) == 0, "it is served meanwhile"
+    plane.script.brings = 4
+
+    def arrived() -> Any:
+        return side.step(step()).arrived.get("cold")
+
+    wait_for(lambda: (more := arrived()) is not None and more.chunks > 10)
+    plane.script.brings = 1 << 30
+    wait_for(lambda: arrived() == (40, "complete"))
+    side.worker_output({"cold"}, report(seconds={"cold": 0.1}))
+    assert side.step(step(cached={"cold": (len(TOKENS), 1)}, tables={"cold": TABLES})).stores == []
+
+
+def test_by_default_a_cold_prompt_is_computed_where_that_is_sooner_and_not_stored_again(
+    make_side: Any, plane: ScriptedDataPlane
+) -> None:
+    plane.script.cold.update(keys(0, TOKENS)[10:])
+    plane.script.record_bytes, plane.script.cold_ms = RECORD_BYTES, 3000
+    side = make_side()
+    computes(side)
+    for number in range(3):  # which show how long loads from storage take
+        near = arrive(side, plane, TOKENS[: 10 * CHUNK + 5 + number], stored=10, name=f"near {number}")
+        assert matched(side, near) == 10 * CHUNK
+        side.allocated(near, TABLES, 10 * CHUNK)
+        side.step(step())
+        side.worker_output({near.request_id}, report(seconds={near.request_id: 0.01}))
+    assert not any(name.startswith("decisions") for name in side.counts.take().data)
+    cold = arrive(side, plane, TOKENS, stored=40, name="cold")
+    assert matched(side, cold) == 10 * CHUNK, "what is near is loaded"
+    side.allocated(cold, TABLES, 10 * CHUNK)
+    assert side.counts.take().data["decisions/prefix"] == 1
+    wait_for(lambda: side._lookup.arrived("cold") == (10, "complete"))
+    assert plane.script.cold == set(keys(0, TOKENS)[10:]), "nobody reads what is computed"
+    side.step(step())
+    side.worker_output({"cold"}, report(seconds={"cold": 0.01}))
+    computed = side.step(step(new={"cold": (10 * CHUNK, 30 * CHUNK)}, tables={"cold": TABLES}))
+    assert computed.stores == [], "all of it is stored"
+
+
+def test_a_load_that_waited_for_object_storage_in_vain_is_not_stored_again(
+    make_side: Any, plane: ScriptedDataPlane
+) -> None:
+    plane.script.cold.update(keys(0, TOKENS)[10:])
+    plane.script.brings = 0
+    side = make_side(fetch_timeout=0.1)
+    request = arrive(side, plane, TOKENS, stored=40)
+    assert matched(side, request) == 40 * CHUNK
+    side.allocated(request, TABLES, 40 * CHUNK)
+    side.step(step())
+    wait_for(lambda: side.step(step()).arrived.get("r") == (10, "cold_late"))
+    side.worker_output({"r"}, report({"r": 10}))
+    assert matched(side, request) == 0, "it is not offered again"
+    computed = side.step(step(cached={"r": (10 * CHUNK, 30 * CHUNK)}, tables={"r": TABLES}))
+    assert computed.stores == []
+
+
+def test_of_several_groups_what_is_near_is_offered_once_where_the_rest_did_not_come(
+    make_side: Any, plane: ScriptedDataPlane
+) -> None:
+    specs = full(), full(num_kv_heads=2)
+    groups = groups_of(*specs)
+    groups.bind(kv_cache_manager(*specs))
+    side = make_side(groups=groups, fetch_timeout=0.1)
+    for group in (0, 1):
+        plane.records.update(dict.fromkeys(keys(0, TOKENS, group), b""))
+    plane.script.cold.update(keys(0, TOKENS, 1)[10:])
+    plane.script.brings = 0
+    request = Request("r", TOKENS)
+    side.on_new_request(request)
+    assert matched(side, request) == 40 * CHUNK
+    side.allocated(request, [*TABLES, *TABLES], 40 * CHUNK)
+    side.step(step())
+    wait_for(lambda: side.step(step()).arrived.get("r") == (10, "cold_late"))
+    side.worker_output({"r"}, report({"r": 10}))
+    assert matched(side, request) == 10 * CHUNK
+    side.allocated(request, [*TABLES, *TABLES], 10 * CHUNK)
+    (load,) = side.step(step()).loads
+    assert load.arrived is None, "nothing is waited for"
+
+
+def test_the_rate_that_decoding_leaves_is_in_the_prediction(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = slow(make_side(fetch_or_compute=True), plane)
+    policy = side._deciding._policy
+    for chunks in (2, 8, 32):
+        policy.fetched(loaded(chunks * RECORD_BYTES, Tier.MEMORY), 1e-3)
+    plane.script.tiers = dict.fromkeys(keys(0, TOKENS), Tier.MEMORY)
+    side._deciding.start(0, 0, 10 * RECORD_BYTES)
+    assert matched(side, arrive(side, plane, TOKENS, stored=40, name="free")) == 40 * CHUNK
+    side._timing.rate = 10 * RECORD_BYTES  # a chunk a second
+    assert matched(side, arrive(side, plane, TOKENS, stored=40, name="beside")) == 0

@@ -5,23 +5,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpu_dataplane.sources.resp.answers import AnswerReader, MetaAnswer
-from dpu_dataplane.sources.source import Stored
+from dpu_dataplane.sources.source import Cold, Stored
 from shadowserve import resp
 from shadowserve.errors import ProtocolError
 
 HEADS = st.binary(max_size=60) | st.sampled_from([b"", b"\r\n", b"*2\r\n:1\r\n$0\r\n\r\n", b"$-1\r\n"])
-ENTRIES = st.lists(st.none() | st.tuples(st.integers(0, 10**17), HEADS), max_size=6)
+TIMES = st.integers(1, 10**17)
+ENTRIES = st.lists(
+    st.none() | st.tuples(st.integers(0, 10**17), HEADS) | st.tuples(st.integers(1, 10**17), TIMES), max_size=6
+)
 OTHERS = st.sampled_from(
     [b"+OK\r\n", b"-ERR no\r\n", b":7\r\n", b"$3\r\nabc\r\n", b"$-1\r\n", b"*0\r\n", b"*1\r\n:1\r\n"]
 )
 
 
-def encode(entries: list[tuple[int, bytes] | None]) -> bytes:
+def encode(entries: list[tuple[int, bytes | int] | None]) -> bytes:
     parts = [b"*%d\r\n" % len(entries)]
     for entry in entries:
-        parts.append(
-            b"$-1\r\n" if entry is None else b"*2\r\n:%d\r\n$%d\r\n%b\r\n" % (entry[0], len(entry[1]), entry[1])
-        )
+        if entry is None:
+            parts.append(b"$-1\r\n")
+        elif isinstance(entry[1], int):
+            parts.append(b"*2\r\n:%d\r\n:%d\r\n" % (entry[0], entry[1]))
+        else:
+            parts.append(b"*2\r\n:%d\r\n$%d\r\n%b\r\n" % (entry[0], len(entry[1]), entry[1]))
     return b"".join(parts)
 
 
@@ -36,9 +42,9 @@ def read_all(reader: AnswerReader | resp.ReplyReader, wire: bytes, cuts: list[in
 
 
 def plain(value: object) -> object:
-    return (
-        [list(entry) if isinstance(entry, Stored) else entry for entry in value] if isinstance(value, list) else value
-    )
+    if not isinstance(value, list):
+        return value
+    return [list(entry[:2]) if isinstance(entry, Stored | Cold) else entry for entry in value]
 
 
 @given(st.lists(ENTRIES | OTHERS, max_size=5), st.lists(st.integers(0, 1000), max_size=8))
@@ -50,11 +56,11 @@ def test_any_split_gives_the_values_of_the_general_reader(answers: list[object],
 
 
 def test_answers_of_meta_take_the_short_cut() -> None:
-    entries = [(5, b"head"), None, (0, b"")]
+    entries = [(5, b"head"), None, (0, b""), (7, 250)]
     for cuts in ([], [20], [25, 40]):
         [answer] = read_all(AnswerReader(), encode(entries), cuts)
         assert isinstance(answer, MetaAnswer)
-        assert answer == [Stored(5, b"head"), None, Stored(0, b"")]
+        assert answer == [Stored(5, b"head"), None, Stored(0, b""), Cold(7, 250)]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +68,7 @@ def test_answers_of_meta_take_the_short_cut() -> None:
     [
         b"*1\r\n*2\r\n:5\r\n$3\r\nabcdef\r\n",
         b"*1\r\n*2\r\n:5\r\n$9999999\r\n",
-        b"*2\r\n$-1\r\n" + b"+what is this, if not far longer than it may be\r\n",
+        b"*2\r\n$-1\r\n" + b"+what is this, if not far longer than anything of it may be\r\n",
         b"*9999\r\n$-1\r\n",
         b"*1\r\n*2\r\n:-5\r\n$3\r\nabc\r\n" + b"x" * 40,
         b"*2\r\n*2\r\n:5\r\n$-1\r\n" + b"x" * 40,

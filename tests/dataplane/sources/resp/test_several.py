@@ -1,5 +1,6 @@
 """Several storage nodes over one bucket: who has which prefix, and what happens while one of them is away."""
 
+import asyncio
 import json
 import threading
 from collections import Counter
@@ -16,7 +17,7 @@ from machine import PATIENCE_MS, PATIENCE_S, until, wait_for
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.sources.resp.several import ranking
 from shadowserve.errors import ConfigurationError
-from shadowserve.keys import chain_of
+from shadowserve.keys import chain_of, storage_key
 from shadowserve.proto import dataplane_pb2 as pb
 
 SHAPE = layout()
@@ -152,86 +153,128 @@ async def test_nobody_waits_for_a_node_that_is_away_and_all_away_is_said(nodes: 
         assert lookup.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE and "is it running" in lookup.detail
 
 
+async def look(client: Client, *chains: list[bytes], **changes: Any) -> pb.LookupResponse:
+    asked = [pb.KeyChain(keys=keys, namespace=SHAPE.namespace) for keys in chains]
+    answer: pb.LookupResponse = await client.stub.Lookup(
+        pb.LookupRequest(chains=asked, timeout_ms=PATIENCE_MS, **changes)
+    )
+    return answer
+
+
 async def test_a_lookup_says_what_is_cold_and_does_not_wait_for_it(nodes: list[Server], bucket: FaultyS3) -> None:
     chain, other = chains_of(nodes)
-    for seed, key in enumerate(chain):
-        nodes[1].put(key, make_record(SHAPE, key, seed))  # not its first choice, which finds it in the bucket
+    records = [make_record(SHAPE, key, seed) for seed, key in enumerate(chain)]
+    for key, value in zip(chain, records, strict=True):
+        nodes[1].put(key, value)  # not its first choice, which finds it in the bucket
     await until(lambda: known(nodes[0]) >= CHUNKS)
     gate = threading.Event()
     bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
     async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
         await client.register(SHAPE, CHUNKS)
-
-        async def look(**changes: Any) -> pb.LookupResponse:
-            asked = [pb.KeyChain(keys=keys, namespace=SHAPE.namespace) for keys in (chain, other)]
-            answer: pb.LookupResponse = await client.stub.Lookup(
-                pb.LookupRequest(chains=asked, timeout_ms=PATIENCE_MS, **changes)
-            )
-            assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
-            return answer
-
+        read = bucket.count("get")
         try:
-            answer = await look(cold=True, announced=True)
+            answer = await look(client, chain, other, announced=True)
             assert found(answer, CHUNKS, CHUNKS).hits == [CHUNKS, 0]
             assert answer.cold_ms[0] > 0 and answer.cold_ms[1] == 0
+            assert list(answer.tiers) == [bytes([pb.TIER_COLD] * CHUNKS), bytes(CHUNKS)]
+            assert list(answer.stored_bytes) == [sum(map(len, records)), 0], "the node knows how long they are"
+            assert bucket.count("get") == read, "nothing was read"
         finally:
             gate.set()
         assert len(await fetched(client, chain)) == CHUNKS
-        answer = await look(cold=True)
+        answer = await look(client, chain, other)
         assert found(answer, CHUNKS, CHUNKS).hits == [CHUNKS, 0] and list(answer.cold_ms) == [0, 0]
-        assert not (await look()).cold_ms
+        assert list(answer.tiers) == [bytes([pb.TIER_STORAGE] * CHUNKS), bytes(CHUNKS)]
 
 
-@pytest.mark.parametrize("tiers", [{}, {"memory_budget_bytes": "32MiB"}], ids=["storage alone", "a tier above it"])
-async def test_what_is_cold_counts_as_large_as_the_rest_and_a_tier_has_its_own(
-    nodes: list[Server], tiers: dict[str, str]
+async def test_what_is_cold_is_brought_for_a_lookup_that_asks_for_it_and_is_waited_for_by_nobody(
+    nodes: list[Server], bucket: FaultyS3
 ) -> None:
+    chain, other = chains_of(nodes)
+    nodes[1].put(other[0], make_record(SHAPE, other[0], 1))
+    for seed, key in enumerate(chain):
+        nodes[1].put(key, make_record(SHAPE, key, seed))
+    await until(lambda: known(nodes[0]) >= CHUNKS)
+    gate = threading.Event()
+    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
+    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
+        await client.register(SHAPE, 2 * CHUNKS)
+        try:
+            assert set((await look(client, chain, prefetch=True)).tiers[0]) == {pb.TIER_COLD}
+            fetching = asyncio.create_task(client.fetch(chain, length=CHUNKS * SHAPE.raw_bytes))
+            await until(lambda: bucket.count("get") > 0)
+            assert (await look(client, [other[0]])).tiers[0] == bytes([pb.TIER_STORAGE]), "other lookups go on"
+            again = await client.store(chain[:1], offset=CHUNKS * SHAPE.raw_bytes)
+            assert again.outcome == pb.OUTCOME_COMPLETE and again.stored_bytes > 0, "it is stored: no need to read it"
+        finally:
+            gate.set()
+        assert (await fetching).chunks == CHUNKS
+        answer = await look(client, chain, prefetch=True)
+        assert answer.tiers[0] == bytes([pb.TIER_STORAGE] * CHUNKS) and not answer.cold_ms[0]
+
+
+async def test_a_fetch_that_waits_for_the_bucket_lets_others_have_their_turn(
+    nodes: list[Server], bucket: FaultyS3
+) -> None:
+    chain, other = chains_of(nodes)
+    nodes[1].put(other[0], make_record(SHAPE, other[0], 1))
+    for seed, key in enumerate(chain):
+        nodes[1].put(key, make_record(SHAPE, key, seed))
+    await until(lambda: known(nodes[0]) >= CHUNKS)
+    gate = threading.Event()
+    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
+    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
+        await client.register(SHAPE, 2 * CHUNKS)
+        try:
+            cold = asyncio.create_task(client.fetch(chain, length=CHUNKS * SHAPE.raw_bytes))
+            await until(lambda: bucket.count("get") > 0)
+            near = await client.fetch([other[0]], offset=CHUNKS * SHAPE.raw_bytes, length=SHAPE.raw_bytes)
+            assert near.chunks == 1 and not cold.done()
+        finally:
+            gate.set()
+        assert (await cold).chunks == CHUNKS
+
+
+async def test_a_lookup_says_of_each_chunk_in_which_tier_it_is(nodes: list[Server], tmp_path: Path) -> None:
+    """A chunk in memory, one on a device, one in storage, one in the bucket alone, and two nowhere."""
+    from redis import Redis
+
     chain, _ = chains_of(nodes)
     records = [make_record(SHAPE, key, seed) for seed, key in enumerate(chain)]
-    for key, value in zip(chain, records, strict=True):
+    for key, value in zip(chain[:4], records, strict=False):
         nodes[1].put(key, value)
-    await until(lambda: known(nodes[0]) >= CHUNKS)
-    async with running("127.0.0.1:1", storage_nodes=addresses(nodes), **({"tiers": tiers} if tiers else {})) as (
-        _,
-        client,
-    ):
+    await until(lambda: known(nodes[0]) >= 4)
+    devices = [{"path": str(tmp_path / "tier.pool"), "size": "64MiB", "bandwidth": "1GB/s"}]
+    tiers = {"memory_budget_bytes": "32MiB", "devices": devices}
+    async with running("127.0.0.1:1", storage_nodes=addresses(nodes), tiers=tiers) as (_, client):
         await client.register(SHAPE, CHUNKS)
-
-        async def look() -> pb.LookupResponse:
-            asked = pb.KeyChain(keys=chain, namespace=SHAPE.namespace)
-            answer: pb.LookupResponse = await client.stub.Lookup(
-                pb.LookupRequest(chains=[asked], timeout_ms=PATIENCE_MS, cold=True)
-            )
-            return answer
-
-        unseen = await look()
-        assert found(unseen, CHUNKS).hits == [CHUNKS] and unseen.cold_ms[0] > 0
-        assert list(unseen.stored_bytes) == [0], "nobody has seen any"
-        assert len(await fetched(client, chain[:2])) == 2
-        partly = await look()
-        assert found(partly, CHUNKS).hits == [CHUNKS] and partly.cold_ms[0] > 0
-        assert list(partly.stored_bytes) == [sum(map(len, records[:2])) * CHUNKS // 2]
+        assert set((await look(client, chain)).tiers[0]) == {pb.TIER_COLD, pb.TIER_NONE}
+        assert len(await fetched(client, chain[1:2])) == 1  # the tiers keep it, at last on the device
+    async with running("127.0.0.1:1", storage_nodes=addresses(nodes), tiers=tiers) as (_, client):  # empty memory
+        await client.register(SHAPE, CHUNKS)
+        assert len(await fetched(client, chain[:1])) == 1
+        with Redis(port=nodes[0].port) as reader:
+            assert reader.get(storage_key(chain[2])) == records[2]  # which brings it into the node
+        answer = await look(client, chain)
+        expected_tiers = [pb.TIER_MEMORY, pb.TIER_DEVICE, pb.TIER_STORAGE, pb.TIER_COLD, pb.TIER_NONE, pb.TIER_NONE]
+        assert list(answer.tiers[0]) == expected_tiers
+        assert answer.stored_bytes[0] == sum(map(len, records[:4])) and answer.cold_ms[0] > 0
         for node in nodes:
             node.kill()
-        if tiers:
-            assert found(await look(), CHUNKS).hits == [2], "the tier serves alone"
-        else:
-            assert (await look()).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
+        assert found(await look(client, chain), CHUNKS).hits == [2], "the tiers serve alone"
 
 
 @pytest.mark.parametrize("kind", ["redis", "storage"])
-async def test_a_store_that_has_nothing_below_has_nothing_cold_and_is_asked_once(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
+async def test_a_store_that_has_nothing_below_has_nothing_cold(kind: str, request: pytest.FixtureRequest) -> None:
     store: Server = request.getfixturevalue(kind)
     keys = keys_of(SHAPE, 2)
     store.put(keys[0], make_record(SHAPE, keys[0], 0))
     async with running(store) as (daemon, client):
-        chain = pb.KeyChain(keys=keys, namespace=SHAPE.namespace)
         for _ in range(2):
-            answer = await client.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=PATIENCE_MS, cold=True))
+            answer = await look(client, keys, prefetch=True)
             assert found(answer, 2).present == [[True, False]] and list(answer.cold_ms) == [0]
-            assert daemon._source._servers._unknown == {b"KV.COLD"}  # type: ignore[attr-defined]
+        unknown = {b"KV.PREFETCH"} if kind == "redis" else set()
+        assert daemon._source._servers._unknown == unknown  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

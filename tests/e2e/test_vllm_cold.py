@@ -1,0 +1,162 @@
+"""Real vLLM, the real data plane, and a storage node that has everything in a bucket alone, behind a slow link."""
+
+import json
+from collections.abc import Callable, Iterator
+from threading import Event
+from typing import Any
+
+import pytest
+from faulty_s3 import BUCKET, Answer, FaultyS3, faulty_s3
+from machine import NEVER_S, free_port, wait_for
+from redis import Redis
+from stack import Process, data_plane
+
+from host_control.client import DataPlaneClient
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+TOKENS, CHUNKS = 1000, 3
+SEEDS = range(1, 3)
+"""Of other prompts that are stored, with two chunks each."""
+RATE = 400_000
+"""Bytes a second of the bucket's link: a chunk takes about a second."""
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[FaultyS3]:
+    with faulty_s3() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def storage(bucket: FaultyS3) -> Iterator[Process]:
+    """A node whose memory is all it has beside the bucket."""
+    s3 = {"bucket": BUCKET, "endpoint": bucket.endpoint, "gather_s": 0.1, "timeout_s": NEVER_S}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "tester")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        process = Process("storage", "--port", str(free_port()), "--s3", json.dumps(s3))
+        yield process
+        process.stop()
+
+
+@pytest.fixture(scope="module")
+def daemon(storage: Process) -> Iterator[Process]:
+    process = data_plane(storage.address)
+    yield process
+    process.stop()
+
+
+def of_bucket(storage: Process) -> dict[str, Any]:
+    with Redis(port=int(storage.address.rpartition(":")[2])) as client:
+        return dict(client.info("s3"))
+
+
+@pytest.fixture(scope="module")
+def engine(
+    make_engine: Callable[..., Any], daemon: Process, storage: Process, bucket: FaultyS3, prompt: Any, reference: Any
+) -> Iterator[Any]:
+    """A second engine, after a first one has stored everything and the node has restarted with nothing in memory."""
+    first = make_engine(daemon.address)
+    try:
+        for tokens in [prompt(TOKENS), *(prompt(600, seed) for seed in SEEDS)]:
+            assert first.outputs([tokens]) == reference([tokens])
+        first.flush()
+    finally:
+        first.close()
+    stored = CHUNKS + 2 * len(SEEDS)
+    wait_for(lambda: of_bucket(storage)["records"] == stored and not of_bucket(storage)["waiting_records"])
+    storage.kill()
+    storage.restart()
+    wait_for(lambda: of_bucket(storage)["records"] == stored)
+    second = make_engine(daemon.address)
+    client = DataPlaneClient(daemon.address)
+    wait_for(lambda: client.wait_ready(1.0))
+    second.client = client
+    yield second
+    client.close()
+    second.close()
+
+
+def add(engine: Any, name: str, tokens: list[int]) -> None:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    engine.llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, parameters)
+
+
+def test_a_cold_prompt_is_loaded_while_others_run_and_nothing_is_sent_again(
+    engine: Any, bucket: FaultyS3, storage: Process, prompt: Any, reference: Any
+) -> None:
+    """At default settings. The bucket sends nothing until another request has ended: no lookup waits for it."""
+    gate, tokens, other = Event(), prompt(TOKENS), prompt(240)
+    expected, expected_other = reference([tokens])[0], reference([other])[0]
+    before, core = engine.client.statistics(), engine.llm.llm_engine
+    engine.counted = engine.counters()
+    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
+    bucket.bytes_per_s = RATE
+    done: dict[str, Any] = {}
+
+    def step_until(name: str) -> None:
+        def stepped() -> bool:
+            done.update({output.request_id.partition("-")[0]: output for output in core.step() if output.finished})
+            return name in done
+
+        wait_for(stepped)
+
+    try:
+        add(engine, "cold", tokens)
+        wait_for(lambda: core.step() == [] and engine.connector._scheduler._loading)
+        add(engine, "other", other)
+        step_until("other")
+        assert "cold" not in done
+        assert list(done["other"].outputs[0].token_ids) == expected_other
+    finally:
+        gate.set()
+    step_until("cold")
+    assert list(done["cold"].outputs[0].token_ids) == expected
+    assert done["cold"].num_cached_tokens == CHUNKS * 256, "all that is stored was loaded"
+    engine.flush()
+    counted = engine.counted_since()
+    assert counted["tier_hit_tokens/cold"] == CHUNKS * 256 == counted["loaded_tokens"]
+    assert not any("failures" in name for name in counted)
+    assert engine.client.statistics().stored_raw_bytes == before.stored_raw_bytes, "nothing was sent again"
+    assert of_bucket(storage)["read_records"] == CHUNKS, "and each record was read once"
+
+
+def test_a_cold_prompt_whose_time_is_up_is_computed_and_not_sent_again(
+    engine: Any, bucket: FaultyS3, prompt: Any, reference: Any
+) -> None:
+    gate, tokens = Event(), prompt(600, SEEDS[0])
+    before = engine.client.statistics()
+    engine.counted = engine.counters()
+    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
+    try:
+        with engine.impatient(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.connector._scheduler._lookup, "_load_timeout", 1.0)
+            assert engine.outputs([tokens]) == reference([tokens])
+    finally:
+        gate.set()
+    engine.flush()
+    counted = engine.counted_since()
+    assert counted["load_failures/cold_late"] + counted.get("load_failures/deadline", 0) == 1
+    assert engine.client.statistics().stored_raw_bytes == before.stored_raw_bytes, "nothing was sent again"
+
+
+def test_a_cold_prompt_is_computed_at_once_where_the_bucket_is_known_to_take_longer(
+    engine: Any, bucket: FaultyS3, prompt: Any, reference: Any
+) -> None:
+    """By default, too: the node has seen how slow its bucket is, and the engine has seen how long it computes."""
+    scheduler = engine.connector._scheduler
+    for tokens in (1000, 2000, 4000):
+        scheduler._timing.table.observe("prompts", tokens, tokens * tokens / 2, 1e-6 * tokens)
+    bucket.fault = lambda asked: None
+    read, before = bucket.count("get"), engine.client.statistics()
+    engine.counted = engine.counters()
+    tokens = prompt(600, SEEDS[1])
+    assert engine.outputs([tokens]) == reference([tokens])
+    engine.flush()
+    counted = engine.counted_since()
+    assert counted["decisions/compute"] == 1 and counted["tier_hit_tokens/cold"] == 512
+    assert bucket.count("get") == read, "nobody reads what is computed"
+    assert engine.client.statistics().stored_raw_bytes == before.stored_raw_bytes, "nothing was sent again"

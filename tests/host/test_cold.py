@@ -1,0 +1,216 @@
+"""Lookups of prompts of which something is in object storage alone: what they say of it, and how it comes near."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from machine import PATIENCE_S, wait_for
+from scripted import ScriptedDataPlane
+
+from host_control.client import DataPlaneClient
+from host_control.handover import Arrived, Handover
+from host_control.lookup import LookupAnswer, PrefixLookup
+from shadowserve.keys import chain_links, record_keys
+from shadowserve.pieces import leading
+from shadowserve.tier import Tier
+
+MODEL, NAMESPACE = b"m" * 32, b"n" * 32
+CHUNK, CHUNKS = 4, 6
+TOKENS = list(range(CHUNK * CHUNKS + 1))
+LINKS = chain_links(MODEL, TOKENS, chunk_tokens=CHUNK)
+KEYS = record_keys(NAMESPACE, LINKS)
+NEVER_S = 60.0
+ALL = LookupAnswer(CHUNK * CHUNKS, "complete")
+
+
+@pytest.fixture
+def make(client: DataPlaneClient, plane: ScriptedDataPlane) -> Iterator[Callable[..., PrefixLookup]]:
+    """Make lookups of an engine with one group; all chunks are stored, the last four are cold."""
+    made: list[PrefixLookup] = []
+    plane.records.update(dict.fromkeys(KEYS, b""))
+    plane.script.cold.update(KEYS[2:])
+    plane.script.cold_ms = 3000
+
+    def make_lookup(**options: Any) -> PrefixLookup:
+        given = {"chunk_tokens": CHUNK, "timeout": PATIENCE_S, "loads_wait": True, "load_timeout": NEVER_S}
+        groups = options.pop("groups", [NAMESPACE])
+        made.append(
+            PrefixLookup(
+                MODEL,
+                [[(client, namespace)] for namespace in groups],
+                options.pop("rule", lambda present, tokens, tail=0: min(leading(present[0]) * CHUNK, tokens - 1)),
+                **{**given, **options},
+            )
+        )
+        return made[-1]
+
+    yield make_lookup
+    for each in made:
+        each.close()
+
+
+def test_an_answer_counts_what_is_cold_and_says_where_it_is(
+    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    plane.script.tiers[KEYS[0]] = Tier.MEMORY
+    lookup = make()
+    lookup.submit("r", TOKENS)
+    answer = wait(lambda: lookup.poll("r"))
+    assert answer == ALL and answer.cold_seconds == 3.0
+    assert answer.tiers == bytes([Tier.MEMORY, Tier.STORAGE, *[Tier.COLD] * 4])
+    assert lookup.arrived("r") == Arrived(2, "")
+    (present,) = lookup.present("r") or ()
+    assert present.all(), "it is stored"
+    assert plane.prefetches == 0, "nothing is brought before a load begins"
+
+
+def test_a_load_that_begins_has_what_is_cold_brought_and_hears_of_it(
+    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    plane.script.brings = 0
+    lookup = make()
+    lookup.submit("r", TOKENS)
+    wait(lambda: lookup.poll("r"))
+    lookup.begin_load("r", CHUNKS)
+    wait_for(lambda: plane.prefetches > 1)
+    assert lookup.arrived("r") == Arrived(2, "")
+    assert plane.asked_keys == [KEYS[2:]], "what is near is not asked for again"
+    plane.script.brings = 1
+    wait_for(lambda: lookup.arrived("r") == Arrived(CHUNKS, "complete"))
+    before = plane.prefetches
+    lookup.submit("other", TOKENS)
+    wait(lambda: lookup.poll("other"))
+    assert plane.prefetches == before and lookup.arrived("other") is None, "nothing of it is cold any more"
+
+
+def test_of_a_load_that_takes_less_no_more_is_brought(
+    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    lookup = make()
+    lookup.submit("r", TOKENS)
+    wait(lambda: lookup.poll("r"))
+    lookup.begin_load("r", 3)
+    wait_for(lambda: lookup.arrived("r") == Arrived(3, "complete"))
+    assert plane.script.cold == set(KEYS[3:])
+
+
+def test_what_does_not_come_in_time_is_late_and_what_is_gone_is_gone(
+    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    plane.script.brings = 0
+    lookup = make(load_timeout=0.1)
+    lookup.submit("late", TOKENS)
+    wait(lambda: lookup.poll("late"))
+    lookup.begin_load("late", CHUNKS)
+    wait_for(lambda: lookup.arrived("late") == Arrived(2, "cold_late"))
+    lookup = make()
+    lookup.submit("gone", TOKENS)
+    wait(lambda: lookup.poll("gone"))
+    del plane.records[KEYS[3]]
+    plane.script.brings = 1 << 30
+    lookup.begin_load("gone", CHUNKS)
+    wait_for(lambda: lookup.arrived("gone") == Arrived(3, "cold_gone"))
+
+
+def test_nothing_is_brought_for_a_request_that_has_ended(
+    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    plane.script.brings = 0
+    lookup = make()
+    for name in ("r", "other"):
+        lookup.submit(name, TOKENS)
+        wait(lambda name=name: lookup.poll(name))
+        lookup.begin_load(name, CHUNKS)
+    lookup.forget("r")
+    lookup.forget("other")
+    wait_for(lambda: not lookup._cold_loads._waiting)
+    lookup.begin_load("r", CHUNKS)  # unknown by now
+
+
+def test_where_no_load_may_wait_the_lookup_waits_until_all_is_near(
+    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    plane.script.brings = 0
+    lookup = make(loads_wait=False, timeout=PATIENCE_S)
+    lookup.submit("r", TOKENS)
+    wait_for(lambda: plane.prefetches > 1)
+    assert lookup.poll("r") is None
+    plane.script.brings = 1 << 30
+    assert wait(lambda: lookup.poll("r")) == ALL and lookup.arrived("r") is None
+
+
+def test_where_no_load_may_wait_what_is_late_is_no_hit_but_stored(
+    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    plane.script.brings = 0
+    lookup = make(loads_wait=False, load_timeout=0.2)
+    lookup.submit("r", TOKENS)
+    answer = wait(lambda: lookup.poll("r"))
+    assert (answer.tokens, answer.reason) == (2 * CHUNK, "cold_late")
+    (present,) = lookup.present("r") or ()
+    assert present.all()
+
+
+def test_a_request_that_waits_for_nothing_has_what_is_near(
+    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    lookup = make()
+    lookup.submit("r", TOKENS, handover=Handover(cold=False))
+    assert wait(lambda: lookup.poll("r")) == LookupAnswer(2 * CHUNK, "complete")
+    assert lookup.arrived("r") is None and plane.prefetches == 0
+
+
+def test_what_is_cold_of_a_window_counts_as_far_as_a_load_needs_it(
+    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    """A group that keeps every chunk, all of which are near, and one of which a hit needs the last."""
+    window = record_keys(b"w" * 32, LINKS)
+    plane.records.update(dict.fromkeys(window, b""))
+    plane.script.cold = set(window[:4])
+
+    def rule(present: Any, tokens: int, tail: int = 0) -> int:
+        ends = [end for end in range(1, leading(present[0]) + 1) if present[1][end - 1]]
+        return min(max(ends, default=0) * CHUNK, tokens - 1)
+
+    lookup = make(groups=[NAMESPACE, b"w" * 32], every=[True, False], rule=rule)
+    lookup.submit("r", TOKENS)
+    answer = wait(lambda: lookup.poll("r"))
+    assert answer == ALL and Tier.COLD not in answer.tiers and lookup.arrived("r") is None
+    plane.script.cold.add(window[5])
+    lookup.submit("last", TOKENS)
+    answer = wait(lambda: lookup.poll("last"))
+    assert answer == ALL and answer.tiers[5] == Tier.COLD
+    lookup.begin_load("last", CHUNKS)
+    wait_for(lambda: lookup.arrived("last") == Arrived(CHUNKS, "complete"))
+
+
+def test_what_others_still_store_and_what_is_cold_are_waited_for_together(
+    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    assert plane.announced is not None
+    del plane.records[KEYS[5]]
+    plane.announced[KEYS[5]] = 60_000
+    lookup = make()
+    lookup.submit("r", TOKENS, handover=Handover(waits=NEVER_S))
+    assert wait(lambda: lookup.poll("r")).tokens == CHUNK * CHUNKS
+    assert lookup.arrived("r") == Arrived(2, "")
+    lookup.begin_load("r", CHUNKS)
+    wait_for(lambda: lookup.arrived("r") == Arrived(5, ""))
+    plane.records[KEYS[5]] = b""
+    wait_for(lambda: lookup.arrived("r") == Arrived(CHUNKS, "complete"))
+
+
+def test_a_lookup_that_was_too_slow_tells_what_is_stored_all_the_same(
+    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    plane.script.stall.add("Lookup")
+    lookup = make(timeout=0.2)
+    lookup.submit("r", TOKENS)
+    answer = wait(lambda: lookup.poll("r"))
+    assert (answer.tokens, answer.reason) == (0, "deadline") and "lookup_timeout" in answer.detail
+    assert lookup.present("r") is None
+    plane.script.unstall.set()
+    wait_for(lambda: lookup.present("r") is not None)
+    (present,) = lookup.present("r") or ()
+    assert np.array_equal(present, np.ones(CHUNKS, np.bool_)) and lookup.asked("r") > 0
