@@ -4,21 +4,17 @@ How turns are shared is tests/dataplane/test_shared_rate.py's; here is that each
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from dataplane_support import Client, Server, keys_of, kv, layout, make_record, running
-from machine import NEVER_S, until
-from test_pages import SHAPE as PAGE_SHAPE
-from test_pages import stored as pages_stored
-from test_promotion import Queue, put_chain
+from budget_support import RATE, delayed, dropped, held, moved, report
+from dataplane_support import Server, keys_of, kv, layout, make_record, running
+from machine import until
 from test_tiers import store, tiers_in, tiers_of
 
-from dpu_dataplane.server import Daemon
 from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.tiers.tiers import address_of
 from shadowserve.proto import dataplane_pb2 as pb
@@ -26,43 +22,6 @@ from shadowserve.proto import dataplane_pb2 as pb
 SHAPE = layout(vector_length=2048)  # 512 KiB a chunk
 KEYS = keys_of(SHAPE, 6)
 CHUNKS = [kv(SHAPE, index) for index in range(6)]
-RATE = 16 << 20
-"""The lowest: a tenth of a second of it is three chunks."""
-SILENT_MS = 10_000
-"""The longest that a report lasts."""
-
-
-async def report(client: Client, engine: bytes = b"a", **changes: Any) -> pb.StepAnswer:
-    """Say that an engine decodes, at the lowest rate, or something else."""
-    fields: dict[str, Any] = {
-        "engine": engine,
-        "decodes": True,
-        "rate": RATE,
-        "interference_budget": 0.02,
-        "lasts_ms": SILENT_MS,
-    }
-    answer: pb.StepAnswer = await client.stub.ReportSteps(pb.StepReport(**(fields | changes)))
-    return answer
-
-
-def moved(daemon: Daemon) -> dict[str, int]:
-    """Return bytes by mover, as metrics have them; what was granted covers all of them, and all that others count."""
-    families = {family.name: family for family in daemon.metrics.registry.collect()}
-    counted = {each.labels["mover"]: int(each.value) for each in families["shadowserve_moved_bytes"].samples}
-    granted = {mover.label: size for mover, size in daemon.budget.shared.granted_bytes.items()}
-    metrics = daemon.metrics
-    stored = sum(counted[each] for each in ("store", "tier_store", "preemption_save"))
-    assert all(counted[mover] <= granted[mover] for mover in counted)
-    assert metrics.delivered_bytes <= granted["fetch"] + granted["tier_load"] + granted["page_load"]
-    assert metrics.stored_raw_bytes <= stored
-    assert sum(size for size, _ in metrics.promotions().values()) <= granted["prefetch"]
-    return {name: size for name, size in counted.items() if size}
-
-
-def dropped(daemon: Daemon) -> dict[tuple[str, str], int]:
-    families = {family.name: family for family in daemon.metrics.registry.collect()}
-    samples = families["shadowserve_interference_dropped"].samples
-    return {(each.labels["mover"], each.labels["reason"]): int(each.value) for each in samples}
 
 
 @pytest.fixture
@@ -70,27 +29,6 @@ def stored(storage: Server) -> Server:
     for index, key in enumerate(KEYS):
         storage.put(key, make_record(SHAPE, key, index))
     return storage
-
-
-def delayed(daemon: Daemon, mover: Mover) -> int:
-    families = {family.name: family for family in daemon.metrics.registry.collect()}
-    samples = families["shadowserve_interference_delayed"].samples
-    return next(int(each.value) for each in samples if each.labels["mover"] == mover.label)
-
-
-async def held(daemon: Daemon, client: Client, mover: Mover, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Check that a mover waits while another one's turn is under way; return what comes of it after that."""
-    await report(client)
-    async with daemon.budget.turn(Mover.FETCH, 1 << 50) as turn:
-        turn.moved_bytes = 0
-        before, granted = delayed(daemon, mover), daemon.budget.shared.granted_bytes[mover]
-        working = asyncio.create_task(begin())
-        async with asyncio.timeout(NEVER_S):
-            while delayed(daemon, mover) == before:
-                await report(client)  # what was reported before ends
-                await asyncio.sleep(0.01)
-        assert daemon.budget.shared.granted_bytes[mover] == granted, "it moved without a turn"
-    return await working
 
 
 async def test_a_fetch_of_one_engine_keeps_to_the_rate_of_another_that_decodes(stored: Server) -> None:
@@ -179,38 +117,6 @@ async def test_a_save_that_cannot_be_within_the_budget_falls_short_by_its_deadli
         assert moved(daemon).get("preemption_save", 0) >= answer.chunks * SHAPE.raw_bytes
 
 
-async def test_prefetches_wait_for_their_turn_and_are_dropped_once_their_request_begins(storage: Server) -> None:
-    """Symptom: prefetches went at the speed of the link beside an engine that decoded."""
-    chain = keys_of(SHAPE, 6, seed=40)
-    put_chain(storage, chain)
-    async with running(storage, tiers=tiers_of()) as (daemon, client):
-        await client.register(SHAPE, 6)
-        queue = Queue(client)
-
-        async def begin_soon() -> None:
-            await queue.say({1: chain})
-            await until(lambda: delayed(daemon, Mover.PREFETCH) > 0)
-            await queue.say(gone=[1])
-
-        await held(daemon, client, Mover.PREFETCH, begin_soon)
-        await until(lambda: ("prefetch", "request_begun") in dropped(daemon))
-        await queue.say({2: chain})
-        await until(
-            lambda: moved(daemon).get("prefetch", 0) == sum(hop[0] for hop in daemon.metrics.promotions().values())
-        )
-
-
-async def test_a_fetch_is_not_kept_from_what_is_being_prefetched_for_it(storage: Server) -> None:
-    chain = keys_of(SHAPE, 6, seed=40)
-    put_chain(storage, chain)
-    async with running(storage, tiers=tiers_of()) as (daemon, client):
-        await client.register(SHAPE, 6)
-        await report(client)
-        await Queue(client).say({1: chain})
-        await until(lambda: moved(daemon).get("prefetch", 0) > 0)
-        assert (await client.fetch(chain)).chunks == 3
-
-
 async def test_device_writes_wait_for_their_turn(tmp_path: Path) -> None:
     """Symptom: what was kept on devices was written at their speed beside an engine that decoded."""
     async with running("", tiers=tiers_of(tmp_path)) as (daemon, client):
@@ -237,16 +143,6 @@ async def test_scrubbing_waits_for_its_turn(tmp_path: Path) -> None:
         tiers = tiers_in(daemon)
         with tiers.lock:
             assert tiers.pool._core.disks[0].scrubbed_bytes <= daemon.budget.shared.granted_bytes[Mover.SCRUB]
-
-
-async def test_pages_keep_to_the_rate_and_come_some_chunks_at_a_time(tmp_path: Path) -> None:
-    async with pages_stored(tmp_path) as (daemon, client, paged):
-        before = moved(daemon)
-        await report(client)
-        requests = daemon.metrics.page_requests
-        paged.assert_right(await paged.fetch())
-        assert moved(daemon)["page_load"] == 6 * PAGE_SHAPE.raw_bytes and "page_load" not in before
-        assert daemon.metrics.page_requests > requests
 
 
 async def test_an_engine_that_died_holds_nothing_back_for_longer_than_its_report_lasts(stored: Server) -> None:

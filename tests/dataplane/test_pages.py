@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from budget_support import moved, report
 from dataplane_support import Client, Fetched, Segment, Server, keys_of, kv, layout, running
 from machine import PATIENCE_MS, PATIENCE_S, until
 from test_tiers import cool, store, tiers_in, tiers_of
@@ -475,3 +476,13 @@ async def test_prefetches_give_way_to_a_page_load(tmp_path: Path, monkeypatch: p
             submit(held)
         paged.assert_right(await call)
         assert promoting._fetches == 0
+
+
+async def test_pages_keep_to_the_rate_and_come_some_chunks_at_a_time(tmp_path: Path) -> None:
+    async with stored(tmp_path) as (daemon, client, paged):
+        before = moved(daemon)
+        await report(client)
+        requests = daemon.metrics.page_requests
+        paged.assert_right(await paged.fetch())
+        assert moved(daemon)["page_load"] == CHUNKS * SHAPE.raw_bytes and "page_load" not in before
+        assert daemon.metrics.page_requests > requests

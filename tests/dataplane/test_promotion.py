@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from budget_support import delayed, dropped, held, moved, report
 from dataplane_support import (
     Client,
     DaemonProcess,
@@ -25,6 +26,7 @@ from machine import until
 from test_tiers import cool, storage_away, tiers_in, tiers_of
 
 from dpu_dataplane.server import Daemon
+from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.source import Cold, Stored
 from dpu_dataplane.sources.tiers import promoting
 from dpu_dataplane.sources.tiers.tiers import address_of
@@ -457,3 +459,38 @@ async def test_a_daemon_that_is_killed_while_it_promotes_recovers_and_asks_anew(
         finally:
             await client.close()
             process.close()
+
+
+# ---- Beside an engine that decodes
+
+
+async def test_prefetches_wait_for_their_turn_and_are_dropped_once_their_request_begins(storage: Server) -> None:
+    """Symptom: prefetches went at the speed of the link beside an engine that decoded."""
+    chain = CHAINS[0]
+    put_chain(storage, chain)
+    async with running(storage, tiers=tiers_of()) as (daemon, client):
+        await client.register(SHAPE, 6)
+        queue = Queue(client)
+
+        async def begin_soon() -> None:
+            await queue.say({1: chain})
+            await until(lambda: delayed(daemon, Mover.PREFETCH) > 0)
+            await queue.say(gone=[1])
+
+        await held(daemon, client, Mover.PREFETCH, begin_soon)
+        await until(lambda: ("prefetch", "request_begun") in dropped(daemon))
+        await queue.say({2: chain})
+        await until(
+            lambda: moved(daemon).get("prefetch", 0) == sum(hop[0] for hop in daemon.metrics.promotions().values())
+        )
+
+
+async def test_a_fetch_is_not_kept_from_what_is_being_prefetched_for_it(storage: Server) -> None:
+    chain = CHAINS[0]
+    put_chain(storage, chain)
+    async with running(storage, tiers=tiers_of()) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await report(client)
+        await Queue(client).say({1: chain})
+        await until(lambda: moved(daemon).get("prefetch", 0) > 0)
+        assert (await client.fetch(chain)).chunks == 3

@@ -1,0 +1,71 @@
+"""Engines that report that they decode, and what a data plane's movers do beside them."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from dataplane_support import Client
+from machine import NEVER_S
+
+from dpu_dataplane.server import Daemon
+from dpu_dataplane.shared_rate import Mover
+from shadowserve.proto import dataplane_pb2 as pb
+
+RATE = 16 << 20
+"""The lowest: a tenth of a second of it is three chunks."""
+SILENT_MS = 10_000
+"""The longest that a report lasts."""
+
+
+async def report(client: Client, engine: bytes = b"a", **changes: Any) -> pb.StepAnswer:
+    """Say that an engine decodes, at the lowest rate, or something else."""
+    fields: dict[str, Any] = {
+        "engine": engine,
+        "decodes": True,
+        "rate": RATE,
+        "interference_budget": 0.02,
+        "lasts_ms": SILENT_MS,
+    }
+    answer: pb.StepAnswer = await client.stub.ReportSteps(pb.StepReport(**(fields | changes)))
+    return answer
+
+
+def moved(daemon: Daemon) -> dict[str, int]:
+    """Return bytes by mover, as metrics have them; what was granted covers all of them, and all that others count."""
+    families = {family.name: family for family in daemon.metrics.registry.collect()}
+    counted = {each.labels["mover"]: int(each.value) for each in families["shadowserve_moved_bytes"].samples}
+    granted = {mover.label: size for mover, size in daemon.budget.shared.granted_bytes.items()}
+    metrics = daemon.metrics
+    stored = sum(counted[each] for each in ("store", "tier_store", "preemption_save"))
+    assert all(counted[mover] <= granted[mover] for mover in counted)
+    assert metrics.delivered_bytes <= granted["fetch"] + granted["tier_load"] + granted["page_load"]
+    assert metrics.stored_raw_bytes <= stored
+    assert sum(size for size, _ in metrics.promotions().values()) <= granted["prefetch"]
+    return {name: size for name, size in counted.items() if size}
+
+
+def dropped(daemon: Daemon) -> dict[tuple[str, str], int]:
+    families = {family.name: family for family in daemon.metrics.registry.collect()}
+    samples = families["shadowserve_interference_dropped"].samples
+    return {(each.labels["mover"], each.labels["reason"]): int(each.value) for each in samples}
+
+
+def delayed(daemon: Daemon, mover: Mover) -> int:
+    families = {family.name: family for family in daemon.metrics.registry.collect()}
+    samples = families["shadowserve_interference_delayed"].samples
+    return next(int(each.value) for each in samples if each.labels["mover"] == mover.label)
+
+
+async def held(daemon: Daemon, client: Client, mover: Mover, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Check that a mover waits while another one's turn is under way; return what comes of it after that."""
+    await report(client)
+    async with daemon.budget.turn(Mover.FETCH, 1 << 50) as turn:
+        turn.moved_bytes = 0
+        before, granted = delayed(daemon, mover), daemon.budget.shared.granted_bytes[mover]
+        working = asyncio.create_task(begin())
+        async with asyncio.timeout(NEVER_S):
+            while delayed(daemon, mover) == before:
+                await report(client)  # what was reported before ends
+                await asyncio.sleep(0.01)
+        assert daemon.budget.shared.granted_bytes[mover] == granted, "it moved without a turn"
+    return await working
