@@ -230,7 +230,7 @@ def test_the_doctor_that_is_installed_finds_all_that_was_installed(installed: Th
     command = ["/opt/shadowserve/venv/bin/shadowserve", "doctor", "--json", "--config", "/etc/shadowserve/dpu.yaml"]
     nowhere = ["--storage", "127.0.0.1:1", "--data-plane", "127.0.0.1:1"]
     report = json.loads(installed.inside(*command, *nowhere, check=False).stdout)
-    assert report["role"] == "dpu"
+    assert report["role"] == "bluefield"
     states = {finding["what"]: finding["state"] for finding in report["findings"]}
     sound = {"C core", "configuration", "image", "card", "DOCA", "huge pages", "XLIO", "tls_cert", "unit"}
     assert {what: states[what] for what in sound} == dict.fromkeys(sound, "ok")
