@@ -26,7 +26,7 @@ _TIER_OPTIONS: Final = ("type", "module_path", "locality", "enable_kv_events", "
 """Keys of an entry of ``secondary_tiers`` that are vLLM's or the tier's, and not of section ``host``."""
 _TIER_UNUSED: Final = (
     *("asynchronous_fetch", "layer_order", "pages", "fetch_or_compute", "handover", "handover_timeout"),
-    *("interference_budget", "computing_cache", "device", "delivery", "reshaping_buffer_bytes", "lookup_threads"),
+    *("computing_cache", "device", "delivery", "reshaping_buffer_bytes", "lookup_threads"),
     *("chunk_tokens", "load_tokens_min", "recent_keys", "bins", "value_bins", "scale_tokens"),
 )
 

@@ -101,25 +101,3 @@ def test_a_load_that_takes_its_whole_time_is_learnt_from(engine: Any, plane: Any
         plane.calls.clear()
         assert [cached(engine, *each) for each in zip(prompts[3:], expected[3:], strict=True)] == [0] * 2
     assert "Fetch" not in plane.calls
-
-
-def test_workers_fetch_at_the_rate_that_the_scheduler_sets(
-    engine: Any, plane: Any, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens = prompt(600, 1)
-    (expected,) = reference([tokens])
-    assert cached(engine, tokens, expected) == 0
-    engine.flush()
-    timing = engine.connector._scheduler._timing
-    step = timing.step
-
-    def bounded(*arguments: Any, **named: Any) -> None:
-        step(*arguments, **named)
-        timing.rate = 99 << 20
-
-    for rate in (0, 99 << 20):
-        engine.forget()
-        plane.rates.clear()
-        assert cached(engine, tokens, expected) == 512
-        assert set(plane.rates) == {rate}
-        monkeypatch.setattr(timing, "step", bounded)

@@ -95,7 +95,6 @@ TIER = {"type": "ShadowServeTier", "module_path": "host_control.vllm.tier", "dat
         {"fetch_or_compute": True},
         {"handover": "prefill"},
         {"handover_timeout": 1.0},
-        {"interference_budget": 0.1},
         {"computing_cache": "none"},
         {"device": "mlx5_0"},
         {"lookup_threads": 4},
