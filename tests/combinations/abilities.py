@@ -90,7 +90,7 @@ ABILITIES: Final[dict[str, Ability]] = {
     "tier": Ability(
         "offloading tier",
         "OffloadingConnector with ShadowServeTier",
-        alone="tests/e2e/test_vllm_tier.py::test_a_second_engine_is_served_what_the_first_computed",
+        alone="tests/e2e/test_vllm_tier.py::test_another_engine_has_what_one_has_computed",
     ),
 }
 

@@ -505,7 +505,9 @@ def test_of_several_groups_what_is_near_is_offered_once_where_the_rest_did_not_c
     assert load.arrived is None, "nothing is waited for"
 
 
-def test_the_rate_that_decoding_leaves_is_in_the_prediction(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_the_rate_that_decoding_leaves_is_in_the_prediction(
+    make_side: Any, plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     side = slow(make_side(fetch_or_compute=True), plane)
     policy = side._deciding._policy
     for chunks in (2, 8, 32):
@@ -513,5 +515,5 @@ def test_the_rate_that_decoding_leaves_is_in_the_prediction(make_side: Any, plan
     plane.script.tiers = dict.fromkeys(keys(0, TOKENS), Tier.MEMORY)
     side._deciding.start(0, 0, 10 * RECORD_BYTES)
     assert matched(side, arrive(side, plane, TOKENS, stored=40, name="free")) == 40 * CHUNK
-    side._timing.rate = 10 * RECORD_BYTES  # a chunk a second
+    monkeypatch.setattr(type(side._timing), "rate", 10 * RECORD_BYTES)  # a chunk a second
     assert matched(side, arrive(side, plane, TOKENS, stored=40, name="beside")) == 0
