@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -13,10 +13,12 @@ from host_control.manager import FetchJob
 from host_control.pages import PageDelivery, SharedPages
 from host_control.placing import Placed
 from host_control.vllm.groups import Groups
-from host_control.vllm.metrics import SlowerPaths
 from host_control.vllm.parts import Part
 from host_control.vllm.weights_watch import WeightsWatch
 from shadowserve.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from host_control.vllm.metrics import SlowerPaths  # which imports vLLM; the failure matrix runs without it
 
 __all__ = ["PagePlacer", "share_pages"]
 
@@ -67,7 +69,7 @@ class PagePlacer:
     """
 
     def __init__(
-        self, delivery: PageDelivery, part: Part, watch: Callable[[], WeightsWatch], slower: SlowerPaths | None
+        self, delivery: PageDelivery, part: Part, watch: Callable[[], WeightsWatch], slower: "SlowerPaths | None" = None
     ) -> None:
         self._delivery = delivery
         self._part = part

@@ -115,12 +115,6 @@ class PagedEngine:
         """Calls for chunks that devices may have."""
         return self._placer.calls
 
-    def hold(self, rate: int) -> None:
-        """Hold loads to so many bytes a second from now on, as beside an engine that decodes; 0: no bound."""
-        self._manager.rate = rate
-
-    # ---- Blocks
-
     def give(self, blocks: Sequence[int]) -> None:
         """Have other requests write to blocks."""
         for block in blocks:

@@ -3,7 +3,6 @@
 import errno
 import json
 import re
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from cases import CASES, Case, Context, Row, run_case
 from cases_pages import await_devices
 from nodes import Storage, tiers
 from outcomes import Expected, Outcome, Tally
-from paged import CHUNKS, PagedEngine, Shape
+from paged import PagedEngine, Shape
 
 REPOSITORY = Path(__file__).parents[2]
 SHORT = [case for case in CASES if case.short]
@@ -80,39 +79,6 @@ def test_pages_of_another_prefix_and_blocks_that_were_given_away_are_wrong(tmp_p
         engine.pages.segment.memory[:1] = b"\xff"  # as what lands late would
         engine.check()
         assert tally.counts[Outcome.WRONG] == 3
-    finally:
-        context.close()
-
-
-def test_pages_come_at_the_rate_that_they_are_held_to(tmp_path: Path) -> None:
-    """Symptom: beside an engine that decodes, what a device brought into its pages came as fast as it could."""
-    tally, shape = Tally(), Shape()
-    prompt, chunk_bytes = shape.prompt("one"), shape.chunk.raw_bytes
-    context = Context(1, "pool", tmp_path, tally)
-    try:
-        plane = context.data_plane(0, tiers=tiers("4MiB", tmp_path / "disk", "16MiB"))
-        engine = context.enter(closing(PagedEngine(plane.address, tally, "seed", shape)))
-        engine.stores.store_whole([prompt])
-        await_devices(engine, [prompt])
-
-        def load() -> tuple[int, int, float]:
-            calls, straight = engine.calls, engine.straight_bytes
-            (result,) = engine.load([prompt])
-            return engine.calls - calls, engine.straight_bytes - straight, result.seconds
-
-        whole = CHUNKS * chunk_bytes
-        assert load()[:2] == (1, whole), "with no bound it is one call"
-        engine.hold(20 * chunk_bytes)
-        calls, straight, seconds = load()
-        assert (calls, straight) == (CHUNKS // 2, whole), "a tenth of a second's bytes in each"
-        assert seconds >= 0.2, "three pieces, two pauses"
-        engine.hold(chunk_bytes // 100)
-        began = time.monotonic()
-        engine.load([prompt], losable="its deadline is sooner", abort=lambda: time.monotonic() > began + 0.3)
-        assert time.monotonic() - began < 1.5, "whoever waits for its turn hears of an abort"
-        engine.hold(0)
-        assert load()[:2] == (1, whole), "what was paused for counts no more where nothing decodes"
-        assert not tally.failed
     finally:
         context.close()
 

@@ -54,6 +54,16 @@ def test_a_file_grows_to_the_size_that_is_configured_and_keeps_what_it_holds(vol
     again.stop()
 
 
+def test_a_file_whose_end_was_cut_off_is_refused_and_stays_as_it_is(volume: Path) -> None:
+    with volume.open("r+b") as file:
+        file.truncate(8 * MIB)
+    content = volume.read_bytes()
+    for size in ("16 MiB", "32 MiB"):
+        with pytest.raises(ConfigurationError, match="was formatted with"):
+            start(volume, size)
+        assert volume.read_bytes() == content
+
+
 def test_a_device_that_has_become_larger_is_used_whole_without_a_size(volume: Path) -> None:
     with volume.open("r+b") as file:
         file.truncate(24 * MIB)

@@ -35,8 +35,9 @@ def grown(superblock: Superblock, device: BlockDevice) -> Superblock:
 def fit_file(path: Path, wanted_bytes: int, open_device: Callable[[int], _Device]) -> _Device:
     """Open a file that is there with the size that is configured now.
 
-    A volume's file grows. A file that was never formatted, as after a first start that failed, takes any size. A file
-    that holds something else is opened as it is: what opens the pool refuses it, and it must not have changed by then.
+    A volume's file grows, unless a part of the volume is missing. A file that was never formatted, as after a first
+    start that failed, takes any size. A file that holds something else is opened as it is: what opens the pool refuses
+    it, and it must not have changed by then.
 
     Args:
         path: of the file; it is not empty.
@@ -57,6 +58,8 @@ def fit_file(path: Path, wanted_bytes: int, open_device: Callable[[int], _Device
     except (FormatError, DeviceError, OSError):
         return device
     used_bytes = 0 if superblock is None else superblock.device_bytes
+    if used_bytes > device.capacity_bytes:
+        return device  # its end was cut off: made longer it would look whole, and what was there would be zeros
     device.close()
     if used_bytes > wanted_bytes:
         raise ConfigurationError(
