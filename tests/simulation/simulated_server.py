@@ -9,7 +9,7 @@ import itertools
 import select
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from typing import Any, Final
 
 from simulated_device import SimulatedDevice
@@ -20,7 +20,7 @@ from shadowserve.pool.pool import Pool
 from shadowserve.pool.statistics import Statistics
 from storage_kv.access.users import Users
 from storage_kv.clients.connection import Connection
-from storage_kv.clients.event_loop import READ, WRITE
+from storage_kv.clients.event_loop import READ, WRITE, Lane
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
 from storage_kv.node import Node
@@ -54,7 +54,7 @@ class SimulatedLoop:
 
     # ---- As EventLoop
 
-    def add(self, descriptor: int, events: int, handler: Callable[[int], None]) -> None:
+    def add(self, descriptor: int, events: int, handler: Callable[[int], None], lane: Lane | None = None) -> None:
         """See :meth:`EventLoop.add`."""
         assert descriptor not in self._handlers
         self._handlers[descriptor] = events, handler
@@ -69,19 +69,30 @@ class SimulatedLoop:
         """See :meth:`EventLoop.remove`."""
         del self._handlers[descriptor]
 
-    def call_soon(self, function: Callable[[], None]) -> None:
+    def call_soon(self, function: Callable[[], None], lane: Lane | None = None) -> None:
         """See :meth:`EventLoop.call_soon`."""
         self._soon.append(function)
         self.wake()
 
-    def call_threadsafe(self, function: Callable[[], None]) -> None:
+    def call_threadsafe(self, function: Callable[[], None], lane: Lane | None = None) -> None:
         """See :meth:`EventLoop.call_threadsafe`."""
         self.call_soon(function)
 
-    def call_at(self, time_s: float, function: Callable[[], None]) -> None:
+    def call_at(self, time_s: float, function: Callable[[], None], lane: Lane | None = None) -> None:
         """See :meth:`EventLoop.call_at`."""
         heapq.heappush(self._later, (time_s, next(self._numbers), function))
         self._world.after(time_s * S - self._world.now_ns - 1000 * S, self._name, self.wake)
+
+    def enter(self, tenant: int) -> Lane:
+        """See :meth:`EventLoop.enter`; lanes change no order here, which is random anyway."""
+        return Lane(tenant)
+
+    def move(self, descriptor: int, old: Lane, tenant: int) -> Lane:
+        """See :meth:`EventLoop.move`."""
+        return Lane(tenant)
+
+    def leave(self, lane: Lane) -> None:
+        """See :meth:`EventLoop.leave`."""
 
     # ---- As the thread in EventLoop.run()
 
@@ -121,20 +132,20 @@ class SimulatedLoop:
             self.wake()
 
 
-class _Workers(Executor):
+class _Workers:
     """Threads that check large records."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def submit(self, work: Callable[..., Any], /, *arguments: Any, **named: Any) -> "Future[Any]":
-        """Do it later."""
+    def submit(self, session: Session, function: Callable[[], Any]) -> "Future[Any]":
+        """Call a function later, as ``Workers`` does."""
         future: Future[Any] = Future()
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
                 return
-            future.set_result(work(*arguments, **named))
+            future.set_result(function())
 
         self._world.soon(f"worker {self._world.random.random()}", run, 2 * MS)
         return future
@@ -156,7 +167,7 @@ class SimulatedServer:
         self.alive = True
         self.is_started = False
         self.lock = SimulatedLock(world)
-        self.workers: Executor = _Workers(world)
+        self.workers = _Workers(world)
         users = Users(config, BY_FULL_NAME)
         self.node = Node(Reconfiguration(config), users, store, world.wall_ms, lock=self.lock, run_id="0" * 40)  # type: ignore[arg-type]
         self._loops = [SimulatedLoop(world, f"loop {number}") for number in range(world.random.randint(1, 2))]

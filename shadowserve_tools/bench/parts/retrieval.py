@@ -176,7 +176,12 @@ class OurPool(Store):
     ) -> None:
         devices = [
             DeviceConfig.model_validate(
-                {"path": disk.path, "size": size, "bandwidth": bandwidths[number] if bandwidths else None}
+                # A device that is used whole takes no size.
+                {
+                    "path": disk.path,
+                    "bytes_max" if Path(disk.path).is_block_device() else "size": size,
+                    "bandwidth": bandwidths[number] if bandwidths else None,
+                }
             )
             for number, disk in enumerate(disks)
         ]
