@@ -244,7 +244,7 @@ async def test_a_lookup_says_of_each_chunk_in_which_tier_it_is(nodes: list[Serve
     for key, value in zip(chain[:4], records, strict=False):
         nodes[1].put(key, value)
     await until(lambda: known(nodes[0]) >= 4)
-    devices = [{"path": str(tmp_path / "tier.pool"), "size": "64MiB", "bandwidth": "1GB/s"}]
+    devices = [{"path": str(tmp_path / "tier.pool"), "size": "64MiB", "bandwidth": "1GB"}]
     tiers = {"memory_budget_bytes": "32MiB", "devices": devices}
     async with running("127.0.0.1:1", storage_nodes=addresses(nodes), tiers=tiers) as (_, client):
         await client.register(SHAPE, CHUNKS)
