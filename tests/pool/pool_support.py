@@ -42,7 +42,10 @@ def simulated_pool(
         entries.append((DeviceConfig(path=Path(device.name), **given), device))
     keys.setdefault("memory_bandwidth", 1)
     return DevicePool(
-        configuration(**keys),
+        # Keys of devices need devices; these here are opened already.
+        configuration(devices=[str(number) for number in range(len(devices))], **keys).model_copy(
+            update={"devices": []}
+        ),
         devices=lambda: list(entries),
         clock_ms=clock_ms,
         budget_bytes=budget_bytes,
