@@ -131,7 +131,7 @@ class StepReports:
             decodes = self._clock() < self._until_s
             if decodes or self._reported[0]:
                 self._report(decodes)
-            if self._closed:
+            if self._closed and not self._reported[0]:
                 return
             pause_s = (_MOVING_S if self._moving else _CALM_S) if decodes else None
             if pause_s is not None:

@@ -26,19 +26,17 @@ LINES: Final = (
         "e2e/test_vllm_topologies models/test_models scripts/test_measure_quality scripts/test_model_asset"
     ).split(),
     (
-        "e2e/test_vllm_cache e2e/test_vllm_decisions e2e/test_vllm_delivery e2e/test_vllm_layers "
-        "e2e/test_vllm_new_weights e2e/test_vllm_preemption "
-        "e2e/test_vllm_scheduling e2e/test_vllm_slow_data_plane e2e/test_vllm_slower_paths "
-        "e2e/test_vllm_synchronous e2e/test_vllm_tier "
+        "e2e/test_vllm_cache e2e/test_vllm_changed_weights e2e/test_vllm_cold e2e/test_vllm_decisions "
+        "e2e/test_vllm_delivery e2e/test_vllm_layers e2e/test_vllm_differences e2e/test_vllm_exact_preemption "
+        "e2e/test_vllm_new_weights e2e/test_vllm_preemption e2e/test_vllm_scheduling "
+        "e2e/test_vllm_slow_data_plane e2e/test_vllm_slower_paths e2e/test_vllm_synchronous e2e/test_vllm_tier "
         "e2e/test_one_host e2e/test_whole_stack host/vllm/test_identity_requests host/vllm/test_identity_table "
-        "host/vllm/test_identity_weights host/vllm/test_vllm_deciding "
-        "host/vllm/test_vllm_connector host/vllm/test_vllm_epochs host/vllm/test_vllm_groups "
+        "host/vllm/test_identity_weights host/vllm/test_vllm_deciding host/vllm/test_vllm_connector "
+        "host/vllm/test_vllm_epochs host/vllm/test_vllm_exact_preemption host/vllm/test_vllm_groups "
         "host/vllm/test_vllm_handover host/vllm/test_vllm_identity host/vllm/test_vllm_loads "
-        "host/vllm/test_vllm_preemption "
-        "host/vllm/test_vllm_quantized_pages "
-        "host/vllm/test_vllm_scheduler_groups host/vllm/test_vllm_scheduler_side "
-        "host/vllm/test_vllm_start_check host/vllm/test_vllm_support host/vllm/test_vllm_timing "
-        "tools/test_bench"
+        "host/vllm/test_vllm_preemption host/vllm/test_vllm_quantized_pages host/vllm/test_vllm_scheduler_groups "
+        "host/vllm/test_vllm_scheduler_side host/vllm/test_vllm_start_check host/vllm/test_vllm_support "
+        "host/vllm/test_vllm_timing tools/test_bench"
     ).split(),
     "deploy/test_install deploy/test_storage_node".split(),
 )

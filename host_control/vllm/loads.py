@@ -33,8 +33,8 @@ _DETAILS: Final = {
     " ranks or pipeline stages; they go chunk by chunk",
     "preempted": "layer_order is configured, and a load brings back what a preempted request held, which is stored "
     "apart from the records that others share; it goes chunk by chunk",
-    "pending_chunks": "layer_order is configured, and a load waits for chunks that another engine is still storing; it "
-    "goes chunk by chunk",
+    "pending_chunks": "layer_order is configured, and a load waits for chunks that another engine is still storing, "
+    "or that are in object storage alone; it goes chunk by chunk",
     "no_publishing": "a request is to wait for chunks that another engine is storing, and storage publishes no chunks "
     "(Redis, Valkey and clusters of them do not); it loads what is stored when it looks. Use a storage node of "
     "ShadowServe, or a proxy that carries kv_transfer_params (docs/handover.md)",

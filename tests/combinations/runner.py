@@ -15,7 +15,7 @@ from cluster_support import PASSWORD, Cluster
 from cold_support import CREDENTIALS
 from engine import Engine
 from faulty_s3 import BUCKET, faulty_s3
-from machine import PATIENCE_S, PATIENT, free_port
+from machine import PATIENCE_S, PATIENT, free_port, wait_for
 from stack import Process
 from tiny_models import random_tokens
 
@@ -104,7 +104,8 @@ class _Setup:
             "nothing" if "nothing" in asked else "node"
         )
         if {"groups", "preemption"} <= set(names):
-            setup.engine["num_gpu_blocks_override"] = 260  # each group has blocks of its own
+            # Each group has blocks of its own, and without vLLM's prefix cache there are no hits of windows.
+            setup.engine |= {"num_gpu_blocks_override": 260, "enable_prefix_caching": True}
         return setup
 
     @property
@@ -131,13 +132,13 @@ def _storage(behind: Behind, folder: Path) -> Iterator[tuple[list[str], Callable
         elif behind == "node":
             yield ["--storage", node().address], nothing
         elif behind == "nodes":
-            yield ["--storage-nodes", ",".join(node().address for _ in range(2))], nothing
+            yield ["--storage-nodes", json.dumps([node().address for _ in range(2)])], nothing
         elif behind == "cluster":
             (folder / "cluster").mkdir()
             cluster = Cluster(folder / "cluster", replicas=0)
             ends.callback(cluster.kill)
             cluster.start()
-            names = ",".join(each.address for each in cluster.nodes)
+            names = json.dumps([each.address for each in cluster.nodes])
             yield ["--storage-cluster", names, "--storage-password", PASSWORD], nothing
         else:
             server = ends.enter_context(faulty_s3())
@@ -152,11 +153,15 @@ def _storage(behind: Behind, folder: Path) -> Iterator[tuple[list[str], Callable
             yield ["--storage", cold.address], restart
 
 
+def _metrics(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as answer:
+        return str(answer.read().decode())
+
+
 def _reasons(port: int) -> set[str]:
     """Return the reasons of slower paths that a data plane has counted."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as answer:
-        text = answer.read().decode()
-    return set(re.findall(r'^shadowserve_slower_paths_total\{reason="(\w+)"\} [1-9]', text, re.MULTILINE))
+    found = re.findall(r'^shadowserve_slower_paths_total\{reason="(\w+)"\} [1-9]', _metrics(port), re.MULTILINE)
+    return set(found)
 
 
 def _differing(outputs: list[Any], known: Mapping[tuple[int, ...], list[int]]) -> str:
@@ -197,9 +202,9 @@ def _run(setup: _Setup, address: str, references: References, forget: Callable[[
     def start(**host: Any) -> Engine:
         extra = {"computing_cache": "none", **setup.host, **host}
         engine = Engine(model, address, extra=extra, **setup.engine)
-        if engine.problem:
+        if problem := engine.problem:
             engine.close()
-            raise RefusedError(engine.problem)
+            raise RefusedError(problem)
         return engine
 
     engine = start()
@@ -242,7 +247,13 @@ def observe(first: str, second: str, folder: Path, references: References) -> Ob
         metrics = ("--metrics-port", str(port))
         plane = Process("dpu", "--listen", f"127.0.0.1:{free_port()}", *storage, *tiers, *flags, *metrics, *PATIENT)
         try:
-            wrong, reasons = _run(setup, plane.address, references, forget)
+
+            def empty() -> None:
+                forget()
+                if setup.behind != "nothing":
+                    wait_for(lambda: re.search(r"^shadowserve_storage_up 1", _metrics(port), re.MULTILINE))
+
+            wrong, reasons = _run(setup, plane.address, references, empty)
             reasons |= _reasons(port)
         except Exception as error:  # of any kind: vLLM wraps what a plugin raises
             return Observed("refused", _text(error))

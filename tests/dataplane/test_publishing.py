@@ -140,7 +140,9 @@ async def test_plain_records_are_pending_at_their_own_data_plane_alone(tmp_path:
     """Symptom: a decode engine at another data plane waited for page records, which never leave their tiers."""
     server = Server("storage_kv", tmp_path).start()
     try:
-        async with running(server, tiers=TIERS) as (_, prefill), running(server, tiers=TIERS) as (_, decode):
+        device = {"path": str(tmp_path / "device"), "size": "64MiB"}  # without one, plain records are stored as others
+        tiers = TIERS | {"devices": [device]}
+        async with running(server, tiers=tiers) as (_, prefill), running(server, tiers=TIERS) as (_, decode):
             await prefill.register(SHAPE, 4)
             plain = await publish(prefill, KEYS[:2], plain=True)
             assert (plain.outcome, plain.reach) == (pb.OUTCOME_COMPLETE, pb.REACH_DATA_PLANE)

@@ -97,6 +97,7 @@ class ServerCluster:
     """
 
     clustered = True
+    not_by_layers = "cluster"
 
     def __init__(self, config: DataPlaneConfig, metrics: Metrics) -> None:
         self.name = f"cluster {','.join(config.storage_cluster)}"

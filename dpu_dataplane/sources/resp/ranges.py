@@ -36,7 +36,7 @@ _PASSING: Final = ("CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN")
 _RANGES: Final = {
     "cluster": "a fetch in the order of layers is asked for in ranges, as a Redis or Valkey cluster does not know "
     "KV.LAYERS; its layers share no link with those of others by a node's egress_policy",
-    "several_nodes": "a fetch in the order of layers is asked for in ranges, as several storage nodes hold parts of it",
+    "several_nodes": "a fetch in the order of layers is asked for in ranges, as there are several storage nodes",
     "near_chunks": "a fetch in the order of layers is asked for in ranges, as tiers of this machine hold some of it",
     "no_layer_requests": "a fetch in the order of layers is asked for in ranges, as storage does not know KV.LAYERS; "
     "use a storage node of ShadowServe of this release",
@@ -259,10 +259,8 @@ class Ranges:
 
     def _not_one_request(self, order: Order, batch: Sequence[int], links: dict[Node, list[Link]]) -> str:
         """Return why storage cannot be asked for layers in one request; empty where it can."""
-        if self._servers.clustered:
-            return "cluster"
-        if len(links) > 1:
-            return "several_nodes"
+        if self._servers.not_by_layers:
+            return self._servers.not_by_layers
         if (order.pieces["origin"][list(batch)] != Origin.SERVER).any():  # the server would send those, too
             return "near_chunks"
         [used] = links.values()

@@ -50,6 +50,7 @@ class OneServer:
     """
 
     clustered = False
+    not_by_layers = ""
 
     def __init__(
         self, config: DataPlaneConfig, metrics: Metrics, address: str = "", meanwhile: str = "every call is a miss"

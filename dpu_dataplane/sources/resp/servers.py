@@ -30,11 +30,13 @@ class Servers(Protocol):
         name: for people.
         dialer: makes data connections.
         clustered: keys are spread over nodes; otherwise there is one node, and no other to try.
+        not_by_layers: reason for which no fetch is asked for layer by layer in one request; empty where one may be.
     """
 
     name: str
     dialer: Dialer
     clustered: bool
+    not_by_layers: str
 
     @property
     def connected(self) -> bool:

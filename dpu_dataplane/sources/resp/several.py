@@ -45,6 +45,7 @@ class SeveralServers:
     """
 
     clustered = True
+    not_by_layers = "several_nodes"
 
     def __init__(self, config: DataPlaneConfig, metrics: Metrics) -> None:
         self.name = ",".join(config.storage_nodes)
