@@ -200,7 +200,7 @@ class InterferenceBudget:
         families: list[Metric] = []
         for name, text, counts in (
             ("moved_bytes", "Bytes moved on this host, by what moved them", self._moved),
-            ("interference_wait_s", "Seconds that movers waited for the interference budget", self._waited_s),
+            ("interference_wait_seconds", "Seconds that movers waited for the interference budget", self._waited_s),
             ("interference_delayed", "Turns that waited for the interference budget", self._delayed),
         ):
             family = CounterMetricFamily(f"shadowserve_{name}", text, labels=["mover"])

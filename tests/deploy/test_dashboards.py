@@ -120,7 +120,8 @@ def test_a_panel_shows_one_kind_of_thing_in_a_unit_that_fits(name: str) -> None:
         metrics = {metric for text in expressions(panel) for metric in METRIC.findall(text)}
         if found == "rate":
             of_time = all("_seconds_total" in metric for metric in metrics)
-            assert (unit == "none" and "ores" in title) if of_time else unit in RATES, title
+            # Seconds a second are cores that work, or jobs that wait.
+            assert (unit == "none" and ("ores" in title or "wait" in title)) if of_time else unit in RATES, title
             assert (unit == "Bps") == all("_bytes_total" in metric for metric in metrics), title
         elif found == "count":
             assert unit == "short" and title.endswith(", in the last hour"), title
