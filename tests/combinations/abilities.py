@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Final, Literal, NamedTuple
 
-__all__ = ["ABILITIES", "PAIRS", "Ability", "Behind", "Expected", "expected", "pairs"]
+__all__ = ["ABILITIES", "PAIRS", "Ability", "Behind", "Expected", "expected", "pairs", "runs"]
 
 Behind = Literal["node", "nodes", "s3", "cluster", "nothing"]
 """What is behind the data plane: a storage node, several, one over a bucket, a Redis Cluster, or nothing."""
@@ -58,9 +58,8 @@ class Expected(NamedTuple):
 
 
 _TIERS: Final = '{"memory_budget_bytes": "64MiB", "devices": [{"path": "DEVICE", "size": "64MiB"}]}'
-_SMALL_BUFFERS: Final = tuple(
-    f"--{name}-buffer-bytes=8MiB" for name in ("decompression", "dequantization", "dma-source", "store")
-)
+_TIER: Final = "tests/host/vllm/test_vllm_start_check.py::test_a_tier_refuses_keys_that_it_does_not_use"
+_TIER_REFUSES: Final = "ShadowServeTier does not use"
 
 ABILITIES: Final[dict[str, Ability]] = {
     "groups": Ability("several KV cache groups", "a model with windows or recurrent state", family="gemma3"),
@@ -76,7 +75,11 @@ ABILITIES: Final[dict[str, Ability]] = {
         "more requests than paged memory holds",
         engine={"num_gpu_blocks_override": 36, "max_model_len": 1120, "enable_prefix_caching": False},
     ),
-    "ranks": Ability("several ranks", "--tensor-parallel-size 2", engine={"tensor_parallel_size": 2}),
+    "ranks": Ability(
+        "several ranks",
+        "--tensor-parallel-size 2",
+        alone="tests/e2e/test_vllm_ranks.py::test_two_ranks_store_load_and_recompute",
+    ),
     "tiers": Ability("local tiers", "dpu.tiers", plane=("--tiers", _TIERS)),
     "s3": Ability("object storage", "storage.s3", behind="s3"),
     "nodes": Ability("several storage nodes", "dpu.storage_nodes", behind="nodes"),
@@ -95,6 +98,12 @@ ABILITIES: Final[dict[str, Ability]] = {
 }
 
 
+def runs(first: str, second: str) -> bool:
+    """Return whether the matrix runs a pair by itself."""
+    found = expected(first, second)
+    return found.outcome != "none" and not found.test and not ABILITIES[first].alone and not ABILITIES[second].alone
+
+
 def pairs() -> list[tuple[str, str]]:
     """Return all pairs, in the order of :data:`ABILITIES`."""
     return list(combinations(ABILITIES, 2))
@@ -105,5 +114,44 @@ def expected(first: str, second: str) -> Expected:
     return PAIRS.get((first, second)) or PAIRS.get((second, first)) or Expected()
 
 
-PAIRS: Final[dict[tuple[str, str], Expected]] = {}
-"""Pairs of which something else is expected than that they work."""
+_ONE_GROUP: Final = "needs one KV cache group of full attention"
+_OWN_REQUESTS: Final = "vLLM's OffloadingConnector decides this; the tier sees rows of it"
+
+PAIRS: Final[dict[tuple[str, str], Expected]] = {
+    ("groups", "layers"): Expected("refused", _ONE_GROUP),
+    ("groups", "pages"): Expected("refused", _ONE_GROUP),
+    ("groups", "waits"): Expected("slower", "several_groups"),
+    ("layers", "budget"): Expected("slower", "other_requests"),
+    ("layers", "preemption"): Expected("slower", "other_requests"),
+    ("layers", "s3"): Expected("slower", "pending_chunks"),
+    ("layers", "nodes"): Expected("slower", "several_nodes"),
+    ("layers", "cluster"): Expected("slower", "cluster"),
+    ("pages", "binned"): Expected("refused", "pages: true stores chunks as they are .* quantizer: binned"),
+    ("pages", "gpu"): Expected(
+        "refused",
+        "pages: true needs an engine that computes on a CPU",
+        "tests/host/vllm/test_vllm_start_check.py::test_a_configuration_that_cannot_be_used_is_refused",
+    ),
+    ("pd", "cluster"): Expected("slower", "no_publishing"),
+    ("s3", "nodes"): Expected(
+        test="tests/dataplane/sources/resp/test_several.py::test_a_lookup_says_what_is_cold_and_does_not_wait_for_it"
+    ),
+    ("s3", "cluster"): Expected("none", "the bucket is below a storage node of ShadowServe"),
+    ("nodes", "cluster"): Expected("none", "a data plane has the one or the other"),
+    ("groups", "tier"): Expected(test="tests/e2e/test_vllm_tier.py::test_windows_load_their_trailing_part"),
+    ("layers", "tier"): Expected("refused", _TIER_REFUSES, _TIER),
+    ("waits", "tier"): Expected("refused", _TIER_REFUSES, _TIER),
+    ("pages", "tier"): Expected("refused", _TIER_REFUSES, _TIER),
+    ("binned", "tier"): Expected("refused", "ShadowServeTier .* does not use quantizer: binned", _TIER),
+    ("policy", "tier"): Expected("refused", _TIER_REFUSES, _TIER),
+    ("pd", "tier"): Expected("refused", _TIER_REFUSES, _TIER),
+    ("budget", "tier"): Expected(
+        test="tests/e2e/test_vllm_tier.py::"
+        "test_the_data_plane_hears_of_its_engine_s_steps_and_holds_its_rows_to_the_budget"
+    ),
+    ("preemption", "tier"): Expected("none", _OWN_REQUESTS),
+    ("ranks", "tier"): Expected(
+        test="tests/e2e/test_vllm_tier.py::test_engines_of_another_number_of_ranks_share_rows_in_canonical_order_alone"
+    ),
+}
+"""Pairs of which something else is expected than that they work, or that a test of its own shows."""

@@ -9,17 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from abilities import ABILITIES, PAIRS, expected, pairs
+from abilities import ABILITIES, PAIRS, Expected, expected, pairs, runs
 from document import main
 
 REPOSITORY = Path(__file__).parents[2]
 FEW = [("groups", "waits"), ("pages", "binned"), ("pd", "tiers"), ("policy", "s3")]
-
-
-def runs(first: str, second: str) -> bool:
-    """Return whether the matrix runs a pair by itself."""
-    found = expected(first, second)
-    return found.outcome != "none" and not found.test and not ABILITIES[first].alone and not ABILITIES[second].alone
 
 
 def test_each_exception_is_of_one_pair_and_says_why() -> None:
@@ -27,6 +21,7 @@ def test_each_exception_is_of_one_pair_and_says_why() -> None:
         assert set(pair) <= ABILITIES.keys() and pair[0] != pair[1]
         assert pair[::-1] not in PAIRS, "a pair has one entry"
         assert bool(found.detail) == (found.outcome != "works"), pair
+        assert found != Expected(), f"{pair}: that is the default"
 
 
 def test_each_pair_is_run_or_names_a_test_that_exists() -> None:
@@ -38,7 +33,9 @@ def test_each_pair_is_run_or_names_a_test_that_exists() -> None:
         for name in filter(None, names):
             file, _, function = name.partition("::")
             tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
-            assert function in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, name
+            assert function in {
+                node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            }, name
 
 
 def test_the_document_has_the_table() -> None:
