@@ -71,7 +71,7 @@ def engine(
     wait_for(lambda: of_bucket(storage)["records"] == stored)
     second = make_engine(daemon.address)
     client = DataPlaneClient(daemon.address)
-    wait_for(lambda: client.wait_ready(1.0))
+    wait_for(lambda: client.wait_ready(1.0) and client.statistics().storage_connected)
     second.client = client
     yield second
     client.close()
