@@ -119,7 +119,8 @@ async def test_a_save_that_cannot_be_within_the_budget_falls_short_by_its_deadli
 
 async def test_device_writes_wait_for_their_turn(tmp_path: Path) -> None:
     """Symptom: what was kept on devices was written at their speed beside an engine that decoded."""
-    async with running("", tiers=tiers_of(tmp_path)) as (daemon, client):
+    # By default the tiers of a DPU are its own, and not held.
+    async with running("", tiers=tiers_of(tmp_path), shares_host_memory=True) as (daemon, client):
         await client.register(SHAPE, 6)
         await report(client)
         tiers = tiers_in(daemon)
@@ -133,7 +134,7 @@ async def test_device_writes_wait_for_their_turn(tmp_path: Path) -> None:
 
 async def test_scrubbing_waits_for_its_turn(tmp_path: Path) -> None:
     tiers = tiers_of(tmp_path) | {"scrub_bytes_per_s": "1GiB"}
-    async with running("", tiers=tiers) as (daemon, client):
+    async with running("", tiers=tiers, shares_host_memory=True) as (daemon, client):
         await client.register(SHAPE, 6)
         await store(client, keys=KEYS, shape=SHAPE)
         await until(lambda: moved(daemon).get("scrub", 0) > 0)
