@@ -28,8 +28,6 @@ _ONE_BY_ONE: Final = tuple((random_tokens(tokens, seed), 8) for tokens, seed in 
 _DECODES: Final = (random_tokens(40, 3), 60)
 """A request that decodes while others are loaded."""
 _CHUNK: Final = 256
-_LOADED: Final = {0: 512, 1: 512}
-"""Tokens in whole chunks of each prompt of ``_ONE_BY_ONE``, of which the last token of a prompt is computed."""
 
 
 @dataclass
