@@ -238,13 +238,16 @@ def diagnose(host: str, port: int, credentials: Credentials | None, timeout: flo
     name = (credentials.server_name if credentials else "") or host
     try:
         with socket.create_connection((host, port), timeout=max(timeout / 2, 0.01)) as plain:
-            plain.settimeout(max(timeout / 2, 0.01))
-            with context.wrap_socket(plain, server_hostname=name) as wrapped:
-                if credentials is None:
-                    return "TLS: the data plane speaks it, and this host is not configured to: set tls_ca"
-                # A server checks its client after the handshake. One that speaks HTTP/2 then speaks first; gRPC's just
-                # closes where it does not like what it has seen.
-                return "" if wrapped.recv(1) else _turned_away(credentials)
+            family, address = plain.family, plain.getpeername()
+        # Python leaks a socket that the server resets before it is wrapped: so this one connects after.
+        with context.wrap_socket(socket.socket(family), server_hostname=name) as wrapped:
+            wrapped.settimeout(max(timeout / 2, 0.01))
+            wrapped.connect(address)
+            if credentials is None:
+                return "TLS: the data plane speaks it, and this host is not configured to: set tls_ca"
+            # A server checks its client after the handshake. One that speaks HTTP/2 then speaks first; gRPC's just
+            # closes where it does not like what it has seen.
+            return "" if wrapped.recv(1) else _turned_away(credentials)
     except ssl.SSLCertVerificationError as error:
         return distrust(error.verify_message or str(error.reason), name, "the data plane")
     except ssl.SSLError as error:

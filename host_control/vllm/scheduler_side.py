@@ -185,8 +185,11 @@ class SchedulerSide:
         if self._lookup is None:
             return
         self._requests[request.request_id] = request
-        if self.waiting is not None:
+        self._begin_lookup(request)
+        if self.waiting is not None:  # after the lookup began: before, the queue would read "no lookup" as "no hit"
             self.waiting.arrived(request.request_id, request.priority)
+
+    def _begin_lookup(self, request: Any) -> None:
         tracked = Tracked(request)
         named = self._name(tracked)  # of all, in their order: an adapter's number may come to mean another one
         if (problem := request_problem(request)) is not None:

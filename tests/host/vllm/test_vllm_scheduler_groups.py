@@ -1,6 +1,7 @@
 """The connector's scheduler half with three groups: what it loads and stores of each, and what a step costs."""
 
 import sys
+import threading
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -252,3 +253,28 @@ def test_of_windows_and_states_only_what_the_hit_needs_is_expected(side: Any, pl
     assert [list(chain.keys) for chain in arrival.chains] == [
         keys(0, TOKENS, FULL)[:4], keys(0, TOKENS, WINDOW)[3:4], keys(0, TOKENS, STATE)[3:4],
     ]  # fmt: skip
+
+
+def test_what_a_request_waits_for_is_expected_though_the_queue_was_faster_than_the_lookup(
+    side: Any, plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(plane, FULL, 0, 1, 2, 3)
+    put(plane, WINDOW, 3)
+    put(plane, STATE, 3)
+    looked = threading.Event()
+    chains, submit = side.waiting._look, side._lookup.submit
+
+    def look(request_id: str) -> Any:
+        try:
+            return chains(request_id)
+        finally:
+            looked.set()
+
+    def submit_late(*arguments: Any, **options: Any) -> None:
+        looked.wait(0.3)
+        submit(*arguments, **options)
+
+    monkeypatch.setattr(side.waiting, "_look", look)
+    monkeypatch.setattr(side._lookup, "submit", submit_late)
+    arrive(side, plane, TOKENS)
+    wait_for(lambda: plane.expected)
