@@ -468,7 +468,7 @@ async def test_prefetches_wait_for_their_turn_and_are_dropped_once_their_request
     """Symptom: prefetches went at the speed of the link beside an engine that decoded."""
     chain = CHAINS[0]
     put_chain(storage, chain)
-    async with running(storage, tiers=tiers_of()) as (daemon, client):
+    async with running(storage, tiers=tiers_of(), shares_host_memory=True) as (daemon, client):
         await client.register(SHAPE, 6)
         queue = Queue(client)
 
@@ -488,7 +488,7 @@ async def test_prefetches_wait_for_their_turn_and_are_dropped_once_their_request
 async def test_a_fetch_is_not_kept_from_what_is_being_prefetched_for_it(storage: Server) -> None:
     chain = CHAINS[0]
     put_chain(storage, chain)
-    async with running(storage, tiers=tiers_of()) as (daemon, client):
+    async with running(storage, tiers=tiers_of(), shares_host_memory=True) as (daemon, client):
         await client.register(SHAPE, 6)
         await report(client)
         await Queue(client).say({1: chain})
