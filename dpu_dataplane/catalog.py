@@ -142,7 +142,7 @@ class Catalog:
         self.codecs = frozenset(native.codec_implementations())
         self._cache = _HeadCache(int(config.head_cache_bytes))
         self._quarantine: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()  # to the time of its end
-        self._quarantine_time, self._quarantine_max = config.quarantine_time, config.quarantine_max
+        self._quarantine_time, self._quarantine_max = config.quarantine_s, config.quarantine_max
         self._delete_corrupt = config.delete_corrupt
         self._tasks: set[asyncio.Task[None]] = set()
         self._publications = Publications(config.hosts_max)
@@ -222,8 +222,8 @@ class Catalog:
             else requests
         )
 
-    async def announce(self, owner: str, keys: Sequence[bytes], lasts_ms: int, *, plain: bool = False) -> pb.Reach:
-        """Publish keys that a host will store; withdraw them where ``lasts_ms`` is 0; see :meth:`Source.announce`.
+    async def publish(self, owner: str, keys: Sequence[bytes], lasts_ms: int, *, plain: bool = False) -> pb.Reach:
+        """Publish keys that a host will store; withdraw them where ``lasts_ms`` is 0; see :meth:`Source.publish`.
 
         Args:
             owner: the host.
@@ -249,7 +249,7 @@ class Catalog:
             return pb.REACH_ALL
         if plain and self._source.keeps_plain:
             return pb.REACH_DATA_PLANE
-        taken = await self._source.announce(told, lasts_ms) if told else True
+        taken = await self._source.publish(told, lasts_ms) if told else True
         return pb.REACH_ALL if taken else pb.REACH_NONE
 
     def forget_host(self, owner: str) -> None:
@@ -261,12 +261,12 @@ class Catalog:
 
     async def _withdraw(self, keys: Sequence[bytes]) -> None:
         try:
-            await self._source.announce(keys, 0)
+            await self._source.publish(keys, 0)
         except StorageError as error:
             logger.debug("withdrawing: %s", error)  # their time will be up
 
-    async def announced(self, chains: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[Flags] | None:
-        """Return for each chain which chunks are announced; None where storage takes no announcements.
+    async def published(self, chains: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[Flags] | None:
+        """Return for each chain which chunks are published; None where storage takes no publications.
 
         An answer that cannot be had is none of them: whoever asks computes what it could have waited for.
         """
@@ -277,7 +277,7 @@ class Catalog:
             try:
                 flags = await self._pending(question)
             except StorageError as error:
-                logger.debug("announcements: %s", error)
+                logger.debug("publications: %s", error)
                 flags = np.zeros(len(question), np.bool_)
             if flags is None:
                 return None
@@ -289,7 +289,7 @@ class Catalog:
         """Return which keys are pending; of plain records storage does not know."""
         if self._source.publishes_here:
             return self._publications.pending(keys)
-        flags = await self._source.announced(keys)
+        flags = await self._source.published(keys)
         return flags if flags is None or not self._source.keeps_plain else flags | self._publications.pending(keys)
 
     async def find(self, keys: Sequence[bytes], *, fresh: bool, waiting: bool = True) -> list[tuple[Found, bool]]:

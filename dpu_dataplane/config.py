@@ -19,7 +19,7 @@ __all__ = ["CORE_ANY", "NODES_MAX", "CoreList", "DataPlaneConfig", "TiersConfig"
 CORE_ANY: Final = -1
 MIB: Final = 1 << 20
 NODES_MAX: Final = 256
-"""Storage servers in one round: the C core's limit."""
+"""Storage servers in one batch: the C core's limit."""
 
 CoreList = Literal["auto"] | list[Annotated[int, Field(ge=CORE_ANY, le=4095)]]
 """Core of each thread of a stage, -1 for a thread that is not pinned; ``auto`` sizes it for this machine."""
@@ -40,7 +40,7 @@ class TiersConfig(PoolConfig):
     ahead_requests: int | None = Field(4, ge=0)
     """So many requests that run next have what they fetch brought into memory, as far as it arrives before they run;
     none for all of them, 0 for nobody. TierKV's number is 1; engines begin several at a time."""
-    ahead_seconds: Positive | None = None
+    ahead_s: Positive | None = None
     """Not before so long ahead of the time at which a request will probably begin; none for no such bound."""
     strict_order: bool = True
     """Never read from a device while it writes: nobody waits for what is written there."""
@@ -58,7 +58,7 @@ class DataPlaneConfig(Section):
         "cores": "Cores",
         "queue_depth": "Pipeline and buffers",
         "fetch_queue": "Limits",
-        "quarantine_time": "Faulty records, and the end",
+        "quarantine_s": "Faulty records, and the end",
     }
 
     listen: str = "127.0.0.1:50151"
@@ -110,12 +110,12 @@ class DataPlaneConfig(Section):
     tiers: TiersConfig | None = None
     """Memory and SSDs of this machine above storage, or alone: a mapping as docs/tiers.md has it, of
     ``memory_budget_bytes`` and ``devices``."""
-    connect_timeout: Positive = 2.0
+    connect_timeout_s: Positive = 2.0
     """To connect and authenticate to storage."""
-    command_timeout: Positive = 5.0
+    command_timeout_s: Positive = 5.0
     """Silence of the storage server, while it owes an answer, after which its connection is given up."""
     connections: int = Field(2, ge=1, le=64)
-    """Data connections to storage, over which each round is spread; one network thread serves each. To a cluster so
+    """Data connections to storage, over which each batch is spread; one network thread serves each. To a cluster so
     many to each node."""
 
     backend: Literal["software", "doca"] = "software"
@@ -126,7 +126,7 @@ class DataPlaneConfig(Section):
     that can do the work. Only with ``doca``."""
     poll_interval_us: int = Field(10, ge=0, le=1_000_000)
     """Microseconds between two looks at an accelerator that has nothing done; 0 for no pause. Only with ``doca``."""
-    device_timeout: Positive = 10.0
+    device_timeout_s: Positive = 10.0
     """How long an accelerator, or a GPU that is copied to, may owe results and give none. Then it is given up, and the
     data plane ends, to be started again: until then nobody knows what the device still writes."""
     codec: Literal["auto", "kvrans", "deflate", "lz4", "zstd", "none"] = "auto"
@@ -155,7 +155,7 @@ class DataPlaneConfig(Section):
     """Least stored bytes of a fetch layer by layer that are asked for in one request (``KV.LAYERS``), where storage
     knows it; less goes by range requests. Null: what the link carries while a request is answered, as measured."""
     decompression_buffer_bytes: ByteSize = Field(ByteSize(256 * MIB), ge=MIB)
-    """Buffer that compressed chunks are received into; with the shared memory it bounds a round."""
+    """Buffer that compressed chunks are received into; with the shared memory it bounds a batch."""
     dequantization_buffer_bytes: ByteSize = Field(ByteSize(256 * MIB), ge=MIB)
     """Buffer of decompressed symbols; unused, and not allocated, with ``fused``."""
     dma_source_buffer_bytes: ByteSize = Field(ByteSize(512 * MIB), ge=MIB)
@@ -179,7 +179,7 @@ class DataPlaneConfig(Section):
     """Spans that each of the pipeline's threads has room to record for ``shadowserve trace``; 0 for none."""
 
     fetch_queue: int = Field(256, ge=1, le=65536)
-    """Fetches that may wait for their round; further ones are refused."""
+    """Fetches that may wait for their batch; further ones are refused."""
     store_queue: int = Field(64, ge=1, le=65536)
     """Stores that may wait; further ones are refused."""
     keys_max: int = Field(65536, ge=1, le=1 << 20)
@@ -187,25 +187,25 @@ class DataPlaneConfig(Section):
     call_bytes_max: ByteSize = Field(ByteSize(256 * MIB), ge=8 * MIB)
     """Bytes of the messages of all calls in progress; each of ``hosts_max`` hosts has an equal share of them. What is
     made of them takes about five times as much."""
-    timeout_max: Positive = 600.0
+    timeout_max_s: Positive = 600.0
     """Longest deadline that a call may ask for."""
     head_cache_bytes: ByteSize = Field(ByteSize(32 * MIB), ge=0)
     """Heads of records remembered between a lookup and the fetches that follow it."""
-    destinations_max: int = Field(256, ge=1, le=65536)
+    registrations_max: int = Field(256, ge=1, le=65536)
     """Regions of registered memory at one time; each of ``hosts_max`` hosts has an equal share of them. However many
     KV cache groups the model has, a worker registers one region to fetch into and one to store from; one more once it
     loads records of engines with other numbers of ranks or stages; and its paged memory with ``pages``."""
-    destination_bytes_max: ByteSize = Field(ByteSize(64 * 1024 * MIB), ge=1)
+    registered_bytes_max: ByteSize = Field(ByteSize(64 * 1024 * MIB), ge=1)
     """Bytes of all registered memory; each of ``hosts_max`` hosts has an equal share of them."""
-    destination_idle: Positive = 600.0
-    """A destination that no call has used for so long is forgotten: its owner is gone, or will register again."""
-    quarantine_time: Positive = 300.0
+    registration_idle_s: Positive = 600.0
+    """A registration that no call has used for so long is forgotten: its owner is gone, or will register again."""
+    quarantine_s: Positive = 300.0
     """How long a key whose record was found faulty is not offered again, unless it is stored anew."""
     quarantine_max: int = Field(65536, ge=1)
     """Keys in quarantine at one time; beyond it the oldest go free."""
     delete_corrupt: bool = True
     """Delete records whose checksums are wrong from storage, so that they can be stored again."""
-    shutdown_time: Positive = 4.0
+    shutdown_timeout_s: Positive = 4.0
     """After SIGTERM, jobs have half of this to finish; then they are cancelled."""
 
     @field_validator("storage_password", "storage_username", mode="before")
@@ -253,7 +253,7 @@ class DataPlaneConfig(Section):
         if self.storage_server_name and self.storage_cluster:
             raise ValueError(
                 "storage_server_name is one name, and a cluster has several nodes: their certificates must hold the "
-                "names or addresses that the nodes announce (cluster-announce-hostname, cluster-announce-ip)"
+                "names or addresses that the nodes publish (cluster-publish-hostname, cluster-publish-ip)"
             )
         if self.storage_server_name and self.storage_nodes:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Fetch: one round from heads to delivered pieces, and what to do when it does not go as planned.
+"""Fetch: one batch from heads to delivered pieces, and what to do when it does not go as planned.
 
 A fetch ends with the set of pieces that were delivered and verified, and one outcome. Two things are tried twice, once
 each: what does not pass its checks is read again, head and body, since it may have been replaced after its head was
@@ -18,13 +18,13 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dpu_dataplane.batches import Buffers, End, FetchPlan, Wanted, plan_fetch
 from dpu_dataplane.catalog import Catalog, Fault
-from dpu_dataplane.destinations import Destination
 from dpu_dataplane.interference import TURN_S, InterferenceBudget
 from dpu_dataplane.jobs import ENDINGS, Job, Turnstile, ending_of
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.progress import LayerProgress
-from dpu_dataplane.rounds import Buffers, End, FetchPlan, Wanted, plan_fetch
+from dpu_dataplane.registrations import Registration
 from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Cold, Failure, Found, Order, Source, Stored
 from dpu_dataplane.tracing import Tracer
@@ -63,7 +63,7 @@ class FetchPart:
     """What a fetch wants of one group, and how far it is.
 
     Args:
-        destination: that it goes to.
+        registration: that it goes to.
         layout: of the chunks.
         offset: of the first chunk's place.
         length: bytes from there on that chunks go to.
@@ -82,14 +82,14 @@ class FetchPart:
 
     def __init__(
         self,
-        destination: Destination,
+        registration: Registration,
         layout: ChunkLayout,
         offset: int,
         length: int,
         keys: Sequence[bytes],
         wanted: bytes,
     ) -> None:
-        self.destination, self.offset, self.length = destination, offset, length
+        self.registration, self.offset, self.length = registration, offset, length
         self.layout = layout
         self.keys = keys
         self._wanted = wanted
@@ -132,8 +132,8 @@ class FetchPart:
         self.left &= ~self.delivered
 
     def group(self) -> native.Group:
-        """Return where a round's pieces go, and as what."""
-        return native.Group.of(self.layout, self.destination.region(self.offset, self.length))
+        """Return where a batch's pieces go, and as what."""
+        return native.Group.of(self.layout, self.registration.region(self.offset, self.length))
 
 
 class _Ending(NamedTuple):
@@ -177,7 +177,7 @@ class _Progress:
         return list(zip(groups[order].tolist(), chunks[order].tolist(), strict=True))
 
     def told(self, plan: FetchPlan, pieces: npt.NDArray[np.void]) -> native.Progress | None:
-        """Return how far the fetch is before a round of some of a plan's pieces, and how far that can bring it."""
+        """Return how far the fetch is before a batch of some of a plan's pieces, and how far that can bring it."""
         if self.word is None:
             return None
         mine = np.isin(plan.pieces["slice_first"], pieces["slice_first"])
@@ -201,12 +201,12 @@ class _Progress:
         if self.endings:
             return self.endings[0]
         if any(part.outside for part in self.parts):
-            return _Ending(pb.OUTCOME_ROUND_FULL, "the region is full")
+            return _Ending(pb.OUTCOME_BATCH_FULL, "the region is full")
         return _Ending(pb.OUTCOME_COMPLETE, "")
 
 
 class Fetcher:
-    """Runs fetches, one round at a time."""
+    """Runs fetches, one batch at a time."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class Fetcher:
             word: where to say meanwhile how many leading layers are in place, of one part; or chunks, of every part.
             window_s: seconds that the caller computes with each layer; 0 where it does not know.
             mover: of the bytes, for the interference budget. Beside an engine that decodes a call ends early, with
-                OUTCOME_ROUND_FULL: others wait for its end.
+                OUTCOME_BATCH_FULL: others wait for its end.
             tell: takes meanwhile how many leading layers are in place of one part, where there is no ``word``.
 
         Raises:
@@ -310,7 +310,7 @@ class Fetcher:
             if any(again):
                 progress.tried |= {_FRESH}
             elif plan.full and any(part.delivered.any() for part in parts) and progress.next_chunks():
-                return _Ending(pb.OUTCOME_ROUND_FULL, "the buffers hold no more")
+                return _Ending(pb.OUTCOME_BATCH_FULL, "the buffers hold no more")
         return progress.ending()
 
     async def _draw_near(self, job: Job, progress: _Progress) -> None:
@@ -343,7 +343,7 @@ class Fetcher:
         return Order(
             [progress.parts[group].keys[chunk] for group, chunk in places],
             plan.pieces,
-            lambda pieces: native.Round(
+            lambda pieces: native.Batch(
                 pieces=pieces,
                 slices=plan.slices,
                 groups=[part.group() for part in progress.parts],
@@ -364,7 +364,7 @@ class Fetcher:
         sizes = [part.layout.raw_bytes // part.layout.layers for part in progress.parts]
         moved = (plan.layers[:, 1] - plan.layers[:, 0]) * np.array(sizes, np.int64)[groups]
         async with self._budget.turn(progress.mover, int(moved.sum()), job) as turn:
-            with self._tracer.step(job.owner, "round", len(plan.pieces)):
+            with self._tracer.step(job.owner, "batch", len(plan.pieces)):
                 order = self._order(job, progress, plan, places, stored, turn.rate)
                 done = await self._source.deliver(job, order)
             in_place = done.results == Result.OK
@@ -415,7 +415,7 @@ class Fetcher:
         if outcome == pb.OUTCOME_CORRUPT:
             self._catalog.condemn(part.layout.namespace, key, Fault(outcome, native.result_text(result)))
         elif outcome == pb.OUTCOME_INTERNAL:
-            logger.error("a round failed with %s at %s", result.name, detail)
+            logger.error("a batch failed with %s at %s", result.name, detail)
         return _Ending(outcome, detail)
 
     def _end(self, progress: _Progress, group: int, end: End, fresh: bool) -> bool:

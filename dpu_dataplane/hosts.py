@@ -21,7 +21,7 @@ from typing import Any, Final
 import grpc
 
 from dpu_dataplane.config import DataPlaneConfig
-from dpu_dataplane.destinations import DestinationTable
+from dpu_dataplane.registrations import Registrations
 from dpu_dataplane.validation import InvalidCall
 from shadowserve.proto import HELLO_KEY, SESSION_KEY
 from shadowserve.proto import dataplane_pb2 as pb
@@ -116,14 +116,14 @@ class HostTable:
 
     Args:
         config: of the data plane.
-        destinations: that sessions have registered.
+        registrations: that sessions have registered.
         gone: called with the owner of a host that is forgotten.
     """
 
-    def __init__(self, config: DataPlaneConfig, destinations: DestinationTable, gone: Callable[[str], None]) -> None:
+    def __init__(self, config: DataPlaneConfig, registrations: Registrations, gone: Callable[[str], None]) -> None:
         self._hosts_max = config.hosts_max
-        self._idle_max = config.destination_idle
-        self._destinations = destinations
+        self._idle_max = config.registration_idle_s
+        self._registrations = registrations
         self._gone = gone
         self._hosts: dict[str, Host] = {}
         self._sessions: dict[bytes, Session] = {}
@@ -177,7 +177,7 @@ class HostTable:
         self._forget(idle)
 
     def _is_idle(self, session: Session) -> bool:
-        return not session.calls and not self._destinations.has_any(session.token)
+        return not session.calls and not self._registrations.has_any(session.token)
 
     def _forget(self, session: Session) -> None:
         del self._sessions[session.token]
@@ -185,7 +185,7 @@ class HostTable:
 
     def _refusal(self) -> str:
         others = "; ".join(
-            f"{host}, since {host.since:%Y-%m-%d %H:%M:%S} UTC, {self._destinations.count(host.owner)} segments, last "
+            f"{host}, since {host.since:%Y-%m-%d %H:%M:%S} UTC, {self._registrations.count(host.owner)} segments, last "
             f"call {time.monotonic() - host.used_at:.0f} s ago"
             for host in self._hosts.values()
         )
@@ -215,8 +215,8 @@ class HostTable:
             session.used_at = session.host.used_at = time.monotonic()
 
     def expire(self, now: float) -> None:
-        """Forget destinations, then sessions, then hosts, that have been idle for ``destination_idle``."""
-        self._destinations.expire(now)
+        """Forget registrations, then sessions, then hosts, that have been idle for ``registration_idle_s``."""
+        self._registrations.expire(now)
         for session in list(self._sessions.values()):
             if now - session.used_at >= self._idle_max and self._is_idle(session):
                 self._forget(session)

@@ -48,8 +48,8 @@ class Metrics:
         tier_records: by what tiers did: had them in ``memory`` or on a ``device`` as they were fetched, ``kept`` them,
             ``dropped`` them for want of room, ``lost`` them since they were damaged or a device failed.
         slower_paths: fetches that took a slower path than configured, by reason: docs/combinations.md.
-        promotions: reads what hops have carried into the tiers' memory: bytes and seconds, by where they begin.
-        promotion_wasted_bytes: of records that were promoted, and that nobody has fetched.
+        prefetches: reads what hops have carried into the tiers' memory: bytes and seconds, by where they begin.
+        prefetch_wasted_bytes: of records that were prefetched, and that nobody has fetched.
         stages: reads the pipeline's counters.
         gauges: name to (help, reader) of what is measured when asked.
         families: readers of families that parts keep themselves.
@@ -63,8 +63,8 @@ class Metrics:
     slower_paths: Counter[str] = field(default_factory=Counter)
     lookup_keys: int = 0
     lookup_hits: int = 0
-    rounds: int = 0
-    layer_rounds: int = 0
+    batches: int = 0
+    layer_batches: int = 0
     fetched_bytes: int = 0
     delivered_bytes: int = 0
     tier_bytes: int = 0
@@ -77,8 +77,8 @@ class Metrics:
     storage_redirections: int = 0
     deleted_records: int = 0
     publications_refused: int = 0
-    promotion_wasted_bytes: int = 0
-    promotions: Callable[[], Mapping[str, tuple[int, float]]] = dict
+    prefetch_wasted_bytes: int = 0
+    prefetches: Callable[[], Mapping[str, tuple[int, float]]] = dict
     stages: Callable[[], list[StageCount]] = list
     gauges: Gauges = field(default_factory=dict)
     families: list[Callable[[], list[Metric]]] = field(default_factory=list)
@@ -110,14 +110,14 @@ class Metrics:
         for name, text, value in (
             ("lookup_keys", "Keys asked for by lookups", self.lookup_keys),
             ("lookup_hits", "Keys that lookups found present", self.lookup_hits),
-            ("rounds", "Rounds run by the pipeline", self.rounds),
-            ("layer_rounds", "Rounds that storage answered in one stream, layer after layer", self.layer_rounds),
-            ("fetched_bytes", "Stored bytes that rounds took from storage or tiers", self.fetched_bytes),
+            ("batches", "Batches run by the pipeline", self.batches),
+            ("layer_batches", "Batches that storage answered in one stream, layer after layer", self.layer_batches),
+            ("fetched_bytes", "Stored bytes that batches took from storage or tiers", self.fetched_bytes),
             ("tier_bytes", "Of these, those that tiers had", self.tier_bytes),
-            ("promotion_wasted_bytes", "Bytes promoted that nobody has fetched", self.promotion_wasted_bytes),
+            ("prefetch_wasted_bytes", "Bytes prefetched that nobody has fetched", self.prefetch_wasted_bytes),
             ("page_bytes", "Of these, those that devices brought straight into engines' pages", self.page_bytes),
             ("page_requests", "Requests to devices for such: one for a layer and device", self.page_requests),
-            ("delivered_bytes", "Bytes delivered into destinations", self.delivered_bytes),
+            ("delivered_bytes", "Bytes delivered into registrations", self.delivered_bytes),
             ("stored_raw_bytes", "Bytes of stored chunks before encoding", self.stored_raw_bytes),
             ("stored_bytes", "Bytes of stored chunks as records", self.stored_bytes),
             ("storage_connections", "Control connections made to storage", self.storage_connections),
@@ -145,15 +145,15 @@ class Metrics:
             for value, count in list(counts.items()):
                 family.add_metric([value], count)
             yield family
-        promotions = self.promotions()
+        prefetches = self.prefetches()
         for index, (name, text) in enumerate(
             (
-                ("promotion_bytes", "Stored bytes brought into memory ahead, by where they were"),
-                ("promotion_seconds", "Seconds in which some of them were under way"),
+                ("prefetch_bytes", "Stored bytes brought into memory ahead, by where they were"),
+                ("prefetch_seconds", "Seconds in which some of them were under way"),
             )
         ):
             family = CounterMetricFamily(f"shadowserve_{name}", text, labels=["hop"])
-            for hop, carried in promotions.items():
+            for hop, carried in prefetches.items():
                 family.add_metric([hop], carried[index])
             yield family
         stages = self.stages()

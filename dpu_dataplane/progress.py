@@ -25,7 +25,7 @@ class LayerProgress:
     """The word, and who waits for it.
 
     Args:
-        pipeline: that runs the rounds.
+        pipeline: that runs the batches.
     """
 
     def __init__(self, pipeline: native.Pipeline) -> None:

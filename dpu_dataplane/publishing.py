@@ -17,7 +17,7 @@ from shadowserve.pieces import Flags
 __all__ = ["LASTS_MS_MAX", "PENDING_KEYS_MAX", "Publications"]
 
 PENDING_KEYS_MAX: Final = 16_384
-"""Of all hosts together: as many as a storage node takes of one client (storage_kv/announcements.py)."""
+"""Of all hosts together: as many as a storage node takes of one client (storage_kv/publications.py)."""
 LASTS_MS_MAX: Final = 60_000
 """For which a key may be published at a time, as at a storage node."""
 

@@ -15,18 +15,18 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from dpu_dataplane.admission import CALLS_MAX, Admission
+from dpu_dataplane.batches import Buffers
 from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.config import DataPlaneConfig, codec_name
 from dpu_dataplane.credentials import server_credentials
-from dpu_dataplane.destinations import DestinationTable
 from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import HostTable
 from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import Turnstile
 from dpu_dataplane.metrics import Metrics, StageCount, resident_bytes
 from dpu_dataplane.progress import LayerProgress
+from dpu_dataplane.registrations import Registrations
 from dpu_dataplane.repeats import Repeats
-from dpu_dataplane.rounds import Buffers
 from dpu_dataplane.service import DataPlaneService
 from dpu_dataplane.sources.selection import nodes_max, source_of
 from dpu_dataplane.sources.source import Source
@@ -100,7 +100,7 @@ class Daemon:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Let jobs finish for half of ``shutdown_time``, cancel the rest, and stop everything.
+        """Let jobs finish for half of ``shutdown_timeout_s``, cancel the rest, and stop everything.
 
         Where jobs do not end, what they may use is left as it is (:attr:`unclean`).
         """
@@ -128,9 +128,9 @@ class Daemon:
         self._exit.push_async_callback(source.close)
         catalog = Catalog(source, self.metrics, config)
         self._exit.push_async_callback(catalog.close)
-        destinations = DestinationTable(config, pipeline)
-        self._exit.callback(destinations.close)
-        self.device_lost = destinations.device_lost
+        registrations = Registrations(config, pipeline)
+        self._exit.callback(registrations.close)
+        self.device_lost = registrations.device_lost
         for executor in (fetching, encoding, storing):
             self._exit.callback(executor.shutdown)
         tracer = Tracer(pipeline)
@@ -151,14 +151,14 @@ class Daemon:
             self.budget,
             len(config.stage_cores()["store"]),
         )
-        hosts = HostTable(config, destinations, catalog.forget_host)
+        hosts = HostTable(config, registrations, catalog.forget_host)
         self._repeats = Repeats()
         service = DataPlaneService(
             config,
             catalog,
             fetcher,
             storer,
-            destinations,
+            registrations,
             hosts,
             buffers,
             self.metrics,
@@ -167,7 +167,7 @@ class Daemon:
             source.placing,
             self.budget,
         )
-        self._measure(source, catalog, fetcher, storer, destinations, buffers)
+        self._measure(source, catalog, fetcher, storer, registrations, buffers)
         self.metrics.gauges["hosts"] = ("Hosts that are connected", lambda: len(hosts))
         self._exit.push_async_callback(_stop_task, asyncio.create_task(_expire(hosts, self._repeats, config)))
         if config.metrics_port:
@@ -180,16 +180,16 @@ class Daemon:
         catalog: Catalog,
         fetcher: Fetcher,
         storer: Storer,
-        destinations: DestinationTable,
+        registrations: Registrations,
         buffers: Buffers,
     ) -> None:
         self.metrics.gauges |= {
             "storage_up": ("Whether the control connection to storage stands", lambda: float(source.connected)),
             "quarantined_keys": ("Keys that are not offered since their record is faulty", lambda: catalog.quarantined),
-            "fetch_queue_jobs": ("Fetches waiting for their round", lambda: fetcher.queue.waiting),
+            "fetch_queue_jobs": ("Fetches waiting for their batch", lambda: fetcher.queue.waiting),
             "store_queue_jobs": ("Stores waiting for their turn", lambda: storer.queue.waiting),
-            "destinations": ("Registered destinations", lambda: len(destinations)),
-            "destination_bytes": ("Bytes of registered destinations", lambda: destinations.total_bytes),
+            "registrations": ("Registered registrations", lambda: len(registrations)),
+            "registered_bytes": ("Bytes of registered registrations", lambda: registrations.total_bytes),
             "backend_emulated": (
                 "Whether what decompresses and delivers only imitates a DPU",
                 lambda: float(native.backends()[self.config.backend].emulated),
@@ -250,7 +250,7 @@ class Daemon:
                 ("grpc.max_concurrent_streams", STREAMS_MAX),
                 ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
                 # A host without a call for so long is forgotten; its connection, or anybody's, is no more worth.
-                ("grpc.max_connection_idle_ms", int(1000 * self.config.destination_idle)),
+                ("grpc.max_connection_idle_ms", int(1000 * self.config.registration_idle_s)),
             ],
             maximum_concurrent_rpcs=2 * CALLS_MAX,  # who comes in is Admission's business; here is but the last wall
         )
@@ -284,7 +284,7 @@ class Daemon:
             "%s does not end what it was given, for %g s: it is given up, and this data plane ends, since nobody knows "
             "what it still writes; start it again, and if that does not help, see 'shadowserve doctor'",
             self._pipeline.device or "the accelerator",
-            self.config.device_timeout,
+            self.config.device_timeout_s,
         )
         for name in ("", SERVICE_NAME):
             await health_service.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -296,7 +296,7 @@ class Daemon:
         """
         self._draining = True
         await health_service.enter_graceful_shutdown()
-        half = self.config.shutdown_time / 2
+        half = self.config.shutdown_timeout_s / 2
         stopping = asyncio.ensure_future(server.stop(_UNTIL_TOLD))
         await asyncio.wait({stopping}, timeout=half)
         if len(service.jobs):
@@ -363,7 +363,7 @@ def _make_pipeline(config: DataPlaneConfig, buffers: Buffers) -> native.Pipeline
             memory_management=config.memory_management,
             trace_events=config.trace_events,
             nodes_max=nodes_max(config),
-            device_timeout_ms=max(1, int(1000 * config.device_timeout)),
+            device_timeout_ms=max(1, int(1000 * config.device_timeout_s)),
         )
     except NativeError as error:
         raise ConfigurationError(f"the pipeline cannot be made: {error}") from error
@@ -394,7 +394,7 @@ def _stage_counts(pipeline: native.Pipeline) -> list[StageCount]:
 
 async def _expire(hosts: HostTable, repeats: Repeats, config: DataPlaneConfig) -> None:
     while True:
-        await asyncio.sleep(min(config.destination_idle / 4, 60.0))
+        await asyncio.sleep(min(config.registration_idle_s / 4, 60.0))
         hosts.expire(time.monotonic())
         repeats.flush(time.monotonic())
 
@@ -417,7 +417,7 @@ async def _main(config: DataPlaneConfig) -> None:
         ends = [asyncio.ensure_future(event.wait()) for event in (stop, daemon.device_lost)]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         logger.info("stopping")
-        threading.Thread(target=_last_resort, args=(2 * config.shutdown_time, stopped), daemon=True).start()
+        threading.Thread(target=_last_resort, args=(2 * config.shutdown_timeout_s, stopped), daemon=True).start()
     stopped.set()
     logger.info("stopped")
     if daemon.unclean:

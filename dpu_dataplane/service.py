@@ -15,16 +15,9 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 from prometheus_client import Histogram
 
+from dpu_dataplane.batches import Buffers, encoded_bound
 from dpu_dataplane.catalog import Catalog, Looked
 from dpu_dataplane.config import DataPlaneConfig
-from dpu_dataplane.destinations import (
-    Destination,
-    DestinationError,
-    DestinationTable,
-    DeviceGivenUpError,
-    OverlapError,
-    TooManyError,
-)
 from dpu_dataplane.engines import Engines
 from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import HostTable, Session
@@ -33,8 +26,15 @@ from dpu_dataplane.jobs import ENDINGS, Job, JobTable, QueueFull, ending_of
 from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
 from dpu_dataplane.progress import PROGRESS_BYTES
 from dpu_dataplane.queues import Queues
+from dpu_dataplane.registrations import (
+    DeviceGivenUpError,
+    OverlapError,
+    Registration,
+    RegistrationError,
+    Registrations,
+    TooManyError,
+)
 from dpu_dataplane.repeats import Repeats, address_of
-from dpu_dataplane.rounds import Buffers, encoded_bound
 from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.placing import PageOrder, Placing
 from dpu_dataplane.storing import Storer
@@ -78,7 +78,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         catalog: Catalog,
         fetcher: Fetcher,
         storer: Storer,
-        destinations: DestinationTable,
+        registrations: Registrations,
         hosts: HostTable,
         buffers: Buffers,
         metrics: Metrics,
@@ -89,21 +89,21 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     ) -> None:
         self._config = config
         self._budget = budget
-        devices = config.tiers is not None and bool(config.tiers.devices) and "shared_memory" in destinations.kinds
+        devices = config.tiers is not None and bool(config.tiers.devices) and "shared_memory" in registrations.kinds
         self._placing = placing if devices else None
         self._tracer = tracer
         self._repeats = repeats
         self._catalog = catalog
         self._fetcher = fetcher
         self._storer = storer
-        self._destinations = destinations
+        self._registrations = registrations
         self.hosts = hosts
         self._buffers = buffers
         self._metrics = metrics
         self._validate = Validator(config)
         self._queues = Queues(config.hosts_max, time.monotonic)
         self._started_s = time.monotonic()
-        self._engines = Engines(destinations.namespaces, repeats)
+        self._engines = Engines(registrations.namespaces, repeats)
         self._reported: dict[tuple[str, int], float] = {}
         self.jobs = JobTable()
 
@@ -123,9 +123,9 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         """Which chunks of each chain storage holds."""
         return await self._answer(context, self._lookup, request)
 
-    async def Announce(self, request: pb.AnnounceRequest, context: _Context) -> pb.AnnounceResponse:  # noqa: N802
+    async def Publish(self, request: pb.PublishRequest, context: _Context) -> pb.PublishResponse:  # noqa: N802
         """Tell storage which chunks will be there soon."""
-        return await self._answer(context, self._announce, request)
+        return await self._answer(context, self._publish, request)
 
     async def Expect(self, request: pb.ExpectRequest, context: _Context) -> pb.ExpectResponse:  # noqa: N802
         """Take what waits in an engine's queue."""
@@ -135,20 +135,20 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         """Take what an engine reports of its steps."""
         return await self._answer(context, self._report_steps, request)
 
-    async def RegisterDestination(  # noqa: N802
-        self, request: pb.RegisterDestinationRequest, context: _Context
-    ) -> pb.RegisterDestinationResponse:
+    async def RegisterMemory(  # noqa: N802
+        self, request: pb.RegisterMemoryRequest, context: _Context
+    ) -> pb.RegisterMemoryResponse:
         """Make memory known."""
         return await self._answer(context, self._register, request)
 
-    async def ReleaseDestination(  # noqa: N802
-        self, request: pb.ReleaseDestinationRequest, context: _Context
-    ) -> pb.ReleaseDestinationResponse:
+    async def ReleaseMemory(  # noqa: N802
+        self, request: pb.ReleaseMemoryRequest, context: _Context
+    ) -> pb.ReleaseMemoryResponse:
         """Forget memory, once no job uses it."""
         return await self._answer(context, self._release, request)
 
     async def Fetch(self, request: pb.FetchRequest, context: _Context) -> pb.FetchResponse:  # noqa: N802
-        """One round."""
+        """One batch."""
         return await self._answer(context, self._fetch, request)
 
     async def FetchPages(self, request: pb.FetchPagesRequest, context: _Context) -> pb.FetchResponse:  # noqa: N802
@@ -158,7 +158,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def FetchLayers(  # noqa: N802
         self, request: pb.FetchRequest, context: _Context
     ) -> AsyncIterator[pb.FetchLayersResponse]:
-        """One round in the order of layers, and meanwhile how far it is."""
+        """One batch in the order of layers, and meanwhile how far it is."""
         said: asyncio.Queue[int | None] = asyncio.Queue()  # each number of layers once at most
         fetch = functools.partial(self._fetch, tell=said.put_nowait)
         fetching = asyncio.ensure_future(self._answer(context, fetch, request))
@@ -186,8 +186,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         return pb.StatisticsResponse(
             version=__version__,
             backend=native.backends()[self._config.backend].label,
-            rounds=metrics.rounds,
-            destinations=len(self._destinations),
+            batches=metrics.batches,
+            registrations=len(self._registrations),
             buffer_bytes=self._buffers.total,
             resident_bytes=resident_bytes(),
             stages=[
@@ -253,7 +253,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except OverlapError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        except DestinationError as error:
+        except RegistrationError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except DeviceGivenUpError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
@@ -296,7 +296,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             backend=backend.name,
             emulated=backend.emulated,
             device=backend.description,
-            memory_kinds=self._destinations.kinds,
+            memory_kinds=self._registrations.kinds,
             page_devices=self._placing is not None,
             differences=self._engines.enter(request) if request.HasField("engine") else (),
         )
@@ -306,7 +306,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         problem = ""
         if chunk_bytes != layout.raw_bytes:
             problem = f"the host counts {chunk_bytes} bytes in a chunk, this data plane {layout.raw_bytes}"
-        elif (other := self._destinations.other_layout(layout)) is not None:
+        elif (other := self._registrations.other_layout(layout)) is not None:
             problem = (
                 f"the host says that chunks of namespace {layout.namespace.hex()[:16]} are {layout}, and memory "
                 f"that is registered already says {other}"
@@ -321,14 +321,14 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def _lookup(self, request: pb.LookupRequest, caller: Session) -> pb.LookupResponse:
         chains = self._validate.chains(request.chains)
         job = Job(caller.owner, "", self._validate.timeout(request.timeout_ms))
-        announced: list[bytes] = []
+        published: list[bytes] = []
         found: list[Looked] = []
         detail = ""
         with self._metrics.lookup_seconds.time():
             try:
-                look = self._look(chains, announced=request.announced, prefetch=request.prefetch)
+                look = self._look(chains, published=request.published, prefetch=request.prefetch)
                 found, coming = await job.within(look, "asking storage for heads")
-                announced = [
+                published = [
                     pack(each & ~there.present) for each, there in zip(coming or (), found, strict=bool(coming))
                 ]
                 outcome = pb.OUTCOME_COMPLETE
@@ -339,7 +339,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._metrics.lookups[outcome_name(outcome)] += 1
         response = pb.LookupResponse(
             present=[pack(each.present) for each in found],
-            announced=announced,
+            published=published,
             tiers=[each.tiers.tobytes() for each in found],
             stored_bytes=[each.stored_bytes for each in found],
             cold_ms=[min(each.cold_ms, _UINT32_MAX) for each in found],
@@ -350,11 +350,11 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         return response
 
     async def _look(
-        self, chains: Sequence[tuple[bytes, Sequence[bytes]]], *, announced: bool, prefetch: bool
+        self, chains: Sequence[tuple[bytes, Sequence[bytes]]], *, published: bool, prefetch: bool
     ) -> tuple[list[Looked], list[Flags] | None]:
-        """Return what is there of each chain and, if wanted, what is announced: both in one round trip.
+        """Return what is there of each chain and, if wanted, what is published: both in one round trip.
 
-        What is announced is asked first: the other way round, what is stored in between would be neither. So is storage
+        What is published is asked first: the other way round, what is stored in between would be neither. So is storage
         to bring what is cold, which tells with the lookup's answer what is left of it.
         """
 
@@ -362,47 +362,45 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             return None
 
         first = self._catalog.prefetch(chains) if prefetch else nothing()
-        second = self._catalog.announced(chains) if announced else nothing()
+        second = self._catalog.published(chains) if published else nothing()
         _, coming, found = await asyncio.gather(first, second, self._catalog.lookup(chains))
         return found, coming
 
-    async def _announce(self, request: pb.AnnounceRequest, caller: Session) -> pb.AnnounceResponse:
+    async def _publish(self, request: pb.PublishRequest, caller: Session) -> pb.PublishResponse:
         keys = self._validate.keys("keys", list(request.keys))
         job = Job(caller.owner, "", self._validate.timeout(request.timeout_ms))
         reach = pb.REACH_ALL
         try:
             plain = request.plain and self._placing is not None  # as they will be stored
-            announcing = self._catalog.announce(caller.owner, keys, request.lasts_ms, plain=plain)
-            reach = await job.within(announcing, "announcing chunks to storage")
+            publishing = self._catalog.publish(caller.owner, keys, request.lasts_ms, plain=plain)
+            reach = await job.within(publishing, "publishing chunks to storage")
             outcome, detail = pb.OUTCOME_COMPLETE, ""
         except ENDINGS as error:
             outcome, detail = ending_of(error)
         except Exception as error:
-            outcome, detail = self._internal("Announce", error)
-        response = pb.AnnounceResponse(outcome=outcome, detail=detail, reach=reach)
+            outcome, detail = self._internal("Publish", error)
+        response = pb.PublishResponse(outcome=outcome, detail=detail, reach=reach)
         self._report(response)
         return response
 
-    async def _register(
-        self, request: pb.RegisterDestinationRequest, caller: Session
-    ) -> pb.RegisterDestinationResponse:
+    async def _register(self, request: pb.RegisterMemoryRequest, caller: Session) -> pb.RegisterMemoryResponse:
         layouts = self._validate.layouts(request.layouts)
         for layout in layouts:
             self._check_buffers(layout)
-        destination = await self._destinations.register(request, layouts, caller.owner, caller.token)
-        if destination.paging is not None and (placing := self._placing) is not None:
-            memory = destination.memory
-            destination.at_end(functools.partial(placing.unregister, memory))
+        registration = await self._registrations.register(request, layouts, caller.owner, caller.token)
+        if registration.paging is not None and (placing := self._placing) is not None:
+            memory = registration.memory
+            registration.at_end(functools.partial(placing.unregister, memory))
             await asyncio.to_thread(placing.register, memory)
         self._repeats.tell(
             logging.INFO,
             "registered",
             caller.owner,
-            f"registered destination {destination.destination_id:016x}: {destination.size} bytes of "
+            f"registered registration {registration.memory_id:016x}: {registration.size} bytes of "
             f"{request.WhichOneof('memory')}, {len(layouts)} layouts",
         )
-        return pb.RegisterDestinationResponse(
-            destination_id=destination.destination_id, chunk_bytes=[layout.raw_bytes for layout in layouts]
+        return pb.RegisterMemoryResponse(
+            memory_id=registration.memory_id, chunk_bytes=[layout.raw_bytes for layout in layouts]
         )
 
     def _check_buffers(self, layout: ChunkLayout) -> None:
@@ -423,9 +421,9 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                     grpc.StatusCode.FAILED_PRECONDITION,
                 )
 
-    async def _release(self, request: pb.ReleaseDestinationRequest, caller: Session) -> pb.ReleaseDestinationResponse:
-        await self._destinations.release(request.destination_id, caller.token)
-        return pb.ReleaseDestinationResponse()
+    async def _release(self, request: pb.ReleaseMemoryRequest, caller: Session) -> pb.ReleaseMemoryResponse:
+        await self._registrations.release(request.memory_id, caller.token)
+        return pb.ReleaseMemoryResponse()
 
     async def _cancel(self, request: pb.CancelRequest, caller: Session) -> pb.CancelResponse:
         return pb.CancelResponse(found=self.jobs.cancel(caller.token, request.job_id))
@@ -434,20 +432,20 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self, request: pb.FetchRequest, caller: Session, tell: Callable[[int], None] | None = None
     ) -> pb.FetchResponse:
         parts = self._validate.parts(
-            request, lambda name: self._destinations.get(name, caller.token), streamed=tell is not None
+            request, lambda name: self._registrations.get(name, caller.token), streamed=tell is not None
         )
 
         async def work(job: Job) -> pb.FetchResponse:
             if isinstance(parts, int):
-                return pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION, detail=_unknown(parts))
+                return pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_MEMORY, detail=_unknown(parts))
             with contextlib.ExitStack() as claims:
-                regions = [(part.destination, part.offset, part.length) for part in parts]
+                regions = [(part.registration, part.offset, part.length) for part in parts]
                 word = None
                 if request.HasField("progress"):
-                    regions.append((parts[0].destination, request.progress, PROGRESS_BYTES))
-                    word = parts[0].destination.region(request.progress, PROGRESS_BYTES)
+                    regions.append((parts[0].registration, request.progress, PROGRESS_BYTES))
+                    word = parts[0].registration.region(request.progress, PROGRESS_BYTES)
                 for region in regions:
-                    claims.enter_context(self._destinations.claim(*region, writing=True))
+                    claims.enter_context(self._registrations.claim(*region, writing=True))
                 try:
                     response = await self._fetcher.run(
                         job,
@@ -459,10 +457,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                         tell,
                     )
                     for part in parts:
-                        self._check_reach(part.destination, response.outcome)
+                        self._check_reach(part.registration, response.outcome)
                     return response
                 except Exception as error:
-                    if isinstance(error, QueueFull | DestinationError):
+                    if isinstance(error, QueueFull | RegistrationError):
                         raise
                     outcome, detail = self._internal("Fetch", error)
                     return pb.FetchResponse(outcome=outcome, detail=detail)
@@ -470,14 +468,14 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         return await self._run(caller, request, work, self._metrics.fetches, self._metrics.fetch_seconds)
 
     async def _fetch_pages(self, request: pb.FetchPagesRequest, caller: Session) -> pb.FetchResponse:
-        destination = self._destinations.get(request.destination_id, caller.token)
-        pages = None if destination is None else self._validate.pages(request, destination)
+        registration = self._registrations.get(request.memory_id, caller.token)
+        pages = None if registration is None else self._validate.pages(request, registration)
 
         async def work(job: Job) -> pb.FetchResponse:
-            if destination is None or pages is None:
-                return pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION, detail=_unknown(request.destination_id))
-            with self._destinations.claim(destination, 0, destination.size, writing=True):
-                return await self._place(job, request, destination, *pages)
+            if registration is None or pages is None:
+                return pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_MEMORY, detail=_unknown(request.memory_id))
+            with self._registrations.claim(registration, 0, registration.size, writing=True):
+                return await self._place(job, request, registration, *pages)
 
         return await self._run(caller, request, work, self._metrics.fetches, self._metrics.fetch_seconds)
 
@@ -485,16 +483,16 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self,
         job: Job,
         request: pb.FetchPagesRequest,
-        destination: Destination,
+        registration: Registration,
         keys: Sequence[bytes],
         blocks: npt.NDArray[np.uint32],
     ) -> pb.FetchResponse:
-        (layout,), paging = destination.layouts, destination.paging
+        (layout,), paging = registration.layouts, registration.paging
         assert paging is not None
         if self._placing is None:
             return pb.FetchResponse(outcome=pb.OUTCOME_ABSENT, detail="this data plane has no devices")
-        word = destination.address + request.progress if request.HasField("progress") else 0
-        order = PageOrder(keys, layout, destination.address, paging.first, paging.stride, blocks, word)
+        word = registration.address + request.progress if request.HasField("progress") else 0
+        order = PageOrder(keys, layout, registration.address, paging.first, paging.stride, blocks, word)
         try:
             delivered, rotten, stop = await self._placing.place(job, order)
         except ENDINGS as error:  # before anything was begun
@@ -519,38 +517,38 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         keys = self._validate.keys("keys", list(request.keys))
         parents = self._validate.parents(list(request.parents), len(keys))
         self._validate.purpose(request.purpose)
-        destination = self._destinations.get(request.destination_id, caller.token)
+        registration = self._registrations.get(request.memory_id, caller.token)
         layout = None
-        if destination is not None:
-            layout = self._validate.layout_of(destination, request.layout)
+        if registration is not None:
+            layout = self._validate.layout_of(registration, request.layout)
             self._validate.offset(layout, request.offset)
 
         async def work(job: Job) -> pb.StoreResponse:
-            if destination is None or layout is None:
-                return pb.StoreResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION, detail=_unknown(request.destination_id))
+            if registration is None or layout is None:
+                return pb.StoreResponse(outcome=pb.OUTCOME_UNKNOWN_MEMORY, detail=_unknown(request.memory_id))
             length = len(keys) * layout.raw_bytes
-            with self._destinations.claim(destination, request.offset, length, writing=False):
+            with self._registrations.claim(registration, request.offset, length, writing=False):
                 try:
                     to_store = (request.offset, keys, parents, request.lasts_ms)
                     plain = request.plain and self._placing is not None  # raw bytes would only cost the link
                     mover = _STORERS[request.purpose]
-                    response = await self._storer.run(job, destination, layout, *to_store, plain=plain, mover=mover)
-                    self._check_reach(destination, response.outcome)
+                    response = await self._storer.run(job, registration, layout, *to_store, plain=plain, mover=mover)
+                    self._check_reach(registration, response.outcome)
                     return response
                 except Exception as error:
-                    if isinstance(error, QueueFull | DestinationError):
+                    if isinstance(error, QueueFull | RegistrationError):
                         raise
                     outcome, detail = self._internal("Store", error)
                     return pb.StoreResponse(outcome=outcome, detail=detail)
 
         return await self._run(caller, request, work, self._metrics.stores, self._metrics.store_seconds)
 
-    def _check_reach(self, destination: Destination, outcome: pb.Outcome) -> None:
-        """Drop a destination that could not be reached: whoever still owns it registers it anew."""
-        if outcome == pb.OUTCOME_DEVICE and not self._destinations.given_up:
-            forgotten = f"destination {destination.destination_id:016x} could not be reached: forgotten"
-            self._repeats.tell(logging.WARNING, "unreachable", destination.owner, forgotten)
-            self._destinations.lost(destination)
+    def _check_reach(self, registration: Registration, outcome: pb.Outcome) -> None:
+        """Drop a registration that could not be reached: whoever still owns it registers it anew."""
+        if outcome == pb.OUTCOME_DEVICE and not self._registrations.given_up:
+            forgotten = f"registration {registration.memory_id:016x} could not be reached: forgotten"
+            self._repeats.tell(logging.WARNING, "unreachable", registration.owner, forgotten)
+            self._registrations.lost(registration)
 
     async def _run(
         self,
@@ -599,5 +597,5 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         return pb.OUTCOME_INTERNAL, detail
 
 
-def _unknown(destination_id: int) -> str:
-    return f"there is no destination {destination_id:016x} (any more): register again"
+def _unknown(memory_id: int) -> str:
+    return f"there is no registration {memory_id:016x} (any more): register again"

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dpu_dataplane.batches import ALIGNMENT, Buffers, StorePlan, encoded_bound, plan_store
 from dpu_dataplane.catalog import Catalog, Fault, inspect_head
-from dpu_dataplane.destinations import Destination
 from dpu_dataplane.interference import TURN_S, InterferenceBudget
 from dpu_dataplane.jobs import ENDINGS, Job, Stop, Turnstile, ending_of
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.rounds import ALIGNMENT, Buffers, StorePlan, encoded_bound, plan_store
+from dpu_dataplane.registrations import Registration
 from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Cold, Encoded, Found, Source, Stored, Unanswered
 from shadowserve import native
@@ -121,7 +121,7 @@ class Storer:
     async def run(
         self,
         job: Job,
-        destination: Destination,
+        registration: Registration,
         layout: ChunkLayout,
         offset: int,
         keys: Sequence[bytes],
@@ -146,7 +146,7 @@ class Storer:
         try:
             async with self.queue.turn(job):
                 for first in range(0, len(keys), QUESTION_KEYS_MAX):
-                    await self._store(job, destination, layout, offset, keys, first, progress)
+                    await self._store(job, registration, layout, offset, keys, first, progress)
             outcome, detail = pb.OUTCOME_COMPLETE, ""
         except ENDINGS as error:
             outcome, detail = ending_of(error)
@@ -161,7 +161,7 @@ class Storer:
     async def _store(
         self,
         job: Job,
-        destination: Destination,
+        registration: Registration,
         layout: ChunkLayout,
         offset: int,
         keys: Sequence[bytes],
@@ -198,7 +198,7 @@ class Storer:
                     place = free.pop()  # the one given back last, of which most is still in a cache
                     at = place * batch_max
                     async with self._budget.turn(progress.mover, len(batch) * layout.raw_bytes, job):
-                        encoded = await self._encode(job, destination, layout, offset, keys, batch, at, progress)
+                        encoded = await self._encode(job, registration, layout, offset, keys, batch, at, progress)
                     before = puts[-1][0] if puts else None
                     put = self._put_batch(before, job, *encoded, layout, keys, batch, progress)
                     puts.append((asyncio.create_task(put), place))
@@ -233,29 +233,29 @@ class Storer:
     async def _encode(
         self,
         job: Job,
-        destination: Destination,
+        registration: Registration,
         layout: ChunkLayout,
         offset: int,
         keys: Sequence[bytes],
         batch: Sequence[int],
         place: int,
         progress: _Progress,
-    ) -> tuple[StorePlan, native.Round]:
+    ) -> tuple[StorePlan, native.Batch]:
         """Encode a batch into the store buffer, ``place`` chunks from its beginning. The round is to be released."""
         of = [keys[index] for index in batch]
         bound = _bound(layout, progress)
         plan = plan_store(of, batch, layout, progress.codec, bound, progress.slice_bytes, place)
-        round_ = native.Round(
+        round_ = native.Batch(
             pieces=plan.pieces,
             slices=plan.slices,
-            groups=[native.Group.of(layout, destination.region(offset, len(keys) * layout.raw_bytes))],
+            groups=[native.Group.of(layout, registration.region(offset, len(keys) * layout.raw_bytes))],
             deadline_ns=job.deadline_ns,
         )
         try:
             with job.interruptible(round_.cancel):
                 encoding = asyncio.get_running_loop().run_in_executor(self._executor, self._pipeline.encode, round_)
                 failure = await encoding
-            destination.check_whole()  # else zeros would be stored in the place of what is gone
+            registration.check_whole()  # else zeros would be stored in the place of what is gone
             if failure is not Result.OK and all(result is Result.OK for result in round_.results):
                 raise self._stop(keys[batch[0]], failure, "")
         except BaseException:
@@ -268,7 +268,7 @@ class Storer:
         before: asyncio.Task[None] | None,
         job: Job,
         plan: StorePlan,
-        round_: native.Round,
+        round_: native.Batch,
         layout: ChunkLayout,
         keys: Sequence[bytes],
         batch: Sequence[int],
@@ -288,7 +288,7 @@ class Storer:
     async def _put(
         self,
         job: Job,
-        round_: native.Round,
+        round_: native.Batch,
         plan: StorePlan,
         position: int,
         layout: ChunkLayout,

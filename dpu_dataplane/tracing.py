@@ -17,7 +17,7 @@ from shadowserve.proto import dataplane_pb2 as pb
 __all__ = ["NotTraceable", "Tracer"]
 
 STEPS_MAX: Final = 4096
-"""Steps of calls in one recording: five for each round, so far over what the threads' logs hold."""
+"""Steps of calls in one recording: five for each batch, so far over what the threads' logs hold."""
 SPANS_IN_MESSAGE: Final = 8192
 """Some 600 KB, far under the limit on a message."""
 _NO_SLICE: Final = 0xFFFFFFFF
@@ -119,12 +119,12 @@ class Tracer:
     def result(self, recording: _Recording) -> Iterator[pb.TraceResponse]:
         """Yield the parts of a recording that has just ended, before there is another."""
         events, dropped = self._pipeline.trace_read()
-        # Rounds run one at a time, so that what the threads did within a round of this host was done for it.
-        rounds = [(span.begin_ns, span.end_ns) for span in recording.spans if span.step == "round"]
+        # Batches run one at a time, so that what the threads did within a batch of this host was done for it.
+        batches = [(span.begin_ns, span.end_ns) for span in recording.spans if span.step == "batch"]
         spans = recording.spans + [
             _span(*event)
             for event in events.tolist()
-            if any(begin <= event[0] and event[1] <= end for begin, end in rounds)
+            if any(begin <= event[0] and event[1] <= end for begin, end in batches)
         ]
         for first in range(0, max(1, len(spans)), SPANS_IN_MESSAGE):
             last = first + SPANS_IN_MESSAGE >= len(spans)
@@ -134,7 +134,7 @@ class Tracer:
 
 
 def _span(
-    begin_ns: int, end_ns: int, input_bytes: int, output_bytes: int, round_: int, piece: int, slice_: int, core: int,
+    begin_ns: int, end_ns: int, input_bytes: int, output_bytes: int, batch_: int, piece: int, slice_: int, core: int,
     stage: int, thread: int,
 ) -> pb.TraceSpan:  # fmt: skip
     """Return what one ``native.TRACE_DTYPE`` row says; arguments in the order of its fields."""
@@ -144,7 +144,7 @@ def _span(
         core=core,
         begin_ns=begin_ns,
         end_ns=end_ns,
-        round=round_,
+        batch=batch_,
         piece=piece,
         slice=-1 if slice_ == _NO_SLICE else slice_,
         input_bytes=input_bytes,

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
-from dpu_dataplane.destinations import Destination
 from dpu_dataplane.fetching import FetchPart
 from dpu_dataplane.paging import PagingError
 from dpu_dataplane.progress import PROGRESS_BYTES
+from dpu_dataplane.registrations import Registration
 from dpu_dataplane.shared_rate import RATE_MIN
 from dpu_dataplane.sources.source import Chain
 from shadowserve import __version__
@@ -63,7 +63,7 @@ class Validator:
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self._keys_max = config.keys_max
-        self._timeout_ms_max = int(config.timeout_max * 1000)
+        self._timeout_ms_max = int(config.timeout_max_s * 1000)
 
     def timeout(self, timeout_ms: int) -> float:
         """Return the call's time in seconds."""
@@ -93,13 +93,13 @@ class Validator:
         return keys
 
     def parts(
-        self, request: pb.FetchRequest, destination_of: Callable[[int], Destination | None], *, streamed: bool = False
+        self, request: pb.FetchRequest, registration_of: Callable[[int], Registration | None], *, streamed: bool = False
     ) -> list[FetchPart] | int:
-        """Return what a fetch wants; or the id of a destination that there is not (any more).
+        """Return what a fetch wants; or the id of a registration that there is not (any more).
 
         Args:
             request: of the fetch.
-            destination_of: returns who has an id.
+            registration_of: returns who has an id.
             streamed: the call says itself how far the layers are.
         """
         if request.order not in pb.Order.values():
@@ -110,26 +110,26 @@ class Validator:
         keys = [self.keys(f"parts[{index}].keys", list(part.keys)) for index, part in enumerate(request.parts)]
         if sum(map(len, keys)) > self._keys_max:
             raise InvalidCall(f"parts hold {sum(map(len, keys))} keys together; at most {self._keys_max} fit one call")
-        destinations = []
+        registrations = []
         for part in request.parts:
-            if (destination := destination_of(part.destination_id)) is None:
-                return int(part.destination_id)
-            destinations.append(destination)
+            if (registration := registration_of(part.memory_id)) is None:
+                return int(part.memory_id)
+            registrations.append(registration)
         layouts = [
-            self.layout_of(destination, part.layout)
-            for destination, part in zip(destinations, request.parts, strict=True)
+            self.layout_of(registration, part.layout)
+            for registration, part in zip(registrations, request.parts, strict=True)
         ]
         pieces = sum(layout.layers * len(mine) for layout, mine in zip(layouts, keys, strict=True))
         if pieces > _PIECES_MAX:
             raise InvalidCall(f"parts name {pieces} layers of chunks; at most {_PIECES_MAX} fit one call")
         parts = []
-        for index, (part, destination, mine) in enumerate(zip(request.parts, destinations, keys, strict=True)):
+        for index, (part, registration, mine) in enumerate(zip(request.parts, registrations, keys, strict=True)):
             layout = layouts[index]
             self.offset(layout, part.offset)
             if part.length < layout.raw_bytes:
                 raise InvalidCall(f"parts[{index}].length is {part.length}; a chunk takes {layout.raw_bytes} bytes")
             try:
-                parts.append(FetchPart(destination, layout, part.offset, part.length, mine, part.wanted))
+                parts.append(FetchPart(registration, layout, part.offset, part.length, mine, part.wanted))
             except ValueError as error:
                 raise InvalidCall(f"parts[{index}].wanted: {error}") from error
         _check_apart(parts)
@@ -145,22 +145,22 @@ class Validator:
         return parts
 
     def pages(
-        self, request: pb.FetchPagesRequest, destination: Destination
+        self, request: pb.FetchPagesRequest, registration: Registration
     ) -> tuple[list[bytes], npt.NDArray[np.uint32]]:
         """Return keys of chunks of pages, and which blocks they go to."""
         keys = self.keys("keys", list(request.keys))
-        if destination.paging is None:
-            raise InvalidCall("destination_id is of memory that was registered without pages")
-        (layout,) = destination.layouts
+        if registration.paging is None:
+            raise InvalidCall("memory_id is of memory that was registered without pages")
+        (layout,) = registration.layouts
         if layout.layers * len(keys) > _PIECES_MAX:
             raise InvalidCall(f"keys name {layout.layers * len(keys)} layers; at most {_PIECES_MAX} fit one call")
         word = request.progress
-        if request.HasField("progress") and (word % PROGRESS_BYTES or word + PROGRESS_BYTES > destination.size):
+        if request.HasField("progress") and (word % PROGRESS_BYTES or word + PROGRESS_BYTES > registration.size):
             raise InvalidCall(
-                f"progress is {word}; it is a multiple of {PROGRESS_BYTES} within {destination.size} bytes"
+                f"progress is {word}; it is a multiple of {PROGRESS_BYTES} within {registration.size} bytes"
             )
         try:
-            return keys, destination.paging.rows(request.blocks, len(keys), layout.tokens)
+            return keys, registration.paging.rows(request.blocks, len(keys), layout.tokens)
         except PagingError as error:
             raise InvalidCall(str(error)) from error
 
@@ -282,11 +282,11 @@ class Validator:
             raise InvalidCall(f"layouts has {len(layouts)} entries; it has 1 to {_LAYOUTS_MAX}")
         return [self.layout(layout) for layout in layouts]
 
-    def layout_of(self, destination: Destination, index: int) -> ChunkLayout:
+    def layout_of(self, registration: Registration, index: int) -> ChunkLayout:
         """Return the layout of registered memory that a call names."""
-        if index >= len(destination.layouts):
-            raise InvalidCall(f"layout is {index}; this memory was registered with {len(destination.layouts)} layouts")
-        return destination.layouts[index]
+        if index >= len(registration.layouts):
+            raise InvalidCall(f"layout is {index}; this memory was registered with {len(registration.layouts)} layouts")
+        return registration.layouts[index]
 
     def offset(self, layout: ChunkLayout, offset: int) -> int:
         """Return where a region of chunks of a layout begins."""
@@ -299,15 +299,15 @@ class Validator:
 
 def _check_progress(request: pb.FetchRequest, parts: Sequence[FetchPart]) -> None:
     """Refuse a word of progress where there can be none."""
-    word, destination = request.progress, parts[0].destination
-    if not destination.shared:
+    word, registration = request.progress, parts[0].registration
+    if not registration.shared:
         raise InvalidCall("progress is told in shared memory only")
-    there = [part for part in parts if part.destination.identity == destination.identity]
+    there = [part for part in parts if part.registration.identity == registration.identity]
     outside = all(word + PROGRESS_BYTES <= part.offset or word >= part.offset + part.length for part in there)
-    if word % PROGRESS_BYTES or word + PROGRESS_BYTES > destination.size or not outside:
+    if word % PROGRESS_BYTES or word + PROGRESS_BYTES > registration.size or not outside:
         raise InvalidCall(
             f"progress is {word}; it is a multiple of {PROGRESS_BYTES} with {PROGRESS_BYTES} bytes behind it in the "
-            f"destination of {destination.size}, outside the part's region"
+            f"registration of {registration.size}, outside the part's region"
         )
 
 
@@ -315,8 +315,8 @@ def _check_apart(parts: Sequence[FetchPart]) -> None:
     """Refuse parts that go to the same bytes."""
     regions: dict[object, list[tuple[int, int, int]]] = {}
     for index, part in enumerate(parts):
-        regions.setdefault(part.destination.identity, []).append((part.offset, part.length, index))
+        regions.setdefault(part.registration.identity, []).append((part.offset, part.length, index))
     for of_one_memory in regions.values():
         for (offset, length, index), (behind, _, other) in itertools.pairwise(sorted(of_one_memory)):
             if behind < offset + length:
-                raise InvalidCall(f"parts[{index}] and parts[{other}] share bytes of a destination")
+                raise InvalidCall(f"parts[{index}] and parts[{other}] share bytes of a registration")

@@ -24,7 +24,7 @@ __all__ = [
 class Registration(NamedTuple):
     """What the daemon calls registered memory."""
 
-    destination_id: int
+    memory_id: int
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class FetchPart:
     """What a fetch wants of one group.
 
     Attributes:
-        destination_id: of the memory that it goes to.
+        memory_id: of the memory that it goes to.
         offset: of the first chunk's place in it.
         length: bytes from there on that chunks go to.
         keys: of the chunks.
@@ -40,7 +40,7 @@ class FetchPart:
         layout: index of their shape among those that the memory was registered with.
     """
 
-    destination_id: int
+    memory_id: int
     offset: int
     length: int
     keys: Sequence[bytes]
@@ -51,7 +51,7 @@ class FetchPart:
     def whole(
         cls,
         shape: ChunkLayout,
-        destination_id: int,
+        memory_id: int,
         keys: Sequence[bytes],
         offset: int = 0,
         length: int | None = None,
@@ -62,14 +62,14 @@ class FetchPart:
         size = len(keys) * shape.raw_bytes if length is None else length
         wanted = np.zeros((shape.layers, len(keys)), np.bool_)
         wanted[layers] = True
-        return cls(destination_id, offset, size, keys, wanted, layout)
+        return cls(memory_id, offset, size, keys, wanted, layout)
 
     @property
     def message(self) -> pb.FetchPart:
         """What the data plane is told."""
         wanted = b"" if self.wanted.all() else pack(self.wanted)
         return pb.FetchPart(
-            destination_id=self.destination_id,
+            memory_id=self.memory_id,
             offset=self.offset,
             length=self.length,
             keys=self.keys,
@@ -79,7 +79,7 @@ class FetchPart:
 
 
 class FetchAnswer(NamedTuple):
-    """Outcome of one round, and of each part the pieces that it put in place, and those that were wanted.
+    """Outcome of one batch, and of each part the pieces that it put in place, and those that were wanted.
 
     ``quiet``: nobody writes any more.
     """
@@ -145,7 +145,7 @@ def delivered_of(answer: pb.FetchResponse, wanted: Sequence[Flags]) -> list[Flag
         foreign
         or reason == "unspecified"
         or complete != (reason == "complete")
-        or (reason == "round_full" and not count)
+        or (reason == "batch_full" and not count)
     ):
         raise ValueError(f"{count} pieces with outcome '{reason}' where {asked} were asked for")
     return delivered

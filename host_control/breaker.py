@@ -11,16 +11,16 @@ class Breaker:
     """Leaves a peer alone after repeated failures, and always tries again.
 
     Closed until ``failures`` calls in a row have failed; then open for ``backoff`` seconds, doubled with each further
-    failure up to ``backoff_max``. When the time is over one call is let through as a probe: its success closes the
-    breaker, its failure opens it again. A probe that never reports counts as lost after ``backoff_max`` more seconds.
+    failure up to ``backoff_max_s``. When the time is over one call is let through as a probe: its success closes the
+    breaker, its failure opens it again. A probe that never reports counts as lost after ``backoff_max_s`` more seconds.
     """
 
     def __init__(
-        self, failures: int, backoff: float, backoff_max: float, clock: Callable[[], float] = time.monotonic
+        self, failures: int, backoff: float, backoff_max_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._failures_max = failures
         self._backoff = backoff
-        self._backoff_max = backoff_max
+        self._backoff_max = backoff_max_s
         self._clock = clock
         self._lock = threading.Lock()
         self._failures = 0

@@ -1,12 +1,12 @@
 """The data plane's client: deadlines on every call, a breaker for each kind of call, and a reason for every failure.
 
 Connecting (:mod:`host_control.connection`) is saying Hello. A call that finds that the daemon does not know this host
-(any more) is repeated after another Hello, or ends as ``unknown_destination``: a daemon that does not know the host
+(any more) is repeated after another Hello, or ends as ``unknown_memory``: a daemon that does not know the host
 does not know its memory either.
 
 What the daemon answers is checked before it is believed. A Fetch or Store that ends without an answer (the connection
 broke, the deadline passed, the answer makes no sense) is not *quiet*: the daemon may still move bytes in the region, so
-the caller must not use that memory again (:mod:`host_control.destination` retires it).
+the caller must not use that memory again (:mod:`host_control.registered_memory` retires it).
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from host_control.answers import (
 )
 from host_control.breaker import Breaker
 from host_control.connection import Connection, Peer, explain
-from host_control.decision import Decision
+from host_control.fetch_policy import Decision
 from host_control.layer_stream import LayerStream
 from host_control.seen import Found, found_of
 from shadowserve.chunk import ChunkLayout
@@ -83,8 +83,8 @@ class DataPlaneClient:
         address: ``host:port`` or ``unix:/path``.
         credentials: for TLS; ``None`` for none.
         engine: whose KV moves, for the data plane to compare with others; ``None`` where none does.
-        connect_timeout: seconds for calls that move no KV.
-        failures, backoff, backoff_max: see :class:`Breaker`.
+        connect_timeout_s: seconds for calls that move no KV.
+        failures, backoff, backoff_max_s: see :class:`Breaker`.
 
     Raises:
         ConfigurationError: a certificate or key cannot be used.
@@ -96,17 +96,18 @@ class DataPlaneClient:
         *,
         credentials: Credentials | None = None,
         engine: pb.Engine | None = None,
-        connect_timeout: float = 2.0,
+        connect_timeout_s: float = 2.0,
         failures: int = 3,
         backoff: float = 0.25,
-        backoff_max: float = 5.0,
+        backoff_max_s: float = 5.0,
     ) -> None:
         self.address = address
         self._connection = Connection(address, credentials, engine)
-        self._connect_timeout = connect_timeout
+        self._connect_timeout = connect_timeout_s
         self._let_go_calls: set[Any] = set()
         self.breakers = {
-            operation: Breaker(failures, backoff, backoff_max) for operation in ("lookup", "fetch", "store", "register")
+            operation: Breaker(failures, backoff, backoff_max_s)
+            for operation in ("lookup", "fetch", "store", "register")
         }
 
     def close(self) -> None:
@@ -150,7 +151,7 @@ class DataPlaneClient:
         Raises:
             DataPlaneError: the breaker is open, or there is no connection.
         """
-        finish = self.find(chains, timeout, announced=False)
+        finish = self.find(chains, timeout, published=False)
         return lambda: finish().present
 
     def find(
@@ -158,14 +159,14 @@ class DataPlaneClient:
         chains: Sequence[tuple[bytes, Sequence[bytes]]],
         timeout: float,
         *,
-        announced: bool = True,
+        published: bool = True,
         prefetch: bool = False,
     ) -> Callable[[], Found]:
-        """Ask, as :meth:`lookup` does, which keys of each chain are stored, and which ``announced``.
+        """Ask, as :meth:`lookup` does, which keys of each chain are stored, and which ``published``.
 
         Args:
             chains, timeout: as there.
-            announced: whether to ask for that, too.
+            published: whether to ask for that, too.
             prefetch: have storage begin to bring what is cold.
         """
         self._allow("lookup")
@@ -179,7 +180,7 @@ class DataPlaneClient:
             request = pb.LookupRequest(
                 chains=[pb.KeyChain(keys=keys, namespace=namespace) for namespace, keys in chains],
                 timeout_ms=_milliseconds(left),
-                announced=announced,
+                published=published,
                 prefetch=prefetch,
             )
             return self._connection.stub.Lookup.future(
@@ -208,7 +209,7 @@ class DataPlaneClient:
             self._report(operation, error.outcome)
             raise
 
-    def announce(
+    def publish(
         self,
         keys: Sequence[bytes],
         seconds: float,
@@ -228,7 +229,7 @@ class DataPlaneClient:
         """
         if not keys:
             return
-        request = pb.AnnounceRequest(
+        request = pb.PublishRequest(
             keys=keys, lasts_ms=int(seconds * 1000), timeout_ms=_milliseconds(self._connect_timeout), plain=plain
         )
 
@@ -237,7 +238,7 @@ class DataPlaneClient:
                 if reached is not None and call.result().outcome == pb.OUTCOME_COMPLETE:
                     reached(call.result().reach)
 
-        self._tell(self._connection.stub.Announce, request, ended)
+        self._tell(self._connection.stub.Publish, request, ended)
 
     def expect(self, message: pb.ExpectRequest) -> Any:
         """Say what waits in an engine's queue; return the call, which nobody has to wait for.
@@ -303,13 +304,13 @@ class DataPlaneClient:
         Raises:
             DataPlaneError: refused, unreachable, or the daemon counts another chunk size than we do.
         """
-        request = pb.RegisterDestinationRequest(
+        request = pb.RegisterMemoryRequest(
             layouts=map(layout_message, shapes),
             pages=pages,
             **{_MEMORY_FIELDS[type(memory)]: memory},  # type: ignore[arg-type]
         )
         try:
-            answer = self._connection.stub.RegisterDestination(
+            answer = self._connection.stub.RegisterMemory(
                 request, timeout=self._connect_timeout, metadata=self._connection.metadata()
             )
         except grpc.RpcError as error:
@@ -319,21 +320,21 @@ class DataPlaneClient:
             detail = f"the data plane counts {list(answer.chunk_bytes)[:16]} bytes in a chunk, this host {ours[:16]}"
             raise self._fail("register", "invalid_answer", detail)
         self._report("register", "complete")
-        return Registration(answer.destination_id)
+        return Registration(answer.memory_id)
 
-    def release(self, destination_id: int, *, wait: bool) -> bool:
+    def release(self, memory_id: int, *, wait: bool) -> bool:
         """Have the data plane forget memory; one that does not answer forgets it by itself, some time.
 
         Args:
-            destination_id: of the memory.
-            wait: for the answer, at most ``connect_timeout`` seconds.
+            memory_id: of the memory.
+            wait: for the answer, at most ``connect_timeout_s`` seconds.
 
         Returns:
             Whether it has answered, so that it will not touch the memory any more; always false without ``wait``.
         """
-        request = pb.ReleaseDestinationRequest(destination_id=destination_id)
+        request = pb.ReleaseMemoryRequest(memory_id=memory_id)
         try:
-            call = self._connection.stub.ReleaseDestination.future(
+            call = self._connection.stub.ReleaseMemory.future(
                 request, timeout=self._connect_timeout, metadata=self._connection.metadata()
             )
             if wait:
@@ -355,7 +356,7 @@ class DataPlaneClient:
         window_s: float = 0.0,
         purpose: Any = pb.PURPOSE_REQUEST,
     ) -> FetchCall:
-        """Start one round.
+        """Start one batch.
 
         Args:
             job_id: unlike those of other calls in progress.
@@ -375,7 +376,7 @@ class DataPlaneClient:
         return self._start(future, job_id, parts, timeout, order, progress, window_s, purpose)
 
     def start_fetch_layers(self, job_id: str, part: FetchPart, timeout: float, window_s: float = 0.0) -> FetchCall:
-        """Start one round of a part layer by layer, of which :meth:`FetchCall.layers` tells how far it is.
+        """Start one batch of a part layer by layer, of which :meth:`FetchCall.layers` tells how far it is.
 
         For memory that the data plane does not share; arguments and errors are those of :meth:`start_fetch`.
         """
@@ -412,7 +413,7 @@ class DataPlaneClient:
     def start_fetch_pages(
         self,
         job_id: str,
-        destination_id: int,
+        memory_id: int,
         shape: ChunkLayout,
         keys: Sequence[bytes],
         blocks: Sequence[int],
@@ -423,7 +424,7 @@ class DataPlaneClient:
 
         Args:
             job_id: unlike those of other calls in progress.
-            destination_id: of the paged memory.
+            memory_id: of the paged memory.
             shape: of the chunks.
             keys: of the chunks.
             blocks: that they go to, chunk after chunk.
@@ -436,7 +437,7 @@ class DataPlaneClient:
         self._allow("fetch")
         request = pb.FetchPagesRequest(
             job_id=job_id,
-            destination_id=destination_id,
+            memory_id=memory_id,
             keys=keys,
             blocks=blocks,
             timeout_ms=_milliseconds(timeout),
@@ -468,7 +469,7 @@ class DataPlaneClient:
     def store(
         self,
         job_id: str,
-        destination_id: int,
+        memory_id: int,
         offset: int,
         keys: Sequence[bytes],
         parents: Sequence[bytes],
@@ -492,7 +493,7 @@ class DataPlaneClient:
             return StoreAnswer(nothing, "breaker_open", "", quiet=True)
         request = pb.StoreRequest(
             job_id=job_id,
-            destination_id=destination_id,
+            memory_id=memory_id,
             offset=offset,
             keys=keys,
             parents=parents,
@@ -581,7 +582,7 @@ class DataPlaneClient:
     def _unanswered(self, operation: _OPERATION, error: BaseException) -> tuple[str, str, bool]:
         """Return reason and detail of a call that ended without an answer, and whether it is quiet all the same."""
         if self._connection.lost(error):
-            return "unknown_destination", "the data plane does not know this host", True
+            return "unknown_memory", "the data plane does not know this host", True
         reason, detail = explain(error)
         self._report(operation, reason)
         return reason, detail, reason == "refused"

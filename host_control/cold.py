@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from host_control.handover import Arrived
+from host_control.disaggregation import Arrived
 from shadowserve.errors import DataPlaneError
 from shadowserve.pieces import Flags, leading
 

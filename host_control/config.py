@@ -61,10 +61,10 @@ class HostConfig(Section):
     its devices bring them straight into paged memory, which becomes shared memory (docs/tiers.md). It needs an engine
     on a CPU with one KV cache group of layers that are alike; other engines refuse it. At the start ``/dev/shm`` must
     have room for twice the engine's paged memory. Engines that have this and engines that have not share nothing."""
-    fetch_or_compute: bool = False
+    fetch_or_recompute: bool = False
     """Compute a prompt, or more of it, that is stored, where that is predicted to bring its first token sooner than
     fetching. Until both have been seen often enough, what is stored is fetched, as all of it is without this, but for
-    what is in object storage alone (docs/decision.md)."""
+    what is in object storage alone (docs/fetch-or-recompute.md)."""
     store: bool = True
     """Store the chunks that this engine computes."""
     quantizer: Literal["lossless", "binned", "passthrough"] = "lossless"
@@ -82,23 +82,24 @@ class HostConfig(Section):
     engine's; where it keeps states (Mamba, GDN), a chunk is one block."""
     load_tokens_min: int = Field(64, ge=1)
     """A hit that would save fewer tokens than this beyond the local prefix is not worth a transfer."""
-    lookup_timeout: float = Field(0.5, gt=0, le=60)
+    lookup_timeout_s: float = Field(0.5, gt=0, le=60)
     """A request waits at most so long for its lookup, then counts as a miss. No lookup waits for object storage: loads
-    do, for up to ``fetch_timeout`` (docs/object-storage.md)."""
+    do, for up to ``fetch_timeout_s`` (docs/object-storage.md)."""
     lookup_threads: int = Field(2, ge=1, le=64)
     """Threads that hash prompts and ask the data plane."""
-    handover: Literal["none", "prefill", "decode"] = "none"
-    """This engine's place where one pool of engines computes prompts and another goes on with them (docs/handover.md).
-    ``prefill``: it announces what it is about to store, and stores prompts' tails. ``decode``: it waits for what is
-    announced. With ``none`` requests are handed over whose ``kv_transfer_params`` say so."""
-    handover_timeout: float = Field(5.0, gt=0, le=60)
-    """A request waits at most so long for what is announced, and announcements of an engine that died last so long."""
-    fetch_timeout: float = Field(10.0, gt=0, le=600)
+    pd_role: Literal["none", "prefill", "decode"] = "none"
+    """This engine's place where one pool of engines computes prompts and another goes on with them
+    (docs/disaggregation.md). ``prefill``: it publishes what it is about to store, and stores prompts' tails.
+    ``decode``: it waits for what is published. With ``none`` requests are handed over whose ``kv_transfer_params`` say
+    so."""
+    pd_timeout_s: float = Field(5.0, gt=0, le=60)
+    """A request waits at most so long for what is published, and publications of an engine that died last so long."""
+    fetch_timeout_s: float = Field(10.0, gt=0, le=600)
     """From the hand-over of a fetch job to its outcome, queueing and waiting for object storage included. Recomputation
     follows."""
-    store_timeout: float = Field(10.0, gt=0, le=600)
+    store_timeout_s: float = Field(10.0, gt=0, le=600)
     """For one batch of chunks."""
-    connect_timeout: float = Field(2.0, gt=0, le=60)
+    connect_timeout_s: float = Field(2.0, gt=0, le=60)
     """For registering memory, releasing it and cancelling."""
     order: Literal["fifo", "sjf"] = "fifo"
     """Which fetch job goes next: the oldest, or the one with the fewest chunks (which lets long ones wait until their
@@ -112,12 +113,12 @@ class HostConfig(Section):
     """This side's function of the DPU, to export memory on: PCI address or name; empty takes the first that can."""
     fetch_buffer_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=4096, le=_BUFFER_MAX)
     """Memory that fetched chunks arrive in, of each worker: the GPU's, where they are delivered to one (ShadowServe
-    section 4.3: the DMA destination buffer), else the host's. Two rounds share it: one arrives while the other is
+    section 4.3: the DMA registration buffer), else the host's. Two batches share it: one arrives while the other is
     scattered. Raised to two chunks where it is smaller, lowered to 128 where it is larger. Records of engines of other
     numbers of ranks or stages arrive in memory of their own, as much again, once there is a hit of them."""
     reshaping_buffer_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=4096, le=_BUFFER_MAX)
     """Most memory of the GPU that chunks are reordered in between that buffer and paged memory. With Triton, one chunk
-    of it is used, for those that are to be stored; without it, as much as a round takes."""
+    of it is used, for those that are to be stored; without it, as much as a batch takes."""
     store_buffer_bytes: ByteSize = Field(ByteSize(256 * _MIB), ge=4096, le=_BUFFER_MAX)
     """The host's memory that chunks wait in to be stored, of each worker. A chunk that finds it full is not stored."""
     store_batch_chunks: int = Field(8, ge=1, le=1024)
@@ -126,21 +127,21 @@ class HostConfig(Section):
     """Keys that a worker remembers as stored, so that it does not store them again."""
     breaker_failures: int = Field(3, ge=1)
     """After so many failures in a row the data plane is left alone for a while."""
-    breaker_backoff: float = Field(0.25, gt=0, le=60)
+    breaker_backoff_s: float = Field(0.25, gt=0, le=60)
     """First pause; each further failure doubles it."""
-    breaker_backoff_max: float = Field(5.0, gt=0, le=600)
+    breaker_backoff_max_s: float = Field(5.0, gt=0, le=600)
     """Longest pause; then one call probes the data plane again, forever."""
     identity_cache: str = ""
     """File that remembers the hashes of weights and adapters (docs/identity.md), so that a start reads none that have
     not changed; empty for ``shadowserve/content.json`` in the user's cache folder, ``none`` to hash every time."""
     interference_budget: float = Field(0.02, ge=0, le=1)
     """By which fraction a step that decodes may be longer beside KV that moves: 0.02 is 2 %. Data planes hold all that
-    they move, for whichever engine, to a rate for it, which the engine learns from its steps (docs/slack.md). While
-    nothing decodes there is no bound. 0: this engine sets none."""
+    they move, for whichever engine, to a rate for it, which the engine learns from its steps (docs/interference.md).
+    While nothing decodes there is no bound. 0: this engine sets none."""
     computing_cache: str = ""
     """File that remembers how long this engine computes and loads, and what fetching costs it, by model and machine;
     empty for ``shadowserve/computing.json`` in the user's cache folder, ``none`` to learn it anew at each start."""
-    close_timeout: float = Field(5.0, ge=0, le=60)
+    close_timeout_s: float = Field(5.0, ge=0, le=60)
     """At shutdown, waiting stores and running fetches get so long to end."""
 
     @field_validator("data_plane")
@@ -152,8 +153,8 @@ class HostConfig(Section):
 
     @model_validator(mode="after")
     def _backoffs(self) -> Self:
-        if self.breaker_backoff > self.breaker_backoff_max:
-            raise ValueError("breaker_backoff is above breaker_backoff_max")
+        if self.breaker_backoff_s > self.breaker_backoff_max_s:
+            raise ValueError("breaker_backoff_s is above breaker_backoff_max_s")
         return self
 
     @model_validator(mode="after")
@@ -215,10 +216,10 @@ class HostConfig(Section):
             self.data_plane_address(rank),
             credentials=self.credentials(),
             engine=engine,
-            connect_timeout=self.connect_timeout,
+            connect_timeout_s=self.connect_timeout_s,
             failures=self.breaker_failures,
-            backoff=self.breaker_backoff,
-            backoff_max=self.breaker_backoff_max,
+            backoff=self.breaker_backoff_s,
+            backoff_max_s=self.breaker_backoff_max_s,
         )
 
     def credentials(self) -> Credentials | None:

@@ -153,7 +153,7 @@ class Connection:
         )
         ends = time.monotonic() + timeout
         try:
-            # Not waiting first: a call that waits hears no reason, and there are some that no waiting mends.
+            # Not waiting first: a call that waits hears no reason, and there are some that no waiting remedies.
             answer = self._hello(request, ends, wait=False)
         except DataPlaneError as error:
             if not wait or error.outcome != "unreachable" or time.monotonic() >= ends:

@@ -9,10 +9,10 @@
 ``exported``        the GPU's buffer, or the host's memory, by a DPU    the GPU's buffer, or the host's memory
 ==================  ==================================================  =============================================
 
-The GPU's buffer is the paper's DMA destination buffer (ShadowServe section 4.3). What is to be stored always waits in
+The GPU's buffer is the paper's DMA registration buffer (ShadowServe section 4.3). What is to be stored always waits in
 the host's memory, shared or exported: it is not urgent, and the GPU's memory is dear.
 
-**When bytes may be read.** The data plane answers once a round is quiet: its copies have ended. What a DPU has written
+**When bytes may be read.** The data plane answers once a batch is quiet: its copies have ended. What a DPU has written
 over PCIe into a GPU is then ordered against that GPU's kernels where the platform does so by itself, and is flushed by
 the host where it does not (``Device.flush_remote_writes``). Copies and scattering share one stream, and whoever
 scatters waits for that stream before anybody hears that a request's KV is in place.
@@ -37,7 +37,7 @@ import torch
 from host_control.client import MemoryMessage
 from host_control.config import HostConfig
 from host_control.cuda import CudaError, Device, DeviceBuffer, Driver
-from host_control.destination import Memory
+from host_control.registered_memory import Memory
 from host_control.segment import Segment
 from shadowserve.errors import ConfigurationError, NativeError
 from shadowserve.proto import dataplane_pb2 as pb
@@ -229,7 +229,7 @@ class ExportedHostMemory:
         ConfigurationError: there is no DPU here, or it cannot export the memory.
 
     Attributes:
-        size, memory, outlives_us: see :class:`~host_control.destination.Memory`.
+        size, memory, outlives_us: see :class:`~host_control.registered_memory.Memory`.
     """
 
     outlives_us = False
@@ -253,7 +253,7 @@ class ExportedHostMemory:
         export = self._export
         return pb.ExportedMemory(address=export.address, size=self.size, descriptor=export.descriptor)
 
-    def announced(self) -> None:
+    def published(self) -> None:
         pass  # it has no name that would now be of no more use
 
     def arrived(self, offset: int, length: int) -> Any:
@@ -292,8 +292,8 @@ class _Locked:
         message: MemoryMessage = self._under.message()
         return message
 
-    def announced(self) -> None:
-        self._under.announced()
+    def published(self) -> None:
+        self._under.published()
 
     def arrived(self, offset: int, length: int) -> Any:
         return self._under.arrived(offset, length)
@@ -341,7 +341,7 @@ class _GpuMemory:
         self._buffer = gpu.device.allocate(size)
         self.memory = gpu.tensor(self._buffer)
 
-    def announced(self) -> None:
+    def published(self) -> None:
         pass
 
     def flush(self) -> None:

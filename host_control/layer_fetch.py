@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from host_control.client import DataPlaneClient, FetchCall, FetchPart
-from host_control.destination import PROGRESS_BYTES, Destination, Memory
+from host_control.registered_memory import PROGRESS_BYTES, Memory, RegisteredMemory
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.pieces import Flags, leading_chunks, leading_layers
 
@@ -49,7 +49,7 @@ class LayerFetch:
 
     Args:
         client: of the data plane.
-        destination: that the chunks fit into, all at once; nobody else uses it meanwhile.
+        registration: that the chunks fit into, all at once; nobody else uses it meanwhile.
         keys: of the chunks.
         deadline: on the clock of ``time.monotonic()``.
         cancelled: whether to end early.
@@ -58,11 +58,11 @@ class LayerFetch:
         window_s: seconds that will be computed with each layer; 0 where nobody knows.
 
     Attributes:
-        fetched_bytes, delivered_bytes: over the wire, and into the destination, in all calls.
+        fetched_bytes, delivered_bytes: over the wire, and into the registration, in all calls.
     """
 
     client: DataPlaneClient
-    destination: Destination
+    registration: RegisteredMemory
     keys: Sequence[bytes]
     deadline: float
     cancelled: Callable[[], bool]
@@ -75,14 +75,14 @@ class LayerFetch:
     _placed: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self._shape = self.destination.shapes[0]
+        self._shape = self.registration.shapes[0]
         self._there: Flags = np.zeros((self._shape.layers, len(self.keys)), np.bool_)
         self._wanted: Flags = np.ones_like(self._there)
 
     def run(self) -> tuple[int, str, str]:
         """Return how many leading chunks are in place with all layers, and why not all: a reason and a detail.
 
-        Once it returns nothing is written any more, into pages or into a destination that was not given up.
+        Once it returns nothing is written any more, into pages or into a registration that was not given up.
         """
         try:
             try:
@@ -100,12 +100,12 @@ class LayerFetch:
         before, memory = self._memory, self._acquire()
         if before is not None and memory is not before and self._there.any():
             # What is whole of it is taken from where it is.
-            raise _Ended("unknown_destination", "the memory that the first layers have arrived in was given up")
+            raise _Ended("unknown_memory", "the memory that the first layers have arrived in was given up")
         self._memory = memory
         job_id = f"layers-{secrets.token_hex(8)}"
         length = len(self.keys) * self._shape.raw_bytes
         missing = self._wanted & ~self._there
-        part = FetchPart(self.destination.destination_id, 0, length, self.keys, missing)
+        part = FetchPart(self.registration.memory_id, 0, length, self.keys, missing)
         try:
             call, wait = self._start(job_id, part, memory)
         except DataPlaneError as error:
@@ -122,20 +122,20 @@ class LayerFetch:
             raise
         finally:
             answer = call.result()
-            if not answer.quiet or answer.reason == "unknown_destination":
-                self.destination.retire(release=not answer.quiet)
+            if not answer.quiet or answer.reason == "unknown_memory":
+                self.registration.retire(release=not answer.quiet)
         self.fetched_bytes += answer.fetched_bytes
         self.delivered_bytes += answer.delivered_bytes
         self._there |= answer.delivered[0]
         self._place(leading_layers(self._there, self._wanted), len(self.keys))
-        if answer.reason == "unknown_destination" and before is None:
+        if answer.reason == "unknown_memory" and before is None:
             return  # the daemon has restarted: register again, once
-        if answer.reason != "round_full":
+        if answer.reason != "batch_full":
             raise _Ended(answer.reason, answer.detail)
 
     def _start(self, job_id: str, part: FetchPart, memory: Memory) -> tuple[FetchCall, Callable[[int, float], int]]:
         """Start a call; return it, and what waits for further layers than were seen, for so many seconds."""
-        left, begin = max(self.deadline - time.monotonic(), 0.001), self.destination.progress_offset
+        left, begin = max(self.deadline - time.monotonic(), 0.001), self.registration.progress_offset
         if begin is None:
             call = self.client.start_fetch_layers(job_id, part, left, self.window_s)
             return call, call.layers
@@ -153,7 +153,7 @@ class LayerFetch:
         if self.cancelled() or left <= 0:
             raise _Ended("cancelled" if self.cancelled() else "deadline")
         try:
-            return self.destination.acquire(left)
+            return self.registration.acquire(left)
         except DataPlaneError as error:
             raise _Ended(error.outcome, str(error)) from error
         except ConfigurationError as error:
@@ -181,7 +181,7 @@ class LayerFetch:
         if not self._memory.whole():
             lost = "the memory that chunks arrive in was made shorter; it is given up"
             _logger.error("shadowserve: %s", lost)
-            self.destination.lost(self._memory)
+            self.registration.lost(self._memory)
             raise _Ended("scatter_failed", lost)
         if chunks == len(self.keys):
             self._placed = layers

@@ -136,7 +136,7 @@ class PagedLayout:
         chunk_blocks: int | None = None,
         layers: tuple[int, int] | None = None,
     ) -> None:
-        """Copy the chunks of a round into paged memory, all layers that are here or some.
+        """Copy the chunks of a batch into paged memory, all layers that are here or some.
 
         On a device: on the current stream, in one launch with Triton.
 
@@ -317,7 +317,7 @@ class _TorchMover(_DeviceMover):
 
 
 class _TritonMover(_DeviceMover):
-    """Copies with our kernels: one launch for a round."""
+    """Copies with our kernels: one launch for a batch."""
 
     def __init__(self, views: Sequence[Any], reshaping_bytes: int) -> None:
         super().__init__(views, reshaping_bytes)

@@ -1,4 +1,4 @@
-"""Scatter and gather on a GPU: one kernel launch for all layers and all chunks of a round.
+"""Scatter and gather on a GPU: one kernel launch for all layers and all chunks of a batch.
 
 Imported only where Triton is; :mod:`host_control.layouts` does the same with torch elsewhere. As vLLM's
 ``reshape_and_cache`` does, the kernel finds each token's place by a *slot*: block number x tokens in a block + token in

@@ -18,10 +18,10 @@ import numpy as np
 
 from host_control.client import DataPlaneClient
 from host_control.cold import ColdLoads
-from host_control.handover import Arrived, Coming, Handover
+from host_control.disaggregation import Arrived, Coming, Disaggregation
 from host_control.seen import Chain, Found, Seen
 from shadowserve.errors import DataPlaneError
-from shadowserve.keys import Extra, chain_links, record_keys, tail_link
+from shadowserve.keys import Extra, prefix_chain, record_keys, tail_chunk_key
 from shadowserve.pieces import Flags, leading
 from shadowserve.tier import Tier
 
@@ -35,7 +35,7 @@ _STRIDE_TOKENS: Final = 32_768
 _IN_TIME: Final = 0.9
 """Of a load's time, that it waits for what is cold; then it ends with what is near."""
 _NOTHING: Final = Extra()
-_STAYS: Final = Handover()
+_STAYS: Final = Disaggregation()
 
 
 class Rule(Protocol):
@@ -56,7 +56,7 @@ class LookupAnswer:
         tokens: leading tokens of the prompt that can be loaded, by the engine's own rule, for every rank.
         cut: whose records they are: 0 for those that this engine makes.
         reason: ``"complete"``, ``"short"`` (no full chunk), ``"deadline"``, ``"unnamed"`` (its KV cannot be named),
-            ``"announced_late"`` (chunks that were waited for are still only announced), ``"announced_gone"`` (they are
+            ``"published_late"`` (chunks that were waited for are still only published), ``"published_gone"`` (they are
             not coming), ``"cold_late"`` (chunks that were waited for are still in object storage alone), or why the
             data plane could not say.
         detail: a sentence about a failure, else empty.
@@ -67,7 +67,7 @@ class LookupAnswer:
         cold_seconds: in how many storage expects to have nearer what is cold of them.
         unpublished: chunks are missing that another engine may be storing, and storage does not know of such chunks.
 
-    Where a load may begin before all of it is near, what is announced and what is cold counts as there;
+    Where a load may begin before all of it is near, what is published and what is cold counts as there;
     :meth:`PrefixLookup.arrived` tells of it.
     """
 
@@ -94,15 +94,15 @@ class _Lookup:
     length: int
     extra: Extra | Callable[[], Extra]
     deadline: float
-    handover: Handover = _STAYS
+    disaggregation: Disaggregation = _STAYS
     answer: LookupAnswer | None = None
     so_far: LookupAnswer = field(default_factory=lambda: LookupAnswer(0, "deadline"))
-    links: list[bytes] | None = None
-    tail: list[bytes] = field(default_factory=list)  # its link, if it is to have a record
+    chunk_keys: list[bytes] | None = None
+    tail: list[bytes] = field(default_factory=list)  # its chunk key, if it is to have a record
     saved: Sequence[bytes] = ()  # the names that it was saved under when it was preempted: nothing else is asked for
-    waits_until: float = 0.0  # for what is announced, or cold
+    waits_until: float = 0.0  # for what is published, or cold
     late: str = "deadline"  # reason of an answer that did not come in time
-    arrived: Arrived | None = None  # where the answer counts what is only announced, or cold
+    arrived: Arrived | None = None  # where the answer counts what is only published, or cold
     cold: Callable[[int], None] | None = None  # has so many chunks brought, where some of them are cold
     drawn: str = ""  # how it ended that what is cold was waited for: what still is counts no more
     present: Sequence[Flags] | None = None
@@ -125,12 +125,12 @@ class PrefixLookup:
         timeout: seconds from :meth:`submit` to an answer.
         threads: that hash and ask.
         enabled: whether to ask the data plane at all; without it every answer is a miss, and only keys are made.
-        loads_wait: whether a load may begin while some of its chunks are only announced, or cold.
+        loads_wait: whether a load may begin while some of its chunks are only published, or cold.
         load_timeout: seconds that a load may take, and that is waited for what is cold.
         plain: whether this engine stores records that are not compressed, for devices of its data plane.
 
     Attributes:
-        reach: which engines hear of what is announced, a ``Reach`` of the wire; as a data plane has said last.
+        reach: which engines hear of what is published, a ``Reach`` of the wire; as a data plane has said last.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class PrefixLookup:
         self._lookups: dict[str, _Lookup] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shadowserve-lookup")
         self._late = ThreadPoolExecutor(1, thread_name_prefix="shadowserve-late-lookup")
-        self._coming = Coming(self._of_cuts, self._announce, timeout)
+        self._coming = Coming(self._of_cuts, self._publish, timeout)
         self._cold_loads = ColdLoads()
         if enabled:
             # So that the first request's deadline does not pay for the connection.
@@ -178,7 +178,7 @@ class PrefixLookup:
         request_id: str,
         tokens: Sequence[int],
         extra: Extra | Callable[[], Extra] = _NOTHING,
-        handover: Handover = _STAYS,
+        disaggregation: Disaggregation = _STAYS,
         saved: Sequence[bytes] = (),
     ) -> None:
         """Start looking a prompt up, or start over for a request that is known already.
@@ -187,19 +187,19 @@ class PrefixLookup:
             request_id: of the engine.
             tokens: of the prompt; must not change until :meth:`forget`, except by growing.
             extra: what else its KV depends on; or what returns that, called on a lookup thread. Where it raises, the
-                answer's reason is ``"unnamed"``, and there are no links.
-            handover: what is waited for and announced.
+                answer's reason is ``"unnamed"``, and there are no chunk keys.
+            disaggregation: what is waited for and published.
             saved: names of its chunks, and of its tail, that :data:`SAVED` records have: only these are asked for.
         """
-        lookup = _Lookup(tokens, len(tokens), extra, time.monotonic() + self._timeout, handover, saved=saved)
+        lookup = _Lookup(tokens, len(tokens), extra, time.monotonic() + self._timeout, disaggregation, saved=saved)
         count = lookup.length // self._chunk_tokens
-        if count == 0 and not handover.tail_tokens:
-            lookup.answer, lookup.links = LookupAnswer(0, "short"), []
+        if count == 0 and not disaggregation.tail_tokens:
+            lookup.answer, lookup.chunk_keys = LookupAnswer(0, "short"), []
         elif not self._enabled:
             lookup.answer = LookupAnswer(0, "disabled")
         with self._lock:
             self._lookups[request_id] = lookup
-        if lookup.links is None:
+        if lookup.chunk_keys is None:
             lookup.future = self._pool.submit(self._run, request_id, lookup, count)
 
     def poll(self, request_id: str) -> LookupAnswer | None:
@@ -213,23 +213,23 @@ class PrefixLookup:
                 lookup.answer = lookup.answer or self._too_late(lookup)
         return lookup.answer
 
-    def links(self, request_id: str) -> list[bytes] | None:
-        """Return the links of full chunks, ``None`` while they are being computed.
+    def chunk_keys(self, request_id: str) -> list[bytes] | None:
+        """Return the chunk keys of full chunks, ``None`` while they are being computed.
 
         The list belongs to the request: whoever extends it (chunks of generated tokens) does so in place.
         """
         lookup = self._lookups.get(request_id)
-        return None if lookup is None else lookup.links
+        return None if lookup is None else lookup.chunk_keys
 
     def tail(self, request_id: str) -> list[bytes]:
-        """Return the link of the prompt's tail, if it is to have a record; known with the links."""
+        """Return the chunk key of the prompt's tail, if it is to have a record; known with the chunk keys."""
         lookup = self._lookups.get(request_id)
         return [] if lookup is None else lookup.tail
 
     def extra(self, request_id: str) -> Extra:
-        """Return what a request's links were made of beside its tokens; there are links."""
+        """Return what a request's chunk keys were made of beside its tokens; there are chunk keys."""
         extra = self._lookups[request_id].extra
-        assert isinstance(extra, Extra), "links without a name"
+        assert isinstance(extra, Extra), "chunk_keys without a name"
         return extra
 
     def present(self, request_id: str, *, saved: bool = False) -> Sequence[Flags] | None:
@@ -253,7 +253,7 @@ class PrefixLookup:
             bring(chunks)
 
     def arrived(self, request_id: str) -> Arrived | None:
-        """Return how far a prompt is near by now whose answer counts what is announced or cold; ``None`` for others."""
+        """Return how far a prompt is near by now whose answer counts what is published or cold; ``None`` for others."""
         lookup = self._lookups.get(request_id)
         return None if lookup is None else lookup.arrived
 
@@ -266,24 +266,26 @@ class PrefixLookup:
         if answer is None:
             return None
         found: dict[DataPlaneClient, list[tuple[bytes, Sequence[bytes]]]] = {}
-        if lookup is None or not answer.present or not lookup.links:
+        if lookup is None or not answer.present or not lookup.chunk_keys:
             return found
         end = -(-answer.tokens // self._chunk_tokens)
-        named = lookup.saved[: len(answer.present[0])] or lookup.links
+        named = lookup.saved[: len(answer.present[0])] or lookup.chunk_keys
         for place, group in enumerate(self._records[answer.cut]):
             first = 0 if self._every[place] else self._first_needed(answer, lookup.length, place, end)
             flags = answer.present[place]
-            links = [link for link, there in zip(named[first:end], flags[first:end], strict=True) if there]
-            for client, namespace in dict.fromkeys(group) if links else ():
-                found.setdefault(client, []).append((namespace, record_keys(namespace, links)))
+            chunk_keys = [
+                chunk_key for chunk_key, there in zip(named[first:end], flags[first:end], strict=True) if there
+            ]
+            for client, namespace in dict.fromkeys(group) if chunk_keys else ():
+                found.setdefault(client, []).append((namespace, record_keys(namespace, chunk_keys)))
         return found
 
     def chains_of(
-        self, links: Sequence[Sequence[bytes]]
+        self, chunk_keys: Sequence[Sequence[bytes]]
     ) -> Mapping[DataPlaneClient, Sequence[tuple[bytes, Sequence[bytes]]]]:
-        """Return the records of each group's links as :meth:`chains`, of what a preempted request is saved in."""
+        """Return the records of each group's chunk keys as :meth:`chains`, of what a preempted request is saved in."""
         found: dict[DataPlaneClient, list[tuple[bytes, Sequence[bytes]]]] = {}
-        for group, own in zip(self._records[SAVED], links, strict=True):
+        for group, own in zip(self._records[SAVED], chunk_keys, strict=True):
             for client, namespace in dict.fromkeys(group) if own else ():
                 found.setdefault(client, []).append((namespace, record_keys(namespace, own)))
         return found
@@ -299,12 +301,12 @@ class PrefixLookup:
             last *= 2
         return max(end - last, 0)
 
-    def computed(self, request_id: str, links: Iterable[bytes]) -> None:
-        """Chunks of a request are on their way to the store: their announcements are not renewed, nor withdrawn."""
-        self._coming.computed(request_id, links)
+    def computed(self, request_id: str, chunk_keys: Iterable[bytes]) -> None:
+        """Chunks of a request are on their way to the store: their publications are not renewed, nor withdrawn."""
+        self._coming.computed(request_id, chunk_keys)
 
     def forget(self, request_id: str) -> None:
-        """Drop a request that has ended, and withdraw what it has announced and not computed."""
+        """Drop a request that has ended, and withdraw what it has published and not computed."""
         with self._lock:
             lookup = self._lookups.pop(request_id, None)
         self._coming.settle(request_id)
@@ -322,9 +324,9 @@ class PrefixLookup:
     def _run(self, request_id: str, lookup: _Lookup, count: int) -> None:
         try:
             if self._named(lookup):
-                links = self._hash(lookup, count)
-                wanted = list(lookup.saved) or [*links, *lookup.tail]
-                lookup.links = links  # from now on others may extend them
+                chunk_keys = self._hash(lookup, count)
+                wanted = list(lookup.saved) or [*chunk_keys, *lookup.tail]
+                lookup.chunk_keys = chunk_keys  # from now on others may extend them
                 if self._enabled:
                     self._ask(request_id, lookup, wanted)
         except Exception as error:  # a bug must not leave the request waiting for its deadline
@@ -345,16 +347,18 @@ class PrefixLookup:
     def _hash(self, lookup: _Lookup, count: int) -> list[bytes]:
         extra = lookup.extra
         assert isinstance(extra, Extra)
-        tokens, links = array.array("I"), list[bytes]()
+        tokens, chunk_keys = array.array("I"), list[bytes]()
         stride = max(_STRIDE_TOKENS // self._chunk_tokens, 1) * self._chunk_tokens
         for begin in range(0, count * self._chunk_tokens, stride):
             tokens += array.array("I", lookup.tokens[begin : min(begin + stride, count * self._chunk_tokens)])
-            links = chain_links(self._model, tokens, chunk_tokens=self._chunk_tokens, extra=extra, after=links)
+            chunk_keys = prefix_chain(
+                self._model, tokens, chunk_tokens=self._chunk_tokens, extra=extra, after=chunk_keys
+            )
             time.sleep(0)  # let the engine's thread have the interpreter
-        if size := lookup.handover.tail_tokens:
+        if size := lookup.disaggregation.tail_tokens:
             before = self._model, lookup.tokens, size
-            lookup.tail = [tail_link(*before, chunk_tokens=self._chunk_tokens, extra=extra, after=links)]
-        return links
+            lookup.tail = [tail_chunk_key(*before, chunk_tokens=self._chunk_tokens, extra=extra, after=chunk_keys)]
+        return chunk_keys
 
     def _ask(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
         asked = time.monotonic()
@@ -364,9 +368,9 @@ class PrefixLookup:
             return
         try:
             if lookup.saved:
-                own, best = self._see({SAVED: len(wanted)}, wanted, left, announced=False) * 2
+                own, best = self._see({SAVED: len(wanted)}, wanted, left, published=False) * 2
             else:
-                own, best = self._find(wanted, left, announced=lookup.handover.waits > 0)
+                own, best = self._find(wanted, left, published=lookup.disaggregation.waits > 0)
         except DataPlaneError as error:
             self._settle(lookup, replace(lookup.so_far, reason=error.outcome, detail=str(error)))
             if error.outcome == "deadline":
@@ -375,7 +379,7 @@ class PrefixLookup:
             return
         whole = len(wanted) - len(lookup.tail)
         lookup.present, lookup.asked = [flags[:whole] for flags in own.present], asked
-        if lookup.drawn or not lookup.handover.cold:
+        if lookup.drawn or not lookup.disaggregation.cold:
             best = best.near(self._every)
         hits = leading(best.there)
         self._note(lookup, best, whole)
@@ -400,10 +404,10 @@ class PrefixLookup:
         if lookup.drawn not in ("", "complete"):
             reason, detail = lookup.drawn, "chunks of it are in object storage, and did not come"
         elif hits < len(wanted) and lookup.waits_until and lookup.arrived is None and not lookup.drawn:
-            reason, detail = "announced_gone", "chunks that were announced are not stored"
-        if seconds := lookup.handover.announces:  # before anybody can have computed and stored it
+            reason, detail = "published_gone", "chunks that were published are not stored"
+        if seconds := lookup.disaggregation.publishes:  # before anybody can have computed and stored it
             there = own.there | (np.arange(len(wanted)) < hits)
-            self._announce_absent(request_id, lookup, wanted, there, seconds)
+            self._publish_absent(request_id, lookup, wanted, there, seconds)
         self._settle(lookup, replace(lookup.so_far, reason=reason, detail=detail))
 
     def _note(self, lookup: _Lookup, best: Seen, whole: int) -> None:
@@ -414,7 +418,7 @@ class PrefixLookup:
         lookup.so_far = LookupAnswer(
             tokens, "complete", cut=best.cut, present=present, tail=tail, chunk_bytes=best.chunk_bytes,
             cold_seconds=best.cold_seconds,
-            unpublished=best.coming is None and lookup.handover.waits > 0 and not best.there.all(),
+            unpublished=best.coming is None and lookup.disaggregation.waits > 0 and not best.there.all(),
         )  # fmt: skip
         lookup.so_far = replace(lookup.so_far, tiers=best.farthest(self._needed(lookup, best)).tobytes())
 
@@ -431,10 +435,10 @@ class PrefixLookup:
 
     def _too_late(self, lookup: _Lookup) -> LookupAnswer:
         details = {
-            "deadline": f"no answer within {self._timeout:g} s (host.lookup_timeout)",
-            "cold_late": f"not all of it came from object storage within {self._load_timeout:g} s (host.fetch_timeout)",
+            "deadline": f"no answer within {self._timeout:g} s (host.lookup_timeout_s)",
+            "cold_late": f"not all came from object storage within {self._load_timeout:g} s (host.fetch_timeout_s)",
         }
-        detail = details.get(lookup.late, f"still announced after {lookup.handover.waits:g} s")
+        detail = details.get(lookup.late, f"still published after {lookup.disaggregation.waits:g} s")
         return replace(lookup.so_far, reason=lookup.late, detail=detail)
 
     def _learn_stored(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
@@ -444,7 +448,7 @@ class PrefixLookup:
         asked, whole = time.monotonic(), len(wanted) - len(lookup.tail)
         with contextlib.suppress(DataPlaneError):
             records = SAVED if lookup.saved else 0
-            (own,) = self._see({records: len(wanted)}, wanted, self._load_timeout, announced=False)
+            (own,) = self._see({records: len(wanted)}, wanted, self._load_timeout, published=False)
             lookup.present, lookup.asked = [flags[:whole] for flags in own.present], asked
 
     def _leave_cold(
@@ -456,11 +460,11 @@ class PrefixLookup:
         then: Callable[[Arrived], None] | None = None,
     ) -> Callable[[int], None]:
         """Return what has leading ones of these chunks brought; by default it notes how far they are."""
-        needed, waits = self._needed(lookup, best), lookup.handover.waits > 0
+        needed, waits = self._needed(lookup, best), lookup.disaggregation.waits > 0
 
         def ask(first: int, end: int) -> tuple[Flags, Flags]:
             rest = wanted[first:end]
-            (seen,) = self._see({best.cut: len(rest)}, rest, self._timeout, announced=waits, prefetch=True)
+            (seen,) = self._see({best.cut: len(rest)}, rest, self._timeout, published=waits, prefetch=True)
             cold = seen.farthest(needed, first) == Tier.COLD
             return seen.there & ~cold, cold if seen.coming is None else cold | seen.coming
 
@@ -496,12 +500,12 @@ class PrefixLookup:
 
     def _has_tail(self, lookup: _Lookup, seen: Seen, whole: int) -> bool:
         """Return whether a load may go to the end of the tail, which the groups that keep every chunk have."""
-        size = lookup.handover.tail_tokens
+        size = lookup.disaggregation.tail_tokens
         end = whole * self._chunk_tokens + size
         return self._rule(seen.present, end + 1, size) == end
 
     def _begin(self, request_id: str, lookup: _Lookup, wanted: list[bytes], best: Seen) -> None:
-        """Count what is announced as if it were there, and tell from now on how much of it is."""
+        """Count what is published as if it were there, and tell from now on how much of it is."""
         assert best.coming is not None
         whole = len(wanted) - len(lookup.tail)
         # Of a chunk, what is kept of every chunk is stored last: with it comes what other groups keep of the chunk.
@@ -525,7 +529,7 @@ class PrefixLookup:
             again = functools.partial(self._ask_more, request_id, lookup, wanted, seen.cut)
             self._coming.wait(wanted[before + coming[len(coming) // 2]], [seen.cut], lookup.waits_until, again)
         else:
-            lookup.arrived = Arrived(there, "complete" if there >= len(wanted) else "announced_gone")
+            lookup.arrived = Arrived(there, "complete" if there >= len(wanted) else "published_gone")
 
     def _ask_more(self, request_id: str, lookup: _Lookup, wanted: list[bytes], cut: int, late: bool) -> None:
         """Have it looked how much has arrived; in a thread that asks for all requests, so elsewhere."""
@@ -535,10 +539,10 @@ class PrefixLookup:
             before = lookup.arrived.chunks
             rest = wanted[before:]
             try:
-                (seen,) = self._see({cut: len(rest)}, rest, self._timeout, announced=True)
+                (seen,) = self._see({cut: len(rest)}, rest, self._timeout, published=True)
                 if late:
                     there = before + leading(seen.there)
-                    lookup.arrived = Arrived(there, "complete" if there == len(wanted) else "announced_late")
+                    lookup.arrived = Arrived(there, "complete" if there == len(wanted) else "published_late")
                 else:
                     self._follow(request_id, lookup, wanted, seen, before)
             except DataPlaneError as error:
@@ -550,7 +554,7 @@ class PrefixLookup:
             with contextlib.suppress(RuntimeError):  # closed
                 self._pool.submit(look)
 
-    def _find(self, links: Sequence[bytes], timeout: float, *, announced: bool) -> tuple[Seen, Seen]:
+    def _find(self, chunk_keys: Sequence[bytes], timeout: float, *, published: bool) -> tuple[Seen, Seen]:
         """Return what there is of this engine's own records, and of those of which there is most, or is coming.
 
         Of others' records the first chunk's are asked for: most prompts have none, and few have both.
@@ -559,19 +563,19 @@ class PrefixLookup:
             DataPlaneError: somebody could not say.
         """
         ends = time.monotonic() + timeout
-        counts = {cut: 1 if cut else len(links) for cut in self._cuts}
-        own, *probes = self._see(counts, links, timeout, announced=announced)
+        counts = {cut: 1 if cut else len(chunk_keys) for cut in self._cuts}
+        own, *probes = self._see(counts, chunk_keys, timeout, published=published)
         best = own
         if not own.there.all():
             for cut in [probe.cut for probe in probes if probe.extent]:
                 left = max(ends - time.monotonic(), 0.001)
-                (other,) = self._see({cut: len(links)}, links, left, announced=announced)
+                (other,) = self._see({cut: len(chunk_keys)}, chunk_keys, left, published=published)
                 best = max(best, other, key=lambda seen: seen.extent)
         return own, best
 
-    def _of_cuts(self, links: Sequence[bytes], cuts: Iterable[int], timeout: float) -> tuple[Flags, Flags | None]:
-        """Return which chunks are there, and which are announced, of whichever of these cuts."""
-        seen = self._see(dict.fromkeys(cuts, len(links)), links, timeout, announced=True)
+    def _of_cuts(self, chunk_keys: Sequence[bytes], cuts: Iterable[int], timeout: float) -> tuple[Flags, Flags | None]:
+        """Return which chunks are there, and which are published, of whichever of these cuts."""
+        seen = self._see(dict.fromkeys(cuts, len(chunk_keys)), chunk_keys, timeout, published=True)
         there = np.logical_or.reduce([each.there for each in seen])
         known = [each.coming for each in seen if each.coming is not None]
         return there, np.logical_or.reduce(known) & ~there if len(known) == len(seen) else None
@@ -580,7 +584,7 @@ class PrefixLookup:
         """Return whether the first of a prompt's chunks, or its tail, that is not there is worth waiting for."""
         if coming is not None:
             return bool(coming[index])
-        return lookup.handover.waits > 0 and index * self._chunk_tokens < lookup.handover.expected_tokens
+        return lookup.disaggregation.waits > 0 and index * self._chunk_tokens < lookup.disaggregation.expected_tokens
 
     def _wait(self, request_id: str, lookup: _Lookup, wanted: list[bytes], place: int, cuts: Iterable[int]) -> None:
         """Ask again once a chunk is there, or is not coming; of these cuts."""
@@ -598,8 +602,8 @@ class PrefixLookup:
 
     def _wait_from(self, lookup: _Lookup) -> None:
         if not lookup.waits_until:
-            lookup.waits_until = lookup.deadline - self._timeout + lookup.handover.waits
-            lookup.deadline, lookup.late = lookup.waits_until, "announced_late"
+            lookup.waits_until = lookup.deadline - self._timeout + lookup.disaggregation.waits
+            lookup.deadline, lookup.late = lookup.waits_until, "published_late"
 
     def _ask_again(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
         try:
@@ -607,32 +611,32 @@ class PrefixLookup:
         except Exception as error:  # as in _run
             self._settle(lookup, LookupAnswer(0, "internal", f"{type(error).__name__}: {error}"))
 
-    def _announce_absent(
+    def _publish_absent(
         self, request_id: str, lookup: _Lookup, wanted: list[bytes], there: Flags, seconds: float
     ) -> None:
-        """Announce what this engine will compute and store, if the request still lives."""
+        """Publish what this engine will compute and store, if the request still lives."""
         ends = [(index + 1) * self._chunk_tokens for index in range(len(wanted))]
         if lookup.tail:
-            ends[-1] -= self._chunk_tokens - lookup.handover.tail_tokens
+            ends[-1] -= self._chunk_tokens - lookup.disaggregation.tail_tokens
         mine = [
-            link
-            for link, stored, end in zip(wanted, there, ends, strict=True)
-            if not stored and lookup.handover.may_store(end)
+            chunk_key
+            for chunk_key, stored, end in zip(wanted, there, ends, strict=True)
+            if not stored and lookup.disaggregation.may_store(end)
         ]
         if mine:
-            self._coming.announce(request_id, mine, seconds)
+            self._coming.publish(request_id, mine, seconds)
         if self._lookups.get(request_id) is not lookup:  # it has ended meanwhile, and that was not heard
             self._coming.settle(request_id)
 
-    def _announce(self, links: Sequence[bytes], seconds: float) -> None:
-        """Announce all ranks' records of some chunks; 0 seconds: they will not be stored."""
+    def _publish(self, chunk_keys: Sequence[bytes], seconds: float) -> None:
+        """Publish all ranks' records of some chunks; 0 seconds: they will not be stored."""
         held = dict.fromkeys(
             each for group, every in zip(self._cuts[0], self._every, strict=True) if every for each in group
         )
         for client in dict.fromkeys(client for client, _ in held):
             names = [name for each, name in held if each is client]
-            keys = [key for name in names for key in record_keys(name, links)]
-            client.announce(keys, seconds, plain=self._plain, reached=self._reached)
+            keys = [key for name in names for key in record_keys(name, chunk_keys)]
+            client.publish(keys, seconds, plain=self._plain, reached=self._reached)
 
     def _reached(self, reach: int) -> None:
         self.reach = reach
@@ -640,13 +644,13 @@ class PrefixLookup:
     def _see(
         self,
         counts: Mapping[int, int],
-        links: Sequence[bytes],
+        chunk_keys: Sequence[bytes],
         timeout: float,
         *,
-        announced: bool,
+        published: bool,
         prefetch: bool = False,
     ) -> list[Seen]:
-        """Return what there is of the first so many links of each cut, asking all data planes at once.
+        """Return what there is of the first so many chunk keys of each cut, asking all data planes at once.
 
         KV that one rank lacks is of no use, and so is a group's of which one part is missing.
 
@@ -663,8 +667,8 @@ class PrefixLookup:
         for client in dict.fromkeys(client for client, _, _ in asked):
             chains = [each for each in asked if each[0] is client]
             try:
-                keys = [(namespace, record_keys(namespace, links[:count])) for _, namespace, count in chains]
-                calls.append((chains, client.find(keys, timeout, announced=announced, prefetch=prefetch)))
+                keys = [(namespace, record_keys(namespace, chunk_keys[:count])) for _, namespace, count in chains]
+                calls.append((chains, client.find(keys, timeout, published=published, prefetch=prefetch)))
             except DataPlaneError as error:
                 problem = problem or error
         for chains, call in calls:  # every answer is taken, or its data plane's breaker would not hear of it
@@ -674,7 +678,7 @@ class PrefixLookup:
                 problem = problem or error
                 continue
             for place, chain in enumerate(chains):
-                soon = None if answer.announced is None else answer.announced[place]
+                soon = None if answer.published is None else answer.published[place]
                 numbers = answer.stored_bytes[place], answer.cold_seconds[place]
                 found[chain] = Chain(answer.present[place], soon, *numbers, answer.tiers[place])
         if problem is not None:

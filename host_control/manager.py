@@ -5,10 +5,10 @@ pluggable order. *Completion* holds jobs that have ended. The engine's scheduler
 :meth:`KVCacheManager.exchange`: it hands over the jobs it has intercepted and takes back those that have ended, in one
 atomic step, and is never blocked by either.
 
-A job wants chunks of one or several *parts*: layers whose chunks have one shape. It runs in rounds: the data plane
-delivers chunks into one half of the destination, and while the next round arrives in the other half, the engine's
-``scatter`` moves the first into paged KV memory. Where the data plane says in the destination how far a round is, its
-chunks are moved as they arrive. Where it does not, each round takes half of what is left: the last one's scattering is
+A job wants chunks of one or several *parts*: layers whose chunks have one shape. It runs in batches: the data plane
+delivers chunks into one half of the registration, and while the next batch arrives in the other half, the engine's
+``scatter`` moves the first into paged KV memory. Where the data plane says in the registration how far a batch is, its
+chunks are moved as they arrive. Where it does not, each batch takes half of what is left: the last one's scattering is
 hidden behind nothing. Each job has exactly one outcome, by its deadline: how many leading chunks of each part are in
 place, and the reason why not all.
 """
@@ -25,10 +25,10 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from host_control.client import DataPlaneClient, FetchAnswer, FetchCall, FetchPart
-from host_control.destination import PROGRESS_BYTES, Destination, Memory
-from host_control.handover import Arrived
+from host_control.disaggregation import Arrived
 from host_control.layer_fetch import LayerFetch
 from host_control.placing import Placer
+from host_control.registered_memory import PROGRESS_BYTES, Memory, RegisteredMemory
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -47,13 +47,13 @@ _logger = logging.getLogger(__name__)
 _CANCEL_INTERVAL: Final = 0.05
 """Seconds between two Cancel calls for one job: the first may overtake the Fetch that it is meant for."""
 _WAIT_INTERVAL: Final = 0.05
-"""Seconds between two looks for queued jobs that are out of time, which nobody announces."""
+"""Seconds between two looks for queued jobs that are out of time, which nobody publishes."""
 _PARTS_MAX: Final = 64
 """Parts that one Fetch may name (proto/dataplane.proto)."""
 _ROUND_BYTES_MIN: Final = 32 << 20
-"""A round costs some milliseconds, whatever it moves: less than scattering so much on a CPU takes."""
+"""A batch costs some milliseconds, whatever it moves: less than scattering so much on a CPU takes."""
 _SCATTER_BYTES_MIN: Final = 8 << 20
-"""Less of a round is not worth scattering while more of it arrives."""
+"""Less of a batch is not worth scattering while more of it arrives."""
 _LOOK_INTERVAL: Final = 0.005
 """Seconds between two looks whether a call has ended, or shall, while no chunk of it arrives."""
 
@@ -70,7 +70,7 @@ class FetchJob:
         arrived: how many chunks are near already, where others still store the rest, or object storage brings it:
             :meth:`KVCacheManager.exchange` is told of that, and until then the job waits, and others go on.
         layerwise: fetch layer by layer, so that :meth:`KVCacheManager.wait_layer` returns as each is in place. Only of
-            one part with all its layers, and no more chunks than the destination holds.
+            one part with all its layers, and no more chunks than the registration holds.
         window_s: seconds that the engine will compute with each layer, if that is known; else 0.
     """
 
@@ -100,7 +100,7 @@ class FetchResult:
             ``"scatter_failed"``, ``"closed"``; or why no more of it was stored (:class:`Arrived`).
         detail: a sentence, or empty.
         fetched_bytes: over the wire.
-        delivered_bytes: into the destination.
+        delivered_bytes: into the registration.
         seconds: from the hand-over.
         waited: of these, until it had its turn.
     """
@@ -121,12 +121,12 @@ class FetchResult:
 
 
 class Scatter(Protocol):
-    """Moves chunks from the destination into an engine's paged KV memory; returns once they are in place."""
+    """Moves chunks from the registration into an engine's paged KV memory; returns once they are in place."""
 
     def __call__(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
         """Place chunks ``first``, ``first + 1``, ... of a part of ``job``, which lie in ``chunks`` one after the other.
 
-        ``chunks`` is what the destination's ``Memory.arrived`` gives: a memoryview, or a tensor on the GPU.
+        ``chunks`` is what the registration's ``Memory.arrived`` gives: a memoryview, or a tensor on the GPU.
         """
 
 
@@ -145,7 +145,7 @@ class _Progress:
     delivered_bytes: int = 0
     layers: int = 0  # leading ones that are in place of all chunks, where it is fetched layer by layer
     cancelled: bool = False
-    reason: str = ""  # set once no further round follows
+    reason: str = ""  # set once no further batch follows
     detail: str = ""
     scatter_error: str = ""
     retried: bool = False
@@ -172,7 +172,7 @@ class _Progress:
 
 @dataclass(frozen=True)
 class _Run:
-    """Consecutive chunks of a part, and where they lie in the destination."""
+    """Consecutive chunks of a part, and where they lie in the registration."""
 
     part: int
     first: int
@@ -182,7 +182,7 @@ class _Run:
 
 @dataclass
 class _Landed:
-    """What has arrived in a round and is not yet scattered."""
+    """What has arrived in a batch and is not yet scattered."""
 
     progress: _Progress
     memory: Memory = field(repr=False)
@@ -215,48 +215,48 @@ class KVCacheManager:
 
     Args:
         client: of the data plane.
-        destination: that chunks arrive in; at least two of its largest large. The manager owns it from now on.
+        registration: that chunks arrive in; at least two of its largest large. The manager owns it from now on.
         scatter: called in the manager's thread.
         scatter_layers: the same for jobs that go layer by layer: of their leading chunks, which lie in memory, it moves
             layers, from one up to another; others are not there yet.
         layers: of each part's chunks, that are wanted; by default all.
         order: of the fetching queue.
         placer: of jobs of one part whose chunks are all there; what it leaves is fetched.
-        fetch_timeout: seconds from hand-over to outcome.
-        round_bytes_min: a round does not leave chunks for the next one to be smaller than this.
-        scatter_bytes_min: of a round that is not over, less than this is not scattered alone.
+        fetch_timeout_s: seconds from hand-over to outcome.
+        batch_bytes_min: a batch does not leave chunks for the next one to be smaller than this.
+        scatter_bytes_min: of a batch that is not over, less than this is not scattered alone.
         purpose: what is fetched for, of the wire's.
     """
 
     def __init__(
         self,
         client: DataPlaneClient,
-        destination: Destination,
+        registration: RegisteredMemory,
         scatter: Scatter,
         *,
         scatter_layers: Callable[[FetchJob, Any, tuple[int, int]], None] | None = None,
         layers: Sequence[slice] | None = None,
         order: FetchOrder = first_in_first_out,
         placer: Placer | None = None,
-        fetch_timeout: float = 10.0,
-        round_bytes_min: int = _ROUND_BYTES_MIN,
+        fetch_timeout_s: float = 10.0,
+        batch_bytes_min: int = _ROUND_BYTES_MIN,
         scatter_bytes_min: int = _SCATTER_BYTES_MIN,
         purpose: Any = pb.PURPOSE_REQUEST,
     ) -> None:
         self._client = client
-        self._destination = destination
+        self._registration = registration
         self._scatter, self._scatter_layers = scatter, scatter_layers
-        self._layers = layers or [slice(None)] * len(destination.shapes)
+        self._layers = layers or [slice(None)] * len(registration.shapes)
         self._order = order
         self._placer = placer
-        self._fetch_timeout = fetch_timeout
-        self._chunk_bytes = [shape.raw_bytes for shape in destination.shapes]
-        self._half_bytes = destination.size // 2
+        self._fetch_timeout = fetch_timeout_s
+        self._chunk_bytes = [shape.raw_bytes for shape in registration.shapes]
+        self._half_bytes = registration.size // 2
         self._purpose = purpose
-        self._round_bytes_min, self._scatter_bytes_min = round_bytes_min, scatter_bytes_min
+        self._batch_bytes_min, self._scatter_bytes_min = batch_bytes_min, scatter_bytes_min
         if self._half_bytes < max(self._chunk_bytes):
             raise ConfigurationError(
-                f"a destination of {destination.size} bytes does not hold two chunks of "
+                f"a registration of {registration.size} bytes does not hold two chunks of "
                 f"{max(self._chunk_bytes)}; raise host.fetch_buffer_bytes"
             )
         self._condition = threading.Condition()
@@ -353,7 +353,7 @@ class KVCacheManager:
                 progress.cancelled = True
             self._condition.notify_all()
         self._thread.join(timeout)
-        self._destination.close()
+        self._registration.close()
         with self._condition:
             completed, self._completion = self._completion, []
             return completed
@@ -376,12 +376,12 @@ class KVCacheManager:
             except Exception as error:  # the loop must outlive any bug; the job is recomputed
                 _logger.exception("fetching for request %s failed", progress.job.request_id)
                 self._end(progress, "internal", f"{type(error).__name__}: {error}")
-                self._destination.retire(release=True)
+                self._registration.retire(release=True)
 
     def _connect_early(self) -> None:
         # So that the first request does not pay for making and registering the memory.
         try:
-            self._destination.acquire(self._fetch_timeout)
+            self._registration.acquire(self._fetch_timeout)
         except (DataPlaneError, ConfigurationError) as error:
             _logger.warning("shadowserve: not connected yet: %s", error)
 
@@ -429,7 +429,7 @@ class KVCacheManager:
                         self._condition.notify_all()
                     return
                 continue
-            told_at = self._destination.progress_offset
+            told_at = self._registration.progress_offset
             if not (runs := self._round(progress, halving=told_at is None)):
                 # Nothing was wanted, or no more of it will be there.
                 if progress.there is not None and not progress.all_landed():
@@ -438,7 +438,7 @@ class KVCacheManager:
                     self._end(progress, "complete")
                 return
             try:
-                memory = self._destination.acquire(left)
+                memory = self._registration.acquire(left)
                 left = progress.deadline - time.monotonic()
                 call, job_id = self._start(progress.job, memory, runs, max(left, 0.001), told_at)
             except DataPlaneError as error:
@@ -447,23 +447,23 @@ class KVCacheManager:
             except ConfigurationError as error:
                 self._end(progress, "no_memory", str(error))
                 return
-            self._flush()  # scatter the last round, or the last job's, while this one arrives
+            self._flush()  # scatter the last batch, or the last job's, while this one arrives
             known = list(progress.chunks)
             taken = 0 if told_at is None else self._follow(call, progress, memory, runs, told_at)
             answer = self._wait(call, job_id, progress)
             if answer.reason == "invalid_answer":  # of who answers so nothing is believed
                 progress.chunks, taken = known, 0
-            if not answer.quiet or answer.reason == "unknown_destination":
-                self._destination.retire(release=not answer.quiet)
+            if not answer.quiet or answer.reason == "unknown_memory":
+                self._registration.retire(release=not answer.quiet)
             arrived = self._land(progress, memory, runs, taken, answer)
-            if answer.reason == "unknown_destination" and not arrived and not progress.retried:
+            if answer.reason == "unknown_memory" and not arrived and not progress.retried:
                 progress.retried = True  # the daemon has restarted: register again, once
                 continue
-            if not arrived and answer.reason == "round_full":
+            if not arrived and answer.reason == "batch_full":
                 detail = "the buffers are said to be full, and the first chunk is not there"
                 self._end(progress, "invalid_answer", detail)
                 return
-            if answer.reason == "round_full" or (answer.reason == "complete" and not progress.all_landed()):
+            if answer.reason == "batch_full" or (answer.reason == "complete" and not progress.all_landed()):
                 continue
             self._end(progress, answer.reason, answer.detail)
             return
@@ -510,7 +510,7 @@ class KVCacheManager:
         assert scatter is not None, "a job in the order of layers, and nothing that moves them"
         fetch = LayerFetch(
             self._client,
-            self._destination,
+            self._registration,
             job.keys[0],
             progress.deadline,
             cancelled=lambda: progress.cancelled,
@@ -524,10 +524,10 @@ class KVCacheManager:
         self._end(progress, reason, detail)
 
     def _round(self, progress: _Progress, *, halving: bool) -> list[_Run]:
-        """Return what the next round fetches: part after part, all or half of what is left, as far as there is room."""
+        """Return what the next batch fetches: part after part, all or half of what is left, as far as there is room."""
         parts = list(zip(progress.wanted(), progress.landed, self._chunk_bytes, strict=True))
         left = sum(wanted * size for wanted, _, size in parts)
-        aim = min(max(-(-left // 2), self._round_bytes_min) if halving else left, self._half_bytes)
+        aim = min(max(-(-left // 2), self._batch_bytes_min) if halving else left, self._half_bytes)
         runs: list[_Run] = []
         begin, taken = self._half * self._half_bytes, 0
         for part, (wanted, done, size) in enumerate(parts):
@@ -543,12 +543,12 @@ class KVCacheManager:
     ) -> tuple[FetchCall, str]:
         if told_at is not None:
             memory.memory[told_at : told_at + PROGRESS_BYTES] = bytes(PROGRESS_BYTES)
-        shapes, destination_id = self._destination.shapes, self._destination.destination_id
+        shapes, memory_id = self._registration.shapes, self._registration.memory_id
         job_id = f"{self._job_prefix}-{next(self._job_numbers)}"
         parts = [
             FetchPart.whole(
                 shapes[run.part],
-                destination_id,
+                memory_id,
                 job.keys[run.part][run.first : run.first + run.count],
                 run.offset,
                 layers=self._layers[run.part],
@@ -559,7 +559,7 @@ class KVCacheManager:
         return self._client.start_fetch(job_id, parts, timeout, progress=told_at, purpose=self._purpose), job_id
 
     def _follow(self, call: FetchCall, progress: _Progress, memory: Memory, runs: Sequence[_Run], told_at: int) -> int:
-        """Scatter leading chunks of a round as a word says that they are there; return how many of each part.
+        """Scatter leading chunks of a batch as a word says that they are there; return how many of each part.
 
         A third of what is left at a time, so that it is in place before the next third is there: each costs the
         engine's core something, and the last is hidden behind nothing.
@@ -598,7 +598,7 @@ class KVCacheManager:
         return call.result()
 
     def _land(self, progress: _Progress, memory: Memory, runs: Sequence[_Run], taken: int, answer: FetchAnswer) -> bool:
-        """Take note of what a round has brought, of which so many chunks are scattered; return whether that is any."""
+        """Take note of what a batch has brought, of which so many chunks are scattered; return whether that is any."""
         progress.fetched_bytes += answer.fetched_bytes
         progress.delivered_bytes += answer.delivered_bytes
         left = []
@@ -612,7 +612,7 @@ class KVCacheManager:
         return bool(taken or left)
 
     def _flush(self) -> None:
-        """Scatter what has landed; complete its job if no further round follows."""
+        """Scatter what has landed; complete its job if no further batch follows."""
         landed, self._landed = self._landed, None
         if landed is None:
             return
@@ -628,7 +628,7 @@ class KVCacheManager:
                 else:
                     progress.scatter_error = "the memory that chunks arrive in was made shorter; it is given up"
                     _logger.error("shadowserve: %s", progress.scatter_error)
-                    self._destination.lost(landed.memory)
+                    self._registration.lost(landed.memory)
             except Exception as error:
                 _logger.exception("scattering for request %s failed", progress.job.request_id)
                 progress.scatter_error = f"{type(error).__name__}: {error}"
@@ -636,7 +636,7 @@ class KVCacheManager:
             self._complete(progress)
 
     def _end(self, progress: _Progress, reason: str, detail: str = "") -> None:
-        """No further round follows; the outcome is due once what has landed is in place."""
+        """No further batch follows; the outcome is due once what has landed is in place."""
         progress.reason = progress.reason or reason
         progress.detail = detail
         if self._landed is None or self._landed.progress is not progress:

@@ -5,9 +5,9 @@ computed, and the engine goes on as before. What has to be shared is all of it, 
 
 **When bytes may be read, and written again.** The data plane answers once nothing lands any more, however long a device
 takes. A call that ends without an answer may have reads under way, which nobody can call back. Then the memory is given
-up, as any other would be (:mod:`host_control.destination`): the same addresses are mapped onto another segment, with a
-copy of what they hold, and what is still on its way lands in pages that nobody sees. The engine's own thread does that,
-between two steps, before anybody hears how the load ended (:meth:`SharedPages.renew`).
+up, as any other would be (:mod:`host_control.registered_memory`): the same addresses are mapped onto another segment,
+with a copy of what they hold, and what is still on its way lands in pages that nobody sees. The engine's own thread
+does that, between two steps, before anybody hears how the load ended (:meth:`SharedPages.renew`).
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from host_control.client import DataPlaneClient, FetchAnswer
-from host_control.destination import PROGRESS_BYTES
+from host_control.registered_memory import PROGRESS_BYTES
 from host_control.segment import Segment
 from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
@@ -182,15 +182,17 @@ class PageDelivery:
         client: of the data plane.
         pages: that the data plane is told of when they are first needed, and again when it does not know them.
         shape: of the chunks.
-        connect_timeout: seconds to wait for a connection.
+        connect_timeout_s: seconds to wait for a connection.
     """
 
-    def __init__(self, client: DataPlaneClient, pages: SharedPages, shape: ChunkLayout, connect_timeout: float) -> None:
+    def __init__(
+        self, client: DataPlaneClient, pages: SharedPages, shape: ChunkLayout, connect_timeout_s: float
+    ) -> None:
         self._client = client
         self._pages = pages
         self._shape = shape
-        self._connect_timeout = connect_timeout
-        self._destination_id = 0
+        self._connect_timeout = connect_timeout_s
+        self._memory_id = 0
         self._not_before = 0.0
         self._segment: Segment | None = None  # that it stands for
 
@@ -233,20 +235,20 @@ class PageDelivery:
             except DataPlaneError as error:
                 _logger.debug("no pages: %s", error)
                 return None
-            if answer.reason != "unknown_destination":
+            if answer.reason != "unknown_memory":
                 break
-            self._destination_id = 0  # the daemon has restarted: register again, once
+            self._memory_id = 0  # the daemon has restarted: register again, once
         if not answer.quiet:
             self._pages.lost = True
-            self._client.release(self._destination_id, wait=False)
-            self._destination_id = 0
+            self._client.release(self._memory_id, wait=False)
+            self._memory_id = 0
         return answer
 
     def _register(self, left: float) -> bool:
         """Make the pages known, unless they are; return whether they are now."""
         if self._pages.lost or left <= 0 or time.monotonic() < self._not_before:
             return False
-        if self._destination_id and self._segment is self._pages.segment:
+        if self._memory_id and self._segment is self._pages.segment:
             return True
         if not self._client.breakers["register"].allow():
             return False
@@ -259,7 +261,7 @@ class PageDelivery:
             if error.outcome == "refused":
                 self._not_before = time.monotonic() + _REFUSED_S
             raise
-        self._destination_id, self._segment = registered.destination_id, self._pages.segment
+        self._memory_id, self._segment = registered.memory_id, self._pages.segment
         return True
 
     def _call(
@@ -276,7 +278,7 @@ class PageDelivery:
         word[:] = bytes(PROGRESS_BYTES)
         left = max(deadline - time.monotonic(), 0.001)
         offset = self._pages.progress_offset
-        call = self._client.start_fetch_pages(job_id, self._destination_id, self._shape, keys, blocks, left, offset)
+        call = self._client.start_fetch_pages(job_id, self._memory_id, self._shape, keys, blocks, left, offset)
         while not call.done():
             if cancelled():
                 self._client.cancel(job_id)
@@ -288,6 +290,6 @@ class PageDelivery:
 
     def close(self) -> None:
         """Have the data plane forget the pages; what does not answer may go on writing them."""
-        if self._destination_id and not self._client.release(self._destination_id, wait=True):
+        if self._memory_id and not self._client.release(self._memory_id, wait=True):
             self._pages.lost = True
-        self._destination_id = 0
+        self._memory_id = 0

@@ -18,12 +18,12 @@ Tiers = npt.NDArray[np.uint8]
 
 
 class Found(NamedTuple):
-    """Of each chain that was looked up, which records are there, which are announced (None where nobody can say), the
+    """Of each chain that was looked up, which records are there, which are published (None where nobody can say), the
     bytes of those that are there, all together, in how many seconds storage expects to have those of them nearer that
     are cold, and the :class:`~shadowserve.tier.Tier` of each record."""
 
     present: list[Flags]
-    announced: list[Flags] | None
+    published: list[Flags] | None
     stored_bytes: list[int]
     cold_seconds: list[float]
     tiers: list[Tiers]
@@ -40,7 +40,7 @@ def found_of(answer: pb.LookupResponse, counts: Sequence[int]) -> Found:
         return [unpack(data, count) for data, count in zip(packed, counts, strict=True)]
 
     present = sets(answer.present)
-    announced = sets(answer.announced) if answer.announced else None
+    published = sets(answer.published) if answer.published else None
     for numbers, what in (answer.stored_bytes, "bytes"), (answer.cold_ms, "times"), (answer.tiers, "tiers"):
         if len(numbers) != len(counts):
             raise ValueError(f"{what} of {len(numbers)} chains where {len(counts)} were asked for")
@@ -48,11 +48,11 @@ def found_of(answer: pb.LookupResponse, counts: Sequence[int]) -> Found:
     for each, there in zip(tiers, present, strict=True):
         if len(each) != len(there) or not np.array_equal(each > Tier.NONE, there) or (each > Tier.COLD).any():
             raise ValueError("the tiers are not those of the chunks that are there")
-    return Found(present, announced, list(answer.stored_bytes), [ms / 1e3 for ms in answer.cold_ms], tiers)
+    return Found(present, published, list(answer.stored_bytes), [ms / 1e3 for ms in answer.cold_ms], tiers)
 
 
 class Chain(NamedTuple):
-    """What is known of one rank's records of one group: which are there, which are announced, bytes of the first, in
+    """What is known of one rank's records of one group: which are there, which are published, bytes of the first, in
     how many seconds storage has those nearer that are cold, and where each is."""
 
     there: Flags
@@ -69,13 +69,13 @@ class Chain(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """What a question about some links has found of the records of one cut.
+    """What a question about some chunk keys has found of the records of one cut.
 
     Attributes:
         cut: whose.
         present: of each group, which are there.
         there: which of them every group that keeps every chunk has.
-        coming: which of the others are announced; ``None`` where nobody can say.
+        coming: which of the others are published; ``None`` where nobody can say.
         tiers: of each group, where each chunk is, the farthest of its records; 0 where it is not there.
         chunk_bytes: mean bytes of a chunk's records, of all groups and ranks together; 0 where nobody can say.
         cold_seconds: in how many storage expects to have nearer what is cold of them.
@@ -120,7 +120,7 @@ class Seen:
 
     @property
     def extent(self) -> int:
-        """Leading chunks that are there or announced."""
+        """Leading chunks that are there or published."""
         return leading(self.there if self.coming is None else self.there | self.coming)
 
     @property

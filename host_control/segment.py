@@ -44,7 +44,7 @@ class _Mapping(mmap.mmap):
 
 
 class Segment:
-    """A mapped file under ``/dev/shm``, with every page reserved: a :class:`~host_control.destination.Memory`.
+    """A mapped file under ``/dev/shm``, with every page reserved: a :class:`~host_control.registered_memory.Memory`.
 
     Attributes:
         name: of the file, without its directory.
@@ -114,7 +114,7 @@ class Segment:
         """Return what the data plane is told."""
         return pb.SharedMemory(name=self.name, size=self.size)
 
-    def announced(self) -> None:
+    def published(self) -> None:
         """Take note that the data plane has mapped it: the name is of no more use."""
         self.unlink()
 

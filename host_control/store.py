@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from host_control.client import DataPlaneClient, StoreAnswer
-from host_control.destination import Destination, Memory
+from host_control.registered_memory import Memory, RegisteredMemory
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -38,7 +38,7 @@ class _Staged:
     segment: Memory
     slot: int
     wait: Callable[[], str] | None = None
-    announced: bool = False
+    published: bool = False
     lasts_s: float = 0.0
     purpose: Any = pb.PURPOSE_REQUEST
 
@@ -51,9 +51,9 @@ class StoreQueue:
 
     Args:
         client: of the data plane.
-        destination: that chunks wait in. The queue owns it from now on. Its shapes are those of each part, and then
+        registration: that chunks wait in. The queue owns it from now on. Its shapes are those of each part, and then
             perhaps others of the same parts.
-        parts: of the chunks; by default there is one for each of the destination's shapes.
+        parts: of the chunks; by default there is one for each of the registration's shapes.
         batch_chunks: at most so many in one call.
         timeout: seconds for a batch.
         recent_keys: so many keys are remembered as stored.
@@ -70,7 +70,7 @@ class StoreQueue:
     def __init__(
         self,
         client: DataPlaneClient,
-        destination: Destination,
+        registration: RegisteredMemory,
         *,
         parts: int | None = None,
         batch_chunks: int = 8,
@@ -80,16 +80,16 @@ class StoreQueue:
         plain: bool = False,
     ) -> None:
         self._client = client
-        self._destination = destination
-        sizes = [shape.raw_bytes for shape in destination.shapes]
+        self._registration = registration
+        sizes = [shape.raw_bytes for shape in registration.shapes]
         self._chunk_bytes = sizes[:parts]
         if any(size != self._chunk_bytes[shape % len(self._chunk_bytes)] for shape, size in enumerate(sizes)):
             raise ValueError(f"chunks of {sizes} bytes are not those of {parts} parts")
-        self._slots = destination.size // sum(self._chunk_bytes)
+        self._slots = registration.size // sum(self._chunk_bytes)
         self._begins = [self._slots * sum(self._chunk_bytes[:part]) for part in range(len(self._chunk_bytes))]
         if self._slots < 1:
             raise ConfigurationError(
-                f"a chunk has {sum(self._chunk_bytes)} bytes, the store buffer {destination.size}; "
+                f"a chunk has {sum(self._chunk_bytes)} bytes, the store buffer {registration.size}; "
                 "raise host.store_buffer_bytes"
             )
         self._batch_chunks = batch_chunks
@@ -139,7 +139,7 @@ class StoreQueue:
         previous: bytes | None = None,
         anchored: bool = True,
         absent_since: float = float("-inf"),
-        announced: bool = False,
+        published: bool = False,
         lasts_s: float = 0.0,
         purpose: Any = pb.PURPOSE_REQUEST,
     ) -> int:
@@ -150,12 +150,12 @@ class StoreQueue:
             gather: copies chunk ``i`` into the memory it is given, or starts to. Returns what waits for the copy's end,
                 in the queue's thread, and says why the chunk is not to be stored, if it is not.
             part: whose they are.
-            shape: as which they are stored, among the destination's; by default the part's first.
+            shape: as which they are stored, among the registration's; by default the part's first.
             chained: whether each is of use only where those before it are stored, too.
             previous: key of the chunk before the first, ``None`` at the start of a prompt.
             anchored: whether ``previous`` is known to be stored.
             absent_since: when (monotonic) a lookup found these chunks absent: one that was stored before is gone again.
-            announced: whether others may wait for them: what is dropped is withdrawn then.
+            published: whether others may wait for them: what is dropped is withdrawn then.
             lasts_s: seconds after which nobody needs them any more; 0: for good.
             purpose: what they are stored for, of the wire's.
         """
@@ -178,7 +178,7 @@ class StoreQueue:
                 reachable = not chained
                 dropped.append(key)
                 continue
-            chunk = _Staged(part, shape, key, parents[index], segment, slot, None, announced, lasts_s, purpose)
+            chunk = _Staged(part, shape, key, parents[index], segment, slot, None, published, lasts_s, purpose)
             try:  # Outside the lock: only this slot's owner touches it.
                 wait = gather(index, segment.memory[self._place(part, slot)])
             except Exception as error:  # of the engine's making; it must not end the engine's step
@@ -194,13 +194,13 @@ class StoreQueue:
                 self._remember(key)
                 self._condition.notify_all()
             staged += 1
-        if announced:
-            self._client.announce(dropped, 0)
+        if published:
+            self._client.publish(dropped, 0)
         return staged
 
     def _take_slot(self, part: int) -> tuple[Memory | None, int | None]:
         """Return the memory in use, and a free slot of it, if there are any. The lock is held."""
-        segment = self._destination.current
+        segment = self._registration.current
         free = self._free.get(segment) if segment is not None else None
         return segment, free[part].pop(0) if free and free[part] else None
 
@@ -226,7 +226,7 @@ class StoreQueue:
 
     def wait_tried(self, timeout: float) -> bool:
         """Wait for the first attempt to connect, at most ``timeout`` seconds; return whether it succeeded."""
-        return self._tried.wait(timeout) and self._destination.current is not None
+        return self._tried.wait(timeout) and self._registration.current is not None
 
     def idle(self) -> bool:
         """Return whether nothing waits or is on its way."""
@@ -241,13 +241,13 @@ class StoreQueue:
     def close(self, timeout: float = 5.0) -> None:
         """Store what waits, at most ``timeout`` seconds, and end the thread."""
         deadline = time.monotonic() + timeout
-        if self._destination.current is not None:
+        if self._registration.current is not None:
             self.flush(timeout)
         with self._condition:
             self._closing = True
             self._condition.notify_all()
         self._thread.join(max(0.0, deadline - time.monotonic()) + 0.1)
-        self._destination.close()
+        self._registration.close()
 
     def _place(self, part: int, slot: int) -> slice:
         begin = self._begins[part] + slot * self._chunk_bytes[part]
@@ -278,7 +278,7 @@ class StoreQueue:
                 _logger.exception("storing failed")
                 self._drop(batch, "internal")
                 self.last_error = f"{type(error).__name__}"
-                self._destination.retire(release=True)
+                self._registration.retire(release=True)
             finally:
                 with self._condition:
                     self.settled += self._busy
@@ -286,11 +286,11 @@ class StoreQueue:
                     self._condition.notify_all()
 
     def _connect(self) -> Memory | None:
-        current = self._destination.current
+        current = self._registration.current
         if current is not None or self._closing:
             return current
         try:
-            segment = self._destination.acquire(self._timeout)
+            segment = self._registration.acquire(self._timeout)
         except DataPlaneError as error:
             self.last_error = error.outcome
             self.details[error.outcome] = str(error)
@@ -309,10 +309,12 @@ class StoreQueue:
     def _next(self) -> list[_Staged] | None:
         """Return the next batch: neighbours of one part in one segment; an empty one now and then without any."""
         with self._condition:
-            while len(self._queue) < (self._batch_chunks if self._together else 1) or self._destination.current is None:
+            while (
+                len(self._queue) < (self._batch_chunks if self._together else 1) or self._registration.current is None
+            ):
                 if self._closing:
                     return None
-                if self._destination.current is None:
+                if self._registration.current is None:
                     self._condition.wait(self._retry_interval)
                     return []
                 self._condition.wait()
@@ -345,15 +347,15 @@ class StoreQueue:
             if source is not segment:
                 batch = self._move(batch, segment)
             if not source.whole():  # what was read of it may be zeros that nobody has put there
-                self._destination.lost(source)
+                self._registration.lost(source)
                 self._drop(batch, "no_memory", "the memory that chunks wait in was made shorter; it is given up")
                 return
             if source is not segment:
                 continue
             answer = self._call(batch)
-            if answer.reason == "unknown_destination" and not retried:
+            if answer.reason == "unknown_memory" and not retried:
                 retried = True  # the daemon has restarted: register again, once
-                self._destination.retire(release=False)
+                self._registration.retire(release=False)
                 continue
             self._settle(batch, answer)
             return
@@ -362,7 +364,7 @@ class StoreQueue:
         self._job_number += 1
         return self._client.store(
             f"{self._job_prefix}-{self._job_number}",
-            self._destination.destination_id,
+            self._registration.memory_id,
             self._place(batch[0].part, batch[0].slot).start,
             [staged.key for staged in batch],
             [staged.parent for staged in batch],
@@ -379,7 +381,7 @@ class StoreQueue:
         self._count("stored_bytes", answer.stored_bytes)
         if not answer.quiet:
             # The daemon may still be reading these slots; nobody writes into them again.
-            self._destination.retire(release=True)
+            self._registration.retire(release=True)
         self._give_back(list(itertools.compress(batch, answer.stored)))
         self._drop(list(itertools.compress(batch, ~answer.stored)), answer.reason, answer.detail)
 
@@ -406,7 +408,7 @@ class StoreQueue:
         if detail:
             self.details[reason] = detail
         self.forget([staged.key for staged in batch])
-        self._client.announce([staged.key for staged in batch if staged.announced], 0)
+        self._client.publish([staged.key for staged in batch if staged.published], 0)
         self._count(f"dropped_{reason}", len(batch))
         self._give_back(batch)
 

@@ -74,7 +74,7 @@ async def run(root: Path, python: str, directory: Path) -> None:
     storage = Server("storage_kv", directory).start()
     # -P: not the modules of the folder that this is started in.
     emulator = ["qemu-aarch64", "-cpu", "neoverse-n1", "-L", str(root), "-E", f"PYTHONPATH={root / 'site'}"]
-    daemon = DaemonProcess(storage, directory, python=[*emulator, python, "-P"], command_timeout=60)
+    daemon = DaemonProcess(storage, directory, python=[*emulator, python, "-P"], command_timeout_s=60)
     client = Client(daemon.address)
     try:
         mapped_core(daemon, root)

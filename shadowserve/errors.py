@@ -119,7 +119,7 @@ class DataPlaneError(ShadowServeError):
     """The data plane could not do what was asked.
 
     Attributes:
-        outcome: the reason, an ``Outcome`` name in lower case without its prefix, such as ``"unknown_destination"``.
+        outcome: the reason, an ``Outcome`` name in lower case without its prefix, such as ``"unknown_memory"``.
     """
 
     def __init__(self, message: str, outcome: str) -> None:

@@ -39,12 +39,12 @@ __all__ = [
     "Input",
     "KVNamespace",
     "ModelIdentity",
-    "chain_links",
+    "prefix_chain",
     "chain_of",
-    "private_links",
+    "private_chunk_keys",
     "record_keys",
     "storage_key",
-    "tail_link",
+    "tail_chunk_key",
 ]
 
 DEFAULT_CHUNK_TOKENS: Final = 256
@@ -186,7 +186,7 @@ def chain_of(key: bytes) -> bytes:
     return key[-_CHAIN_BYTES:]
 
 
-def private_links(links: Iterable[bytes], secret: bytes) -> list[bytes]:
+def private_chunk_keys(links: Iterable[bytes], secret: bytes) -> list[bytes]:
     """Return links for the same chunks that cannot be computed without ``secret``, of 32 bytes.
 
     They share their last 8 bytes as those of one prompt do.
@@ -195,7 +195,7 @@ def private_links(links: Iterable[bytes], secret: bytes) -> list[bytes]:
     return [hashlib.sha256(_PRIVATE_PREFIX + secret + link).digest()[:-_CHAIN_BYTES] + end for link in links]
 
 
-def chain_links(
+def prefix_chain(
     model: bytes,
     tokens: Sequence[int] | npt.NDArray[np.integer],
     *,
@@ -254,7 +254,7 @@ def chain_links(
     return links
 
 
-def tail_link(
+def tail_chunk_key(
     model: bytes,
     tokens: Sequence[int] | npt.NDArray[np.integer],
     tail_tokens: int,
@@ -265,7 +265,7 @@ def tail_link(
 ) -> bytes:
     """Return the link of a prompt's tail: of ``tail_tokens`` tokens, fewer than a chunk's, behind its whole chunks.
 
-    As that of a chunk (:func:`chain_links`), of the tail's tokens alone, and hashed behind a prefix that no chunk has:
+    As that of a chunk (:func:`prefix_chain`), of the tail's tokens alone, and hashed behind a prefix that no chunk has:
     ``SHA-256(prefix || H_i || tokens || ...)``, with the last 8 bytes of its chain's links if it has any. Inputs that
     begin behind the tail are no part of it.
 

@@ -10,7 +10,7 @@ Two readers share their buffering:
 - :class:`ReplyReader` is the client's side. It understands every RESP2 and RESP3 type.
 
 Neither touches a socket. Bytes go in with ``feed()``; ``next_command()`` or ``next_value()`` gives what is complete,
-or :data:`NEED_DATA`. A bulk of ``Limits.large_bulk_bytes`` or more that has not all arrived is announced once as
+or :data:`NEED_DATA`. A bulk of ``Limits.large_bulk_bytes`` or more that has not all arrived is published once as
 :class:`LargeBulk`; its bytes then go straight to where they shall stay::
 
     event = reader.next_value()
@@ -168,12 +168,12 @@ class _Reader:
         self._position = 0
 
     def provide(self, buffer: memoryview) -> None:
-        """Receive the :class:`LargeBulk` just announced into ``buffer``: writable, contiguous, of exactly its size.
+        """Receive the :class:`LargeBulk` just published into ``buffer``: writable, contiguous, of exactly its size.
 
         The value handed out later is this very view.
         """
         if self._large_size < 0 or self._large is not None:
-            raise RuntimeError("provide() was called without a LargeBulk just announced; this is a bug in the caller")
+            raise RuntimeError("provide() was called without a LargeBulk just published; this is a bug in the caller")
         if buffer.nbytes != self._large_size or buffer.readonly:
             raise ValueError(f"provide() needs a writable buffer of {self._large_size} bytes, not {buffer.nbytes}")
         self._large = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
@@ -184,9 +184,9 @@ class _Reader:
         self._let_go()
 
     def drop(self) -> None:
-        """Drop the bytes of the :class:`LargeBulk` just announced as they are fed; an empty one is handed out later."""
+        """Drop the bytes of the :class:`LargeBulk` just published as they are fed; an empty one is handed out later."""
         if self._large_size < 0 or self._large is not None:
-            raise RuntimeError("drop() was called without a LargeBulk just announced; this is a bug in the caller")
+            raise RuntimeError("drop() was called without a LargeBulk just published; this is a bug in the caller")
         self._dropping = True
         self._large_filled = min(len(self._buffer) - self._position, self._large_size)
         self._position += self._large_filled

@@ -137,7 +137,7 @@ def demo(json_file: str | None, keep_logs: str | None, **options: Any) -> None:
         total = 2 * options["documents"] * options["turns"]
         progress = stack.enter_context(Progress(console=console, transient=True))
         task = progress.add_task("starting", total=total)
-        plane = stack.enter_context(contextlib.closing(DataPlaneClient(data_plane.address, connect_timeout=10)))
+        plane = stack.enter_context(contextlib.closing(DataPlaneClient(data_plane.address, connect_timeout_s=10)))
         phases, stages = [], None
         for name in ("cold", "warm"):
             progress.update(task, description=f"{name}: starting vLLM")
@@ -173,7 +173,7 @@ def _engine(name: str, data_plane: Child, logs: Path, options: dict[str, Any]) -
             "data_plane": data_plane.address,
             "quantizer": options["quantizer"],
             # Here everything shares a few cores, and what they cannot do in time is not what is shown.
-            **dict.fromkeys(("lookup_timeout", "connect_timeout", "fetch_timeout", "store_timeout"), 60.0),
+            **dict.fromkeys(("lookup_timeout_s", "connect_timeout_s", "fetch_timeout_s", "store_timeout_s"), 60.0),
             **({"bins": options["bins"]} if options["quantizer"] == "binned" else {}),
         },
     }

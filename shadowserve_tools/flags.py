@@ -22,7 +22,7 @@ _LIMITS: Final = {
     "lt": "under {}",
     "multiple_of": "multiple of {}",
 }
-_TIMES: Final = ("_s", "timeout", "_time", "timeout_max", "_idle")
+_TIMES: Final = ("_s", "timeout", "_time", "timeout_max_s", "_idle")
 _GENERAL: Final = "General"
 _CHOICE_COLUMNS_MAX: Final = 40
 """Of alternatives beside a flag and its default, in a terminal of 80 columns; the description names them."""

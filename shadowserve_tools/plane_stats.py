@@ -40,7 +40,7 @@ class PlaneWatcher:
         Raises:
             ConfigurationError: the certificates cannot be used.
         """
-        return cls(DataPlaneClient(address, credentials=credentials, connect_timeout=_TIMEOUT_S))
+        return cls(DataPlaneClient(address, credentials=credentials, connect_timeout_s=_TIMEOUT_S))
 
     def step(self) -> dict[str, Any]:
         """Return everything that is shown; rates are those since the step before, or since the data plane's start.
@@ -106,7 +106,7 @@ def _shown(view: Mapping[str, Any], where: str) -> RenderableType:
         ("rounds", f"{view['rounds_per_s']:,.1f} /s"),
         ("buffers", human_size(view["buffer_bytes"])),
         ("resident memory", human_size(view["resident_bytes"])),
-        ("registered memory", f"{view['destinations']:,} regions"),
+        ("registered memory", f"{view['registrations']:,} regions"),
     ):
         table.add_row(title, text)
     return Group(head, table, *_outcomes(view), *_engines(view))

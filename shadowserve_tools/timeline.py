@@ -119,7 +119,7 @@ def _complete(span: pb.TraceSpan, process: int, thread: int, start: int) -> dict
         arguments |= {f"{tier}_bytes": decision.tier_bytes[tier] for tier in sorted(decision.tier_bytes)}
         arguments |= {"cold_ms": 1e3 * decision.cold_seconds, "queued_ms": 1e3 * decision.queued_seconds}
     elif span.step in STAGES:
-        arguments = {"round": span.round, "piece": span.piece}
+        arguments = {"round": span.batch, "piece": span.piece}
         if span.slice >= 0:
             arguments["slice"] = span.slice
         arguments |= {"input_bytes": span.input_bytes, "output_bytes": span.output_bytes}
@@ -172,8 +172,8 @@ def _window(spans: Sequence[pb.TraceSpan]) -> int:
     """Nanoseconds from each round's first event to its last, summed."""
     rounds: dict[int, tuple[int, int]] = {}
     for span in spans:
-        begin, end = rounds.get(span.round, (span.begin_ns, span.end_ns))
-        rounds[span.round] = (min(begin, span.begin_ns), max(end, span.end_ns))
+        begin, end = rounds.get(span.batch, (span.begin_ns, span.end_ns))
+        rounds[span.batch] = (min(begin, span.begin_ns), max(end, span.end_ns))
     return sum(end - begin for begin, end in rounds.values())
 
 

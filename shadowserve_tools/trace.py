@@ -60,9 +60,9 @@ def trace(
     """Write one fetch as a timeline: what each thread did on which core, slice by slice.
 
     Open the file in https://ui.perfetto.dev or chrome://tracing. Each core is a process with a track for each stage's
-    thread that ran on it; on top are the steps of the Fetch call, and what an engine with fetch_or_compute has decided
-    for each prompt, with what it predicted and what came. A table sums up how long each stage was busy, and how long
-    its threads waited: the stage that hardly waits is the bottleneck.
+    thread that ran on it; on top are the steps of the Fetch call, and what an engine with fetch_or_recompute has
+    decided for each prompt, with what it predicted and what came. A table sums up how long each stage was busy, and how
+    long its threads waited: the stage that hardly waits is the bottleneck.
 
     \b
     A fetch of our own, of a prompt of Llama-8B's shape, from a storage server of its own:
@@ -112,7 +112,7 @@ def record(
     """
     spans: list[pb.TraceSpan] = []
     dropped = 0
-    with closing(DataPlaneClient(address, credentials=credentials, connect_timeout=GRACE_S)) as plane:
+    with closing(DataPlaneClient(address, credentials=credentials, connect_timeout_s=GRACE_S)) as plane:
         answers = plane.trace(seconds, fetches)
         next(answers)
         recording()

@@ -31,7 +31,7 @@ Exit codes:
 def verify(context: click.Context, paths: tuple[str, ...], as_json: bool, no_objects: bool) -> None:
     """Check devices of a pool that no server uses: superblocks, log, snapshots, every object and record.
 
-    Nothing is changed. What a server would mend when it starts (one of two copies that is damaged) is a finding, too.
+    Nothing is changed. What a server would remedy when it starts (one of two copies that is damaged) is a finding, too.
     """
     results, unopened = [], 0
     for path in paths:

@@ -34,7 +34,7 @@ LIVE: Final = (
     "tenants",
     "pin_share",
     "pin_share_of_tenant",
-    "pin_seconds_max",
+    "pin_max_s",
     "layers_timeout_s",
     "layers_bits_per_s_min",
     "egress_bits_per_s",
@@ -120,7 +120,7 @@ class AccessConfig(Section):
     """Share of the whole budget that pins of all tenants together may take."""
     pin_share_of_tenant: float = Field(0.25, ge=0.0, le=1.0)
     """Share of a tenant's ``bytes_max``, or of the whole budget without one, that its pins may take."""
-    pin_seconds_max: int = Field(600, ge=1, le=10 * 365 * 86_400)
+    pin_max_s: int = Field(600, ge=1, le=10 * 365 * 86_400)
     """Longest time that KV.PIN may name, in seconds; a longer one is an error."""
 
     @field_validator("host")

@@ -24,11 +24,11 @@ from storage_kv.access.memory import Bound
 from storage_kv.access.places import Places
 from storage_kv.access.rules import User
 from storage_kv.access.users import Denial, Users
-from storage_kv.announcements import Announcements
 from storage_kv.config import StorageConfig, TenantLimits
 from storage_kv.operate.command_statistics import CommandStatistics
 from storage_kv.operate.reconfigure import Reconfiguration
 from storage_kv.prefetch import Prefetches
+from storage_kv.publications import Publications
 from storage_kv.session import Session
 from storage_kv.shaper import Others
 
@@ -308,7 +308,7 @@ class Node:
         places: who has a connection.
         memory: of requests on their way in and replies that are copied out.
         lent: of stored values that are being sent.
-        announcements: what clients are about to store.
+        publications: what clients are about to store.
         prefetches: what comes from the bucket before its bytes are asked for.
         streams: what answers KV.LAYERS, while a server runs.
     """
@@ -332,7 +332,7 @@ class Node:
     places: Places = field(default_factory=Places)
     memory: Bound = field(init=False)
     lent: Bound = field(init=False)
-    announcements: Announcements = field(init=False)
+    publications: Publications = field(init=False)
     prefetches: Prefetches = field(init=False)
     streams: Streams | None = None
     limiters: dict[str, RateLimiter] = field(init=False)
@@ -341,7 +341,7 @@ class Node:
     def __post_init__(self) -> None:
         self.memory = Bound(lambda: self.config.clients_memory_bytes, self.count_tenants, is_ours=True)
         self.lent = Bound(lambda: self.config.lent_bytes_max, self.count_tenants, is_ours=False)
-        self.announcements = Announcements(self.count_tenants)
+        self.publications = Publications(self.count_tenants)
         self.prefetches = Prefetches(self)
         now_s = time.monotonic()
         self.limiters = {name: RateLimiter(limits, now_s) for name, limits in self.config.tenants.items()}

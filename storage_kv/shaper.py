@@ -1,4 +1,4 @@
-"""When the next layer of which request may be sent: weighted deficit round robin, without clock and without I/O.
+"""When the next layer of which request may be sent: weighted deficit round-robin, without clock and without I/O.
 
 Tenants share the link by their weights, whatever each of them asks for; what one does not use is the others'. Each flow
 earns credit at its rate and spends it on whole layers. Rates are those of a policy (egress.py) among the flows of a

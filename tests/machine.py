@@ -16,17 +16,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-PATIENCE_S: Final = 60.0
+WAIT_MAX_S: Final = 60.0
 """For what must happen. No longer than the longest timeout that any configuration takes."""
-PATIENCE_MS: Final = int(1000 * PATIENCE_S)
+WAIT_MAX_MS: Final = int(1000 * WAIT_MAX_S)
 NEVER_S: Final = 600.0
-"""For what must not be what ends a wait: so long that PATIENCE_S tells the two apart."""
+"""For what must not be what ends a wait: so long that WAIT_MAX_S tells the two apart."""
 NEVER_MS: Final = int(1000 * NEVER_S)
-PATIENT: Final = ("--command-timeout", str(PATIENCE_S), "--connect-timeout", str(PATIENCE_S))
+PATIENT: Final = ("--command-timeout-s", str(WAIT_MAX_S), "--connect-timeout-s", str(WAIT_MAX_S))
 """Flags of a data plane whose storage server may be slow, and is not away for it."""
 
 
-def wait_for(condition: Callable[[], Any], timeout: float = PATIENCE_S) -> Any:
+def wait_for(condition: Callable[[], Any], timeout: float = WAIT_MAX_S) -> Any:
     """Return the first true value of ``condition()``."""
     ends = time.monotonic() + timeout
     while not (value := condition()):
@@ -35,7 +35,7 @@ def wait_for(condition: Callable[[], Any], timeout: float = PATIENCE_S) -> Any:
     return value
 
 
-def drive(step: Callable[[], Any], condition: Callable[[], Any], timeout: float = PATIENCE_S) -> None:
+def drive(step: Callable[[], Any], condition: Callable[[], Any], timeout: float = WAIT_MAX_S) -> None:
     """Call ``step()``, which makes things happen, again and again until ``condition()`` is true.
 
     The wait is for a time and never for a number of steps: a machine that is busy takes more of them.
@@ -50,7 +50,7 @@ def drive(step: Callable[[], Any], condition: Callable[[], Any], timeout: float 
         time.sleep(0)  # lets a thread that works for it have the core
 
 
-async def until(condition: Callable[[], Any], timeout: float = PATIENCE_S) -> None:
+async def until(condition: Callable[[], Any], timeout: float = WAIT_MAX_S) -> None:
     """Wait on the event loop until ``condition()`` is true."""
     async with asyncio.timeout(timeout):
         while not condition():

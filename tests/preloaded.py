@@ -21,7 +21,7 @@ import sys
 import threading
 from typing import Any, Final
 
-from machine import PATIENCE_S
+from machine import WAIT_MAX_S
 
 __all__ = ["Preloaded"]
 
@@ -105,7 +105,7 @@ def _program_of(command: list[str], environment: dict[str, str]) -> tuple[str, .
 def _fork(program: tuple[str, ...], environment: dict[str, str], request: bytes, files: list[int]) -> int:
     if program not in _forkers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(PATIENCE_S)  # importing the program is what it may wait for
+        ours.settimeout(WAIT_MAX_S)  # importing the program is what it may wait for
         command = [sys.executable, __file__, program[0], str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         _forkers[program] = process, ours

@@ -16,16 +16,16 @@ from dpu_dataplane.sources.resp.source import RespSource
 from dpu_dataplane.sources.source import Source
 from dpu_dataplane.sources.tiers.above import TiersAbove
 from dpu_dataplane.sources.tiers.alone import TiersAlone
-from dpu_dataplane.sources.tiers.promoting import Promoting
+from dpu_dataplane.sources.tiers.prefetcher import Prefetcher
 from dpu_dataplane.sources.tiers.tiers import Tiers
 from shadowserve import native
-from shadowserve.pool.promotion import Promotion
+from shadowserve.pool.prefetch_policy import PrefetchPolicy
 
 __all__ = ["nodes_max", "source_of"]
 
 
 def nodes_max(config: DataPlaneConfig) -> int:
-    """Return of how many servers one round may take bytes."""
+    """Return of how many servers one batch may take bytes."""
     return NODES_MAX if config.storage_cluster else max(1, len(config.storage_nodes))
 
 
@@ -69,12 +69,12 @@ def source_of(
         storing,
         budget,
         heads_bytes=int(config.head_cache_bytes),
-        patience=config.command_timeout,
+        patience=config.command_timeout_s,
     )
-    ahead_s = math.inf if config.tiers.ahead_seconds is None else config.tiers.ahead_seconds
-    promotion = Promotion(config.tiers.ahead_requests, ahead_s)
-    promoting = Promoting(tiers, below, promotion, metrics, budget, config.command_timeout)
-    drain_s = config.shutdown_time / 2
+    ahead_s = math.inf if config.tiers.ahead_s is None else config.tiers.ahead_s
+    prefetch = PrefetchPolicy(config.tiers.ahead_requests, ahead_s)
+    prefetching = Prefetcher(tiers, below, prefetch, metrics, budget, config.command_timeout_s)
+    drain_s = config.shutdown_timeout_s / 2
     if below is None:
-        return TiersAlone(tiers, promoting, pipeline, fetching, metrics, budget, drain_s)
-    return TiersAbove(tiers, below, promoting, pipeline, fetching, metrics, budget, drain_s)
+        return TiersAlone(tiers, prefetching, pipeline, fetching, metrics, budget, drain_s)
+    return TiersAbove(tiers, below, prefetching, pipeline, fetching, metrics, budget, drain_s)

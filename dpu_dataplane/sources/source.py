@@ -1,7 +1,7 @@
 """What a source of records is: whatever the data plane finds, reads, stores and deletes goes through a :class:`Source`.
 
-A source holds records, immutable bytes under keys. It is asked for their heads, from which the caller makes a round on
-paper; it then makes the bodies of that round appear where the pipeline decodes them; and it takes new records.
+A source holds records, immutable bytes under keys. It is asked for their heads, from which the caller makes a batch on
+paper; it then makes the bodies of that batch appear where the pipeline decodes them; and it takes new records.
 """
 
 from abc import ABC, abstractmethod
@@ -89,18 +89,18 @@ class Order:
         keys: of each piece's record.
         pieces: PIECE_DTYPE array, at least one, in the order in which they are wanted: where the bytes lie in the
             record, and where in the buffers.
-        make_round: makes a round of some of ``pieces``, ready for the pipeline; whoever calls it releases the round.
+        make_batch: makes a batch of some of ``pieces``, ready for the pipeline; whoever calls it releases the batch.
         authoritative: ask who has the last word on each key, not somebody with a copy that may lag behind.
         layerwise: they come layer by layer, a layer in each.
         window_s: seconds that whoever wants them computes with each layer; 0 where nobody knows.
         found: what is known of the records, for a source that keeps what passes.
 
-    A piece whose ``origin`` is not SERVER comes into the rounds by itself: a source only has it in them.
+    A piece whose ``origin`` is not SERVER comes into the batches by itself: a source only has it in them.
     """
 
     keys: Sequence[bytes]
     pieces: npt.NDArray[np.void]
-    make_round: Callable[[npt.NDArray[np.void]], native.Round]
+    make_batch: Callable[[npt.NDArray[np.void]], native.Batch]
     authoritative: bool = False
     layerwise: bool = False
     window_s: float = 0.0
@@ -154,14 +154,14 @@ class Encoded:
     """A record to be put: its head, and its body as ``Pipeline.encode`` left it in the store buffer.
 
     Attributes:
-        round: that was encoded.
+        batch: that was encoded.
         position: of the piece in it.
         head: of the record.
         lasts_ms: after which nobody needs it any more; 0: it is stored for good.
         plain: it is not compressed, and is for tiers of this machine alone where there are any.
     """
 
-    round: native.Round
+    batch: native.Batch
     position: int
     head: bytes
     lasts_ms: int = 0
@@ -194,7 +194,7 @@ class Source(ABC):
     *Outage.* A source that is known to be away fails at once, with the reason, and looks by itself for its return.
 
     *Quiet.* Once :meth:`deliver` has returned or raised, for whatever reason, nothing of this source writes to the
-    order's destination or to the pipeline's buffers any more, and nothing reads there once :meth:`put` has.
+    order's registration or to the pipeline's buffers any more, and nothing reads there once :meth:`put` has.
 
     *Time.* What takes a job ends at its deadline, or soon after it is cancelled; other questions end by the source's
     own limits.
@@ -237,21 +237,21 @@ class Source(ABC):
         """Return likewise under which keys nothing needs to be put."""
         return await self.find(keys)
 
-    async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
+    async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
         """Tell whoever asks this source that keys will be stored within so long; 0: that they will not, after all.
 
         Returns:
-            Whether it takes announcements at all; by default none does.
+            Whether it takes publications at all; by default none does.
 
         Raises:
             StorageUnavailableError, StorageRefusedError: it has not been told; there may be too many already.
         """
         return False
 
-    async def announced(self, keys: Sequence[bytes]) -> Flags | None:
-        """Return which of up to QUESTION_KEYS_MAX keys are announced and not there; None of a source that is not told.
+    async def published(self, keys: Sequence[bytes]) -> Flags | None:
+        """Return which of up to QUESTION_KEYS_MAX keys are published and not there; None of a source that is not told.
 
-        Of two questions at the same time this one is answered before :meth:`find`: what is announced no more is there,
+        Of two questions at the same time this one is answered before :meth:`find`: what is published no more is there,
         or is not coming.
 
         Raises:

@@ -37,7 +37,7 @@ _DETAILS: Final = {
     "or that are in object storage alone; it goes chunk by chunk",
     "no_publishing": "a request is to wait for chunks that another engine is storing, and storage publishes no chunks "
     "(Redis, Valkey and clusters of them do not); it loads what is stored when it looks. Use a storage node of "
-    "ShadowServe, or a proxy that carries kv_transfer_params (docs/handover.md)",
+    "ShadowServe, or a proxy that carries kv_transfer_params (docs/disaggregation.md)",
 }
 """What each reason's log line says. docs/combinations.md has the same reasons."""
 
@@ -60,9 +60,9 @@ def group_loads(
     loads, tail = {}, end_tokens == tracked.offered_tail
     for group in groups:
         chunks, blocks = group.wanted(tables[group.index], tracked.local_tokens, end_tokens, tail=tail)
-        links = [tracked.offered[chunk] for chunk in chunks.tolist()]
+        chunk_keys = [tracked.offered[chunk] for chunk in chunks.tolist()]
         numbers = (chunks - tracked.local_tokens // chunk_tokens).tolist()
-        loads[group.index] = GroupLoad(links, blocks.reshape(-1).tolist(), numbers)
+        loads[group.index] = GroupLoad(chunk_keys, blocks.reshape(-1).tolist(), numbers)
     return loads
 
 

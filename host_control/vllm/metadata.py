@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from host_control.handover import Arrived
+from host_control.disaggregation import Arrived
 
 __all__ = ["GroupLoad", "LoadOperation", "ShadowServeMetadata", "StoreOperation", "WorkerHandshake", "WorkerReport"]
 
@@ -18,13 +18,13 @@ class GroupLoad:
     """What a load takes of one group.
 
     Attributes:
-        links: of the chunks, in order, which name them for all ranks.
+        chunk_keys: of the chunks, in order, which name them for all ranks.
         blocks: that their records go to, chunk after chunk; NOWHERE for those that hold the right KV already and may be
             shared, and for what vLLM keeps no block for.
         chunks: their numbers, counted from the load's first.
     """
 
-    links: list[bytes]
+    chunk_keys: list[bytes]
     blocks: list[int]
     chunks: list[int]
 
@@ -59,11 +59,11 @@ class StoreOperation:
     Attributes:
         request_id: of the request.
         group: index of the group.
-        links: of the chunks, which name them for all ranks.
-        previous: link of the chunk before the first; ``None`` at the start of a prompt.
+        chunk_keys: of the chunks, which name them for all ranks.
+        previous: chunk key of the chunk before the first; ``None`` at the start of a prompt.
         anchored: whether that chunk is known to be stored.
         blocks: of the chunks' records, chunk after chunk; NOWHERE for what a tail's record has nothing in.
-        announced: others may wait for them.
+        published: others may wait for them.
         absent_seconds: so long ago the chunks were found absent; ``None`` where they were not looked up.
         lasts_s: seconds after which nobody needs them any more; 0: for good.
         tail_tokens: of a tail's record that has all blocks of its chunk, its tokens, which may end within one; else 0.
@@ -72,11 +72,11 @@ class StoreOperation:
 
     request_id: str
     group: int
-    links: list[bytes]
+    chunk_keys: list[bytes]
     previous: bytes | None
     anchored: bool
     blocks: list[int]
-    announced: bool = False
+    published: bool = False
     absent_seconds: float | None = None
     lasts_s: float = 0.0
     tail_tokens: int = 0
@@ -118,7 +118,7 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """Worker to scheduler, once, after the KV caches exist.
 
     Attributes:
-        model: digest of the ``ModelIdentity``, that links begin with; empty where transfers are off.
+        model: digest of the ``ModelIdentity``, that chunk keys begin with; empty where transfers are off.
         namespaces: of the records that this rank makes or can read, of each part cut, group and digest; likewise.
         problem: why they are off; empty where they are on.
         layerwise_chunks: that one load in the order of layers may have; 0 where there are none such.

@@ -33,7 +33,7 @@ _BY_REASON: Final = {
     "lookup_failures": "Requests whose lookup had no answer, by reason.",
     "load_failures": "Loads that ended before their last chunk, by reason.",
     "dropped_stores": "Chunks that were not stored, by reason.",
-    "decisions": "Requests with a hit, or that no hit would serve, by what was decided: see docs/decision.md.",
+    "decisions": "Requests with a hit, or that no hit would serve, by decision: see docs/fetch-or-recompute.md.",
     "cold_seconds": "Seconds in which storage expected to have nearer what was cold of hits, by the decision.",
     "predicted_seconds": "Seconds to the first token that decisions were predicted to bring, where one was predicted.",
     "first_token_seconds": "Seconds to the first token that came of those decisions.",

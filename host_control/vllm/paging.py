@@ -26,7 +26,7 @@ _OBSTACLES: Final = {
     "no_page_devices": "pages: true is configured, and the data plane has no devices in tiers that could bring pages; "
     "chunks are stored compressed and fetched as without pages. Give the data plane tiers.devices, or remove pages",
     "pages_refused": "pages: true is configured, and the data plane refused this engine's paged memory; chunks are "
-    "fetched as without pages. Its log says why; often destination_bytes_max is too small",
+    "fetched as without pages. Its log says why; often registered_bytes_max is too small",
     "pages_private": "pages: true is configured, and /dev/shm had no room to replace paged memory after a call without "
     "an answer; chunks are fetched as without pages until the engine starts again. Enlarge /dev/shm",
 }

@@ -4,9 +4,9 @@ While vLLM schedules a step it frees the blocks of requests that it preempts, an
 them in that step. A preempted request is nothing then but its tokens: its table of blocks is gone before the connector
 hears of it, so that tables are followed here, step by step. At the beginning of that step, before anybody writes, the
 workers copy what the request holds and storage does not to where chunks wait to be stored: chunks that were not stored
-as they were completed, and all tokens behind the last, a *tail* (:mod:`host_control.handover`). Then the step in which
-it runs again computes one token of it, like any that decodes. With windows beside full attention a tail ends with a
-block, since what a window has let go of is gone, and up to a block of tokens is computed. With states beside full
+as they were completed, and all tokens behind the last, a *tail* (:mod:`host_control.disaggregation`). Then the step in
+which it runs again computes one token of it, like any that decodes. With windows beside full attention a tail ends with
+a block, since what a window has let go of is gone, and up to a block of tokens is computed. With states beside full
 attention it has the states as they are, which stand for all tokens so far, and for no fewer.
 
 Nobody but this request will ask for that tail, and only until it runs again. So it goes to the tiers of this host,
@@ -28,7 +28,7 @@ from host_control.lookup import SAVED, LookupAnswer, PrefixLookup
 from host_control.vllm.groups import Groups
 from host_control.vllm.metadata import StoreOperation
 from host_control.vllm.stores import Stores
-from shadowserve.keys import private_links
+from shadowserve.keys import private_chunk_keys
 
 __all__ = ["Held", "Preemption", "Saved"]
 
@@ -58,7 +58,7 @@ class Saved:
     Attributes:
         tokens: leading ones.
         chunk_tokens: tokens in a chunk.
-        links: of its chunks, and then of its tail if it has one.
+        chunk_keys: of its chunks, and then of its tail if it has one.
         held: of these, of each group, what it held a block of, which a load will take again.
         preemptions: of the request, this one included.
         until: when (monotonic) nobody waits any more for it to be stored.
@@ -68,7 +68,7 @@ class Saved:
 
     tokens: int
     chunk_tokens: int
-    links: list[bytes]
+    chunk_keys: list[bytes]
     held: list[list[bytes]]
     preemptions: int
     until: float
@@ -176,7 +176,7 @@ class Preemption:
             tokens_max: of so many leading tokens chunks are stored at most.
         """
         request_id = request.request_id
-        links, present = self._lookup.links(request_id), self._lookup.present(request_id, saved=self._apart)
+        chunk_keys, present = self._lookup.chunk_keys(request_id), self._lookup.present(request_id, saved=self._apart)
         # The last token has been sampled and not been computed, and behind it there are drafts that came to nothing.
         # Where steps overlap, the next one may still be on its way, which a state waits for.
         tokens = min(held.tokens, request.num_tokens - (not self._groups.states))
@@ -184,11 +184,11 @@ class Preemption:
             tokens = min(tokens, tokens_max)
         groups = self._groups
         tokens = groups.saved_tokens(held.tokens, tokens)
-        if links is None or tokens <= 0:
+        if chunk_keys is None or tokens <= 0:
             return []
         end = tokens // self._chunk_tokens
-        self._stores.extend(links, request, end)
-        names = self._names(request_id, links[:end])
+        self._stores.extend(chunk_keys, request, end)
+        names = self._names(request_id, chunk_keys[:end])
         saved = Saved(
             tokens,
             self._chunk_tokens,
@@ -213,23 +213,23 @@ class Preemption:
                 lasts_s=TAIL_LASTS_S if self._apart else 0.0,
             )
             rows = group.rows(tables[place], 0, end).tolist()
-            saved.held[place] = [link for link, row in zip(names, rows, strict=True) if any(row)]
+            saved.held[place] = [chunk_key for chunk_key, row in zip(names, rows, strict=True) if any(row)]
         if saved.tail_tokens:
-            (link,) = self._names(request_id, [self._stores.tail_link(links, request, tokens)])
-            saved.links.append(link)
+            (chunk_key,) = self._names(request_id, [self._stores.tail_chunk_key(chunk_keys, request, tokens)])
+            saved.chunk_keys.append(chunk_key)
             for place, group in self._order:
-                saved.held[place].append(link)
-                tail = group, tables[place], names, link, tokens
+                saved.held[place].append(chunk_key)
+                tail = group, tables[place], names, chunk_key, tokens
                 operations.append(self._stores.tail(request_id, *tail, exact=self._apart, lasts_s=TAIL_LASTS_S))
         self._saved[request_id] = saved
         return operations
 
-    def _names(self, request_id: str, links: Sequence[bytes]) -> list[bytes]:
-        """Return what chunks are saved under: their links, or names that no other request has."""
+    def _names(self, request_id: str, chunk_keys: Sequence[bytes]) -> list[bytes]:
+        """Return what chunks are saved under: their chunk keys, or names that no other request has."""
         if not self._apart:
-            return list(links)
+            return list(chunk_keys)
         salt = self._salts.setdefault(request_id, secrets.token_bytes(32))
-        return private_links(links, salt)
+        return private_chunk_keys(chunk_keys, salt)
 
     def of(self, request: Any) -> Saved | None:
         """Return what was saved of a request when it was preempted last, if anything was."""

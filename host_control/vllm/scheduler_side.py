@@ -14,13 +14,21 @@ from vllm.v1.request import RequestStatus
 
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
-from host_control.decision import Decision
-from host_control.handover import Arrived, Handover
+from host_control.disaggregation import Arrived, Disaggregation
+from host_control.fetch_policy import Decision
 from host_control.lookup import SAVED, LookupAnswer, PrefixLookup
-from host_control.vllm.deciding import Deciding
+from host_control.vllm.disaggregation import (
+    ENDS_WITH_CHUNK,
+    LET_GO,
+    TAILLESS,
+    count_reach,
+    count_tail,
+    disaggregation_of,
+    reply_of,
+)
 from host_control.vllm.epochs import WEIGHTS_CHANGED, Epochs
+from host_control.vllm.fetch_policy import PolicyRunner
 from host_control.vllm.groups import Groups
-from host_control.vllm.handover import ENDS_WITH_CHUNK, LET_GO, TAILLESS, count_reach, count_tail, handover_of, reply_of
 from host_control.vllm.identity.requests import RequestInputs
 from host_control.vllm.loads import LoadWays, group_loads
 from host_control.vllm.metadata import (
@@ -117,9 +125,9 @@ class SchedulerSide:
         self.ways = LoadWays(config, groups, self.slower, sampling_state=sampling_state)
         self.problem = problem
         self._timing = Timing(config, counts=self.counts)
-        self._deciding: Deciding | None = None
+        self._policy_runner: PolicyRunner | None = None
         if fetch and groups is not None:
-            self._deciding = Deciding(
+            self._policy_runner = PolicyRunner(
                 config,
                 self._timing.table,
                 self._timing.loads,
@@ -141,8 +149,8 @@ class SchedulerSide:
             return
         self._model, self._clients, self.epochs.ranks = workers.model, workers.clients, len(handshakes)
         self.ways.layerwise_chunks = workers.layerwise_chunks
-        if self._deciding is not None:
-            self._deciding.start(workers.layers, workers.layerwise_chunks, workers.chunk_bytes)
+        if self._policy_runner is not None:
+            self._policy_runner.start(workers.layers, workers.layerwise_chunks, workers.chunk_bytes)
         self._timing.begin(workers.model, workers.machine, workers.layers, self._logger, self._clients)
         self._lookup = PrefixLookup(
             self._model,
@@ -152,11 +160,11 @@ class SchedulerSide:
             saved=workers.saved,
             every=[group.kind == "full" for group in self._groups],
             chunk_tokens=self._chunk_tokens,
-            timeout=self._config.lookup_timeout,
+            timeout=self._config.lookup_timeout_s,
             threads=self._config.lookup_threads,
             enabled=self._fetch,
             loads_wait=self._loads_wait,
-            load_timeout=self._config.fetch_timeout,
+            load_timeout=self._config.fetch_timeout_s,
             plain=workers.plain,
         )
         if self._fetch:
@@ -169,7 +177,7 @@ class SchedulerSide:
                 self._lookup,
                 self._stores,
                 ranks=len(handshakes),
-                timeout=self._config.fetch_timeout,
+                timeout=self._config.fetch_timeout_s,
                 apart=self._saved_apart,
             )
 
@@ -199,7 +207,7 @@ class SchedulerSide:
             return
         self._tracked[request.request_id] = tracked
         assert self._rules is not None
-        tracked.handover = handover_of(
+        tracked.disaggregation = disaggregation_of(
             request,
             self._config,
             self._chunk_tokens,
@@ -209,26 +217,26 @@ class SchedulerSide:
             to_the_end=self._rules.tail_may_end_prompt,
         )
         if not request.num_prompt_tokens % self._chunk_tokens and not self._rules.tail_may_end_prompt:
-            count_tail(self.slower, tracked.handover, ENDS_WITH_CHUNK, self._chunk_tokens)
+            count_tail(self.slower, tracked.disaggregation, ENDS_WITH_CHUNK, self._chunk_tokens)
         elif request.num_prompt_tokens % self._chunk_tokens and not self._rules.tail_block_tokens:
-            count_tail(self.slower, tracked.handover, TAILLESS, self._chunk_tokens)
+            count_tail(self.slower, tracked.disaggregation, TAILLESS, self._chunk_tokens)
         # The list is vLLM's own and only grows; lookups read its head.
         self._look_up(tracked, request.prompt_token_ids)
         self._set_boundary(tracked)
 
     def _look_up(self, tracked: Tracked, tokens: list[int]) -> None:
         assert self._lookup is not None
-        request, handover, size = tracked.request, tracked.handover, tracked.handover.tail_tokens
+        request, disaggregation, size = tracked.request, tracked.disaggregation, tracked.disaggregation.tail_tokens
         if (saved := self._saved(request)) is not None:
             # Without a tail with one token behind it, as the last one of what is looked up is never loaded.
-            handover, size = Handover(tail_tokens=saved.tail_tokens), 0
+            disaggregation, size = Disaggregation(tail_tokens=saved.tail_tokens), 0
             tokens = tokens[: saved.tokens + (not saved.tail_tokens)]
         elif len(tokens) != request.num_prompt_tokens:
-            handover, size = Handover(), 0  # it goes on here
+            disaggregation, size = Disaggregation(), 0  # it goes on here
         tracked.tail_stored = tracked.foreseen = False
         tracked.tail_end = len(tokens) // self._chunk_tokens * self._chunk_tokens + size if size else 0
-        names = saved.links if saved is not None and saved.apart else ()
-        self._lookup.submit(request.request_id, tokens, tracked.extra, handover, names)
+        names = saved.chunk_keys if saved is not None and saved.apart else ()
+        self._lookup.submit(request.request_id, tokens, tracked.extra, disaggregation, names)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
         """Return how many tokens beyond the local prefix can be loaded; ``None``: ask again."""
@@ -256,9 +264,9 @@ class SchedulerSide:
         if answer is None:
             # States are stored as they are computed, or never: it has to be known before which of them are.
             computes = (
-                self._deciding is not None
+                self._policy_runner is not None
                 and not self._states
-                and self._deciding.computes_anyway(
+                and self._policy_runner.computes_anyway(
                     tracked, layerwise=lambda: not self._not_by_layers(tracked), stores=self._store
                 )
             )
@@ -278,20 +286,20 @@ class SchedulerSide:
             tracked.not_by_layers = "beyond_fetch_buffer"
         tracked.layerwise = not tracked.not_by_layers
         # A prompt that another engine has computed for this one was not to be computed here.
-        if self._deciding is not None and not tracked.handover.waits:
+        if self._policy_runner is not None and not tracked.disaggregation.waits:
             assert self._rules is not None
-            usable = self._deciding.usable(tracked, answer, self._rules, usable, layerwise=may_go_layerwise)
+            usable = self._policy_runner.usable(tracked, answer, self._rules, usable, layerwise=may_go_layerwise)
             if usable < worth:
                 return 0
-        links = self._lookup.links(request.request_id)
+        chunk_keys = self._lookup.chunk_keys(request.request_id)
         tracked.offered_tail = 0
-        if saved is not None and (answer.tail or links is None or saved.apart):
-            links, tracked.offered_tail = saved.links, saved.tail_tokens and saved.tokens
-        elif answer.tail and links is not None:
-            links = [*links[: tracked.tail_end // self._chunk_tokens], *self._lookup.tail(request.request_id)]
+        if saved is not None and (answer.tail or chunk_keys is None or saved.apart):
+            chunk_keys, tracked.offered_tail = saved.chunk_keys, saved.tail_tokens and saved.tokens
+        elif answer.tail and chunk_keys is not None:
+            chunk_keys = [*chunk_keys[: tracked.tail_end // self._chunk_tokens], *self._lookup.tail(request.request_id)]
             end = local_tokens + usable
             tracked.offered_tail = end if end > tracked.tail_end // self._chunk_tokens * self._chunk_tokens else 0
-        tracked.offered, tracked.offered_epoch, tracked.offered_cut = links, self.epochs.current, answer.cut
+        tracked.offered, tracked.offered_epoch, tracked.offered_cut = chunk_keys, self.epochs.current, answer.cut
         return usable
 
     def _not_by_layers(self, tracked: Tracked, cut: int = 0) -> str:
@@ -324,7 +332,7 @@ class SchedulerSide:
             if arrived is None and self._saved(tracked.request) is not None:
                 arrived = Arrived(tracked.load_chunks, "complete")  # all of it is stored by now, or dropped
             # Looked up anew: for other weights, or as another rank's load fell short.
-            why = "announced_gone" if load.epoch == self.epochs.current else "weights_changed"
+            why = "published_gone" if load.epoch == self.epochs.current else "weights_changed"
             arrived = arrived or load.arrived._replace(ended=why)
             if arrived != load.arrived:
                 load.arrived = arrived
@@ -345,7 +353,7 @@ class SchedulerSide:
         tail_end = tracked.tail_end if saved is None else saved.tokens
         known = int(tracked.request.num_tokens)
         tokens = self._rules.with_tail(tail_end, known) if answer.tail else answer.tokens
-        most = tracked.handover.load_tokens_max
+        most = tracked.disaggregation.load_tokens_max
         if most is not None and tokens - tracked.local_tokens > most:
             end = (tracked.local_tokens + most) // self._chunk_tokens * self._chunk_tokens
             tokens = self._rules.hit_tokens(answer.present, end + 1) if answer.present else 0
@@ -363,10 +371,10 @@ class SchedulerSide:
         self.ways.looked_up(answer)
         self.counts.add("lookup_tokens", tracked.request.num_prompt_tokens // self._chunk_tokens * self._chunk_tokens)
         self.counts.add("hit_tokens", self._chunks(answer.tokens) * self._chunk_tokens)
-        if self._deciding is not None:
-            self._deciding.found(answer.tiers)
+        if self._policy_runner is not None:
+            self._policy_runner.found(answer.tiers)
         for tier, chunks in Counter(answer.tiers[: self._chunks(answer.tokens)]).items():
-            if tier != Tier.NONE:  # as of what is only announced
+            if tier != Tier.NONE:  # as of what is only published
                 self.counts.add("tier_hit_tokens", chunks * self._chunk_tokens, reason=Tier(tier).label)
         if answer.reason != "complete":
             self.counts.add("lookup_failures", reason=answer.reason)
@@ -384,9 +392,13 @@ class SchedulerSide:
         if tracked is None or self._lookup is None:
             return
         decision, tracked.decision = tracked.decision, None
-        if self._deciding is not None and decision is not None and bool(external_tokens) == (decision.way != "compute"):
+        if (
+            self._policy_runner is not None
+            and decision is not None
+            and bool(external_tokens) == (decision.way != "compute")
+        ):
             in_step = external_tokens > 0 and not self.waits(request)
-            self._deciding.begin(request.request_id, decision, request.num_tokens, in_step=in_step)
+            self._policy_runner.begin(request.request_id, decision, request.num_tokens, in_step=in_step)
         if not external_tokens:
             return
         if request.num_preemptions:
@@ -419,8 +431,8 @@ class SchedulerSide:
     def worker_output(self, finished: set[str] | None, report: WorkerReport) -> None:
         """Take what the workers report."""
         self._timing.loaded(report)
-        if self._deciding is not None:
-            self._deciding.loaded(report.seconds, finished or (), report.loaded)
+        if self._policy_runner is not None:
+            self._policy_runner.loaded(report.seconds, finished or (), report.loaded)
         for request_id, chunks in report.loaded.items():
             if (waited := self._unconfirmed.pop(request_id, None)) is not None:
                 self._evict(*waited, chunks)
@@ -458,9 +470,9 @@ class SchedulerSide:
         if load is None or load.arrived is None or self._rules.one:
             tracked.refused = True
         else:
-            # Of several groups vLLM takes all or nothing. What was announced, or is cold, and did not come is not to
+            # Of several groups vLLM takes all or nothing. What was published, or is cold, and did not come is not to
             # cost what is there: that is offered, this once, and nothing is waited for.
-            tracked.handover = replace(tracked.handover, waits=0.0, cold=False)
+            tracked.disaggregation = replace(tracked.disaggregation, waits=0.0, cold=False)
             self._look_up(tracked, tracked.request.prompt_token_ids)
         self._set_boundary(tracked)
 
@@ -472,8 +484,8 @@ class SchedulerSide:
             self.waiting.ended(request_id)
         if self._preemption is not None:
             self._preemption.forget(request_id)
-        if self._deciding is not None:
-            self._deciding.forget(request_id)
+        if self._policy_runner is not None:
+            self._policy_runner.forget(request_id)
         if request_id in self._loading:
             # vLLM keeps the blocks until the workers report the load as ended, which they do once it is quiet.
             self._cancels.append(request_id)
@@ -483,7 +495,7 @@ class SchedulerSide:
         if self._lookup is not None:
             if tracked.foreseen and (answer := self._lookup.poll(request_id)) is not None:
                 self._count_lookup(tracked, answer)
-            count_reach(self.slower, tracked.handover, self._lookup.reach)
+            count_reach(self.slower, tracked.disaggregation, self._lookup.reach)
             self._lookup.forget(request_id)
         tokens = tracked.tail_end if tracked.tail_stored else tracked.stored_chunks * self._chunk_tokens
         return reply_of(request, self._config, 0 if tracked.mixed else tokens)
@@ -510,8 +522,8 @@ class SchedulerSide:
             self._new_loads = {}
         if self._cancels:
             metadata.cancels, self._cancels = self._cancels, []
-        if self._deciding is not None:
-            self._deciding.step(output)
+        if self._policy_runner is not None:
+            self._policy_runner.step(output)
         if self._preemption is not None and (lost := self._preemption.follow(output)):
             metadata.saves = dict(self._saves(self._preemption, lost))
         if not self._store or self._lookup is None or self._unconfirmed:
@@ -540,11 +552,13 @@ class SchedulerSide:
             tracked = self._tracked.get(held.request_id)
             if tracked is None or tracked.mixed or self._unconfirmed:
                 continue
-            request, handover = tracked.request, tracked.handover
+            request, disaggregation = tracked.request, tracked.disaggregation
             self.counts.add("preempted_tokens", min(held.tokens, request.num_tokens))
-            if (handover.announces or handover.waits) and request.num_tokens == request.num_prompt_tokens:
+            if (disaggregation.publishes or disaggregation.waits) and request.num_tokens == request.num_prompt_tokens:
                 continue  # its prompt has a tail of its own, and is looked up with that
-            if saves := preemption.save(request, held, again=tracked.refused, tokens_max=handover.store_tokens_max):
+            if saves := preemption.save(
+                request, held, again=tracked.refused, tokens_max=disaggregation.store_tokens_max
+            ):
                 saved = preemption.of(request)
                 assert saved is not None
                 if not saved.apart:
@@ -560,21 +574,21 @@ class SchedulerSide:
     def stepped(self) -> None:
         """The oldest step that is under way has ended, and its output has been taken."""
         learnt = self._timing.stepped()
-        if self._deciding is not None:
-            self._deciding.stepped(learnt=learnt)
+        if self._policy_runner is not None:
+            self._policy_runner.stepped(learnt=learnt)
 
     def _complete(self, output: Any, metadata: ShadowServeMetadata, request_id: str, computed: int) -> None:
         """Have the chunks stored that a request completes in this step."""
         assert self._lookup is not None and self._rules is not None
         tracked = self._tracked[request_id]
-        answer, links = self._lookup.poll(request_id), self._lookup.links(request_id)
-        if answer is None or links is None:
+        answer, chunk_keys = self._lookup.poll(request_id), self._lookup.chunk_keys(request_id)
+        if answer is None or chunk_keys is None:
             if answer is not None and answer.reason == "unnamed":
                 self._boundary.pop(request_id, None)
             return  # still being hashed, or asked for; ask again with the next step
         # Tokens that are drafts, or still being sampled, have no identity yet.
         computed = min(computed, tracked.request.num_tokens)
-        if (most := tracked.handover.store_tokens_max) is not None:
+        if (most := tracked.disaggregation.store_tokens_max) is not None:
             computed = min(computed, most)
         end = computed // self._chunk_tokens
         present = self._lookup.present(request_id)
@@ -584,13 +598,13 @@ class SchedulerSide:
         tail = not tracked.tail_stored and 0 < tracked.tail_end <= computed
         if tail and tables is not None and not self._rules.keeps_tail(tables, tracked.tail_end):
             tail, tracked.tail_end = False, 0
-            count_tail(self.slower, tracked.handover, LET_GO, self._chunk_tokens)
+            count_tail(self.slower, tracked.disaggregation, LET_GO, self._chunk_tokens)
         tracked.tail_stored |= tail
         self._set_boundary(tracked)
         if (end <= known and not tail) or tables is None:
             return
-        self._stores.extend(links, tracked.request, end)
-        announced = tracked.handover.announces > 0
+        self._stores.extend(chunk_keys, tracked.request, end)
+        published = tracked.disaggregation.publishes > 0
         # What is kept of every chunk is stored last: where others see that, they can have the rest.
         ordered = sorted(enumerate(self._groups), key=lambda placed: placed[1].kind == "full")
         for place, group in ordered:
@@ -601,21 +615,25 @@ class SchedulerSide:
                         request_id,
                         group,
                         tables[group.index],
-                        links,
+                        chunk_keys,
                         (known, end),
                         held,
                         again=tracked.refused,
-                        announced=announced,
+                        published=published,
                     )
                 )
         for place, group in ordered if tail else ():
-            (link,) = self._lookup.tail(request_id)
+            (chunk_key,) = self._lookup.tail(request_id)
             held, end_tokens = tables[group.index], tracked.tail_end
             metadata.stores.append(
-                self._stores.tail(request_id, group, held, links, link, end_tokens, place=place, announced=announced)
+                self._stores.tail(
+                    request_id, group, held, chunk_keys, chunk_key, end_tokens, place=place, published=published
+                )
             )
-        if tracked.handover.announces:
-            self._lookup.computed(request_id, [*links[known:end], *(self._lookup.tail(request_id) if tail else ())])
+        if tracked.disaggregation.publishes:
+            self._lookup.computed(
+                request_id, [*chunk_keys[known:end], *(self._lookup.tail(request_id) if tail else ())]
+            )
 
     def _stored(self, present: Sequence[Flags]) -> int:
         """Return how many leading chunks lack nothing that is kept of every chunk: states are kept of some."""
@@ -666,7 +684,7 @@ class SchedulerSide:
         end = (tracked.stored_chunks + 1) * self._chunk_tokens
         if tracked.tail_end and not tracked.tail_stored:
             end = min(end, tracked.tail_end)
-        wanted = self._store and not tracked.mixed and tracked.handover.may_store(end)
+        wanted = self._store and not tracked.mixed and tracked.disaggregation.may_store(end)
         self._boundary[tracked.request.request_id] = end if wanted else _NEVER
 
     def close(self) -> None:

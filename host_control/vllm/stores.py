@@ -10,7 +10,7 @@ from host_control.layouts import NOWHERE
 from host_control.lookup import PrefixLookup
 from host_control.vllm.groups import NULL_BLOCK, Group
 from host_control.vllm.metadata import StoreOperation
-from shadowserve.keys import chain_links, tail_link
+from shadowserve.keys import prefix_chain, tail_chunk_key
 from shadowserve.pieces import Flags, leading
 
 __all__ = ["Stores"]
@@ -20,7 +20,7 @@ class Stores:
     """Makes store operations, on the engine's thread.
 
     Args:
-        model: digest that links begin with.
+        model: digest that chunk keys begin with.
         chunk_tokens: tokens in a chunk.
         lookup: of the requests.
     """
@@ -30,25 +30,27 @@ class Stores:
         self._chunk_tokens = chunk_tokens
         self._lookup = lookup
 
-    def extend(self, links: list[bytes], request: Any, end: int) -> None:
-        """Add the links of chunks up to ``end`` that end in generated tokens."""
-        if len(links) >= end:
+    def extend(self, chunk_keys: list[bytes], request: Any, end: int) -> None:
+        """Add the chunk keys of chunks up to ``end`` that end in generated tokens."""
+        if len(chunk_keys) >= end:
             return
         tokens = list(request.all_token_ids[: end * self._chunk_tokens])
         extra = self._lookup.extra(request.request_id)
-        links[:] = chain_links(self._model, tokens, chunk_tokens=self._chunk_tokens, extra=extra, after=links)
+        chunk_keys[:] = prefix_chain(
+            self._model, tokens, chunk_tokens=self._chunk_tokens, extra=extra, after=chunk_keys
+        )
 
     def chunks(
         self,
         request_id: str,
         group: Group,
         table: Sequence[int],
-        links: Sequence[bytes],
+        chunk_keys: Sequence[bytes],
         chunks: tuple[int, int],
         present: Flags | None,
         *,
         again: bool = False,
-        announced: bool = False,
+        published: bool = False,
         exact: bool = False,
         lasts_s: float = 0.0,
     ) -> Iterator[StoreOperation]:
@@ -58,11 +60,11 @@ class Stores:
             request_id: whose.
             group: whose KV.
             table: the request's blocks of that group.
-            links: of the request's chunks.
+            chunk_keys: of the request's chunks.
             chunks: the first, and the one behind the last.
             present: which chunks storage was seen to hold; ``None`` where nobody could say.
             again: what was seen there could not be loaded.
-            announced: others may wait for them.
+            published: others may wait for them.
             exact: in the records that preempted requests are saved in.
             lasts_s: seconds after which they are not needed any more; 0: for good.
         """
@@ -79,11 +81,11 @@ class Stores:
                 yield StoreOperation(
                     request_id=request_id,
                     group=group.index,
-                    links=list(links[begin : begin + count]),
-                    previous=links[begin - 1] if begin else None,
+                    chunk_keys=list(chunk_keys[begin : begin + count]),
+                    previous=chunk_keys[begin - 1] if begin else None,
                     anchored=begin <= (0 if present is None else leading(present)),
                     blocks=rows[place : place + count].reshape(-1).tolist(),
-                    announced=announced,
+                    published=published,
                     absent_seconds=self.absent_seconds(request_id, exact=exact),
                     lasts_s=lasts_s,
                     exact=exact,
@@ -95,12 +97,12 @@ class Stores:
         request_id: str,
         group: Group,
         table: Sequence[int],
-        links: Sequence[bytes],
-        link: bytes,
+        chunk_keys: Sequence[bytes],
+        chunk_key: bytes,
         end_tokens: int,
         *,
         place: int = 0,
-        announced: bool = False,
+        published: bool = False,
         exact: bool = False,
         lasts_s: float = 0.0,
     ) -> StoreOperation:
@@ -110,8 +112,8 @@ class Stores:
         (:meth:`Group.tail`).
 
         Args:
-            request_id, group, table, links, announced, exact: as of :meth:`chunks`.
-            link: of the tail.
+            request_id, group, table, chunk keys, published, exact: as of :meth:`chunks`.
+            chunk_key: of the tail.
             end_tokens: up to the tail's end.
             place: of the group.
             lasts_s: seconds after which nobody needs it any more; 0: it is stored as chunks are.
@@ -122,11 +124,11 @@ class Stores:
         return StoreOperation(
             request_id=request_id,
             group=group.index,
-            links=[link],
-            previous=links[before - 1] if before else None,
+            chunk_keys=[chunk_key],
+            previous=chunk_keys[before - 1] if before else None,
             anchored=present is not None and before <= leading(present[place]),
             blocks=np.where(blocks == NULL_BLOCK, NOWHERE, blocks).tolist(),
-            announced=announced,
+            published=published,
             absent_seconds=self.absent_seconds(request_id, exact=exact),
             lasts_s=lasts_s,
             tail_tokens=end_tokens - before * self._chunk_tokens if group.whole and group.kind != "state" else 0,
@@ -145,34 +147,34 @@ class Stores:
             again: what storage was seen to hold of the request could not be loaded.
         """
         request_id = request.request_id
-        links, present = self._lookup.links(request_id), self._lookup.present(request_id)
+        chunk_keys, present = self._lookup.chunk_keys(request_id), self._lookup.present(request_id)
         places = {group.index: place for place, group in enumerate(groups) if group.kind == "state"}
         for group, block, tokens in offered:
-            if group not in places or tokens % self._chunk_tokens or block == NULL_BLOCK or links is None:
+            if group not in places or tokens % self._chunk_tokens or block == NULL_BLOCK or chunk_keys is None:
                 continue
             end = tokens // self._chunk_tokens
             if present is not None and not again and end <= len(present[places[group]]):
                 if present[places[group]][end - 1]:
                     continue
-            self.extend(links, request, end)
+            self.extend(chunk_keys, request, end)
             yield StoreOperation(
                 request_id=request_id,
                 group=group,
-                links=links[end - 1 : end],
+                chunk_keys=chunk_keys[end - 1 : end],
                 previous=None,
                 anchored=True,
                 blocks=[block],
                 absent_seconds=self.absent_seconds(request_id),
             )
 
-    def tail_link(self, links: Sequence[bytes], request: Any, end_tokens: int) -> bytes:
-        """Return the link of what a request has behind its last whole chunk, up to ``end_tokens``."""
+    def tail_chunk_key(self, chunk_keys: Sequence[bytes], request: Any, end_tokens: int) -> bytes:
+        """Return the chunk key of what a request has behind its last whole chunk, up to ``end_tokens``."""
         before = end_tokens // self._chunk_tokens
         size = end_tokens - before * self._chunk_tokens
         tokens = list(request.all_token_ids[:end_tokens])
         extra = self._lookup.extra(request.request_id)
-        return tail_link(
-            self._model, tokens, size, chunk_tokens=self._chunk_tokens, extra=extra, after=links[:before]
+        return tail_chunk_key(
+            self._model, tokens, size, chunk_tokens=self._chunk_tokens, extra=extra, after=chunk_keys[:before]
         )  # fmt: skip
 
     def absent_seconds(self, request_id: str, *, exact: bool = False) -> float | None:

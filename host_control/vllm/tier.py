@@ -37,9 +37,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
-from host_control.destination import Destination
+from host_control.interference.slowdown import Interference
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
-from host_control.slack.interference import Interference
+from host_control.registered_memory import RegisteredMemory
 from host_control.step_reports import StepReports
 from host_control.vllm.engine_calls import WORKER_CALLS, counted_calls
 from host_control.vllm.identity.canonical import canonical, digest
@@ -114,9 +114,9 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality(locality) if locality is not None else None
         settings = tier_settings(config)
-        self._close_timeout = settings.close_timeout
+        self._close_timeout = settings.close_timeout_s
         self._events: list[OffloadingEvent] = []
-        self._announces = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self._publishes = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._lock = threading.Lock()
         self._finished: list[JobResult] = []
         self._stats = OffloadingConnectorStats()
@@ -149,23 +149,23 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         self._client = client = settings.client(0)
         self._namespace = shape.namespace
 
-        def destination(configured: int, rows_min: int) -> Destination:
+        def registration(configured: int, rows_min: int) -> RegisteredMemory:
             rows = min(max(configured // shape.raw_bytes, rows_min), _BUFFER_ROWS_MAX)
-            return Destination(client, [shape], rows * shape.raw_bytes, settings.connect_timeout)
+            return RegisteredMemory(client, [shape], rows * shape.raw_bytes, settings.connect_timeout_s)
 
         if settings.fetch and transfer.is_kv_consumer:
-            self._lookups = RowLookups(client, shape.namespace, self._key, settings.lookup_timeout, self._failed)
+            self._lookups = RowLookups(client, shape.namespace, self._key, settings.lookup_timeout_s, self._failed)
             self._loads = KVCacheManager(
                 client,
-                destination(settings.fetch_buffer_bytes, 2),
+                registration(settings.fetch_buffer_bytes, 2),
                 self._scatter,
                 order=ORDERS[settings.order],
-                fetch_timeout=settings.fetch_timeout,
+                fetch_timeout_s=settings.fetch_timeout_s,
                 purpose=pb.PURPOSE_OFFLOADING_TIER,
             )
         if settings.store and transfer.is_kv_producer:
             self._stores = RowStores(
-                client, destination(settings.store_buffer_bytes, 1), self._row, self._stored, self._count, settings
+                client, registration(settings.store_buffer_bytes, 1), self._row, self._stored, self._count, settings
             )
         if budget := settings.interference_budget:
             self._rate = Interference(budget).rate
@@ -183,7 +183,7 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """Return whether a row is stored; ``RETRY`` until that is known, at most for ``lookup_timeout``."""
+        """Return whether a row is stored; ``RETRY`` until that is known, at most for ``lookup_timeout_s``."""
         if self._lookups is None:
             return LookupResult.MISS
         self._look_for_calls()
@@ -269,7 +269,7 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         return events
 
     def shutdown(self) -> None:
-        """End the threads; at most ``close_timeout`` seconds, and ``connect_timeout`` to release each memory."""
+        """End the threads; at most ``close_timeout_s`` seconds, and ``connect_timeout_s`` to release each memory."""
         ends = time.monotonic() + self._close_timeout
         if self._reports is not None:
             self._reports.close()
@@ -345,7 +345,7 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         missing = len(rows.keys) - len(stored)
         self._failed("store", missing, reason, detail)
-        if stored and self._announces:
+        if stored and self._publishes:
             event = OffloadingEvent(keys=list(stored), medium=self.medium, removed=False, locality=self.locality)
             with self._lock:
                 self._events.append(event)

@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 
 from host_control.client import DataPlaneClient, StoreAnswer
 from host_control.config import HostConfig
-from host_control.destination import Destination
+from host_control.registered_memory import RegisteredMemory
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -166,7 +166,7 @@ class RowStores:
 
     Args:
         client: of the data plane.
-        destination: that a batch lies in. Owned from now on.
+        registration: that a batch lies in. Owned from now on.
         row: returns a row's bytes.
         done: told of each job once: the job, the keys of rows that are stored, reason, detail, seconds.
         count: told of bytes that were stored, as rows and as records.
@@ -176,19 +176,19 @@ class RowStores:
     def __init__(
         self,
         client: DataPlaneClient,
-        destination: Destination,
+        registration: RegisteredMemory,
         row: Callable[[int], npt.NDArray[np.uint8]],
         done: Callable[[Rows, Sequence[bytes], str, str, float], None],
         count: Callable[[str, int], None],
         config: HostConfig,
     ) -> None:
         self._client = client
-        self._destination = destination
+        self._registration = registration
         self._row = row
         self._done = done
         self._count = count
-        self._timeout = config.store_timeout
-        self._batch = min(config.store_batch_chunks, destination.size // destination.shapes[0].raw_bytes)
+        self._timeout = config.store_timeout_s
+        self._batch = min(config.store_batch_chunks, registration.size // registration.shapes[0].raw_bytes)
         self._condition = threading.Condition()
         self._queue: collections.deque[tuple[Rows, float]] = collections.deque()
         self._busy = self._hurry = self._closing = False
@@ -220,7 +220,7 @@ class RowStores:
             self._condition.wait_for(lambda: not self._queue and not self._busy, timeout)
             self._hurry = True
         self._thread.join(max(0.0, ends - time.monotonic()) + 0.1)
-        self._destination.close()
+        self._registration.close()
 
     def _run(self) -> None:
         while True:
@@ -238,7 +238,7 @@ class RowStores:
             except Exception as error:  # the thread must outlive any bug
                 _logger.exception("ShadowServe: storing rows failed")
                 reason, detail = "internal", f"{type(error).__name__}: {error}"
-                self._destination.retire(release=True)
+                self._registration.retire(release=True)
             self._done(rows, stored, reason, detail, time.monotonic() - arrived)
 
     def _store(self, rows: Rows, arrived: float, stored: list[bytes]) -> tuple[str, str]:
@@ -270,26 +270,26 @@ class RowStores:
             ConfigurationError: there is no memory to be had.
         """
         for _ in range(2):
-            memory = self._destination.acquire(self._timeout)
-            places = np.frombuffer(memory.memory, np.uint8).reshape(-1, self._destination.shapes[0].raw_bytes)
+            memory = self._registration.acquire(self._timeout)
+            places = np.frombuffer(memory.memory, np.uint8).reshape(-1, self._registration.shapes[0].raw_bytes)
             for place, chunk_id in zip(places, rows.chunk_ids[batch], strict=False):
                 np.copyto(place, self._row(chunk_id))
             if not memory.whole():
-                self._destination.lost(memory)
+                self._registration.lost(memory)
                 raise ConfigurationError("the memory that rows wait in was made shorter; it is given up")
             self._calls += 1
             records = rows.records[batch]
             answer = self._client.store(
                 f"{self._job_prefix}-{self._calls}",
-                self._destination.destination_id,
+                self._registration.memory_id,
                 0,
                 records,
                 [b""] * len(records),
                 self._timeout,
                 purpose=pb.PURPOSE_OFFLOADING_TIER,
             )
-            if answer.reason == "unknown_destination" or not answer.quiet:
-                self._destination.retire(release=not answer.quiet)
-            if answer.reason != "unknown_destination":
+            if answer.reason == "unknown_memory" or not answer.quiet:
+                self._registration.retire(release=not answer.quiet)
+            if answer.reason != "unknown_memory":
                 break
         return answer

@@ -16,11 +16,11 @@ from typing import Any, Final
 from host_control.cache import cache_file
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
-from host_control.slack.beside import Beside, Moved
-from host_control.slack.interference import Interference
-from host_control.slack.kept import KeptLearning, engine_name
-from host_control.slack.loading import LoadTable
-from host_control.slack.table import ComputeTable, Row, attention_pairs
+from host_control.interference.beside import Beside, Moved
+from host_control.interference.kept import KeptLearning, engine_name
+from host_control.interference.loading import LoadTable
+from host_control.interference.slowdown import Interference
+from host_control.interference.table import ComputeTable, Row, attention_pairs
 from host_control.step_reports import StepReports
 from host_control.vllm.metadata import WorkerReport
 from host_control.vllm.metrics import Counts

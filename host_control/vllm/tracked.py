@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from host_control.decision import Decision
-from host_control.handover import Handover
+from host_control.disaggregation import Disaggregation
+from host_control.fetch_policy import Decision
 from shadowserve.keys import Extra
 
 __all__ = ["Tracked"]
@@ -23,9 +23,9 @@ class Tracked:
     mixed: bool = False  # holds KV of earlier weights, or goes on behind some: stored under no name
     stored_chunks: int = 0  # leading chunks that are stored or on their way
     local_tokens: int = 0  # the engine's own prefix, when the last offer was made
-    offered: list[bytes] | None = None  # links of the chunks that it could load
+    offered: list[bytes] | None = None  # chunk keys of the chunks that it could load
     offered_tail: int = 0  # tokens up to the end of the tail of what was saved of it, if that is among them
-    handover: Handover = field(default_factory=Handover)
+    disaggregation: Disaggregation = field(default_factory=Disaggregation)
     tail_end: int = 0  # tokens up to the end of the prompt's tail, which has a record of its own; 0 where it has none
     tail_stored: bool = False  # or on its way
     offered_epoch: str = ""
@@ -40,6 +40,8 @@ class Tracked:
     @property
     def was_computed_here(self) -> bool:
         """Whether it has run, was preempted, and has generated tokens or a prompt that is not handed over."""
-        request, handover = self.request, self.handover
-        handed_over = (handover.announces or handover.waits) and request.num_tokens == request.num_prompt_tokens
+        request, disaggregation = self.request, self.disaggregation
+        handed_over = (
+            disaggregation.publishes or disaggregation.waits
+        ) and request.num_tokens == request.num_prompt_tokens
         return request.num_preemptions > 0 and not handed_over

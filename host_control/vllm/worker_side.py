@@ -15,12 +15,12 @@ import torch
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.delivery import Delivery, SideStream, choose
-from host_control.destination import Destination, Memory
+from host_control.interference.layers import LayerTimes
 from host_control.layouts import NOWHERE
 from host_control.lookup import SAVED
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
 from host_control.pages import PageDelivery, SharedPages
-from host_control.slack.layers import LayerTimes
+from host_control.registered_memory import Memory, RegisteredMemory
 from host_control.store import StoreQueue
 from host_control.vllm.groups import Groups
 from host_control.vllm.identity.content import content_hashes
@@ -47,7 +47,7 @@ from shadowserve.proto.convert import engine_message
 __all__ = ["WorkerSide"]
 
 _BUFFER_CHUNKS_MAX: Final = 128
-"""Larger buffers do not pay: a round of 64 chunks hides its round trip many times over."""
+"""Larger buffers do not pay: a batch of 64 chunks hides its round trip many times over."""
 _OTHERS: Final = 1
 """Key of the manager that fetches records of all other shard layouts."""
 _IDLE_S: Final = 0.002
@@ -180,15 +180,15 @@ class WorkerSide:
         if self._store_enabled:
             self._store = StoreQueue(
                 self._client,
-                self._destination([0], self._config.store_buffer_bytes, self._delivery.store, self._shapes.get(SAVED)),
+                self._registration([0], self._config.store_buffer_bytes, self._delivery.store, self._shapes.get(SAVED)),
                 parts=len(self._parts[0]),
                 batch_chunks=self._config.store_batch_chunks,
-                timeout=self._config.store_timeout,
+                timeout=self._config.store_timeout_s,
                 recent_keys=self._config.recent_keys,
                 plain=self._pages is not None,
             )
             # An engine starts once; without this its first prompts would not be stored.
-            if not self._store.wait_tried(self._config.connect_timeout):
+            if not self._store.wait_tried(self._config.connect_timeout_s):
                 reason = self._store.last_error
                 detail = self._store.details.get(reason, self._client.address)
                 self._failures.warn("not connected at start, trying on", reason, detail)
@@ -224,38 +224,38 @@ class WorkerSide:
         configured = self._config.fetch_buffer_bytes // (4 if key == SAVED else 1)
         return KVCacheManager(
             self._client,
-            self._destination(cuts, configured, self._delivery.fetch),
+            self._registration(cuts, configured, self._delivery.fetch),
             self._scatter,
             scatter_layers=lambda job, chunks, layers: self._scatter(job, 0, 0, chunks, layers),
             layers=[part.wanted for cut in cuts for part in self._parts[cut]],
             order=ORDERS[self._config.order],
             placer=self._make_placer() if key == 0 else None,
-            fetch_timeout=self._config.fetch_timeout,
+            fetch_timeout_s=self._config.fetch_timeout_s,
         )
 
     def _make_placer(self) -> PagePlacer | None:
         if self._pages is None:
             return None
         assert self._client is not None
-        timeout = self._config.connect_timeout
+        timeout = self._config.connect_timeout_s
         self._page_delivery = PageDelivery(self._client, self._pages, self._shapes[0][0], timeout)
         slower = SlowerPaths(self.counts, self._logger) if self._rank.number == 0 else None
         return PagePlacer(self._page_delivery, self._parts[0][0], lambda: self._watch, slower)
 
-    def _destination(
+    def _registration(
         self,
         cuts: Sequence[int],
         configured: int,
         make: Callable[[int], Memory],
         others: Sequence[ChunkLayout] | None = None,
-    ) -> Destination:
+    ) -> RegisteredMemory:
         """Return memory for chunks of some shard layouts, which are also stored as ``others``, where there are any."""
         assert self._client is not None
         shapes = [shape for cut in cuts for shape in self._shapes[cut]]
         size = max(self._buffer_chunks(cut, configured) * self._row_bytes(cut) for cut in cuts)
-        timeout, progress = self._config.connect_timeout, self._delivery.shared
+        timeout, progress = self._config.connect_timeout_s, self._delivery.shared
         known = [*shapes, *(others or ())]
-        return Destination(self._client, known, size, timeout, make=make, progress=progress)
+        return RegisteredMemory(self._client, known, size, timeout, make=make, progress=progress)
 
     def _row_bytes(self, cut: int) -> int:
         """Return the bytes of one chunk of each part."""
@@ -358,7 +358,7 @@ class WorkerSide:
         for cut in self._cuts(_manager_key(load.cut)):
             for part, shape in zip(self._parts[cut], self._shapes[cut], strict=True):
                 group = load.groups[part.group.index] if load.groups and cut == load.cut else None
-                keys.append(tuple(record_keys(shape.namespace, group.links)) if group is not None else ())
+                keys.append(tuple(record_keys(shape.namespace, group.chunk_keys)) if group is not None else ())
                 places.append(group.chunks if group is not None else [])
         return FetchJob(
             request_id=load.request_id,
@@ -414,7 +414,7 @@ class WorkerSide:
             sample()  # in the order of the step's kernels; on a CPU the storing thread is soon enough
 
         def lasts() -> str:
-            if not self._watch.known(self._config.store_timeout, everywhere=True):
+            if not self._watch.known(self._config.store_timeout_s, everywhere=True):
                 return "weights_unknown"
             return "" if self._watch.check(epoch, sample()) else "weights_changed"
 
@@ -452,14 +452,14 @@ class WorkerSide:
 
         absent = operation.absent_seconds
         self._store.offer(
-            record_keys(namespace, operation.links),
+            record_keys(namespace, operation.chunk_keys),
             copy,
             part=place,
             shape=place + (len(self._parts[0]) if operation.exact else 0),
             chained=part.group.kind == "full",
             previous=record_keys(namespace, [operation.previous])[0] if operation.previous is not None else None,
             anchored=operation.anchored,
-            announced=operation.announced,
+            published=operation.published,
             lasts_s=operation.lasts_s,
             purpose=purpose,
             absent_since=float("-inf") if absent is None else time.monotonic() - absent,
@@ -491,11 +491,11 @@ class WorkerSide:
             return results
         self._watch.look()
         waited = any(result.job.request_id in self._synchronous for result in results)
-        if self._watch.known(self._config.fetch_timeout if waited else 0.0):
+        if self._watch.known(self._config.fetch_timeout_s if waited else 0.0):
             self._doubted_s = None
             return results
         self._doubted_s = time.monotonic() if self._doubted_s is None else self._doubted_s
-        if not waited and time.monotonic() - self._doubted_s < self._config.fetch_timeout:
+        if not waited and time.monotonic() - self._doubted_s < self._config.fetch_timeout_s:
             self._results = results
             return []
         self._doubted_s = None
@@ -512,7 +512,7 @@ class WorkerSide:
             )
         assert self._groups is not None
         complete = result.complete and bool(load.groups)
-        if self._config.fetch_or_compute and (complete or result.reason == "deadline"):
+        if self._config.fetch_or_recompute and (complete or result.reason == "deadline"):
             self._seconds[load.request_id] = result.seconds - result.waited
         # Parts of one group have the same chunks; what several groups have of a prompt is of use as a whole.
         placed = result.chunks[self._first_place(load.cut) :][: len(self._parts[load.cut])]
@@ -589,10 +589,10 @@ class WorkerSide:
                 self.counts.add("stored_chunks" if name == "stored" else name, count)
 
     def close(self) -> None:
-        """Store what waits, end what runs, give memory back; at most ``close_timeout`` seconds."""
-        ends = time.monotonic() + self._config.close_timeout
+        """Store what waits, end what runs, give memory back; at most ``close_timeout_s`` seconds."""
+        ends = time.monotonic() + self._config.close_timeout_s
         if self._store is not None:
-            self._store.close(self._config.close_timeout)
+            self._store.close(self._config.close_timeout_s)
             self.take_store_counts()
         for manager in self._managers.values():
             self._results += manager.close(max(0.1, ends - time.monotonic()))

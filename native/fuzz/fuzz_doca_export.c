@@ -5,7 +5,7 @@
  * Invariants: what is refused is refused with one code and leaves nothing behind. What is imported has a range and one
  * PCI permission, gives bufs inside of that range only, and a copy from it ends, however wrong what it says is.
  *
- * Input: one byte that says whether to mend the checksum, then the descriptor. That every bit counts for the checksum
+ * Input: one byte that says whether to repair the checksum, then the descriptor. That every bit counts for the checksum
  * is tested in test_doca_emulator_export.c.
  */
 #include "../doca_emulator/src/emulator.h"

@@ -93,8 +93,8 @@ static enum ss_layers_status give(struct ss_layers_reader *reader, const uint8_t
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static struct ss_layers_reader reader;
     struct ss_layers layers = {.layers = LAYERS, .keys = KEYS};
-    struct ss_round round = {.pieces = pieces, .piece_count = PIECES, .layers = &layers};
-    const struct ss_feed feed = {.round = &round};
+    struct ss_batch batch = {.pieces = pieces, .piece_count = PIECES, .layers = &layers};
+    const struct ss_feed feed = {.batch = &batch};
     if (size < 2) {
         return 0;
     }

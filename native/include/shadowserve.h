@@ -3,7 +3,7 @@
  * shadowserve.h - the C core's public API
  *
  * The C core moves and transforms bytes; it decides nothing and prints nothing. Python (shadowserve/native/) is
- * its one caller: it hands over whole rounds, holds every buffer, and turns the codes below into exceptions.
+ * its one caller: it hands over whole batches, holds every buffer, and turns the codes below into exceptions.
  *
  * native/cffi_build.py reads the declarations between the two cffi markers, so keep them plain: no macros but
  * SS_API, no #ifdef, no inline functions.
@@ -35,7 +35,7 @@ enum ss_result {
     SS_DISCONNECTED = 11, /* the connection broke */
     SS_DEADLINE = 12,
     SS_CANCELLED = 13,
-    SS_SKIPPED = 14,    /* not delivered, since it became of no use: another piece of the round failed */
+    SS_SKIPPED = 14,    /* not delivered, since it became of no use: another piece of the batch failed */
     SS_OS_ERROR = 15,   /* a system call failed; errno says why */
     SS_DEVICE = 16,     /* an accelerator failed, also when asked again, or cannot reach the memory any more */
     SS_REDIRECTED = 17, /* another node of the cluster has it: the server's answer says which */
@@ -198,28 +198,28 @@ struct ss_slice {
 enum ss_origin {
     SS_ORIGIN_SERVER = 0,  /* a server, or a node of a cluster */
     SS_ORIGIN_MEMORY = 1,  /* it lies in this process */
-    SS_ORIGIN_AWAITED = 2, /* it is going to: ss_round_supply() says when, and where */
+    SS_ORIGIN_AWAITED = 2, /* it is going to: ss_batch_supply() says when, and where */
     SS_ORIGIN_NOWHERE = 3  /* it was awaited, and is not to be had */
 };
 
 /*
- * One piece of a round: consecutive layers of one chunk of one group, which lie in one record; all layers, where a
+ * One piece of a batch: consecutive layers of one chunk of one group, which lie in one record; all layers, where a
  * record is stored. Several pieces may be of one record. Offsets in buffers are its occupancies, computed before the
- * round starts: regions of different pieces must not overlap in any buffer, nor may they share slices.
+ * batch starts: regions of different pieces must not overlap in any buffer, nor may they share slices.
  */
 struct ss_piece {
     uint8_t key[96]; /* of the record, as it goes over the wire */
     uint32_t key_length;
     enum ss_codec codec;
-    uint32_t group;                 /* index into the round's groups */
+    uint32_t group;                 /* index into the batch's groups */
     uint32_t chunk;                 /* position in the group's chain of chunks, below UINT32_MAX */
     uint64_t record_offset;         /* of the body in the record: where the first slice's stored bytes begin */
     uint64_t body_length;           /* bytes of the body: all slices, in order and without gaps */
     uint64_t decompression_offset;  /* occupancy in the decompression buffer: body_length bytes */
     uint64_t dequantization_offset; /* in the dequantization buffer: the sum of decoded_length (unused when fused) */
-    uint32_t slice_first;           /* index into the round's slices */
+    uint32_t slice_first;           /* index into the batch's slices */
     uint32_t slice_count;
-    uint32_t node;   /* of a fetch: whose sockets to ask, below the round's 'node_count' */
+    uint32_t node;   /* of a fetch: whose sockets to ask, below the batch's 'node_count' */
     uint32_t asking; /* of a fetch: 1 to say ASKING first, where a cluster's node answered ASK */
     enum ss_origin origin;
     const uint8_t *memory; /* of a fetch: where the body lies in this process. A server's: where it is to be when the
@@ -229,7 +229,7 @@ struct ss_piece {
     char error[256];       /* out, SS_REFUSED and SS_REDIRECTED of a fetch: the server's words, cut, with a zero */
 };
 
-/* Where memory is that rounds deliver to, or store from. */
+/* Where memory is that batches deliver to, or store from. */
 enum ss_memory_kind {
     SS_MEMORY_LOCAL = 0,    /* in this process */
     SS_MEMORY_EXPORTED = 1, /* in another one, often on another machine: what ss_export_open() describes */
@@ -252,7 +252,7 @@ struct ss_tls;
 struct ss_tls_session;
 
 /*
- * One group of a round: what the elements of all its pieces are, and where they go to or come from. Its chunks are a
+ * One group of a batch: what the elements of all its pieces are, and where they go to or come from. Its chunks are a
  * prefix chain: a chunk is of use only where all before it are there, with all of the layers that were asked for.
  */
 struct ss_group {
@@ -266,7 +266,7 @@ struct ss_group {
 };
 
 /*
- * A round's pieces in one request, KV.LAYERS of our storage server, which is answered layer after layer: 'layers' times
+ * A batch's pieces in one request, KV.LAYERS of our storage server, which is answered layer after layer: 'layers' times
  * the same 'keys' chunks of one group, in their order, a layer of each.
  */
 struct ss_layers {
@@ -279,20 +279,20 @@ struct ss_layers {
 };
 
 /*
- * One round: pieces of some groups, each from its source, a server, a cluster's node or memory, to its group's
+ * One batch: pieces of some groups, each from its source, a server, a cluster's node or memory, to its group's
  * destination (or from there); at most 16384 pieces and 64 groups. Pieces come in any order, in which they are asked
  * for: chunk by chunk, or layer by layer. Set everything but the fields marked 'out' to what they are and the rest to
- * zero, and leave all of it alone until the call that runs the round is back. That slices do not overlap in the
+ * zero, and leave all of it alone until the call that runs the batch is back. That slices do not overlap in the
  * destination is not checked.
  */
-struct ss_round {
+struct ss_batch {
     struct ss_piece *pieces;
     struct ss_slice *slices;
     struct ss_group *groups;
     uint32_t piece_count;
     uint32_t slice_count;
     uint32_t group_count;
-    uint32_t cancelled;                     /* set by ss_round_cancel(); 0 at first */
+    uint32_t cancelled;                     /* set by ss_batch_cancel(); 0 at first */
     uint64_t deadline_ns;                   /* CLOCK_MONOTONIC */
     uint64_t received_bytes;                /* out: over the wire */
     uint64_t delivered_bytes;               /* out: into the destinations */
@@ -300,9 +300,9 @@ struct ss_round {
     uint32_t node_count;                    /* of a fetch: its sockets are those of so many nodes; 0: one */
     struct ss_tls_session *const *sessions; /* of a fetch: for each socket, NULL for one without; NULL: no TLS at all */
     uint32_t *progress;    /* of a fetch: where to say how many leading layers are in place; NULL: nowhere */
-    uint32_t layers_first; /* with 'progress': so many were before the round */
+    uint32_t layers_first; /* with 'progress': so many were before the batch */
     uint32_t layers_end;   /* likewise: as many as there may be after it, at most 4096 more: all pieces that those from
-                              'layers_first' on lack are in the round */
+                              'layers_first' on lack are in the batch */
     uint64_t rate;         /* of a fetch: most bytes a second into the destinations; 0: no bound */
     struct ss_layers *layers; /* of a fetch over one socket, with the chunked pipeline: how all pieces are asked for, of
                                  a server that may know it; NULL: each by GETRANGE */
@@ -337,14 +337,14 @@ struct ss_pipeline_options {
     uint32_t pin_memory;           /* lock the buffers in memory; failure to lock is not an error, see _statistics */
     uint64_t decompression_bytes;  /* size of the decompression buffer */
     uint64_t dequantization_bytes; /* of the dequantization buffer; 0 when fused */
-    uint64_t dma_source_bytes;     /* of the DMA source buffer: what a round delivers; 0 when fused */
+    uint64_t dma_source_bytes;     /* of the DMA source buffer: what a batch delivers; 0 when fused */
     uint64_t store_bytes;          /* of the buffer that stored bodies are encoded into */
     const int32_t *net_cores;
     const int32_t *decompress_cores;
     const int32_t *dequantize_cores; /* unused when fused */
     const int32_t *dma_cores;        /* unused when fused */
     const int32_t *store_cores;
-    uint32_t net_threads; /* also the number of connections that a round uses to each node */
+    uint32_t net_threads; /* also the number of connections that a batch uses to each node */
     uint32_t decompress_threads;
     uint32_t dequantize_threads;
     uint32_t dma_threads;
@@ -352,16 +352,16 @@ struct ss_pipeline_options {
     /*
      * The paper's ablation (ShadowServe section 6.4); both are 1 but to measure what they are good for.
      * chunked_pipeline 0: one piece at a time, and one stage at a time: a piece is asked for when the one before it was
-     *   delivered, decompressed when all of it was received, and so on; any failure ends the round.
-     * memory_management 0: no buffers are kept for fetch rounds. Each piece's are mapped, touched, locked and
+     *   delivered, decompressed when all of it was received, and so on; any failure ends the batch.
+     * memory_management 0: no buffers are kept for fetch batches. Each piece's are mapped, touched, locked and
      * registered with the device when it is asked for, and unmapped when it was delivered; the sizes above only limit a
-     * round.
+     * batch.
      */
     uint32_t chunked_pipeline;
     uint32_t memory_management;
     uint32_t trace_events;     /* room for so many in each thread's log, 56 bytes each; 0: no tracing */
     uint32_t poll_interval_us; /* between two looks at a device that has nothing done; 0: no pause. At most 1 s */
-    uint32_t nodes_max;        /* of a cluster that one round may ask, at most 256; 0: one */
+    uint32_t nodes_max;        /* of a cluster that one batch may ask, at most 256; 0: one */
     /*
      * How long a device may owe results and give none before it is given up; 0: ten seconds. Only time in which the
      * thread that waits runs is counted, so that a machine that stood still is not taken for such a device. See
@@ -409,7 +409,7 @@ SS_API const char *ss_pipeline_device(const struct ss_pipeline *pipeline);
 /*
  * ss_pipeline_given_up() returns whether the device never ended what it was given, and was given up: for good, with
  * SS_DEVICE for what it had and for all that comes. Of all results this one says nothing of what the device does: it
- * may still read and write the memory of the rounds that failed so, and this pipeline's buffers. Nobody is to be told
+ * may still read and write the memory of the batches that failed so, and this pipeline's buffers. Nobody is to be told
  * that these are quiet before the process has ended, which takes the device away from them. From any thread.
  */
 SS_API int ss_pipeline_given_up(const struct ss_pipeline *pipeline);
@@ -421,31 +421,31 @@ SS_API uint32_t ss_pipeline_memory_kinds(const struct ss_pipeline *pipeline);
 SS_API uint64_t ss_pipeline_locked_bytes(const struct ss_pipeline *pipeline);
 
 /*
- * ss_destination_register() makes memory known to the pipeline's backend, once for any number of rounds: a device
+ * ss_destination_register() makes memory known to the pipeline's backend, once for any number of batches: a device
  * reaches nothing else. The memory, and where it is exported the export, must stay until ss_destination_release().
  * Fails with SS_NOT_SUPPORTED (not this kind with this backend), SS_BAD_ARGUMENT (a descriptor that is none),
- * SS_NO_MEMORY, SS_DEVICE. From any thread, also during rounds.
+ * SS_NO_MEMORY, SS_DEVICE. From any thread, also during batches.
  */
 SS_API enum ss_result ss_destination_register(struct ss_pipeline *pipeline, const struct ss_memory *memory,
                                               struct ss_destination **destination);
 
 /*
- * ss_destination_release() forgets it. No round may be using it, and the pipeline must still be there. One whose device
+ * ss_destination_release() forgets it. No batch may be using it, and the pipeline must still be there. One whose device
  * was given up leaves the device the right to reach the memory, which must stay if the device may be at it.
  */
 SS_API void ss_destination_release(struct ss_destination *destination);
 
-/* ss_destination_address() returns where the memory begins, as rounds name it. */
+/* ss_destination_address() returns where the memory begins, as batches name it. */
 SS_API uint8_t *ss_destination_address(const struct ss_destination *destination);
 
 /*
- * ss_pipeline_fetch() runs one round: on each of 'socket_count' connected, authenticated, non-blocking sockets to the
+ * ss_pipeline_fetch() runs one batch: on each of 'socket_count' connected, authenticated, non-blocking sockets to the
  * storage server it asks for an equal share of every piece's slices with GETRANGE, receives them straight into the
  * decompression buffer, and passes each slice on as soon as it is whole: checksum, decompress, dequantize, deliver.
  *
  * A piece in memory is read there, where the backend can read any memory, and needs no room in the decompression
- * buffer then; else it is copied. It must stay as it is until the call is back. A round of such pieces alone needs no
- * sockets. One that is awaited holds up nothing but itself and the end of the round. A server's piece with 'memory' is
+ * buffer then; else it is copied. It must stay as it is until the call is back. A batch of such pieces alone needs no
+ * sockets. One that is awaited holds up nothing but itself and the end of the batch. A server's piece with 'memory' is
  * received there, or copied there once it is in place; the memory is of no meaning unless the piece is SS_OK.
  *
  * With several nodes the sockets come node by node, as many for each, at most 'net_threads'; a piece is asked for on
@@ -455,32 +455,32 @@ SS_API uint8_t *ss_destination_address(const struct ss_destination *destination)
  * A piece that fails makes the pieces of its group useless that are of its chunk or of one behind it: they are
  * SS_SKIPPED unless they are in place already. All others go on. A connection that breaks fails what it still owes.
  *
- * Blocks until the round is quiet, so that afterwards nothing touches the destinations or the round any more (but for a
+ * Blocks until the batch is quiet, so that afterwards nothing touches the destinations or the batch any more (but for a
  * device that was given up, ss_pipeline_given_up()): at the latest a little after 'deadline_ns', sooner when cancelled;
  * where a device owes results, when it has given them or is given up. Every piece has its own 'result': SS_OK where it
  * is in place, what it failed of, or SS_SKIPPED. Returns SS_OK when all are SS_OK, else the result of the first in the
  * list that failed; for SS_OS_ERROR errno says more.
  *
- * Sockets can be used again where the round says 'sockets_in_sync', which it does after answers that were well formed
+ * Sockets can be used again where the batch says 'sockets_in_sync', which it does after answers that were well formed
  * (so after SS_OK, and as a rule after SS_NOT_FOUND, SS_REFUSED, SS_CHECKSUM and SS_BAD_DATA): what was asked for ahead
  * is then read to its end and dropped. Otherwise close them; those that were left with half an answer are disconnected
  * already, so that nobody takes it for an answer of its own.
  *
- * SS_BAD_ARGUMENT, before any byte moves, when numbers in the round do not fit each other or the buffers, and when a
- * round is running already: one at a time for each pipeline; ss_pipeline_encode() may run beside it.
+ * SS_BAD_ARGUMENT, before any byte moves, when numbers in the batch do not fit each other or the buffers, and when a
+ * batch is running already: one at a time for each pipeline; ss_pipeline_encode() may run beside it.
  */
-SS_API enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_round *round, const int32_t *sockets,
+SS_API enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_batch *batch, const int32_t *sockets,
                                         uint32_t socket_count);
 
-/* ss_round_cancel() makes the round that is running end soon with SS_CANCELLED. From any thread. */
-SS_API void ss_round_cancel(struct ss_round *round);
+/* ss_batch_cancel() makes the batch that is running end soon with SS_CANCELLED. From any thread. */
+SS_API void ss_batch_cancel(struct ss_batch *batch);
 
 /*
- * ss_round_supply() says of an awaited piece that its body lies at 'memory', where it must stay as it is until the call
- * that runs the round is back; NULL: that it is not to be had, which is SS_NOT_FOUND. Once for each, before the round
+ * ss_batch_supply() says of an awaited piece that its body lies at 'memory', where it must stay as it is until the call
+ * that runs the batch is back; NULL: that it is not to be had, which is SS_NOT_FOUND. Once for each, before the batch
  * is run or while it is. From any thread.
  */
-SS_API void ss_round_supply(struct ss_round *round, uint32_t piece, const uint8_t *memory);
+SS_API void ss_batch_supply(struct ss_batch *batch, uint32_t piece, const uint8_t *memory);
 
 /*
  * ss_pipeline_copy_body() copies the body of a piece that ss_pipeline_encode() has made to 'target', which has room for
@@ -491,25 +491,25 @@ SS_API enum ss_result ss_pipeline_copy_body(const struct ss_pipeline *pipeline, 
 
 /*
  * ss_progress_wait() waits, where the word says 'seen', until it may say something else, at most so long; returns what
- * it says. What a round's 'progress' has said is in place can be read after that, in any process that has the memory.
+ * it says. What a batch's 'progress' has said is in place can be read after that, in any process that has the memory.
  */
 SS_API uint32_t ss_progress_wait(const uint32_t *progress, uint32_t seen, uint64_t timeout_ns);
 
-/* ss_progress_tell() has such a word say so many layers, and wakes who waits: for layers that came without a round. */
+/* ss_progress_tell() has such a word say so many layers, and wakes who waits: for layers that came without a batch. */
 SS_API void ss_progress_tell(uint32_t *progress, uint32_t layers);
 
 /*
- * ss_pipeline_encode() quantizes and compresses a round's pieces, each of which becomes a record's body, from their
+ * ss_pipeline_encode() quantizes and compresses a batch's pieces, each of which becomes a record's body, from their
  * groups' destinations (read only here; where these are not local, the backend collects each slice first) into the
- * store buffer, on the store threads, at low priority: a fetch round in progress goes first. For each slice the caller
+ * store buffer, on the store threads, at low priority: a fetch batch in progress goes first. For each slice the caller
  * gives destination_offset, decoded_length, scales_length, vectors and bins; out come offset, encoded_length, checksum
  * and decoded_crc32. For each piece the caller gives group, codec, slices and decompression_offset (here: where in the
  * store buffer its body goes, with room for the bound of each slice); out come body_length and result.
  * Blocks until quiet. One call at a time (a second is SS_BAD_ARGUMENT). After the first failing piece, later ones may
- * be SS_SKIPPED; returns the first failing piece's result. Honours 'deadline_ns' and ss_round_cancel(); fails with
+ * be SS_SKIPPED; returns the first failing piece's result. Honours 'deadline_ns' and ss_batch_cancel(); fails with
  * SS_NOT_FINITE as ss_quantize() does.
  */
-SS_API enum ss_result ss_pipeline_encode(struct ss_pipeline *pipeline, struct ss_round *round);
+SS_API enum ss_result ss_pipeline_encode(struct ss_pipeline *pipeline, struct ss_batch *batch);
 
 /* ---- TLS to storage ------------------------------------------------------------------------------------------ */
 
@@ -566,7 +566,7 @@ SS_API enum ss_result ss_pipeline_put(struct ss_pipeline *pipeline, const struct
 SS_API void ss_pipeline_statistics(const struct ss_pipeline *pipeline, struct ss_stage_statistics *statistics);
 
 /*
- * A span of one stage thread's time in a fetch round: a slice in a stage, or in SS_STAGE_NET what one system call
+ * A span of one stage thread's time in a fetch batch: a slice in a stage, or in SS_STAGE_NET what one system call
  * received. Spans of one thread and stage are in the order of their ends, and either nest or do not overlap: slices
  * that are decompressed in turns share their end, and what a device has queued begins when the work before it ends.
  * Fused, a slice's SS_STAGE_DEQUANTIZE span, which delivers it, is the decompress thread's, too.
@@ -576,8 +576,8 @@ struct ss_trace_event {
     uint64_t end_ns;
     uint64_t input_bytes;
     uint64_t output_bytes;
-    uint32_t round;  /* of the pipeline, counted from 1 */
-    uint32_t piece;  /* index in the round */
+    uint32_t batch;  /* of the pipeline, counted from 1 */
+    uint32_t piece;  /* index in the batch */
     uint32_t slice;  /* likewise; UINT32_MAX for SS_STAGE_NET */
     int32_t core;    /* where the span ended */
     uint32_t stage;  /* enum ss_stage */

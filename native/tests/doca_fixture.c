@@ -9,7 +9,7 @@
 #include <time.h>
 #include <zlib.h>
 
-enum { PATIENCE_SECONDS = 60 };
+enum { WAIT_MAX_SECONDS = 60 };
 
 struct report reports[4 * TASKS_MAX];
 uint32_t report_count;
@@ -177,7 +177,7 @@ enum doca_ctx_states state_of(struct doca_ctx *ctx) {
 static void progress_patiently(struct doca_pe *pe, time_t *deadline) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    *deadline = *deadline == 0 ? now.tv_sec + PATIENCE_SECONDS : *deadline;
+    *deadline = *deadline == 0 ? now.tv_sec + WAIT_MAX_SECONDS : *deadline;
     CHECK(now.tv_sec < *deadline, "nothing moves");
     if (!doca_pe_progress(pe)) {
         usleep(100);
@@ -206,7 +206,7 @@ void expect_abort(void (*misuse)(void), const char *rule) {
     if (child == 0) {
         setrlimit(RLIMIT_CORE, &(struct rlimit){0, 0});
         dup2(ends[1], STDERR_FILENO);
-        alarm(PATIENCE_SECONDS);
+        alarm(WAIT_MAX_SECONDS);
         misuse();
         _exit(0);
     }

@@ -16,7 +16,7 @@ uint64_t after_ms(uint64_t milliseconds) {
 }
 
 uint64_t after_patience(void) {
-    return now_ns() + PATIENCE_NS;
+    return now_ns() + WAIT_MAX_NS;
 }
 
 /* xorshift64* */
@@ -180,47 +180,47 @@ void fixture_serve(const struct fixture *fixture, struct server *server) {
     }
 }
 
-struct ss_round *fixture_round(const struct fixture *fixture) {
+struct ss_batch *fixture_round(const struct fixture *fixture) {
     const struct shape *shape = &fixture->shape;
-    struct ss_round *round = calloc(1, sizeof *round);
-    CHECK(round != NULL);
-    round->piece_count = shape->chunks;
-    round->slice_count = shape->chunks * shape->slices;
-    round->pieces = calloc(round->piece_count, sizeof *round->pieces);
-    round->slices = calloc(round->slice_count, sizeof *round->slices);
-    round->group_count = 1;
-    round->groups = calloc(1, sizeof *round->groups);
-    CHECK(round->pieces != NULL && round->slices != NULL && round->groups != NULL);
-    round->groups->destination = aligned_alloc(64, (fixture->size + 63) / 64 * 64); /* as destinations are */
-    CHECK(round->groups->destination != NULL);
-    memcpy(round->pieces, fixture->chunks, round->piece_count * sizeof *round->pieces);
-    memcpy(round->slices, fixture->slices, round->slice_count * sizeof *round->slices);
-    memset(round->groups->destination, 0xAA, fixture->size);
-    for (uint32_t i = 0; i < round->piece_count; i++) {
-        round->pieces[i].result = (enum ss_result)99; /* must be overwritten */
+    struct ss_batch *batch = calloc(1, sizeof *batch);
+    CHECK(batch != NULL);
+    batch->piece_count = shape->chunks;
+    batch->slice_count = shape->chunks * shape->slices;
+    batch->pieces = calloc(batch->piece_count, sizeof *batch->pieces);
+    batch->slices = calloc(batch->slice_count, sizeof *batch->slices);
+    batch->group_count = 1;
+    batch->groups = calloc(1, sizeof *batch->groups);
+    CHECK(batch->pieces != NULL && batch->slices != NULL && batch->groups != NULL);
+    batch->groups->destination = aligned_alloc(64, (fixture->size + 63) / 64 * 64); /* as destinations are */
+    CHECK(batch->groups->destination != NULL);
+    memcpy(batch->pieces, fixture->chunks, batch->piece_count * sizeof *batch->pieces);
+    memcpy(batch->slices, fixture->slices, batch->slice_count * sizeof *batch->slices);
+    memset(batch->groups->destination, 0xAA, fixture->size);
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        batch->pieces[i].result = (enum ss_result)99; /* must be overwritten */
     }
-    round->groups->destination_size = fixture->size;
-    round->groups->quantizer = shape->quantizer;
-    round->groups->dtype = shape->dtype;
-    round->groups->scale_vectors = shape->scale_vectors;
-    round->groups->vector_length = shape->vector_length;
-    round->deadline_ns = after_patience();
-    return round;
+    batch->groups->destination_size = fixture->size;
+    batch->groups->quantizer = shape->quantizer;
+    batch->groups->dtype = shape->dtype;
+    batch->groups->scale_vectors = shape->scale_vectors;
+    batch->groups->vector_length = shape->vector_length;
+    batch->deadline_ns = after_patience();
+    return batch;
 }
 
-void round_free(struct ss_round *round) {
-    free(round->pieces);
-    free(round->slices);
-    for (uint32_t i = 0; round->groups != NULL && i < round->group_count; i++) {
-        free(round->groups[i].destination);
+void batch_free(struct ss_batch *batch) {
+    free(batch->pieces);
+    free(batch->slices);
+    for (uint32_t i = 0; batch->groups != NULL && i < batch->group_count; i++) {
+        free(batch->groups[i].destination);
     }
-    free(round->groups);
-    free(round);
+    free(batch->groups);
+    free(batch);
 }
 
-int fixture_matches(const struct fixture *fixture, const struct ss_round *round, uint32_t chunk) {
+int fixture_matches(const struct fixture *fixture, const struct ss_batch *batch, uint32_t chunk) {
     uint64_t size = fixture->size / fixture->shape.chunks;
-    return memcmp(round->groups->destination + chunk * size, fixture->expected + chunk * size, size) == 0;
+    return memcmp(batch->groups->destination + chunk * size, fixture->expected + chunk * size, size) == 0;
 }
 
 const char *test_backend(void) {
@@ -242,21 +242,21 @@ int mode_is_tried(int mode) {
     return mode_is_possible(mode) && (!test_is_brief() || mode == 0 || mode == one || mode == all);
 }
 
-enum ss_result pipeline_fetch(struct ss_pipeline *pipeline, struct ss_round *round, const int32_t *sockets,
+enum ss_result pipeline_fetch(struct ss_pipeline *pipeline, struct ss_batch *batch, const int32_t *sockets,
                               uint32_t socket_count) {
     struct ss_destination *registered[GROUPS_MAX] = {NULL};
-    for (uint32_t i = 0; round->groups != NULL && i < round->group_count && i < GROUPS_MAX; i++) {
-        struct ss_group *group = &round->groups[i];
+    for (uint32_t i = 0; batch->groups != NULL && i < batch->group_count && i < GROUPS_MAX; i++) {
+        struct ss_group *group = &batch->groups[i];
         const struct ss_memory memory = {
             .kind = SS_MEMORY_LOCAL, .address = group->destination, .size = group->destination_size};
         if (group->registered == NULL && ss_destination_register(pipeline, &memory, &registered[i]) == SS_OK) {
             group->registered = registered[i];
         }
     }
-    enum ss_result result = ss_pipeline_fetch(pipeline, round, sockets, socket_count);
+    enum ss_result result = ss_pipeline_fetch(pipeline, batch, sockets, socket_count);
     for (uint32_t i = 0; i < GROUPS_MAX; i++) {
         if (registered[i] != NULL) {
-            round->groups[i].registered = NULL;
+            batch->groups[i].registered = NULL;
             ss_destination_release(registered[i]);
         }
     }

@@ -108,7 +108,7 @@ struct fixture {
     uint64_t size;     /* bytes of both, and of a destination */
     uint8_t **records; /* of each chunk: RECORD_OFFSET bytes of head, then the body */
     uint64_t *record_sizes;
-    struct ss_piece *chunks; /* all of each in one piece, as a fetch round wants them */
+    struct ss_piece *chunks; /* all of each in one piece, as a fetch batch wants them */
     struct ss_slice *slices;
     uint64_t stored_bytes; /* of all bodies */
     uint64_t decompression_bytes;
@@ -122,14 +122,14 @@ void fixture_free(struct fixture *fixture);
 void fixture_serve(const struct fixture *fixture, struct server *server);
 
 /*
- * fixture_round() makes a round of one group, chunk by chunk, with tables of its own over a destination that is filled
+ * fixture_round() makes a batch of one group, chunk by chunk, with tables of its own over a destination that is filled
  * with 0xAA.
  */
-struct ss_round *fixture_round(const struct fixture *fixture);
-void round_free(struct ss_round *round);
+struct ss_batch *fixture_round(const struct fixture *fixture);
+void batch_free(struct ss_batch *batch);
 
 /* fixture_matches() returns whether chunk 'chunk' was delivered right. */
-int fixture_matches(const struct fixture *fixture, const struct ss_round *round, uint32_t chunk);
+int fixture_matches(const struct fixture *fixture, const struct ss_batch *batch, uint32_t chunk);
 
 /* How a pipeline works: the stages fused, and either part of the design switched off. */
 enum mode { MODE_FUSED = 1, MODE_NOT_CHUNKED = 2, MODE_UNMANAGED = 4, MODE_COUNT = 8 };
@@ -153,15 +153,15 @@ int mode_is_tried(int mode);
 struct ss_pipeline_options pipeline_options(const struct fixture *fixture, int mode);
 
 /* pipeline_fetch() is ss_pipeline_fetch() to memory that is registered for as long as it takes, where it can be. */
-enum ss_result pipeline_fetch(struct ss_pipeline *pipeline, struct ss_round *round, const int32_t *sockets,
+enum ss_result pipeline_fetch(struct ss_pipeline *pipeline, struct ss_batch *batch, const int32_t *sockets,
                               uint32_t socket_count);
 
-/* default_shape() is a small binned bfloat16 round over Deflate. */
+/* default_shape() is a small binned bfloat16 batch over Deflate. */
 struct shape default_shape(void);
 
 /* Time that what must end may take, on a machine that stands still for seconds; and what it takes on one that does not,
  * once at least in several tries: then the call itself is prompt. */
-#define PATIENCE_NS 60000000000ULL
+#define WAIT_MAX_NS 60000000000ULL
 #define PROMPT_NS 1000000000ULL
 
 uint64_t now_ns(void);

@@ -21,7 +21,7 @@
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 
-enum { SIZE = 32 << 20, HALF = SIZE / 2, OPERATIONS = 64, PAGE = 4096, PATIENCE_MS = 120000 };
+enum { SIZE = 32 << 20, HALF = SIZE / 2, OPERATIONS = 64, PAGE = 4096, WAIT_MAX_MS = 120000 };
 
 static const char *const access_names[] = {"auto", "uring", "threads", "nvme"};
 
@@ -53,7 +53,7 @@ static uint64_t await(struct ss_block *block, size_t count, int32_t error) {
     uint64_t tags = 0;
 
     while (count > 0) {
-        CHECK(poll(&poll_set, 1, PATIENCE_MS) == 1, "nothing ended; %zu are missing", count);
+        CHECK(poll(&poll_set, 1, WAIT_MAX_MS) == 1, "nothing ended; %zu are missing", count);
         size_t taken = ss_block_completions(block, completions, 16);
         CHECK(taken <= count, "%zu completions of %zu", taken, count);
         for (size_t index = 0; index < taken; index++) {
@@ -226,7 +226,7 @@ static void test_reads_are_checked(const char *path, enum ss_block_access access
         }
         CHECK(ss_block_submit(block, operations, OBJECTS) == SS_OK, "submit");
         for (size_t count = 0; count < OBJECTS; count += verdicts_take(block, verdicts, errors)) {
-            CHECK(poll(&poll_set, 1, PATIENCE_MS) == 1, "nothing ended");
+            CHECK(poll(&poll_set, 1, WAIT_MAX_MS) == 1, "nothing ended");
         }
         for (size_t index = 0; index < OBJECTS; index++) {
             enum ss_result right = how == 2                     ? SS_NOT_SUPPORTED
@@ -247,7 +247,7 @@ static void test_reads_are_checked(const char *path, enum ss_block_access access
         operations[index] = checked_read(&objects[index], memory, index);
     }
     CHECK(ss_block_submit(block, operations, OBJECTS) == SS_OK, "submit");
-    CHECK(ss_block_stop(block, PATIENCE_MS) == SS_OK, "stop");
+    CHECK(ss_block_stop(block, WAIT_MAX_MS) == SS_OK, "stop");
     CHECK(verdicts_take(block, verdicts, errors) == OBJECTS, "all of them ended");
     for (size_t index = 0; index < OBJECTS; index++) {
         enum ss_result right = errors[index] == 0 ? objects[index].verdict : SS_NOT_SUPPORTED;
@@ -326,7 +326,7 @@ static void paged_read(struct ss_block *block, struct paged *paged, int32_t erro
     struct pollfd poll_set = {.fd = ss_block_descriptor(block), .events = POLLIN};
 
     CHECK(ss_block_submit(block, &paged->operation, 1) == SS_OK, "submit");
-    CHECK(poll(&poll_set, 1, PATIENCE_MS) == 1 && ss_block_completions(block, &completion, 1) == 1, "nothing ended");
+    CHECK(poll(&poll_set, 1, WAIT_MAX_MS) == 1 && ss_block_completions(block, &completion, 1) == 1, "nothing ended");
     CHECK(completion.error == error && completion.tag == 7, "%s", strerror(completion.error));
     CHECK(completion.verdict == verdict, "verdict %d", (int)completion.verdict);
 }
@@ -440,7 +440,7 @@ static int32_t last_error(struct ss_block *block, const struct ss_block_operatio
 
     CHECK(ss_block_submit(block, operations, count) == SS_OK, "submit");
     while (count > 0) {
-        CHECK(poll(&poll_set, 1, PATIENCE_MS) == 1, "nothing ended; %zu are missing", count);
+        CHECK(poll(&poll_set, 1, WAIT_MAX_MS) == 1, "nothing ended; %zu are missing", count);
         if (ss_block_completions(block, &completion, 1) == 1) {
             int was_checked = completion.error == 0 && completion.tag == CHECKED;
             CHECK(completion.verdict == (was_checked ? SS_OK : SS_NOT_SUPPORTED), "verdict %d of %d, error %d",
@@ -482,7 +482,7 @@ static void test_a_device_that_is_taken_away(const char *path, enum ss_block_acc
     CHECK(second == ENODEV, "%s", strerror(second));
     ss_block_statistics(block, &statistics);
     CHECK(statistics.gone && statistics.in_flight == 0 && statistics.errors[SS_BLOCK_READ] >= 2, "statistics");
-    CHECK(ss_block_stop(block, PATIENCE_MS) == SS_OK, "stop");
+    CHECK(ss_block_stop(block, WAIT_MAX_MS) == SS_OK, "stop");
     ss_block_close(block);
     munmap(memory, (size_t)5 * PAGE);
     printf("%s: %s, then %s\n", path, strerror(first), strerror(second));
@@ -496,12 +496,12 @@ struct submitter {
 
 static void *submit_many(void *context) {
     struct submitter *submitter = context;
-    for (int round = 0; round < 100; round++) {
-        struct ss_block_operation operation = {.kind = round % 2 == 0 ? SS_BLOCK_WRITE : SS_BLOCK_READ,
-                                               .priority = (enum ss_block_priority)(round % 3),
-                                               .offset = submitter->offset + (uint64_t)(round / 2) * PAGE,
+    for (int batch = 0; batch < 100; batch++) {
+        struct ss_block_operation operation = {.kind = batch % 2 == 0 ? SS_BLOCK_WRITE : SS_BLOCK_READ,
+                                               .priority = (enum ss_block_priority)(batch % 3),
+                                               .offset = submitter->offset + (uint64_t)(batch / 2) * PAGE,
                                                .length = PAGE,
-                                               .memory = submitter->memory + (size_t)round * PAGE,
+                                               .memory = submitter->memory + (size_t)batch * PAGE,
                                                .tag = 1};
         enum ss_result result;
         while ((result = ss_block_submit(submitter->block, &operation, 1)) == SS_NO_SPACE) {
@@ -557,7 +557,7 @@ static void test_closing_ends_everything(const char *path, enum ss_block_access 
     size_t count = operations_cut(operations, SS_BLOCK_WRITE, HALF, memory);
 
     CHECK(ss_block_submit(block, operations, count) == SS_OK, "submit");
-    CHECK(ss_block_stop(block, PATIENCE_MS) == SS_OK, "stop");
+    CHECK(ss_block_stop(block, WAIT_MAX_MS) == SS_OK, "stop");
     CHECK(ss_block_submit(block, operations, count) == SS_CANCELLED, "after the end");
     CHECK(ss_block_completions(block, completions, OPERATIONS) == count, "all of them ended");
     for (size_t index = 0; index < count; index++) {

@@ -6,7 +6,7 @@
 #include <errno.h>
 #include <poll.h>
 
-enum { SIZE = 1 << 20, PAGE = 4096, PATIENCE_MS = 120000 };
+enum { SIZE = 1 << 20, PAGE = 4096, WAIT_MAX_MS = 120000 };
 
 static char path[] = "./test_block_driver-XXXXXX";
 static uint8_t memory[2 * PAGE] __attribute__((aligned(4096)));
@@ -70,7 +70,7 @@ static struct ss_block_completion perform(struct ss_block *block, enum ss_block_
     struct ss_block_completion completion;
 
     CHECK(ss_block_submit(block, &operation, 1) == SS_OK, "submit");
-    CHECK(poll(&poll_set, 1, PATIENCE_MS) == 1, "nothing ended");
+    CHECK(poll(&poll_set, 1, WAIT_MAX_MS) == 1, "nothing ended");
     CHECK(ss_block_completions(block, &completion, 1) == 1, "nothing to take");
     CHECK(poll(&poll_set, 1, 0) == 0, "readable although there is nothing more");
     return completion;

@@ -102,7 +102,7 @@ static void check_damage(enum ss_codec codec) {
         plain_fill(plain.start, size, which == 1 ? 3 : 1);
         CHECK(ss_compress(codec, plain.start, size, 0, whole, sizeof(whole), &written) == SS_OK, "codec %d",
               (int)codec);
-        for (int round = 0; round < 3000 / fewer; round++) {
+        for (int batch = 0; batch < 3000 / fewer; batch++) {
             size_t kept = random_below(4) == 0 ? random_below(written + 1) : written;
             size_t wanted = random_below(4) == 0 ? random_below(2 * size) : size;
             uint8_t *encoded = guarded_place(&stream, kept, 1);
@@ -115,7 +115,7 @@ static void check_damage(enum ss_codec codec) {
             CHECK(result == SS_OK || result == SS_BAD_DATA, "codec %d: result %d", (int)codec, (int)result);
         }
     }
-    for (int round = 0; round < 20000 / fewer; round++) {
+    for (int batch = 0; batch < 20000 / fewer; batch++) {
         size_t size = random_below(300), wanted = random_below(2000);
         uint8_t *encoded = guarded_place(&stream, size, 1);
         random_fill(encoded, size);
@@ -192,9 +192,9 @@ static void *thread_run(void *argument) {
     size_t written;
 
     CHECK(data && back && encoded, "no memory");
-    for (int round = 0; round < 20; round++) {
+    for (int batch = 0; batch < 20; batch++) {
         for (size_t index = 0; index < size; index++)
-            data[index] = (uint8_t)((index * index * (size_t)(round + 3) >> 9) % (*(size_t *)argument + 2));
+            data[index] = (uint8_t)((index * index * (size_t)(batch + 3) >> 9) % (*(size_t *)argument + 2));
         for (enum ss_codec codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {
             if (ss_codec_implementation(codec) == NULL)
                 continue;
@@ -235,8 +235,8 @@ int main(void) {
             continue;
         for (size_t size = 0; size <= 400; size += step)
             check_round_trip(codec, size, (int)(size % 5), (int)(size / 5 % 2));
-        for (int round = 0; round < 60; round += (int)step)
-            check_round_trip(codec, random_below(60000), round % 5, round % 2);
+        for (int batch = 0; batch < 60; batch += (int)step)
+            check_round_trip(codec, random_below(60000), batch % 5, batch % 2);
         for (size_t index = 0; index < sizeof(sizes) / sizeof(sizes[0]); index++) {
             for (int kind = (int)(index % step % 5); kind < 5; kind += (int)step)
                 check_round_trip(codec, sizes[index], kind, (int)(index % 2));

@@ -27,7 +27,7 @@ static void check_isa(const struct guarded *region) {
         check_at(guarded_place(region, size, 0), size);
         check_at(region->start + size % 64 + 1, size);
     }
-    for (int round = 0; round < 2000; round++) {
+    for (int batch = 0; batch < 2000; batch++) {
         size_t size = random_below(SIZE_MAX_TESTED);
         check_at(guarded_place(region, size, (int)random_below(2)), size);
     }

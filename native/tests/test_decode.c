@@ -291,8 +291,8 @@ static size_t damage(const struct shape *shape, size_t least_found) {
     size_t bad = 0;
 
     memcpy(whole, encoded, written);
-    for (size_t round = 0; round < 400 / less; round++) {
-        size_t at = round < 100 / less ? round % written : random_below(written);
+    for (size_t batch = 0; batch < 400 / less; batch++) {
+        size_t at = batch < 100 / less ? batch % written : random_below(written);
         encoded[at] ^= (uint8_t)(1u << random_below(8));
         bad += check_stream(shape, written) == SS_BAD_DATA;
         encoded[at] = whole[at];
@@ -353,15 +353,15 @@ static void check_direct(struct shape shape) {
 
 static void check_streamed(void) {
     enum { VECTORS = 3 };
-    for (size_t round = 0; round < (test_is_brief() ? 200 : 2000); round++) {
-        const enum ss_dtype dtype = dtypes[round % 4];
-        const enum ss_quantizer quantizer = round / 4 % 2 == 0 ? SS_QUANTIZER_BINNED : SS_QUANTIZER_LOSSLESS;
-        const size_t length = random_below(600), misaligned = round % 3 == 0 ? random_below(64) : 0;
+    for (size_t batch = 0; batch < (test_is_brief() ? 200 : 2000); batch++) {
+        const enum ss_dtype dtype = dtypes[batch % 4];
+        const enum ss_quantizer quantizer = batch / 4 % 2 == 0 ? SS_QUANTIZER_BINNED : SS_QUANTIZER_LOSSLESS;
+        const size_t length = random_below(600), misaligned = batch % 3 == 0 ? random_below(64) : 0;
         const size_t size = VECTORS * length * ss_dtype_size(dtype);
         uint8_t *place = target_place(&(struct shape){.misaligned = misaligned}, size);
         random_fill(symbols, size);
         for (size_t index = 0; index < VECTORS; index++)
-            scale_values[index] = scale_of(index, round % 9);
+            scale_values[index] = scale_of(index, batch % 9);
         for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) {
             if (ss_isa_force(isa) != SS_OK)
                 continue;

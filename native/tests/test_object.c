@@ -87,7 +87,7 @@ static void test_each_unit_has_its_checksum(void) {
     uint64_t size;
     uint8_t *object = object_make(&fields, &size), *value = object + HEADER;
 
-    for (int round = 0; round < 200; round++) {
+    for (int batch = 0; batch < 200; batch++) {
         uint32_t at = (uint32_t)random_below(fields.length), bad = at / 65536;
         value[at] ^= 0x10;
         CHECK(ss_object_check(object, &fields, 0, 6, value) == SS_CHECKSUM, "byte %u", at);
@@ -143,7 +143,7 @@ static void test_a_forged_header_is_read_without_harm(void) {
     uint64_t size;
     uint8_t *object = object_make(&fields, &size);
 
-    for (int round = 0; round < 20000; round++) {
+    for (int batch = 0; batch < 20000; batch++) {
         memcpy(header, object, HEADER);
         size_t at = fields_at[random_below(4)];
         uint32_t value = (uint32_t)(random64() >> random_below(60));

@@ -116,7 +116,7 @@ static void late_channel_close(void *argument) {
 #define ELSEWHERE ((uintptr_t)1 << 60)
 
 struct late_memory {
-    uint8_t *address; /* as rounds name it */
+    uint8_t *address; /* as batches name it */
     uint8_t *bytes;
     uint64_t size;
 };
@@ -261,7 +261,7 @@ static void late_reset(int mode) {
     CHECK_EQUAL(pthread_cond_init(&late.starts, NULL), 0);
 }
 
-/* Fetches a round and checks what became of it; 'bad' is the chunk that is to fail, if any. */
+/* Fetches a batch and checks what became of it; 'bad' is the chunk that is to fail, if any. */
 static void run(const struct fixture *fixture, enum ss_result expected, uint32_t bad) {
     struct server *server = server_start();
     fixture_serve(fixture, server);
@@ -270,14 +270,14 @@ static void run(const struct fixture *fixture, enum ss_result expected, uint32_t
     CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_OK);
     int32_t sockets[2] = {server_connect(server), server_connect(server)};
     for (int repeat = 0; repeat < 3; repeat++) {
-        struct ss_round *round = fixture_round(fixture);
-        CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, sockets, 2), expected);
-        for (uint32_t i = 0; i < round->piece_count; i++) {
-            CHECK(i >= bad || round->pieces[i].result == SS_OK);
-            CHECK(round->pieces[i].result != SS_OK || fixture_matches(fixture, round, i));
+        struct ss_batch *batch = fixture_round(fixture);
+        CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, sockets, 2), expected);
+        for (uint32_t i = 0; i < batch->piece_count; i++) {
+            CHECK(i >= bad || batch->pieces[i].result == SS_OK);
+            CHECK(batch->pieces[i].result != SS_OK || fixture_matches(fixture, batch, i));
         }
-        CHECK(bad >= round->piece_count || round->pieces[bad].result == expected);
-        round_free(round);
+        CHECK(bad >= batch->piece_count || batch->pieces[bad].result == expected);
+        batch_free(batch);
     }
     ss_pipeline_destroy(pipeline);
     CHECK_EQUAL(late.opened, late.closed);
@@ -309,12 +309,12 @@ static void test_a_thread_that_stands_still_keeps_few_slices(void) {
     options.queue_depth = shape.slices;
     struct ss_pipeline *pipeline;
     CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_OK);
-    struct ss_round *round = fixture_round(fixture);
-    round->pieces[0].memory = fixture->records[0] + RECORD_OFFSET;
-    round->pieces[0].origin = SS_ORIGIN_MEMORY;
-    CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, NULL, 0), SS_OK);
-    CHECK(fixture_matches(fixture, round, 0));
-    round_free(round);
+    struct ss_batch *batch = fixture_round(fixture);
+    batch->pieces[0].memory = fixture->records[0] + RECORD_OFFSET;
+    batch->pieces[0].origin = SS_ORIGIN_MEMORY;
+    CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, NULL, 0), SS_OK);
+    CHECK(fixture_matches(fixture, batch, 0));
+    batch_free(batch);
     ss_pipeline_destroy(pipeline);
     fixture_free(fixture);
 }
@@ -384,7 +384,7 @@ static struct ss_memory exported(uint8_t *bytes, uint64_t size) {
                               .descriptor_size = sizeof descriptor};
 }
 
-/* A round to memory that is not here, and back: what was stored from there is what was fetched to it. */
+/* A batch to memory that is not here, and back: what was stored from there is what was fetched to it. */
 static void test_memory_that_is_elsewhere(void) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
@@ -396,26 +396,26 @@ static void test_memory_that_is_elsewhere(void) {
     struct ss_pipeline *pipeline;
     CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_OK);
     int32_t socket = server_connect(server);
-    struct ss_round *round = fixture_round(fixture);
-    uint8_t *bytes = round->groups->destination;
+    struct ss_batch *batch = fixture_round(fixture);
+    uint8_t *bytes = batch->groups->destination;
     struct ss_memory memory = exported(bytes, fixture->size);
-    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &round->groups->registered), SS_OK);
-    round->groups->destination = ss_destination_address(round->groups->registered);
-    CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, &socket, 1), SS_OK);
+    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &batch->groups->registered), SS_OK);
+    batch->groups->destination = ss_destination_address(batch->groups->registered);
+    CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, &socket, 1), SS_OK);
     CHECK(memcmp(bytes, fixture->expected, fixture->size) == 0);
-    for (uint32_t i = 0; i < round->piece_count; i++) {
-        round->pieces[i].decompression_offset = i * (fixture->stored_bytes + fixture->size / round->piece_count);
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        batch->pieces[i].decompression_offset = i * (fixture->stored_bytes + fixture->size / batch->piece_count);
     }
     late.collect_fails = 1;
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_DEVICE);
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_DEVICE);
     late.collect_fails = 0;
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_OK);
-    for (uint32_t i = 0; i < round->slice_count; i++) {
-        CHECK_EQUAL(round->slices[i].decoded_crc32, fixture->slices[i].decoded_crc32);
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_OK);
+    for (uint32_t i = 0; i < batch->slice_count; i++) {
+        CHECK_EQUAL(batch->slices[i].decoded_crc32, fixture->slices[i].decoded_crc32);
     }
-    ss_destination_release(round->groups->registered);
-    round->groups->destination = bytes;
-    round_free(round);
+    ss_destination_release(batch->groups->registered);
+    batch->groups->destination = bytes;
+    batch_free(batch);
     close(socket);
     ss_pipeline_destroy(pipeline);
     server_stop(server);
@@ -432,18 +432,18 @@ static void test_memory_that_does_not_fit(void) {
     CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_OK);
     CHECK(strcmp(ss_pipeline_device(pipeline), "late0") == 0);
     CHECK_EQUAL(ss_pipeline_memory_kinds(pipeline), 1U << SS_MEMORY_LOCAL | 1U << SS_MEMORY_EXPORTED);
-    struct ss_round *round = fixture_round(fixture);
+    struct ss_batch *batch = fixture_round(fixture);
     int32_t socket = 1;                                                           /* never used */
-    CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, &socket, 1), SS_BAD_ARGUMENT); /* not registered */
-    struct ss_memory memory = exported(round->groups->destination, fixture->size);
-    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &round->groups->registered), SS_OK);
-    CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, &socket, 1), SS_BAD_ARGUMENT); /* not that memory's address */
-    uint8_t *bytes = round->groups->destination;
-    round->groups->destination = ss_destination_address(round->groups->registered) + 1;
-    CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, &socket, 1), SS_BAD_ARGUMENT); /* ends outside */
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_BAD_ARGUMENT);
-    round->groups->destination = bytes;
-    ss_destination_release(round->groups->registered);
+    CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, &socket, 1), SS_BAD_ARGUMENT); /* not registered */
+    struct ss_memory memory = exported(batch->groups->destination, fixture->size);
+    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &batch->groups->registered), SS_OK);
+    CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, &socket, 1), SS_BAD_ARGUMENT); /* not that memory's address */
+    uint8_t *bytes = batch->groups->destination;
+    batch->groups->destination = ss_destination_address(batch->groups->registered) + 1;
+    CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, &socket, 1), SS_BAD_ARGUMENT); /* ends outside */
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_BAD_ARGUMENT);
+    batch->groups->destination = bytes;
+    ss_destination_release(batch->groups->registered);
     struct ss_destination *none = NULL;
     memory.descriptor_size = 0;
     CHECK_EQUAL(ss_destination_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
@@ -454,7 +454,7 @@ static void test_memory_that_does_not_fit(void) {
     CHECK_EQUAL(ss_destination_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
     memory.size = UINT64_MAX;
     CHECK_EQUAL(ss_destination_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
-    round_free(round);
+    batch_free(batch);
     ss_pipeline_destroy(pipeline);
     fixture_free(fixture);
 }

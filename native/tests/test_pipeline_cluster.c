@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* test_pipeline_cluster.c - rounds over the nodes of a cluster: each chunk from its own, redirections, nodes that go */
+/* test_pipeline_cluster.c - batches over the nodes of a cluster: each chunk from its own, redirections, nodes that go
+ */
 #include <string.h>
 #include <unistd.h>
 
@@ -61,30 +62,30 @@ static void bench_free(struct bench *bench) {
     fixture_free(bench->fixture);
 }
 
-static struct ss_round *round_make(const struct bench *bench) {
-    struct ss_round *round = fixture_round(bench->fixture);
-    round->node_count = NODES;
-    for (uint32_t i = 0; i < round->piece_count; i++) {
-        round->pieces[i].node = i % NODES;
+static struct ss_batch *batch_make(const struct bench *bench) {
+    struct ss_batch *batch = fixture_round(bench->fixture);
+    batch->node_count = NODES;
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        batch->pieces[i].node = i % NODES;
     }
-    return round;
+    return batch;
 }
 
-static enum ss_result fetch(struct bench *bench, struct ss_round *round) {
-    return pipeline_fetch(bench->pipeline, round, bench->sockets, SOCKETS);
+static enum ss_result fetch(struct bench *bench, struct ss_batch *batch) {
+    return pipeline_fetch(bench->pipeline, batch, bench->sockets, SOCKETS);
 }
 
 static void test_every_chunk_comes_from_its_node(int mode, uint32_t requests_in_flight) {
     struct bench bench = bench_make(mode, requests_in_flight);
     for (int repeat = 0; repeat < 2; repeat++) {
-        struct ss_round *round = round_make(&bench);
-        CHECK_EQUAL(fetch(&bench, round), SS_OK);
-        for (uint32_t i = 0; i < round->piece_count; i++) {
-            CHECK_EQUAL(round->pieces[i].result, SS_OK);
-            CHECK(fixture_matches(bench.fixture, round, i));
+        struct ss_batch *batch = batch_make(&bench);
+        CHECK_EQUAL(fetch(&bench, batch), SS_OK);
+        for (uint32_t i = 0; i < batch->piece_count; i++) {
+            CHECK_EQUAL(batch->pieces[i].result, SS_OK);
+            CHECK(fixture_matches(bench.fixture, batch, i));
         }
-        CHECK_EQUAL(round->sockets_in_sync, 1);
-        round_free(round);
+        CHECK_EQUAL(batch->sockets_in_sync, 1);
+        batch_free(batch);
     }
     bench_free(&bench);
 }
@@ -94,44 +95,44 @@ static void test_redirections(int mode, enum fault kind, const char *words) {
     struct bench bench = bench_make(mode, 4);
     fault(&bench, 1, 4, kind);
     fault(&bench, 2, 4, FAULT_NONE);
-    struct ss_round *round = round_make(&bench);
+    struct ss_batch *batch = batch_make(&bench);
     int chunked = (mode & MODE_NOT_CHUNKED) == 0;
-    CHECK_EQUAL(fetch(&bench, round), chunked ? SS_REDIRECTED : SS_REFUSED);
-    CHECK_EQUAL(strncmp(round->pieces[4].error, words, strlen(words)), 0);
-    for (uint32_t i = 0; i < round->piece_count; i++) {
+    CHECK_EQUAL(fetch(&bench, batch), chunked ? SS_REDIRECTED : SS_REFUSED);
+    CHECK_EQUAL(strncmp(batch->pieces[4].error, words, strlen(words)), 0);
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
         enum ss_result behind = chunked ? SS_OK : SS_SKIPPED;
-        CHECK_EQUAL(round->pieces[i].result, i < 4 ? SS_OK : i > 4 ? behind : chunked ? SS_REDIRECTED : SS_REFUSED);
-        CHECK(round->pieces[i].result != SS_OK || fixture_matches(bench.fixture, round, i));
+        CHECK_EQUAL(batch->pieces[i].result, i < 4 ? SS_OK : i > 4 ? behind : chunked ? SS_REDIRECTED : SS_REFUSED);
+        CHECK(batch->pieces[i].result != SS_OK || fixture_matches(bench.fixture, batch, i));
     }
-    CHECK_EQUAL(round->sockets_in_sync, 1);
-    struct ss_piece alone = round->pieces[4];
+    CHECK_EQUAL(batch->sockets_in_sync, 1);
+    struct ss_piece alone = batch->pieces[4];
     alone.node = 2;
-    struct ss_piece *all = round->pieces;
-    uint32_t count = round->piece_count;
-    round->pieces = &alone;
-    round->piece_count = 1;
-    CHECK_EQUAL(fetch(&bench, round), SS_OK);
+    struct ss_piece *all = batch->pieces;
+    uint32_t count = batch->piece_count;
+    batch->pieces = &alone;
+    batch->piece_count = 1;
+    CHECK_EQUAL(fetch(&bench, batch), SS_OK);
     CHECK_EQUAL(alone.error[0], '\0');
-    round->pieces = all;
-    round->piece_count = count;
-    CHECK(fixture_matches(bench.fixture, round, 4));
-    round_free(round);
+    batch->pieces = all;
+    batch->piece_count = count;
+    CHECK(fixture_matches(bench.fixture, batch, 4));
+    batch_free(batch);
     bench_free(&bench);
 }
 
 static void test_asking(int mode, uint32_t requests_in_flight) {
     struct bench bench = bench_make(mode, requests_in_flight);
-    struct ss_round *round = round_make(&bench);
-    for (uint32_t i = 0; i < round->piece_count; i += 2) {
+    struct ss_batch *batch = batch_make(&bench);
+    for (uint32_t i = 0; i < batch->piece_count; i += 2) {
         fault(&bench, i % NODES, i, FAULT_ASK);
-        round->pieces[i].asking = 1;
+        batch->pieces[i].asking = 1;
     }
-    CHECK_EQUAL(fetch(&bench, round), SS_OK);
-    for (uint32_t i = 0; i < round->piece_count; i++) {
-        CHECK(fixture_matches(bench.fixture, round, i));
+    CHECK_EQUAL(fetch(&bench, batch), SS_OK);
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        CHECK(fixture_matches(bench.fixture, batch, i));
     }
-    CHECK_EQUAL(round->sockets_in_sync, 1);
-    round_free(round);
+    CHECK_EQUAL(batch->sockets_in_sync, 1);
+    batch_free(batch);
     bench_free(&bench);
 }
 
@@ -139,46 +140,46 @@ static void test_asking(int mode, uint32_t requests_in_flight) {
 static void test_a_node_that_goes(int mode, enum fault kind, enum ss_result expected) {
     struct bench bench = bench_make(mode, 4);
     fault(&bench, 2, 5, kind);
-    struct ss_round *round = round_make(&bench);
-    CHECK_EQUAL(fetch(&bench, round), expected);
+    struct ss_batch *batch = batch_make(&bench);
+    CHECK_EQUAL(fetch(&bench, batch), expected);
     for (uint32_t i = 0; i < 5; i++) {
-        CHECK_EQUAL(round->pieces[i].result, SS_OK);
-        CHECK(fixture_matches(bench.fixture, round, i));
+        CHECK_EQUAL(batch->pieces[i].result, SS_OK);
+        CHECK(fixture_matches(bench.fixture, batch, i));
     }
-    CHECK_EQUAL(round->pieces[5].result, expected);
-    round_free(round);
+    CHECK_EQUAL(batch->pieces[5].result, expected);
+    batch_free(batch);
     close_all(&bench);
     fault(&bench, 2, 5, FAULT_NONE);
     connect_all(&bench);
-    round = round_make(&bench);
-    CHECK_EQUAL(fetch(&bench, round), SS_OK);
-    round_free(round);
+    batch = batch_make(&bench);
+    CHECK_EQUAL(fetch(&bench, batch), SS_OK);
+    batch_free(batch);
     bench_free(&bench);
 }
 
 static void test_a_node_that_stalls_ends_at_the_deadline(int mode) {
     struct bench bench = bench_make(mode, 4);
     fault(&bench, 0, 3, FAULT_STALL);
-    struct ss_round *round = round_make(&bench);
-    round->deadline_ns = after_ms(200);
-    CHECK_EQUAL(fetch(&bench, round), SS_DEADLINE);
-    round_free(round);
+    struct ss_batch *batch = batch_make(&bench);
+    batch->deadline_ns = after_ms(200);
+    CHECK_EQUAL(fetch(&bench, batch), SS_DEADLINE);
+    batch_free(batch);
     bench_free(&bench);
 }
 
 static void test_what_does_not_fit(void) {
     struct bench bench = bench_make(MODE_FUSED, 4);
-    struct ss_round *round = round_make(&bench);
-    round->pieces[3].node = NODES;
-    CHECK_EQUAL(fetch(&bench, round), SS_BAD_ARGUMENT);
-    round->pieces[3].node = 0;
-    round->node_count = NODES + 1;
-    CHECK_EQUAL(fetch(&bench, round), SS_BAD_ARGUMENT);
-    round->node_count = NODES;
-    CHECK_EQUAL(pipeline_fetch(bench.pipeline, round, bench.sockets, SOCKETS - 1), SS_BAD_ARGUMENT);
-    round->node_count = 1; /* as many connections to one node as there are no threads for */
-    CHECK_EQUAL(fetch(&bench, round), SS_BAD_ARGUMENT);
-    round_free(round);
+    struct ss_batch *batch = batch_make(&bench);
+    batch->pieces[3].node = NODES;
+    CHECK_EQUAL(fetch(&bench, batch), SS_BAD_ARGUMENT);
+    batch->pieces[3].node = 0;
+    batch->node_count = NODES + 1;
+    CHECK_EQUAL(fetch(&bench, batch), SS_BAD_ARGUMENT);
+    batch->node_count = NODES;
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, batch, bench.sockets, SOCKETS - 1), SS_BAD_ARGUMENT);
+    batch->node_count = 1; /* as many connections to one node as there are no threads for */
+    CHECK_EQUAL(fetch(&bench, batch), SS_BAD_ARGUMENT);
+    batch_free(batch);
     struct ss_pipeline_options options = pipeline_options(bench.fixture, MODE_FUSED);
     options.nodes_max = 257;
     struct ss_pipeline *pipeline;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_pipeline_counts.c - what a round does not do: allocate, map, lock, or free anything, on any thread
+ * test_pipeline_counts.c - what a batch does not do: allocate, map, lock, or free anything, on any thread
  *
  * This program's own malloc(), mmap() and so on are the ones that the core and its libraries call, and they count. The
  * server is another process, so that everything that is counted is the pipeline's. Sanitizers bring allocators of their
@@ -139,7 +139,7 @@ struct counts {
     uint64_t mappings;
 };
 
-/* Runs the very first rounds of a new pipeline, the third of them traced; returns what all of them did together. */
+/* Runs the very first batches of a new pipeline, the third of them traced; returns what all of them did together. */
 static struct counts count_rounds(const struct fixture *fixture, uint16_t port, int mode) {
     struct ss_pipeline_options options = pipeline_options(fixture, mode);
     options.trace_events = 1024;
@@ -151,19 +151,19 @@ static struct counts count_rounds(const struct fixture *fixture, uint16_t port, 
     }
     struct counts counts = {0};
     for (int i = 0; i < ROUNDS; i++) {
-        struct ss_round *round = fixture_round(fixture);
+        struct ss_batch *batch = fixture_round(fixture);
         if (i + 1 == ROUNDS) {
             CHECK_EQUAL(ss_pipeline_trace_start(pipeline), SS_OK);
         }
         uint64_t allocated = atomic_load(&allocations);
         uint64_t mapped = atomic_load(&mappings);
-        CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, sockets, SOCKETS), SS_OK);
+        CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, sockets, SOCKETS), SS_OK);
         counts.allocations += atomic_load(&allocations) - allocated;
         counts.mappings += atomic_load(&mappings) - mapped;
-        for (uint32_t chunk = 0; chunk < round->piece_count; chunk++) {
-            CHECK(fixture_matches(fixture, round, chunk));
+        for (uint32_t chunk = 0; chunk < batch->piece_count; chunk++) {
+            CHECK(fixture_matches(fixture, batch, chunk));
         }
-        round_free(round);
+        batch_free(batch);
     }
     for (int i = 0; i < SOCKETS; i++) {
         close(sockets[i]);
@@ -172,7 +172,7 @@ static struct counts count_rounds(const struct fixture *fixture, uint16_t port, 
     return counts;
 }
 
-static void test_a_round_allocates_nothing(const struct shape *shape) {
+static void test_a_batch_allocates_nothing(const struct shape *shape) {
     struct fixture *fixture = fixture_make(shape);
     uint16_t port;
     pid_t pid = start_server(fixture, &port);
@@ -223,7 +223,7 @@ int main(void) {
         }
         struct shape shape = default_shape();
         shape.codec = (enum ss_codec)codec;
-        test_a_round_allocates_nothing(&shape);
+        test_a_batch_allocates_nothing(&shape);
         tried++;
     }
     CHECK(tried >= 2);

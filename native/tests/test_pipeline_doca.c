@@ -4,7 +4,7 @@
  * that fails at any task of a fetch or a store
  *
  * What holds for every backend is tested over this one by the other pipeline tests (SHADOWSERVE_TEST_BACKEND). Whatever
- * fails here, what is said to have arrived is right, and the next round is not the worse for it.
+ * fails here, what is said to have arrived is right, and the next batch is not the worse for it.
  */
 #include <pthread.h>
 #include <string.h>
@@ -74,19 +74,19 @@ static void bench_stop(struct bench *bench) {
     fixture_free(bench->fixture);
 }
 
-/* Runs a round and checks that what is said to be there is there; returns its result. */
+/* Runs a batch and checks that what is said to be there is there; returns its result. */
 static enum ss_result bench_fetch(struct bench *bench) {
-    struct ss_round *round = fixture_round(bench->fixture);
-    enum ss_result result = pipeline_fetch(bench->pipeline, round, bench->sockets, SOCKETS);
+    struct ss_batch *batch = fixture_round(bench->fixture);
+    enum ss_result result = pipeline_fetch(bench->pipeline, batch, bench->sockets, SOCKETS);
     enum ss_result first = SS_OK;
-    CHECK(round->sockets_in_sync);
-    for (uint32_t i = 0; i < round->piece_count; i++) {
-        CHECK(round->pieces[i].result != SS_OK || fixture_matches(bench->fixture, round, i));
-        CHECK(first != SS_OK || round->pieces[i].result != SS_SKIPPED);
-        first = first == SS_OK ? round->pieces[i].result : first;
+    CHECK(batch->sockets_in_sync);
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        CHECK(batch->pieces[i].result != SS_OK || fixture_matches(bench->fixture, batch, i));
+        CHECK(first != SS_OK || batch->pieces[i].result != SS_SKIPPED);
+        first = first == SS_OK ? batch->pieces[i].result : first;
     }
     CHECK_EQUAL(result, first);
-    round_free(round);
+    batch_free(batch);
     return result;
 }
 
@@ -102,7 +102,7 @@ static void fetch_all(enum ss_codec codec, enum ss_quantizer quantizer) {
     bench_stop(&bench);
 }
 
-/* Whatever the device cannot do, or takes only in pieces, the round is the same. */
+/* Whatever the device cannot do, or takes only in pieces, the batch is the same. */
 static void test_settings_that_change_nothing(void) {
     static const char *const settings[][2] = {
         {"PROFILE", "bf3"},        {"PROFILE", "bf2"},    {"MAX_BUF_BYTES", "8191"}, {"MAX_BUF_BYTES", "1000"},
@@ -197,7 +197,7 @@ static void test_options_that_engines_do_not_take(void) {
     fixture_free(fixture);
 }
 
-/* Each chunk's buffers are registered in each round, which takes the time that the emulator is told. */
+/* Each chunk's buffers are registered in each batch, which takes the time that the emulator is told. */
 static void test_without_memory_management_every_chunk_is_registered(void) {
     struct shape shape = default_shape();
     struct bench bench = bench_start(&shape);
@@ -213,7 +213,7 @@ static void test_without_memory_management_every_chunk_is_registered(void) {
     bench_stop(&bench);
 }
 
-/* What a round that failed leaves registered is gone before the next, and with the pipeline: the device closes. */
+/* What a batch that failed leaves registered is gone before the next, and with the pipeline: the device closes. */
 static void test_faults_without_memory_management(int mode) {
     struct shape shape = default_shape();
     struct bench bench = bench_start(&shape);
@@ -345,17 +345,17 @@ static struct elsewhere export_memory(uint8_t *bytes, uint64_t size) {
 }
 
 /* Encodes from exported memory; what came out is what the fixture has. */
-static enum ss_result store(const struct bench *bench, struct ss_round *round) {
-    uint64_t room = bench->fixture->size / round->piece_count + (1 << 16);
-    for (uint32_t i = 0; i < round->piece_count; i++) {
-        round->pieces[i].decompression_offset = i * room;
-        round->pieces[i].result = SS_SKIPPED;
+static enum ss_result store(const struct bench *bench, struct ss_batch *batch) {
+    uint64_t room = bench->fixture->size / batch->piece_count + (1 << 16);
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        batch->pieces[i].decompression_offset = i * room;
+        batch->pieces[i].result = SS_SKIPPED;
     }
-    round->deadline_ns = after_patience(); /* of this store: a test has hundreds */
-    enum ss_result result = ss_pipeline_encode(bench->pipeline, round);
-    for (uint32_t i = 0; i < round->slice_count; i++) {
-        const struct ss_piece *chunk = &round->pieces[i / bench->fixture->shape.slices];
-        CHECK(chunk->result != SS_OK || round->slices[i].checksum == bench->fixture->slices[i].checksum);
+    batch->deadline_ns = after_patience(); /* of this store: a test has hundreds */
+    enum ss_result result = ss_pipeline_encode(bench->pipeline, batch);
+    for (uint32_t i = 0; i < batch->slice_count; i++) {
+        const struct ss_piece *chunk = &batch->pieces[i / bench->fixture->shape.slices];
+        CHECK(chunk->result != SS_OK || batch->slices[i].checksum == bench->fixture->slices[i].checksum);
     }
     return result;
 }
@@ -364,20 +364,20 @@ static void test_exported_memory(void) {
     struct shape shape = default_shape();
     struct bench bench = bench_start(&shape);
     bench_open(&bench);
-    struct ss_round *round = fixture_round(bench.fixture);
-    struct elsewhere elsewhere = export_memory(round->groups->destination, bench.fixture->size);
-    CHECK_EQUAL(ss_destination_register(bench.pipeline, &elsewhere.memory, &round->groups->registered), SS_OK);
-    CHECK(ss_destination_address(round->groups->registered) == round->groups->destination);
-    CHECK_EQUAL(pipeline_fetch(bench.pipeline, round, bench.sockets, SOCKETS), SS_OK);
-    CHECK(memcmp(round->groups->destination, bench.fixture->expected, bench.fixture->size) == 0);
+    struct ss_batch *batch = fixture_round(bench.fixture);
+    struct elsewhere elsewhere = export_memory(batch->groups->destination, bench.fixture->size);
+    CHECK_EQUAL(ss_destination_register(bench.pipeline, &elsewhere.memory, &batch->groups->registered), SS_OK);
+    CHECK(ss_destination_address(batch->groups->registered) == batch->groups->destination);
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, batch, bench.sockets, SOCKETS), SS_OK);
+    CHECK(memcmp(batch->groups->destination, bench.fixture->expected, bench.fixture->size) == 0);
     ss_export_close(elsewhere.exported);
-    memset(round->groups->destination, 0, bench.fixture->size);
-    CHECK_EQUAL(pipeline_fetch(bench.pipeline, round, bench.sockets, SOCKETS), SS_DEVICE);
-    CHECK_EQUAL(store(&bench, round), SS_DEVICE);
-    ss_destination_release(round->groups->registered);
+    memset(batch->groups->destination, 0, bench.fixture->size);
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, batch, bench.sockets, SOCKETS), SS_DEVICE);
+    CHECK_EQUAL(store(&bench, batch), SS_DEVICE);
+    ss_destination_release(batch->groups->registered);
     CHECK_EQUAL(bench_fetch(&bench), SS_OK); /* to other memory */
-    round->groups->registered = NULL;
-    round_free(round);
+    batch->groups->registered = NULL;
+    batch_free(batch);
     bench_stop(&bench);
 }
 
@@ -415,9 +415,9 @@ static void test_a_fault_at_each_task_of_a_store(void) {
     static const char *const repeats[] = {"", "+", "*"};
     struct shape shape = default_shape();
     struct bench bench = bench_start(&shape);
-    struct ss_round *round = fixture_round(bench.fixture);
-    memcpy(round->groups->destination, bench.fixture->source, bench.fixture->size);
-    struct elsewhere elsewhere = export_memory(round->groups->destination, bench.fixture->size);
+    struct ss_batch *batch = fixture_round(bench.fixture);
+    memcpy(batch->groups->destination, bench.fixture->source, bench.fixture->size);
+    struct elsewhere elsewhere = export_memory(batch->groups->destination, bench.fixture->size);
     for (unsigned i = 0; i < 3 * shape.chunks * shape.slices; i++) {
         if (test_is_brief() && i / 3 % 3 != i % 3) {
             continue;
@@ -427,44 +427,44 @@ static void test_a_fault_at_each_task_of_a_store(void) {
         ss_export_close(elsewhere.exported); /* or the device would stay open, with the settings that it has */
         elsewhere.exported = NULL;
         bench_open(&bench);
-        elsewhere = export_memory(round->groups->destination, bench.fixture->size);
-        CHECK_EQUAL(ss_destination_register(bench.pipeline, &elsewhere.memory, &round->groups->registered), SS_OK);
-        enum ss_result result = store(&bench, round);
+        elsewhere = export_memory(batch->groups->destination, bench.fixture->size);
+        CHECK_EQUAL(ss_destination_register(bench.pipeline, &elsewhere.memory, &batch->groups->registered), SS_OK);
+        enum ss_result result = store(&bench, batch);
         CHECK(result == SS_OK || (result == SS_DEVICE && repeat[0] != '\0'));
         CHECK(result == SS_DEVICE || (repeat[0] != '+' && (repeat[0] != '*' || i / 3 > 0)));
-        ss_destination_release(round->groups->registered);
+        ss_destination_release(batch->groups->registered);
         bench_close(&bench);
     }
     emulate("FAULT", NULL);
     ss_export_close(elsewhere.exported);
-    round->groups->registered = NULL;
-    round_free(round);
+    batch->groups->registered = NULL;
+    batch_free(batch);
     bench_stop(&bench);
 }
 
 /* ---- The end ---------------------------------------------------------------------------------------------------- */
 
 static void *cancel_soon(void *argument) {
-    struct ss_round *round = argument;
+    struct ss_batch *batch = argument;
     usleep(3000); /* whenever it comes, it has to be right; on most machines some slices are in flight then */
-    ss_round_cancel(round);
+    ss_batch_cancel(batch);
     return NULL;
 }
 
-/* A round that is over has nothing in flight, and a pipeline that is closed leaves nothing behind. */
-static void test_a_round_that_is_cancelled_while_engines_work(void) {
+/* A batch that is over has nothing in flight, and a pipeline that is closed leaves nothing behind. */
+static void test_a_batch_that_is_cancelled_while_engines_work(void) {
     struct shape shape = default_shape();
     struct bench bench = bench_start(&shape);
     emulate("LATENCY_US", "2000");
     bench_open(&bench);
     for (int repeat = 0; repeat < 5; repeat++) {
-        struct ss_round *round = fixture_round(bench.fixture);
+        struct ss_batch *batch = fixture_round(bench.fixture);
         pthread_t thread;
-        CHECK(pthread_create(&thread, NULL, cancel_soon, round) == 0);
-        enum ss_result result = pipeline_fetch(bench.pipeline, round, bench.sockets, SOCKETS);
+        CHECK(pthread_create(&thread, NULL, cancel_soon, batch) == 0);
+        enum ss_result result = pipeline_fetch(bench.pipeline, batch, bench.sockets, SOCKETS);
         CHECK(result == SS_OK || result == SS_CANCELLED);
         pthread_join(thread, NULL);
-        round_free(round);
+        batch_free(batch);
         for (int i = 0; i < SOCKETS; i++) {
             close(bench.sockets[i]);
             bench.sockets[i] = server_connect(bench.server);
@@ -504,6 +504,6 @@ int main(void) {
     test_exported_memory();
     test_descriptors_that_are_none();
     test_a_fault_at_each_task_of_a_store();
-    test_a_round_that_is_cancelled_while_engines_work();
+    test_a_batch_that_is_cancelled_while_engines_work();
     return 0;
 }

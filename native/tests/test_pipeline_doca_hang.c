@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_pipeline_doca_hang.c - a device that never ends what it was given: the round ends, says so, and so does the rest
+ * test_pipeline_doca_hang.c - a device that never ends what it was given: the batch ends, says so, and so does the rest
  *
  * The emulator swallows tasks. What is given up stays open until the process ends, and a device that is open keeps its
  * settings, so that each case takes a card of its own.
@@ -48,15 +48,15 @@ static void bench_stop(struct bench *bench) {
     fixture_free(bench->fixture);
 }
 
-/* Runs a round and checks that what is said to be there is there; returns its result. */
+/* Runs a batch and checks that what is said to be there is there; returns its result. */
 static enum ss_result bench_fetch(struct bench *bench) {
-    struct ss_round *round = fixture_round(bench->fixture);
-    enum ss_result result = pipeline_fetch(bench->pipeline, round, bench->sockets, SOCKETS);
-    CHECK(round->sockets_in_sync);
-    for (uint32_t i = 0; i < round->piece_count; i++) {
-        CHECK(round->pieces[i].result != SS_OK || fixture_matches(bench->fixture, round, i));
+    struct ss_batch *batch = fixture_round(bench->fixture);
+    enum ss_result result = pipeline_fetch(bench->pipeline, batch, bench->sockets, SOCKETS);
+    CHECK(batch->sockets_in_sync);
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        CHECK(batch->pieces[i].result != SS_OK || fixture_matches(bench->fixture, batch, i));
     }
-    round_free(round);
+    batch_free(batch);
     return result;
 }
 
@@ -77,28 +77,28 @@ static void test_tasks_that_never_end(const char *device, const char *tasks, int
 static void test_a_store_that_never_ends(const char *device) {
     emulate("HANG", "dma:2");
     struct bench bench = bench_start(device, 300, 0);
-    struct ss_round *round = fixture_round(bench.fixture);
+    struct ss_batch *batch = fixture_round(bench.fixture);
     struct ss_export *exported = NULL;
     struct ss_memory memory = {
-        .kind = SS_MEMORY_EXPORTED, .address = round->groups->destination, .size = bench.fixture->size};
+        .kind = SS_MEMORY_EXPORTED, .address = batch->groups->destination, .size = bench.fixture->size};
     CHECK_EQUAL(ss_export_open(device, memory.address, memory.size, -1, &exported), SS_OK);
     ss_export_descriptor(exported, &memory.descriptor, &memory.descriptor_size);
-    CHECK_EQUAL(ss_destination_register(bench.pipeline, &memory, &round->groups->registered), SS_OK);
-    uint64_t room = bench.fixture->size / round->piece_count + (1 << 16);
+    CHECK_EQUAL(ss_destination_register(bench.pipeline, &memory, &batch->groups->registered), SS_OK);
+    uint64_t room = bench.fixture->size / batch->piece_count + (1 << 16);
     for (int repeat = 0; repeat < 2; repeat++) {
-        for (uint32_t i = 0; i < round->piece_count; i++) {
-            round->pieces[i].decompression_offset = i * room;
-            round->pieces[i].result = SS_SKIPPED;
+        for (uint32_t i = 0; i < batch->piece_count; i++) {
+            batch->pieces[i].decompression_offset = i * room;
+            batch->pieces[i].result = SS_SKIPPED;
         }
-        round->deadline_ns = after_patience();
-        CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, round), SS_DEVICE);
+        batch->deadline_ns = after_patience();
+        CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_DEVICE);
         CHECK_EQUAL(ss_pipeline_given_up(bench.pipeline), 1);
     }
     emulate("HANG", NULL);
-    ss_destination_release(round->groups->registered);
-    round->groups->registered = NULL;
+    ss_destination_release(batch->groups->registered);
+    batch->groups->registered = NULL;
     ss_export_close(exported);
-    round_free(round);
+    batch_free(batch);
     bench_stop(&bench);
 }
 

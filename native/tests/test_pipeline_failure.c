@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_pipeline_failure.c - rounds that go wrong: what each chunk becomes, that the call comes back in time, that what
- * was good is delivered and what was not is said, and that the next round is not the worse for it
+ * test_pipeline_failure.c - batches that go wrong: what each chunk becomes, that the call comes back in time, that what
+ * was good is delivered and what was not is said, and that the next batch is not the worse for it
  */
 #include <pthread.h>
 #include <string.h>
@@ -17,7 +17,7 @@ static uint64_t cancel_late_ns = UINT64_MAX;
 
 static void note_late(const char *what, int mode, uint64_t late_ns, uint64_t *least_ns) {
     printf("%s, mode %d: back %.3f ms after it\n", what, mode, (double)late_ns / 1e6);
-    CHECK(late_ns < PATIENCE_NS);
+    CHECK(late_ns < WAIT_MAX_NS);
     *least_ns = late_ns < *least_ns ? late_ns : *least_ns;
 }
 
@@ -25,7 +25,7 @@ struct bench {
     struct fixture *fixture;
     struct server *server;
     struct ss_pipeline *pipeline;
-    struct ss_round *round;
+    struct ss_batch *batch;
     int32_t sockets[SOCKETS];
     int mode;
 };
@@ -40,7 +40,7 @@ static struct bench bench_start(int mode, enum ss_quantizer quantizer) {
     for (int i = 0; i < SOCKETS; i++) {
         bench.sockets[i] = server_connect(bench.server);
     }
-    bench.round = fixture_round(bench.fixture);
+    bench.batch = fixture_round(bench.fixture);
     return bench;
 }
 
@@ -52,14 +52,14 @@ static void bench_reconnect(struct bench *bench) {
 }
 
 static enum ss_result bench_fetch(struct bench *bench) {
-    return pipeline_fetch(bench->pipeline, bench->round, bench->sockets, SOCKETS);
+    return pipeline_fetch(bench->pipeline, bench->batch, bench->sockets, SOCKETS);
 }
 
 /* Everything before the bad chunk is there, the bad one says why, and later ones are whole or admit that they are not.
  */
 static void check_chunks(const struct bench *bench, uint32_t bad, enum ss_result expected) {
-    for (uint32_t i = 0; i < bench->round->piece_count; i++) {
-        enum ss_result result = bench->round->pieces[i].result;
+    for (uint32_t i = 0; i < bench->batch->piece_count; i++) {
+        enum ss_result result = bench->batch->pieces[i].result;
         if (i < bad) {
             CHECK_EQUAL(result, SS_OK);
         } else if (i == bad) {
@@ -68,26 +68,26 @@ static void check_chunks(const struct bench *bench, uint32_t bad, enum ss_result
             CHECK(result == SS_OK || result == SS_SKIPPED || result == expected);
         }
         if (result == SS_OK) {
-            CHECK(fixture_matches(bench->fixture, bench->round, i));
+            CHECK(fixture_matches(bench->fixture, bench->batch, i));
         }
     }
 }
 
 /* The server is well again: the same pipeline fetches everything; on the same connections where they are in step. */
 static void check_recovery(struct bench *bench) {
-    int in_sync = (int)bench->round->sockets_in_sync;
-    round_free(bench->round);
-    bench->round = fixture_round(bench->fixture);
+    int in_sync = (int)bench->batch->sockets_in_sync;
+    batch_free(bench->batch);
+    bench->batch = fixture_round(bench->fixture);
     fixture_serve(bench->fixture, bench->server);
     if (!in_sync) {
         bench_reconnect(bench);
     }
     CHECK_EQUAL(bench_fetch(bench), SS_OK);
-    check_chunks(bench, bench->round->piece_count, SS_OK);
+    check_chunks(bench, bench->batch->piece_count, SS_OK);
 }
 
 static void bench_stop(struct bench *bench) {
-    round_free(bench->round);
+    batch_free(bench->batch);
     ss_pipeline_destroy(bench->pipeline);
     for (int i = 0; i < SOCKETS; i++) {
         close(bench->sockets[i]);
@@ -98,8 +98,8 @@ static void bench_stop(struct bench *bench) {
 
 /* A caller that uses a connection that is out of step finds it disconnected, not the rest of an old answer. */
 static void check_no_leftovers(struct bench *bench) {
-    round_free(bench->round);
-    bench->round = fixture_round(bench->fixture);
+    batch_free(bench->batch);
+    bench->batch = fixture_round(bench->fixture);
     fixture_serve(bench->fixture, bench->server);
     CHECK_EQUAL(bench_fetch(bench), SS_DISCONNECTED);
     check_chunks(bench, 0, SS_DISCONNECTED);
@@ -129,7 +129,7 @@ static void test_server_faults(int mode) {
             break_chunk(&bench, chunk, faults[i].fault);
             CHECK_EQUAL(bench_fetch(&bench), faults[i].result);
             check_chunks(&bench, chunk, faults[i].result);
-            CHECK_EQUAL(bench.round->sockets_in_sync, faults[i].in_sync);
+            CHECK_EQUAL(bench.batch->sockets_in_sync, faults[i].in_sync);
             if (!faults[i].in_sync) {
                 check_no_leftovers(&bench);
             }
@@ -144,9 +144,9 @@ static void test_the_lowest_failing_chunk_decides(int mode) {
     break_chunk(&bench, 4, FAULT_ERROR);
     break_chunk(&bench, 1, FAULT_MISSING);
     CHECK_EQUAL(bench_fetch(&bench), SS_NOT_FOUND);
-    CHECK_EQUAL(bench.round->pieces[0].result, SS_OK);
-    CHECK_EQUAL(bench.round->pieces[1].result, SS_NOT_FOUND);
-    CHECK(bench.round->pieces[4].result == SS_REFUSED || bench.round->pieces[4].result == SS_SKIPPED);
+    CHECK_EQUAL(bench.batch->pieces[0].result, SS_OK);
+    CHECK_EQUAL(bench.batch->pieces[1].result, SS_NOT_FOUND);
+    CHECK(bench.batch->pieces[4].result == SS_REFUSED || bench.batch->pieces[4].result == SS_SKIPPED);
     check_recovery(&bench);
     bench_stop(&bench);
 }
@@ -155,8 +155,8 @@ static void test_server_gone_before_the_round(int mode) {
     struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
     break_chunk(&bench, 0, FAULT_DISCONNECT);
     CHECK_EQUAL(bench_fetch(&bench), SS_DISCONNECTED);
-    round_free(bench.round);
-    bench.round = fixture_round(bench.fixture);
+    batch_free(bench.batch);
+    bench.batch = fixture_round(bench.fixture);
     CHECK_EQUAL(bench_fetch(&bench), SS_DISCONNECTED); /* on the dead sockets */
     check_chunks(&bench, 0, SS_DISCONNECTED);
     check_recovery(&bench);
@@ -167,7 +167,7 @@ static void test_a_socket_that_is_none(int mode) {
     struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
     int32_t pipes[2];
     CHECK(pipe(pipes) == 0);
-    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.round, pipes, 1), SS_OS_ERROR);
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.batch, pipes, 1), SS_OS_ERROR);
     check_chunks(&bench, 0, SS_OS_ERROR);
     close(pipes[0]);
     close(pipes[1]);
@@ -185,7 +185,7 @@ static void flip(struct bench *bench, uint32_t chunk, uint64_t offset) {
 }
 
 /*
- * What a round with a flipped bit ends with. Where an engine's checksum of the decoded bytes is all that is looked at,
+ * What a batch with a flipped bit ends with. Where an engine's checksum of the decoded bytes is all that is looked at,
  * a stream may not decode at all, or, flipped where it means nothing, decode as if nothing were wrong.
  */
 static enum ss_result flipped_result(enum ss_result result, enum ss_quantizer quantizer) {
@@ -202,11 +202,11 @@ static void test_flipped_bits(int mode, enum ss_quantizer quantizer) {
     for (size_t i = 0; i < sizeof offsets / sizeof offsets[0]; i++) {
         flip(&bench, BAD_CHUNK, offsets[i]);
         enum ss_result result = flipped_result(bench_fetch(&bench), quantizer);
-        check_chunks(&bench, result == SS_OK ? bench.round->piece_count : BAD_CHUNK, result);
-        CHECK_EQUAL(bench.round->sockets_in_sync, 1);
+        check_chunks(&bench, result == SS_OK ? bench.batch->piece_count : BAD_CHUNK, result);
+        CHECK_EQUAL(bench.batch->sockets_in_sync, 1);
         check_recovery(&bench); /* on the same connections: they are in step */
-        round_free(bench.round);
-        bench.round = fixture_round(bench.fixture);
+        batch_free(bench.batch);
+        bench.batch = fixture_round(bench.fixture);
     }
     bench_stop(&bench);
 }
@@ -233,11 +233,11 @@ static void test_stream_of_another_length(int mode) {
     memcpy(stored + slice->scales_length, other, written);
     slice->checksum = ss_crc32(0, stored, (size_t)slice->scales_length + slice->encoded_length);
     fixture_serve(fixture, bench.server);
-    round_free(bench.round);
-    bench.round = fixture_round(fixture);
+    batch_free(bench.batch);
+    bench.batch = fixture_round(fixture);
     CHECK_EQUAL(bench_fetch(&bench), SS_BAD_DATA);
     check_chunks(&bench, BAD_CHUNK, SS_BAD_DATA);
-    CHECK_EQUAL(bench.round->sockets_in_sync, 1);
+    CHECK_EQUAL(bench.batch->sockets_in_sync, 1);
     free(symbols);
     free(other);
     bench_stop(&bench);
@@ -248,7 +248,7 @@ static void test_stream_of_another_length(int mode) {
 /* Whether there was time for what comes before the chunk that stalls. */
 static int is_fetched_up_to(const struct bench *bench, uint32_t chunk) {
     for (uint32_t i = 0; i < chunk; i++) {
-        if (bench->round->pieces[i].result != SS_OK) {
+        if (bench->batch->pieces[i].result != SS_OK) {
             return 0;
         }
     }
@@ -259,32 +259,32 @@ static void test_stall_ends_at_the_deadline(int mode) {
     struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
     break_chunk(&bench, BAD_CHUNK, FAULT_STALL);
     for (uint64_t milliseconds = 250;; milliseconds *= 4) {
-        bench.round->deadline_ns = after_ms(milliseconds);
+        bench.batch->deadline_ns = after_ms(milliseconds);
         CHECK_EQUAL(bench_fetch(&bench), SS_DEADLINE);
         uint64_t back_ns = now_ns();
-        CHECK(back_ns >= bench.round->deadline_ns);
-        note_late("deadline", mode, back_ns - bench.round->deadline_ns, &deadline_late_ns);
+        CHECK(back_ns >= bench.batch->deadline_ns);
+        note_late("deadline", mode, back_ns - bench.batch->deadline_ns, &deadline_late_ns);
         if (is_fetched_up_to(&bench, BAD_CHUNK)) {
             break;
         }
-        CHECK(milliseconds * 1000000 < PATIENCE_NS); /* no machine stands still that long */
-        round_free(bench.round);
-        bench.round = fixture_round(bench.fixture);
+        CHECK(milliseconds * 1000000 < WAIT_MAX_NS); /* no machine stands still that long */
+        batch_free(bench.batch);
+        bench.batch = fixture_round(bench.fixture);
         bench_reconnect(&bench);
     }
     check_chunks(&bench, BAD_CHUNK, SS_DEADLINE);
-    CHECK_EQUAL(bench.round->sockets_in_sync, 0);
+    CHECK_EQUAL(bench.batch->sockets_in_sync, 0);
     check_recovery(&bench);
     bench_stop(&bench);
 }
 
 static void test_deadline_that_has_passed(int mode) {
     struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
-    bench.round->deadline_ns = now_ns() - 1;
+    bench.batch->deadline_ns = now_ns() - 1;
     CHECK_EQUAL(bench_fetch(&bench), SS_DEADLINE);
-    CHECK_EQUAL(bench.round->pieces[0].result, SS_DEADLINE);
-    CHECK_EQUAL(bench.round->pieces[1].result, SS_SKIPPED);
-    CHECK_EQUAL(bench.round->sockets_in_sync, 1); /* nothing was sent */
+    CHECK_EQUAL(bench.batch->pieces[0].result, SS_DEADLINE);
+    CHECK_EQUAL(bench.batch->pieces[1].result, SS_SKIPPED);
+    CHECK_EQUAL(bench.batch->sockets_in_sync, 1); /* nothing was sent */
     check_recovery(&bench);
     bench_stop(&bench);
 }
@@ -298,7 +298,7 @@ static void *cancel_when_stalled(void *argument) {
     struct cancellation *cancellation = argument;
     server_wait_stalled(cancellation->bench->server);
     cancellation->at_ns = now_ns();
-    ss_round_cancel(cancellation->bench->round);
+    ss_batch_cancel(cancellation->bench->batch);
     return NULL;
 }
 
@@ -312,19 +312,19 @@ static void test_cancel_from_another_thread(int mode) {
     uint64_t back_ns = now_ns();
     pthread_join(thread, NULL);
     note_late("cancel", mode, back_ns - cancellation.at_ns, &cancel_late_ns);
-    for (uint32_t i = 0; i < bench.round->piece_count; i++) {
-        CHECK(bench.round->pieces[i].result != SS_OK || fixture_matches(bench.fixture, bench.round, i));
+    for (uint32_t i = 0; i < bench.batch->piece_count; i++) {
+        CHECK(bench.batch->pieces[i].result != SS_OK || fixture_matches(bench.fixture, bench.batch, i));
     }
-    CHECK(bench.round->pieces[BAD_CHUNK].result == SS_CANCELLED || bench.round->pieces[BAD_CHUNK].result == SS_SKIPPED);
+    CHECK(bench.batch->pieces[BAD_CHUNK].result == SS_CANCELLED || bench.batch->pieces[BAD_CHUNK].result == SS_SKIPPED);
     check_recovery(&bench);
     bench_stop(&bench);
 }
 
 static void test_cancelled_before_it_began(int mode) {
     struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
-    ss_round_cancel(bench.round);
+    ss_batch_cancel(bench.batch);
     CHECK_EQUAL(bench_fetch(&bench), SS_CANCELLED);
-    CHECK_EQUAL(bench.round->sockets_in_sync, 1);
+    CHECK_EQUAL(bench.batch->sockets_in_sync, 1);
     check_recovery(&bench);
     bench_stop(&bench);
 }
@@ -332,17 +332,17 @@ static void test_cancelled_before_it_began(int mode) {
 static void *fetch_when_stalled(void *argument) {
     struct bench *bench = argument;
     server_wait_stalled(bench->server);
-    struct ss_round *second = fixture_round(bench->fixture);
+    struct ss_batch *second = fixture_round(bench->fixture);
     int32_t socket = server_connect(bench->server);
     CHECK_EQUAL(pipeline_fetch(bench->pipeline, second, &socket, 1), SS_BAD_ARGUMENT);
     CHECK_EQUAL(second->groups->destination[0], 0xAA);
     close(socket);
-    round_free(second);
-    ss_round_cancel(bench->round);
+    batch_free(second);
+    ss_batch_cancel(bench->batch);
     return NULL;
 }
 
-static void test_a_second_round_at_the_same_time_is_refused(int mode) {
+static void test_a_second_batch_at_the_same_time_is_refused(int mode) {
     struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
     break_chunk(&bench, BAD_CHUNK, FAULT_STALL);
     pthread_t thread;
@@ -355,36 +355,36 @@ static void test_a_second_round_at_the_same_time_is_refused(int mode) {
 
 /* ---- A caller's bugs ----------------------------------------------------------------------------------------- */
 
-typedef void (*mutation)(struct ss_round *round);
+typedef void (*mutation)(struct ss_batch *batch);
 
-static void no_key(struct ss_round *r) {
+static void no_key(struct ss_batch *r) {
     r->pieces[1].key_length = 0;
 }
-static void long_key(struct ss_round *r) {
+static void long_key(struct ss_batch *r) {
     r->pieces[1].key_length = sizeof r->pieces[1].key + 1;
 }
-static void unknown_codec(struct ss_round *r) {
+static void unknown_codec(struct ss_batch *r) {
     r->pieces[1].codec = (enum ss_codec)77;
 }
-static void negative_codec(struct ss_round *r) {
+static void negative_codec(struct ss_batch *r) {
     r->pieces[1].codec = (enum ss_codec) - 1;
 }
-static void unknown_quantizer(struct ss_round *r) {
+static void unknown_quantizer(struct ss_batch *r) {
     r->groups->quantizer = (enum ss_quantizer)9;
 }
-static void unknown_dtype(struct ss_round *r) {
+static void unknown_dtype(struct ss_batch *r) {
     r->groups->dtype = (enum ss_dtype)9;
 }
-static void no_groups(struct ss_round *r) {
+static void no_groups(struct ss_batch *r) {
     free(r->groups->destination);
     free(r->groups);
     r->groups = NULL;
 }
-static void groups_none(struct ss_round *r) {
+static void groups_none(struct ss_batch *r) {
     free(r->groups->destination);
     r->group_count = 0;
 }
-static void groups_too_many(struct ss_round *r) {
+static void groups_too_many(struct ss_batch *r) {
     struct ss_group one = *r->groups;
     free(r->groups);
     r->group_count = 65;
@@ -395,116 +395,116 @@ static void groups_too_many(struct ss_round *r) {
         r->groups[i].destination = i == 0 ? one.destination : malloc(one.destination_size);
     }
 }
-static void unknown_group(struct ss_round *r) {
+static void unknown_group(struct ss_batch *r) {
     r->pieces[2].group = 1;
 }
-static void no_chunk(struct ss_round *r) {
+static void no_chunk(struct ss_batch *r) {
     r->pieces[4].chunk = UINT32_MAX;
 }
-static void destination_nowhere(struct ss_round *r) {
+static void destination_nowhere(struct ss_batch *r) {
     free(r->groups->destination);
     r->groups->destination = NULL;
 }
-static void no_scale_vectors(struct ss_round *r) {
+static void no_scale_vectors(struct ss_batch *r) {
     r->groups->scale_vectors = 0;
 }
-static void other_scale_vectors(struct ss_round *r) {
+static void other_scale_vectors(struct ss_batch *r) {
     r->groups->scale_vectors = 2;
 }
-static void no_vector_length(struct ss_round *r) {
+static void no_vector_length(struct ss_batch *r) {
     r->groups->vector_length = 0;
 }
-static void huge_vector_length(struct ss_round *r) {
+static void huge_vector_length(struct ss_batch *r) {
     r->groups->vector_length = UINT32_MAX;
 }
-static void no_destination(struct ss_round *r) {
+static void no_destination(struct ss_batch *r) {
     r->groups->destination_size = 0;
 }
-static void destination_end(struct ss_round *r) {
+static void destination_end(struct ss_batch *r) {
     r->slices[3].destination_offset = r->groups->destination_size - 16 * 256 * 2 + 1;
 }
-static void destination_overflow(struct ss_round *r) {
+static void destination_overflow(struct ss_batch *r) {
     r->slices[3].destination_offset = UINT64_MAX - 100;
 }
-static void slices_past_end(struct ss_round *r) {
+static void slices_past_end(struct ss_batch *r) {
     r->pieces[4].slice_first = UINT32_MAX - 1;
 }
-static void slices_shared(struct ss_round *r) {
+static void slices_shared(struct ss_batch *r) {
     r->pieces[4].slice_first -= 1;
 }
-static void slice_count_zero(struct ss_round *r) {
+static void slice_count_zero(struct ss_batch *r) {
     r->pieces[4].slice_count = 0;
 }
-static void slice_count_huge(struct ss_round *r) {
+static void slice_count_huge(struct ss_batch *r) {
     r->pieces[4].slice_count = UINT32_MAX;
 }
-static void slice_gap(struct ss_round *r) {
+static void slice_gap(struct ss_batch *r) {
     r->slices[2].offset += 1;
 }
-static void slice_past_body(struct ss_round *r) {
+static void slice_past_body(struct ss_batch *r) {
     r->slices[5].encoded_length += 1;
 }
-static void slice_empty(struct ss_round *r) {
+static void slice_empty(struct ss_batch *r) {
     r->slices[5].encoded_length = 0;
 }
-static void slice_longer(struct ss_round *r) {
+static void slice_longer(struct ss_batch *r) {
     r->slices[5].decoded_length += 1;
 }
-static void slice_more_vectors(struct ss_round *r) {
+static void slice_more_vectors(struct ss_batch *r) {
     r->slices[5].vectors += 1;
 }
-static void slice_no_vectors(struct ss_round *r) {
+static void slice_no_vectors(struct ss_batch *r) {
     r->slices[5].vectors = 0;
 }
-static void slice_scales(struct ss_round *r) {
+static void slice_scales(struct ss_batch *r) {
     r->slices[5].scales_length -= 4;
 }
-static void body_longer(struct ss_round *r) {
+static void body_longer(struct ss_batch *r) {
     r->pieces[0].body_length += 1;
 }
-static void body_huge(struct ss_round *r) {
+static void body_huge(struct ss_batch *r) {
     r->pieces[0].body_length = UINT64_MAX;
 }
-static void record_offset_huge(struct ss_round *r) {
+static void record_offset_huge(struct ss_batch *r) {
     r->pieces[0].record_offset = UINT64_MAX - 3;
 }
-static void stored_overlap(struct ss_round *r) {
+static void stored_overlap(struct ss_batch *r) {
     r->pieces[1].decompression_offset -= 14;
 }
-static void stored_same(struct ss_round *r) {
+static void stored_same(struct ss_batch *r) {
     r->pieces[4].decompression_offset = r->pieces[0].decompression_offset;
 }
-static void stored_past_end(struct ss_round *r) {
+static void stored_past_end(struct ss_batch *r) {
     r->pieces[4].decompression_offset += 1;
 }
-static void stored_overflow(struct ss_round *r) {
+static void stored_overflow(struct ss_batch *r) {
     r->pieces[4].decompression_offset = UINT64_MAX - 10;
 }
-static void no_chunks(struct ss_round *r) {
+static void no_chunks(struct ss_batch *r) {
     free(r->pieces);
     r->pieces = NULL;
 }
-static void symbols_overlap(struct ss_round *r) {
+static void symbols_overlap(struct ss_batch *r) {
     r->pieces[1].dequantization_offset -= 6;
 }
-static void symbols_past_end(struct ss_round *r) {
+static void symbols_past_end(struct ss_batch *r) {
     r->pieces[4].dequantization_offset += 1;
 }
 
 static void check_refused(struct bench *bench, mutation mutate) {
-    round_free(bench->round);
-    bench->round = fixture_round(bench->fixture);
-    mutate(bench->round);
+    batch_free(bench->batch);
+    bench->batch = fixture_round(bench->fixture);
+    mutate(bench->batch);
     CHECK_EQUAL(bench_fetch(bench), SS_BAD_ARGUMENT);
-    if (bench->round->groups != NULL && bench->round->groups->destination != NULL && bench->round->group_count > 0) {
-        CHECK_EQUAL(bench->round->groups->destination[0], 0xAA);
+    if (bench->batch->groups != NULL && bench->batch->groups->destination != NULL && bench->batch->group_count > 0) {
+        CHECK_EQUAL(bench->batch->groups->destination[0], 0xAA);
     }
-    if (bench->round->pieces != NULL && bench->round->piece_count <= 5) {
-        CHECK_EQUAL(bench->round->pieces[0].result, SS_BAD_ARGUMENT);
+    if (bench->batch->pieces != NULL && bench->batch->piece_count <= 5) {
+        CHECK_EQUAL(bench->batch->pieces[0].result, SS_BAD_ARGUMENT);
     }
 }
 
-static void test_rounds_that_do_not_fit(int mode) {
+static void test_batches_that_do_not_fit(int mode) {
     static const mutation both[] = {no_key,
                                     long_key,
                                     unknown_codec,
@@ -551,27 +551,27 @@ static void test_rounds_that_do_not_fit(int mode) {
         check_refused(&bench, symbols_overlap);
         check_refused(&bench, symbols_past_end);
     }
-    bench.round->sockets_in_sync = 1;
+    bench.batch->sockets_in_sync = 1;
     check_recovery(&bench);
     int32_t twice[2] = {bench.sockets[0], bench.sockets[0]};
     int32_t negative[1] = {-1};
     int32_t four[4] = {1000, 1001, 1002, 1003};
-    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.round, twice, 2), SS_BAD_ARGUMENT);
-    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.round, negative, 1), SS_BAD_ARGUMENT);
-    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.round, four, 4), SS_BAD_ARGUMENT);
-    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.round, twice, 0), SS_BAD_ARGUMENT);
-    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.round, NULL, 1), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.batch, twice, 2), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.batch, negative, 1), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.batch, four, 4), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.batch, twice, 0), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.batch, NULL, 1), SS_BAD_ARGUMENT);
     bench_stop(&bench);
 }
 
-static void test_more_chunks_than_any_round_has(void) {
+static void test_more_chunks_than_any_batch_has(void) {
     struct bench bench = bench_start(1, SS_QUANTIZER_BINNED);
-    struct ss_round round = *bench.round;
+    struct ss_batch batch = *bench.batch;
     struct ss_piece *chunks = calloc(20000, sizeof *chunks);
     CHECK(chunks != NULL);
-    round.pieces = chunks;
-    round.piece_count = 20000;
-    CHECK_EQUAL(pipeline_fetch(bench.pipeline, &round, bench.sockets, SOCKETS), SS_BAD_ARGUMENT);
+    batch.pieces = chunks;
+    batch.piece_count = 20000;
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, &batch, bench.sockets, SOCKETS), SS_BAD_ARGUMENT);
     free(chunks);
     bench_stop(&bench);
 }
@@ -596,10 +596,10 @@ int main(void) {
         test_deadline_that_has_passed(mode);
         test_cancel_from_another_thread(mode);
         test_cancelled_before_it_began(mode);
-        test_a_second_round_at_the_same_time_is_refused(mode);
-        test_rounds_that_do_not_fit(mode);
+        test_a_second_batch_at_the_same_time_is_refused(mode);
+        test_batches_that_do_not_fit(mode);
     }
-    test_more_chunks_than_any_round_has();
+    test_more_chunks_than_any_batch_has();
     CHECK(deadline_late_ns < PROMPT_NS && cancel_late_ns < PROMPT_NS);
     return 0;
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* test_pipeline_fetch.c - rounds that go well: every codec, quantizer and mode, and odd numbers of everything */
+/* test_pipeline_fetch.c - batches that go well: every codec, quantizer and mode, and odd numbers of everything */
 #include <dirent.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -9,15 +9,15 @@
 
 enum { SOCKETS_MAX = 3 };
 
-static void check_all_delivered(const struct fixture *fixture, const struct ss_round *round) {
-    for (uint32_t i = 0; i < round->piece_count; i++) {
-        CHECK_EQUAL(round->pieces[i].result, SS_OK);
-        CHECK(fixture_matches(fixture, round, i));
+static void check_all_delivered(const struct fixture *fixture, const struct ss_batch *batch) {
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        CHECK_EQUAL(batch->pieces[i].result, SS_OK);
+        CHECK(fixture_matches(fixture, batch, i));
     }
-    CHECK_EQUAL(round->delivered_bytes, fixture->size);
-    CHECK(round->received_bytes > fixture->stored_bytes);
-    CHECK(round->received_bytes < fixture->stored_bytes + 64ULL * SOCKETS_MAX * round->piece_count);
-    CHECK_EQUAL(round->sockets_in_sync, 1);
+    CHECK_EQUAL(batch->delivered_bytes, fixture->size);
+    CHECK(batch->received_bytes > fixture->stored_bytes);
+    CHECK(batch->received_bytes < fixture->stored_bytes + 64ULL * SOCKETS_MAX * batch->piece_count);
+    CHECK_EQUAL(batch->sockets_in_sync, 1);
 }
 
 static void fetch_and_check(struct fixture *fixture, struct ss_pipeline *pipeline, struct server *server,
@@ -27,10 +27,10 @@ static void fetch_and_check(struct fixture *fixture, struct ss_pipeline *pipelin
         sockets[i] = server_connect(server);
     }
     for (int repeat = 0; repeat < 2; repeat++) { /* the second time on connections that have been used */
-        struct ss_round *round = fixture_round(fixture);
-        CHECK_EQUAL(pipeline_fetch(pipeline, round, sockets, socket_count), SS_OK);
-        check_all_delivered(fixture, round);
-        round_free(round);
+        struct ss_batch *batch = fixture_round(fixture);
+        CHECK_EQUAL(pipeline_fetch(pipeline, batch, sockets, socket_count), SS_OK);
+        check_all_delivered(fixture, batch);
+        batch_free(batch);
     }
     for (uint32_t i = 0; i < socket_count; i++) {
         close(sockets[i]);
@@ -162,7 +162,7 @@ static void test_statistics_count_every_slice_once(int mode) {
     struct ss_stage_statistics statistics[SS_STAGE_COUNT];
     ss_pipeline_statistics(pipeline, statistics);
     uint64_t slices = 2ULL * shape.chunks * shape.slices;
-    uint64_t symbols = fixture->size; /* bytes of symbols of two rounds: half of bfloat16, twice */
+    uint64_t symbols = fixture->size; /* bytes of symbols of two batches: half of bfloat16, twice */
     CHECK_EQUAL(statistics[SS_STAGE_NET].items, slices);
     CHECK_EQUAL(statistics[SS_STAGE_NET].output_bytes, 2 * fixture->stored_bytes);
     CHECK(statistics[SS_STAGE_NET].input_bytes > 2 * fixture->stored_bytes);
@@ -181,7 +181,7 @@ static void test_statistics_count_every_slice_once(int mode) {
     fixture_free(fixture);
 }
 
-static void test_a_round_of_nothing(void) {
+static void test_a_batch_of_nothing(void) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
     struct server *server = server_start();
@@ -189,9 +189,9 @@ static void test_a_round_of_nothing(void) {
     struct ss_pipeline *pipeline;
     CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
     int32_t socket = server_connect(server);
-    struct ss_round round = {.deadline_ns = after_patience()};
-    CHECK_EQUAL(pipeline_fetch(pipeline, &round, &socket, 1), SS_OK);
-    CHECK_EQUAL(round.sockets_in_sync, 1);
+    struct ss_batch batch = {.deadline_ns = after_patience()};
+    CHECK_EQUAL(pipeline_fetch(pipeline, &batch, &socket, 1), SS_OK);
+    CHECK_EQUAL(batch.sockets_in_sync, 1);
     close(socket);
     ss_pipeline_destroy(pipeline);
     server_stop(server);
@@ -240,15 +240,15 @@ static void check_threads(uint32_t expected) {
 }
 
 static void store_once(const struct fixture *fixture, struct ss_pipeline *pipeline) {
-    struct ss_round *round = fixture_round(fixture);
+    struct ss_batch *batch = fixture_round(fixture);
     uint64_t offset = 0;
-    for (uint32_t i = 0; i < round->piece_count; i++) {
-        round->pieces[i].decompression_offset = offset;
-        offset += 2 * fixture->size / round->piece_count;
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        batch->pieces[i].decompression_offset = offset;
+        offset += 2 * fixture->size / batch->piece_count;
     }
-    memcpy(round->groups->destination, fixture->source, fixture->size);
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_OK);
-    round_free(round);
+    memcpy(batch->groups->destination, fixture->source, fixture->size);
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_OK);
+    batch_free(batch);
 }
 
 static void test_threads_are_named_and_pinned(void) {
@@ -327,7 +327,7 @@ int main(void) {
         test_fewer_slices_than_connections(mode);
         test_statistics_count_every_slice_once(mode);
     }
-    test_a_round_of_nothing();
+    test_a_batch_of_nothing();
     test_threads_are_named_and_pinned();
     test_options_that_make_no_sense();
     return 0;

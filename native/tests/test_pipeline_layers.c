@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_pipeline_layers.c - rounds in one request, KV.LAYERS: what is answered, well and badly, and what a failure costs
+ * test_pipeline_layers.c - batches in one request, KV.LAYERS: what is answered, well and badly, and what a failure
+ * costs
  */
 #include <pthread.h>
 #include <string.h>
@@ -25,7 +26,7 @@ struct bench {
     struct fixture *fixture;
     struct server *server;
     struct ss_pipeline *pipeline;
-    struct ss_round *round;
+    struct ss_batch *batch;
     struct ss_layers layers;
     struct answer answer;
     int32_t socket;
@@ -43,8 +44,8 @@ static struct ss_piece piece_of(struct bench *bench, uint32_t chunk, uint32_t la
     const struct ss_slice *slices = &bench->fixture->slices[piece.slice_first];
     for (uint32_t i = 0; i < LAYER_SLICES; i++) {
         piece.body_length += (uint64_t)slices[i].scales_length + slices[i].encoded_length;
-        bench->round->slices[piece.slice_first + i] = slices[i];
-        bench->round->slices[piece.slice_first + i].offset -= slices[0].offset;
+        bench->batch->slices[piece.slice_first + i] = slices[i];
+        bench->batch->slices[piece.slice_first + i].offset -= slices[0].offset;
     }
     piece.record_offset += slices[0].offset;
     piece.decompression_offset += slices[0].offset;
@@ -52,22 +53,22 @@ static struct ss_piece piece_of(struct bench *bench, uint32_t chunk, uint32_t la
     return piece;
 }
 
-static struct ss_round *round_begin(struct bench *bench) {
-    if (bench->round != NULL) {
-        round_free(bench->round);
+static struct ss_batch *batch_begin(struct bench *bench) {
+    if (bench->batch != NULL) {
+        batch_free(bench->batch);
     }
-    struct ss_round *round = bench->round = fixture_round(bench->fixture);
-    free(round->pieces);
-    round->pieces = calloc(PIECES, sizeof *round->pieces);
-    CHECK(round->pieces != NULL);
-    round->piece_count = PIECES;
+    struct ss_batch *batch = bench->batch = fixture_round(bench->fixture);
+    free(batch->pieces);
+    batch->pieces = calloc(PIECES, sizeof *batch->pieces);
+    CHECK(batch->pieces != NULL);
+    batch->piece_count = PIECES;
     for (uint32_t i = 0; i < PIECES; i++) {
-        round->pieces[i] = piece_of(bench, i % CHUNKS, i / CHUNKS);
+        batch->pieces[i] = piece_of(bench, i % CHUNKS, i / CHUNKS);
     }
     bench->layers = (struct ss_layers){
         .request = (const uint8_t *)request, .request_size = sizeof request - 1, .layers = LAYERS, .keys = CHUNKS};
-    round->layers = &bench->layers;
-    return round;
+    batch->layers = &bench->layers;
+    return batch;
 }
 
 static struct bench *bench_start(int mode) {
@@ -87,7 +88,7 @@ static struct bench *bench_start(int mode) {
 }
 
 static void bench_stop(struct bench *bench) {
-    round_free(bench->round);
+    batch_free(bench->batch);
     ss_pipeline_destroy(bench->pipeline);
     close(bench->socket);
     server_stop(bench->server);
@@ -135,7 +136,7 @@ static void add_layer(struct bench *bench, uint32_t layer, unsigned others, uint
     uint32_t lengths[CHUNKS];
     uint64_t size = sizeof lengths;
     for (uint32_t chunk = 0; chunk < CHUNKS; chunk++) {
-        const struct ss_piece *piece = &bench->round->pieces[layer * CHUNKS + chunk];
+        const struct ss_piece *piece = &bench->batch->pieces[layer * CHUNKS + chunk];
         lengths[chunk] = others >> chunk & 1 ? other_bytes : (uint32_t)piece->body_length;
         size += lengths[chunk];
     }
@@ -146,7 +147,7 @@ static void add_layer(struct bench *bench, uint32_t layer, unsigned others, uint
         add(answer, bytes, sizeof bytes);
     }
     for (uint32_t chunk = 0; chunk < CHUNKS; chunk++) {
-        const struct ss_piece *piece = &bench->round->pieces[layer * CHUNKS + chunk];
+        const struct ss_piece *piece = &bench->batch->pieces[layer * CHUNKS + chunk];
         add(answer, others >> chunk & 1 ? nothing : stored(bench, piece), lengths[chunk]);
     }
     add(answer, "\r\n", 2);
@@ -159,29 +160,29 @@ static void answer_all(struct bench *bench) {
     }
 }
 
-/* ---- Rounds -------------------------------------------------------------------------------------------------- */
+/* ---- Batches -------------------------------------------------------------------------------------------------- */
 
 static int is_in_place(const struct bench *bench, const struct ss_piece *piece) {
     const struct shape *shape = &bench->fixture->shape;
     size_t size = (size_t)shape->vectors * shape->vector_length * ss_dtype_size(shape->dtype);
     int same = 1;
     for (uint32_t i = 0; i < piece->slice_count; i++) {
-        uint64_t offset = bench->round->slices[piece->slice_first + i].destination_offset;
-        same &= memcmp(bench->round->groups->destination + offset, bench->fixture->expected + offset, size) == 0;
+        uint64_t offset = bench->batch->slices[piece->slice_first + i].destination_offset;
+        same &= memcmp(bench->batch->groups->destination + offset, bench->fixture->expected + offset, size) == 0;
     }
     return same;
 }
 
-/* Runs a round, on a new connection where the last one is out of step. */
+/* Runs a batch, on a new connection where the last one is out of step. */
 static enum ss_result fetch(struct bench *bench) {
     if (bench->out_of_sync) {
         close(bench->socket);
         bench->socket = server_connect(bench->server);
     }
-    enum ss_result result = pipeline_fetch(bench->pipeline, bench->round, &bench->socket, 1);
-    bench->out_of_sync = !bench->round->sockets_in_sync;
+    enum ss_result result = pipeline_fetch(bench->pipeline, bench->batch, &bench->socket, 1);
+    bench->out_of_sync = !bench->batch->sockets_in_sync;
     for (uint32_t i = 0; i < PIECES; i++) {
-        CHECK(bench->round->pieces[i].result != SS_OK || is_in_place(bench, &bench->round->pieces[i]));
+        CHECK(bench->batch->pieces[i].result != SS_OK || is_in_place(bench, &bench->batch->pieces[i]));
     }
     return result;
 }
@@ -195,7 +196,7 @@ static enum ss_result fetch_answer(struct bench *bench, size_t step, enum fault 
 static void check_ends_at(const struct bench *bench, uint32_t first, enum ss_result failure) {
     uint32_t failed = 0;
     for (uint32_t i = 0; i < PIECES; i++) {
-        const struct ss_piece *piece = &bench->round->pieces[i];
+        const struct ss_piece *piece = &bench->batch->pieces[i];
         if (piece->chunk < first) {
             CHECK_EQUAL(piece->result, SS_OK);
         } else if (piece->result != SS_SKIPPED && piece->result != SS_OK) {
@@ -207,21 +208,21 @@ static void check_ends_at(const struct bench *bench, uint32_t first, enum ss_res
     CHECK_EQUAL(failed, first < CHUNKS);
 }
 
-static void test_a_round_comes_in_one_answer_however_it_is_cut(int mode) {
+static void test_a_batch_comes_in_one_answer_however_it_is_cut(int mode) {
     static const size_t steps[] = {SIZE_MAX, 7, 1000, 1};
     struct bench *bench = bench_start(mode);
     for (size_t i = 0; i < sizeof steps / sizeof steps[0] - (test_is_brief() ? 1 : 0); i++) {
         uint32_t progress = 0;
-        round_begin(bench);
-        bench->round->progress = &progress;
-        bench->round->layers_end = LAYERS;
+        batch_begin(bench);
+        bench->batch->progress = &progress;
+        bench->batch->layers_end = LAYERS;
         answer_all(bench);
         CHECK_EQUAL(fetch_answer(bench, steps[i], FAULT_NONE), SS_OK);
         check_ends_at(bench, CHUNKS, SS_OK);
         CHECK_EQUAL(progress, LAYERS);
-        CHECK_EQUAL(bench->round->received_bytes, bench->answer.size);
-        CHECK_EQUAL(bench->round->delivered_bytes, bench->fixture->size);
-        CHECK_EQUAL(bench->round->sockets_in_sync, 1);
+        CHECK_EQUAL(bench->batch->received_bytes, bench->answer.size);
+        CHECK_EQUAL(bench->batch->delivered_bytes, bench->fixture->size);
+        CHECK_EQUAL(bench->batch->sockets_in_sync, 1);
         CHECK_EQUAL(bench->layers.refused, 0);
     }
     bench_stop(bench);
@@ -231,12 +232,12 @@ static void test_a_round_comes_in_one_answer_however_it_is_cut(int mode) {
 static void test_a_server_that_does_not_know_it_is_asked_by_ranges(int mode) {
     struct bench *bench = bench_start(mode);
     for (int damaged = 0; damaged < 2; damaged++) {
-        round_begin(bench);
+        batch_begin(bench);
         const struct ss_piece *chunk = &bench->fixture->chunks[3];
         server_fault(bench->server, chunk->key, chunk->key_length, damaged ? FAULT_MISSING : FAULT_NONE);
         CHECK_EQUAL(fetch(bench), damaged ? SS_NOT_FOUND : SS_OK);
         check_ends_at(bench, damaged ? 3 : CHUNKS, SS_NOT_FOUND);
-        CHECK_EQUAL(bench->round->sockets_in_sync, 1);
+        CHECK_EQUAL(bench->batch->sockets_in_sync, 1);
         CHECK_EQUAL(bench->layers.refused, 1);
         CHECK(strncmp(bench->layers.error, "ERR unknown command 'KV.LAYERS'", 31) == 0);
     }
@@ -248,14 +249,14 @@ static void test_a_chunk_that_is_gone_costs_nothing_before_it(int mode) {
     for (uint32_t first = 0; first < CHUNKS; first++) {
         for (unsigned also = 0; also < 2; also++) {
             unsigned gone = 1U << first | (also ? 1U << (CHUNKS - 1) : 0);
-            round_begin(bench);
+            batch_begin(bench);
             add_head(bench, gone, 0);
             for (uint32_t layer = 0; layer < LAYERS; layer++) {
                 add_layer(bench, layer, gone, 0);
             }
             CHECK_EQUAL(fetch_answer(bench, SIZE_MAX, FAULT_NONE), SS_NOT_FOUND);
             check_ends_at(bench, first, SS_NOT_FOUND);
-            CHECK_EQUAL(bench->round->sockets_in_sync, first > 0); /* where nothing is of use the rest is not read */
+            CHECK_EQUAL(bench->batch->sockets_in_sync, first > 0); /* where nothing is of use the rest is not read */
         }
     }
     bench_stop(bench);
@@ -267,14 +268,14 @@ static void test_a_record_that_was_replaced_is_not_taken(int mode) {
     struct bench *bench = bench_start(mode);
     for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++) {
         for (int late = 0; late < 2; late++) {
-            round_begin(bench);
+            batch_begin(bench);
             add_head(bench, late ? 0 : 1U << 2, (uint64_t)LAYERS * lengths[i]); /* the total says so, or does not */
             for (uint32_t layer = 0; layer < LAYERS; layer++) {
                 add_layer(bench, layer, !late || layer == 3 ? 1U << 2 : 0, lengths[i]);
             }
             CHECK_EQUAL(fetch_answer(bench, SIZE_MAX, FAULT_NONE), SS_NOT_FOUND);
             check_ends_at(bench, 2, SS_NOT_FOUND);
-            CHECK_EQUAL(bench->round->sockets_in_sync, 1);
+            CHECK_EQUAL(bench->batch->sockets_in_sync, 1);
         }
     }
     bench_stop(bench);
@@ -286,16 +287,16 @@ static void test_answers_that_are_none_break_the_connection(int mode) {
     const char *heads[] = {"*4\r\n*5\r\n", "*5\r\n*4\r\n",       "*5\r\n:5\r\n",       "$5\r\n", "+OK\r\n",
                            "_\r\n",        "*5\r\n*5\r\n$3\r\n", "*5\r\n*5\r\n+1\r\n", ":5\r\n", "HTTP/1.1 400\r\n"};
     for (size_t i = 0; i < sizeof heads / sizeof heads[0]; i++) {
-        round_begin(bench);
+        batch_begin(bench);
         bench->answer.size = 0;
         add(&bench->answer, heads[i], strlen(heads[i]));
         CHECK_EQUAL(fetch_answer(bench, SIZE_MAX, FAULT_STALL), SS_PROTOCOL);
         check_ends_at(bench, 0, SS_PROTOCOL);
-        CHECK_EQUAL(bench->round->sockets_in_sync, 0);
+        CHECK_EQUAL(bench->batch->sockets_in_sync, 0);
     }
     static const char *layers[] = {"$3\r\n", "$100000000\r\n", "_\r\n", ":7\r\n", "*1\r\n"};
     for (size_t i = 0; i < sizeof layers / sizeof layers[0]; i++) {
-        round_begin(bench);
+        batch_begin(bench);
         add_head(bench, 0, 0);
         add_layer(bench, 0, 0, 0);
         size_t before = bench->answer.size;
@@ -310,23 +311,23 @@ static void test_answers_that_are_none_break_the_connection(int mode) {
         add(&bench->answer, copy, rest);
         free(copy);
         CHECK_EQUAL(fetch_answer(bench, SIZE_MAX, FAULT_STALL), SS_PROTOCOL);
-        CHECK_EQUAL(bench->round->pieces[CHUNKS].result, SS_PROTOCOL);
+        CHECK_EQUAL(bench->batch->pieces[CHUNKS].result, SS_PROTOCOL);
     }
     for (int behind = 0; behind < 2; behind++) {
-        round_begin(bench);
+        batch_begin(bench);
         answer_all(bench);
         bench->answer.size -= behind ? 0 : 2;
         add(&bench->answer, behind ? "$1" : "xx", 2);
         enum ss_result result = fetch_answer(bench, SIZE_MAX, FAULT_STALL);
         CHECK(result == SS_PROTOCOL || result == SS_OK);
-        CHECK_EQUAL(bench->round->sockets_in_sync, 0);
+        CHECK_EQUAL(bench->batch->sockets_in_sync, 0);
     }
     bench_stop(bench);
 }
 
 static void test_an_error_in_place_of_a_layer_is_told(int mode) {
     struct bench *bench = bench_start(mode);
-    round_begin(bench);
+    batch_begin(bench);
     add_head(bench, 0, 0);
     add_layer(bench, 0, 0, 0);
     static const char error[] = "-ERR KV.LAYERS failed\r\n";
@@ -334,8 +335,8 @@ static void test_an_error_in_place_of_a_layer_is_told(int mode) {
         add(&bench->answer, error, sizeof error - 1);
     }
     CHECK_EQUAL(fetch_answer(bench, SIZE_MAX, FAULT_STALL), SS_REFUSED);
-    CHECK_EQUAL(bench->round->pieces[CHUNKS].result, SS_REFUSED);
-    CHECK(strcmp(bench->round->pieces[CHUNKS].error, "ERR KV.LAYERS failed") == 0);
+    CHECK_EQUAL(bench->batch->pieces[CHUNKS].result, SS_REFUSED);
+    CHECK(strcmp(bench->batch->pieces[CHUNKS].error, "ERR KV.LAYERS failed") == 0);
     bench_stop(bench);
 }
 
@@ -344,7 +345,7 @@ static void test_damage_anywhere_is_never_delivered(int mode) {
     struct bench *bench = bench_start(mode);
     uint64_t state = 77;
     for (int i = 0; i < (test_is_brief() ? 40 : 400); i++) {
-        round_begin(bench);
+        batch_begin(bench);
         answer_all(bench);
         bench->answer.bytes[random_next(&state) % (i % 2 ? bench->answer.size : 120)] ^= 1U << random_next(&state) % 8;
         enum ss_result result = fetch_answer(bench, SIZE_MAX, FAULT_DISCONNECT);
@@ -356,14 +357,14 @@ static void test_damage_anywhere_is_never_delivered(int mode) {
 
 static void test_an_answer_that_is_cut_keeps_what_was_whole(int mode) {
     struct bench *bench = bench_start(mode);
-    round_begin(bench);
+    batch_begin(bench);
     answer_all(bench);
     size_t size = bench->answer.size;
     for (size_t cut = 0; cut < size; cut += cut < 100 ? 9 : size / 11) {
-        round_begin(bench);
+        batch_begin(bench);
         bench->answer.size = cut;
         CHECK_EQUAL(fetch_answer(bench, SIZE_MAX, FAULT_DISCONNECT), SS_DISCONNECTED);
-        CHECK_EQUAL(bench->round->sockets_in_sync, 0);
+        CHECK_EQUAL(bench->batch->sockets_in_sync, 0);
     }
     bench_stop(bench);
 }
@@ -371,49 +372,49 @@ static void test_an_answer_that_is_cut_keeps_what_was_whole(int mode) {
 static void *cancel_when_stalled(void *argument) {
     struct bench *bench = argument;
     server_wait_stalled(bench->server);
-    ss_round_cancel(bench->round);
+    ss_batch_cancel(bench->batch);
     return NULL;
 }
 
-static void test_a_round_that_ends_early_is_quiet_and_its_connection_gone(int mode) {
+static void test_a_batch_that_ends_early_is_quiet_and_its_connection_gone(int mode) {
     struct bench *bench = bench_start(mode);
     for (int late = 0; late < 2; late++) {
-        round_begin(bench);
+        batch_begin(bench);
         answer_all(bench);
         bench->answer.size = bench->answer.size * 2 / 3;
         server_answer_layers(bench->server, bench->answer.bytes, bench->answer.size, SIZE_MAX, FAULT_STALL);
         pthread_t thread;
-        bench->round->deadline_ns = late ? after_ms(50) : after_patience();
+        bench->batch->deadline_ns = late ? after_ms(50) : after_patience();
         CHECK(late || pthread_create(&thread, NULL, cancel_when_stalled, bench) == 0);
         CHECK_EQUAL(fetch(bench), late ? SS_DEADLINE : SS_CANCELLED);
         CHECK(late || pthread_join(thread, NULL) == 0);
-        CHECK_EQUAL(bench->round->sockets_in_sync, 0);
+        CHECK_EQUAL(bench->batch->sockets_in_sync, 0);
     }
     bench_stop(bench);
 }
 
-static void test_a_round_that_is_no_such_request_is_refused(int mode) {
+static void test_a_batch_that_is_no_such_request_is_refused(int mode) {
     struct bench *bench = bench_start(mode);
     for (int wrong = 0; wrong < 8; wrong++) {
-        struct ss_round *round = round_begin(bench);
-        round->layers->keys += wrong == 0;
-        round->layers->layers -= wrong == 1;
-        round->layers->request_size *= wrong != 2;
-        round->pieces[7].chunk += wrong == 3;
-        round->pieces[7].memory = wrong == 4 ? bench->fixture->records[0] : NULL;
-        round->pieces[7].origin = wrong == 4 ? SS_ORIGIN_MEMORY : SS_ORIGIN_SERVER;
-        round->pieces[7].asking = wrong == 5;
+        struct ss_batch *batch = batch_begin(bench);
+        batch->layers->keys += wrong == 0;
+        batch->layers->layers -= wrong == 1;
+        batch->layers->request_size *= wrong != 2;
+        batch->pieces[7].chunk += wrong == 3;
+        batch->pieces[7].memory = wrong == 4 ? bench->fixture->records[0] : NULL;
+        batch->pieces[7].origin = wrong == 4 ? SS_ORIGIN_MEMORY : SS_ORIGIN_SERVER;
+        batch->pieces[7].asking = wrong == 5;
         if (wrong == 6) {
-            *round->layers = (struct ss_layers){.request = round->layers->request, .request_size = 1};
+            *batch->layers = (struct ss_layers){.request = batch->layers->request, .request_size = 1};
         }
         for (uint32_t i = 0; i < PIECES && wrong == 7; i++) {
-            round->pieces[i].chunk = CHUNKS - round->pieces[i].chunk;
+            batch->pieces[i].chunk = CHUNKS - batch->pieces[i].chunk;
         }
         CHECK_EQUAL(fetch(bench), SS_BAD_ARGUMENT);
     }
-    round_begin(bench);
+    batch_begin(bench);
     int32_t sockets[2] = {bench->socket, server_connect(bench->server)};
-    CHECK_EQUAL(pipeline_fetch(bench->pipeline, bench->round, sockets, 2), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(pipeline_fetch(bench->pipeline, bench->batch, sockets, 2), SS_BAD_ARGUMENT);
     close(sockets[1]);
     bench_stop(bench);
 }
@@ -421,10 +422,10 @@ static void test_a_round_that_is_no_such_request_is_refused(int mode) {
 int main(void) {
     for (int mode = 0; mode < MODE_COUNT; mode++) {
         if (mode_is_tried(mode)) {
-            test_a_round_that_is_no_such_request_is_refused(mode); /* as any is without the chunked pipeline */
+            test_a_batch_that_is_no_such_request_is_refused(mode); /* as any is without the chunked pipeline */
         }
         if (mode_is_tried(mode) && (mode & MODE_NOT_CHUNKED) == 0) {
-            test_a_round_comes_in_one_answer_however_it_is_cut(mode);
+            test_a_batch_comes_in_one_answer_however_it_is_cut(mode);
             test_a_server_that_does_not_know_it_is_asked_by_ranges(mode);
             test_a_chunk_that_is_gone_costs_nothing_before_it(mode);
             test_a_record_that_was_replaced_is_not_taken(mode);
@@ -432,7 +433,7 @@ int main(void) {
             test_an_error_in_place_of_a_layer_is_told(mode);
             test_damage_anywhere_is_never_delivered(mode);
             test_an_answer_that_is_cut_keeps_what_was_whole(mode);
-            test_a_round_that_ends_early_is_quiet_and_its_connection_gone(mode);
+            test_a_batch_that_ends_early_is_quiet_and_its_connection_gone(mode);
         }
     }
     return 0;

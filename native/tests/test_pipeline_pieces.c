@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_pipeline_pieces.c - rounds of pieces: some layers of chunks, of two groups, in any order, from servers and
+ * test_pipeline_pieces.c - batches of pieces: some layers of chunks, of two groups, in any order, from servers and
  * memory; what a failure costs, and what it does not
  */
 #include <pthread.h>
@@ -21,7 +21,7 @@ struct bench {
     struct fixture *fixtures[GROUPS];
     struct server *server;
     struct ss_pipeline *pipeline;
-    struct ss_round *round;
+    struct ss_batch *batch;
     uint8_t *bodies[PIECES]; /* of pieces that lie in memory, each of its own */
     int32_t sockets[SOCKETS];
 };
@@ -75,19 +75,19 @@ static struct bench bench_start(int mode) {
     return bench;
 }
 
-static void round_end(struct bench *bench) {
+static void batch_end(struct bench *bench) {
     for (uint32_t i = 0; i < PIECES; i++) {
         free(bench->bodies[i]);
         bench->bodies[i] = NULL;
     }
-    if (bench->round != NULL) {
-        round_free(bench->round);
-        bench->round = NULL;
+    if (bench->batch != NULL) {
+        batch_free(bench->batch);
+        bench->batch = NULL;
     }
 }
 
 static void bench_stop(struct bench *bench) {
-    round_end(bench);
+    batch_end(bench);
     ss_pipeline_destroy(bench->pipeline);
     for (int i = 0; i < SOCKETS; i++) {
         close(bench->sockets[i]);
@@ -119,7 +119,7 @@ static struct ss_piece piece_of(const struct bench *bench, uint32_t group, uint3
     piece.dequantization_offset += (uint64_t)layer * LAYER_SLICES * slices[0].decoded_length +
                                    (group == 0 ? 0 : bench->fixtures[0]->dequantization_bytes);
     for (uint32_t i = 0; i < piece.slice_count; i++) {
-        struct ss_slice *slice = &bench->round->slices[before + piece.slice_first + i];
+        struct ss_slice *slice = &bench->batch->slices[before + piece.slice_first + i];
         *slice = slices[i];
         slice->offset -= slices[0].offset;
     }
@@ -127,43 +127,43 @@ static struct ss_piece piece_of(const struct bench *bench, uint32_t group, uint3
     return piece;
 }
 
-/* A round of all layers of all chunks of both groups, a layer in each piece, layer by layer. */
-static struct ss_round *round_begin(struct bench *bench) {
-    round_end(bench);
-    struct ss_round *round = fixture_round(bench->fixtures[0]);
-    struct ss_round *other = fixture_round(bench->fixtures[1]);
-    struct ss_group *groups = realloc(round->groups, GROUPS * sizeof *groups);
+/* A batch of all layers of all chunks of both groups, a layer in each piece, layer by layer. */
+static struct ss_batch *batch_begin(struct bench *bench) {
+    batch_end(bench);
+    struct ss_batch *batch = fixture_round(bench->fixtures[0]);
+    struct ss_batch *other = fixture_round(bench->fixtures[1]);
+    struct ss_group *groups = realloc(batch->groups, GROUPS * sizeof *groups);
     CHECK(groups != NULL);
     groups[1] = other->groups[0];
     other->group_count = 0;
-    round->groups = groups;
-    round->group_count = GROUPS;
-    round->slice_count += other->slice_count;
-    round_free(other);
-    free(round->pieces);
-    free(round->slices);
-    round->piece_count = 0;
-    round->pieces = calloc(PIECES, sizeof *round->pieces);
-    round->slices = calloc(round->slice_count, sizeof *round->slices);
-    CHECK(round->pieces != NULL && round->slices != NULL);
-    bench->round = round;
+    batch->groups = groups;
+    batch->group_count = GROUPS;
+    batch->slice_count += other->slice_count;
+    batch_free(other);
+    free(batch->pieces);
+    free(batch->slices);
+    batch->piece_count = 0;
+    batch->pieces = calloc(PIECES, sizeof *batch->pieces);
+    batch->slices = calloc(batch->slice_count, sizeof *batch->slices);
+    CHECK(batch->pieces != NULL && batch->slices != NULL);
+    bench->batch = batch;
     for (uint32_t layer = 0; layer < LAYERS_MAX; layer++) {
         for (uint32_t group = 0; group < GROUPS; group++) {
             for (uint32_t chunk = 0; chunk < CHUNKS && layer < layers_of[group]; chunk++) {
-                round->pieces[round->piece_count++] = piece_of(bench, group, chunk, layer, 1);
+                batch->pieces[batch->piece_count++] = piece_of(bench, group, chunk, layer, 1);
             }
         }
     }
-    CHECK_EQUAL(round->piece_count, PIECES);
-    return round;
+    CHECK_EQUAL(batch->piece_count, PIECES);
+    return batch;
 }
 
-static void shuffle(struct ss_round *round, uint64_t seed) {
-    for (uint32_t i = round->piece_count; i-- > 1;) {
+static void shuffle(struct ss_batch *batch, uint64_t seed) {
+    for (uint32_t i = batch->piece_count; i-- > 1;) {
         uint32_t other = random_next(&seed) % (i + 1);
-        struct ss_piece swapped = round->pieces[i];
-        round->pieces[i] = round->pieces[other];
-        round->pieces[other] = swapped;
+        struct ss_piece swapped = batch->pieces[i];
+        batch->pieces[i] = batch->pieces[other];
+        batch->pieces[other] = swapped;
     }
 }
 
@@ -172,16 +172,16 @@ static uint32_t index_of(const struct bench *bench, uint32_t group, uint32_t chu
     uint32_t first = (chunk * layers_of[group] + layer) * LAYER_SLICES;
     first += group == 0 ? 0 : CHUNKS * layers_of[0] * LAYER_SLICES;
     uint32_t index = 0;
-    while (bench->round->pieces[index].slice_first != first) {
-        CHECK(++index < bench->round->piece_count);
+    while (bench->batch->pieces[index].slice_first != first) {
+        CHECK(++index < bench->batch->piece_count);
     }
     return index;
 }
 
 /* Gives every other piece, as the bits say, its body in memory. */
 static void bodies_give(struct bench *bench, unsigned mask) {
-    for (uint32_t i = 0; i < bench->round->piece_count; i++) {
-        struct ss_piece *piece = &bench->round->pieces[i];
+    for (uint32_t i = 0; i < bench->batch->piece_count; i++) {
+        struct ss_piece *piece = &bench->batch->pieces[i];
         if (mask >> i % 8 & 1) {
             bench->bodies[i] = malloc(piece->body_length);
             CHECK(bench->bodies[i] != NULL);
@@ -198,8 +198,8 @@ static int is_in_place(const struct bench *bench, const struct ss_piece *piece) 
     size_t size = (size_t)shape->vectors * shape->vector_length * ss_dtype_size(shape->dtype);
     int same = 1;
     for (uint32_t i = 0; i < piece->slice_count; i++) {
-        uint64_t offset = bench->round->slices[piece->slice_first + i].destination_offset;
-        same &= memcmp(bench->round->groups[piece->group].destination + offset,
+        uint64_t offset = bench->batch->slices[piece->slice_first + i].destination_offset;
+        same &= memcmp(bench->batch->groups[piece->group].destination + offset,
                        bench->fixtures[piece->group]->expected + offset, size) == 0;
     }
     return same;
@@ -210,17 +210,17 @@ static int has_failed(const struct ss_piece *piece) {
 }
 
 /*
- * What holds however a round ends: what is said to be in place is; what was skipped was of no use, since its group
+ * What holds however a batch ends: what is said to be in place is; what was skipped was of no use, since its group
  * failed at its chunk or before it, or without the chunked pipeline any piece did.
  */
 static void check_set(const struct bench *bench) {
-    const struct ss_round *round = bench->round;
-    for (uint32_t i = 0; i < round->piece_count; i++) {
-        const struct ss_piece *piece = &round->pieces[i];
+    const struct ss_batch *batch = bench->batch;
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        const struct ss_piece *piece = &batch->pieces[i];
         CHECK(piece->result != SS_OK || is_in_place(bench, piece));
         int useless = 0;
-        for (uint32_t j = 0; j < round->piece_count; j++) {
-            const struct ss_piece *other = &round->pieces[j];
+        for (uint32_t j = 0; j < batch->piece_count; j++) {
+            const struct ss_piece *other = &batch->pieces[j];
             useless |= has_failed(other) && ((other->group == piece->group && other->chunk <= piece->chunk) ||
                                              (bench->mode & MODE_NOT_CHUNKED) != 0);
         }
@@ -229,17 +229,17 @@ static void check_set(const struct bench *bench) {
 }
 
 static enum ss_result fetch(struct bench *bench, uint32_t sockets) {
-    enum ss_result result = pipeline_fetch(bench->pipeline, bench->round, bench->sockets, sockets);
+    enum ss_result result = pipeline_fetch(bench->pipeline, bench->batch, bench->sockets, sockets);
     check_set(bench);
     return result;
 }
 
 static void check_all(const struct bench *bench) {
-    for (uint32_t i = 0; i < bench->round->piece_count; i++) {
-        CHECK_EQUAL(bench->round->pieces[i].result, SS_OK);
+    for (uint32_t i = 0; i < bench->batch->piece_count; i++) {
+        CHECK_EQUAL(bench->batch->pieces[i].result, SS_OK);
     }
-    CHECK_EQUAL(bench->round->delivered_bytes, bench->fixtures[0]->size + bench->fixtures[1]->size);
-    CHECK_EQUAL(bench->round->sockets_in_sync, 1);
+    CHECK_EQUAL(bench->batch->delivered_bytes, bench->fixtures[0]->size + bench->fixtures[1]->size);
+    CHECK_EQUAL(bench->batch->sockets_in_sync, 1);
 }
 
 /* ---- Order --------------------------------------------------------------------------------------------------- */
@@ -248,9 +248,9 @@ static void test_any_order_is_delivered_from_anywhere(int mode) {
     static const unsigned masks[] = {0, 0xff, 0x55, 0x1b, 0x80};
     struct bench bench = bench_start(mode);
     for (uint64_t seed = 0; seed < (test_is_brief() ? 5 : 10); seed++) {
-        round_begin(&bench);
+        batch_begin(&bench);
         if (seed > 0) {
-            shuffle(bench.round, seed);
+            shuffle(bench.batch, seed);
         }
         bodies_give(&bench, masks[seed % 5]);
         CHECK_EQUAL(fetch(&bench, 1 + seed % SOCKETS), SS_OK);
@@ -262,12 +262,12 @@ static void test_any_order_is_delivered_from_anywhere(int mode) {
 /* Some layers in one piece, others alone. */
 static void test_pieces_have_as_many_layers_as_they_like(int mode) {
     struct bench bench = bench_start(mode);
-    struct ss_round *round = round_begin(&bench);
-    round->piece_count = 0;
+    struct ss_batch *batch = batch_begin(&bench);
+    batch->piece_count = 0;
     for (uint32_t chunk = CHUNKS; chunk-- > 0;) {
-        round->pieces[round->piece_count++] = piece_of(&bench, 0, chunk, 1, 3);
-        round->pieces[round->piece_count++] = piece_of(&bench, 1, chunk, 0, 2);
-        round->pieces[round->piece_count++] = piece_of(&bench, 0, chunk, 0, 1);
+        batch->pieces[batch->piece_count++] = piece_of(&bench, 0, chunk, 1, 3);
+        batch->pieces[batch->piece_count++] = piece_of(&bench, 1, chunk, 0, 2);
+        batch->pieces[batch->piece_count++] = piece_of(&bench, 0, chunk, 0, 1);
     }
     CHECK_EQUAL(fetch(&bench, 2), SS_OK);
     check_all(&bench);
@@ -287,19 +287,19 @@ static uint64_t slices_through(const struct bench *bench) {
     return statistics[bench->mode & MODE_FUSED ? SS_STAGE_DEQUANTIZE : SS_STAGE_DMA].items;
 }
 
-/* Cancels the round when it can get no further. */
+/* Cancels the batch when it can get no further. */
 static void *cancel_stalled(void *argument) {
     const struct stalled *stalled = argument;
     server_wait_stalled(stalled->bench->server);
     while (slices_through(stalled->bench) < stalled->slices) {
         sched_yield();
     }
-    uint32_t layers = 0; /* it is told of while the round lasts */
+    uint32_t layers = 0; /* it is told of while the batch lasts */
     while (layers < stalled->layers) {
-        layers = ss_progress_wait(stalled->bench->round->progress, layers, 1000000000);
+        layers = ss_progress_wait(stalled->bench->batch->progress, layers, 1000000000);
         CHECK(layers <= stalled->layers);
     }
-    ss_round_cancel(stalled->bench->round);
+    ss_batch_cancel(stalled->bench->batch);
     return NULL;
 }
 
@@ -309,23 +309,23 @@ static void *cancel_stalled(void *argument) {
  */
 static void test_layers_come_one_by_one_while_answers_are_late(int mode, unsigned mask) {
     struct bench bench = bench_start(mode);
-    round_begin(&bench);
+    batch_begin(&bench);
     bodies_give(&bench, mask);
     uint32_t late = index_of(&bench, 0, 2, 2);
-    struct ss_piece *piece = &bench.round->pieces[late];
+    struct ss_piece *piece = &bench.batch->pieces[late];
     CHECK(piece->origin == SS_ORIGIN_SERVER && piece[-1].origin == SS_ORIGIN_SERVER);
     server_fault_from(bench.server, piece->key, piece->key_length, FAULT_STALL, piece->record_offset);
     int comes[PIECES];
     /* Of the late one, half of its bytes come, and so perhaps its first slice, unless that waits for the others. */
-    const struct ss_slice *first = &bench.round->slices[piece->slice_first];
+    const struct ss_slice *first = &bench.batch->slices[piece->slice_first];
     uint64_t first_bytes = (uint64_t)first->scales_length + first->encoded_length;
     int is_half = first_bytes <= piece->body_length / 2 && (mode & MODE_NOT_CHUNKED) == 0;
     uint32_t progress = 0;
-    bench.round->progress = &progress;
-    bench.round->layers_end = layers_of[0];
+    bench.batch->progress = &progress;
+    bench.batch->layers_end = layers_of[0];
     struct stalled stalled = {.bench = &bench, .slices = (uint64_t)is_half, .layers = piece->layer};
     for (uint32_t i = 0; i < PIECES; i++) {
-        comes[i] = i < late || (bench.round->pieces[i].memory != NULL && (mode & MODE_NOT_CHUNKED) == 0);
+        comes[i] = i < late || (bench.batch->pieces[i].memory != NULL && (mode & MODE_NOT_CHUNKED) == 0);
         stalled.slices += comes[i] ? LAYER_SLICES : 0;
     }
     pthread_t thread;
@@ -334,34 +334,34 @@ static void test_layers_come_one_by_one_while_answers_are_late(int mode, unsigne
     CHECK(pthread_join(thread, NULL) == 0);
     for (uint32_t i = 0; i < PIECES; i++) {
         /* Of the one before, all slices are there, but the end of its answer perhaps not. */
-        CHECK(i + 1 == late || (bench.round->pieces[i].result == SS_OK) == comes[i]);
+        CHECK(i + 1 == late || (bench.batch->pieces[i].result == SS_OK) == comes[i]);
     }
     CHECK_EQUAL(piece->result, SS_CANCELLED);
     CHECK_EQUAL(progress, piece->layer);
     bench_stop(&bench);
 }
 
-/* Layers that were there count, those that lack what is not in the round do not; nor is a word out of step taken. */
-static void test_progress_is_told_as_far_as_the_round_brings_it(int mode) {
+/* Layers that were there count, those that lack what is not in the batch do not; nor is a word out of step taken. */
+static void test_progress_is_told_as_far_as_the_batch_brings_it(int mode) {
     struct bench bench = bench_start(mode);
-    struct ss_round *round = round_begin(&bench);
+    struct ss_batch *batch = batch_begin(&bench);
     uint32_t words[2] = {7, 7};
-    round->progress = words;
-    round->layers_first = 1;
-    round->layers_end = 3;
+    batch->progress = words;
+    batch->layers_first = 1;
+    batch->layers_end = 3;
     CHECK_EQUAL(fetch(&bench, 2), SS_OK);
     CHECK_EQUAL(words[0], 3);
-    round_begin(&bench)->progress = words;
-    bench.round->layers_first = bench.round->layers_end = 2;
+    batch_begin(&bench)->progress = words;
+    bench.batch->layers_first = bench.batch->layers_end = 2;
     CHECK_EQUAL(fetch(&bench, 2), SS_OK);
     CHECK_EQUAL(words[0], 3);
-    bench.round->layers_end = 1;
-    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.round, bench.sockets, 2), SS_BAD_ARGUMENT);
-    bench.round->layers_end = 2 + 4096 + 1;
-    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.round, bench.sockets, 2), SS_BAD_ARGUMENT);
-    bench.round->layers_end = 3;
-    bench.round->progress = (uint32_t *)(void *)((uint8_t *)words + 1);
-    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.round, bench.sockets, 2), SS_BAD_ARGUMENT);
+    bench.batch->layers_end = 1;
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.batch, bench.sockets, 2), SS_BAD_ARGUMENT);
+    bench.batch->layers_end = 2 + 4096 + 1;
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.batch, bench.sockets, 2), SS_BAD_ARGUMENT);
+    bench.batch->layers_end = 3;
+    bench.batch->progress = (uint32_t *)(void *)((uint8_t *)words + 1);
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.batch, bench.sockets, 2), SS_BAD_ARGUMENT);
     CHECK_EQUAL(words[1], 7);
     bench_stop(&bench);
 }
@@ -371,9 +371,9 @@ static void test_progress_is_told_as_far_as_the_round_brings_it(int mode) {
 /* Layer 3 of chunk 2 of the first group is bad: chunks 0 and 1 are whole all the same, and so is the other group. */
 static void check_bad_layer(const struct bench *bench, enum ss_result expected) {
     uint32_t bad = index_of(bench, 0, 2, 3);
-    CHECK_EQUAL(bench->round->pieces[bad].result, expected);
+    CHECK_EQUAL(bench->batch->pieces[bad].result, expected);
     for (uint32_t i = 0; i < PIECES; i++) {
-        const struct ss_piece *piece = &bench->round->pieces[i];
+        const struct ss_piece *piece = &bench->batch->pieces[i];
         if (bench->mode & MODE_NOT_CHUNKED) {
             CHECK_EQUAL(piece->result, i < bad ? SS_OK : i > bad ? SS_SKIPPED : expected);
         } else if (piece->group == 1 || piece->chunk < 2) {
@@ -382,7 +382,7 @@ static void check_bad_layer(const struct bench *bench, enum ss_result expected) 
             CHECK(piece->result == SS_OK || piece->result == SS_SKIPPED || piece->result == expected);
         }
     }
-    CHECK_EQUAL(bench->round->sockets_in_sync, 1);
+    CHECK_EQUAL(bench->batch->sockets_in_sync, 1);
 }
 
 static void test_a_bad_layer_costs_its_chunk_and_those_behind_alone(int mode) {
@@ -392,15 +392,15 @@ static void test_a_bad_layer_costs_its_chunk_and_those_behind_alone(int mode) {
     } faults[] = {{FAULT_NONE, SS_CHECKSUM}, {FAULT_MISSING, SS_NOT_FOUND}, {FAULT_ERROR, SS_REFUSED}};
     struct bench bench = bench_start(mode);
     for (uint32_t i = 0; i < 3 * 6; i++) {
-        round_begin(&bench);
+        batch_begin(&bench);
         if (i / 3 % 3 > 0) {
-            shuffle(bench.round, i);
+            shuffle(bench.batch, i);
         }
         bodies_give(&bench, i / 9 == 0 ? 0 : 0x55);
-        struct ss_piece *bad = &bench.round->pieces[index_of(&bench, 0, 2, 3)];
+        struct ss_piece *bad = &bench.batch->pieces[index_of(&bench, 0, 2, 3)];
         bad->origin = SS_ORIGIN_SERVER;
         if (faults[i % 3].fault == FAULT_NONE) {
-            bench.round->slices[bad->slice_first].checksum ^= 4;
+            bench.batch->slices[bad->slice_first].checksum ^= 4;
         }
         server_fault_from(bench.server, bad->key, bad->key_length, faults[i % 3].fault, bad->record_offset);
         CHECK_EQUAL(fetch(&bench, 1 + i % SOCKETS), faults[i % 3].result);
@@ -413,24 +413,24 @@ static void test_a_bad_layer_costs_its_chunk_and_those_behind_alone(int mode) {
 /* A layer that has moved is no failure: all others are fetched, and this one alone from where it went. */
 static void test_a_layer_that_has_moved_is_fetched_alone(int mode) {
     struct bench bench = bench_start(mode);
-    struct ss_round *round = round_begin(&bench);
+    struct ss_batch *batch = batch_begin(&bench);
     uint32_t index = index_of(&bench, 0, 0, 3);
-    server_fault_from(bench.server, round->pieces[index].key, round->pieces[index].key_length, FAULT_MOVED,
-                      round->pieces[index].record_offset);
+    server_fault_from(bench.server, batch->pieces[index].key, batch->pieces[index].key_length, FAULT_MOVED,
+                      batch->pieces[index].record_offset);
     enum ss_result expected = mode & MODE_NOT_CHUNKED ? SS_REFUSED : SS_REDIRECTED;
     CHECK_EQUAL(fetch(&bench, SOCKETS), expected);
     for (uint32_t i = 0; i < PIECES; i++) {
-        CHECK(i == index ? round->pieces[i].result == expected
-                         : expected == SS_REFUSED || round->pieces[i].result == SS_OK);
+        CHECK(i == index ? batch->pieces[i].result == expected
+                         : expected == SS_REFUSED || batch->pieces[i].result == SS_OK);
     }
     serve_all(&bench);
-    struct ss_piece alone = round->pieces[index];
-    struct ss_piece *all = round->pieces;
-    round->pieces = &alone;
-    round->piece_count = 1;
+    struct ss_piece alone = batch->pieces[index];
+    struct ss_piece *all = batch->pieces;
+    batch->pieces = &alone;
+    batch->piece_count = 1;
     CHECK_EQUAL(fetch(&bench, SOCKETS), SS_OK);
-    round->pieces = all;
-    round->piece_count = PIECES;
+    batch->pieces = all;
+    batch->piece_count = PIECES;
     bench_stop(&bench);
 }
 
@@ -439,20 +439,20 @@ static void test_a_lost_connection_fails_all_that_it_owes(int mode) {
     static const enum fault faults[] = {FAULT_DISCONNECT, FAULT_GARBAGE};
     struct bench bench = bench_start(mode);
     for (uint32_t i = 0; i < 12; i++) {
-        round_begin(&bench);
+        batch_begin(&bench);
         if (i / 2 % 2) {
-            shuffle(bench.round, i);
+            shuffle(bench.batch, i);
         }
         bodies_give(&bench, i / 6 ? 0x41 : 0);
         uint32_t bad = index_of(&bench, i % 2, 2, layers_of[i % 2] - 1); /* of its record, no range is behind it */
-        const struct ss_piece *piece = &bench.round->pieces[bad];
-        bench.round->pieces[bad].origin = SS_ORIGIN_SERVER;
+        const struct ss_piece *piece = &bench.batch->pieces[bad];
+        bench.batch->pieces[bad].origin = SS_ORIGIN_SERVER;
         server_fault_from(bench.server, piece->key, piece->key_length, faults[i % 2], piece->record_offset);
         uint32_t sockets = 1 + i / 2 % SOCKETS;
         CHECK_EQUAL(fetch(&bench, sockets), i % 2 ? SS_PROTOCOL : SS_DISCONNECTED);
-        CHECK_EQUAL(bench.round->sockets_in_sync, 0);
+        CHECK_EQUAL(bench.batch->sockets_in_sync, 0);
         for (uint32_t j = 0; j < PIECES; j++) {
-            const struct ss_piece *other = &bench.round->pieces[j];
+            const struct ss_piece *other = &bench.batch->pieces[j];
             if (sockets == 1 && other->origin == SS_ORIGIN_SERVER) {
                 CHECK(j < bad ? !has_failed(other) : other->result != SS_OK);
             }
@@ -467,15 +467,15 @@ static void test_a_lost_connection_fails_all_that_it_owes(int mode) {
 
 static void test_pieces_share_no_slices(int mode) {
     struct bench bench = bench_start(mode);
-    struct ss_round *round = round_begin(&bench);
-    struct ss_piece *last = &round->pieces[PIECES - 1];
-    const struct ss_piece *first = &round->pieces[index_of(&bench, 0, 0, 0)];
+    struct ss_batch *batch = batch_begin(&bench);
+    struct ss_piece *last = &batch->pieces[PIECES - 1];
+    const struct ss_piece *first = &batch->pieces[index_of(&bench, 0, 0, 0)];
     last->slice_first = first->slice_first; /* all else is as it has to be */
     last->group = 0;
     last->chunk = 0;
     last->record_offset = first->record_offset;
     last->body_length = first->body_length;
-    CHECK_EQUAL(pipeline_fetch(bench.pipeline, round, bench.sockets, 1), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, batch, bench.sockets, 1), SS_BAD_ARGUMENT);
     bench_stop(&bench);
 }
 
@@ -483,36 +483,36 @@ static void test_pieces_share_no_slices(int mode) {
 static void test_a_piece_stays_within_its_groups_destination(int mode) {
     struct bench bench = bench_start(mode);
     for (uint32_t group = 0; group < GROUPS; group++) {
-        round_begin(&bench);
-        bench.round->groups[group].destination_size--;
-        CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.round, bench.sockets, 1), SS_BAD_ARGUMENT);
+        batch_begin(&bench);
+        bench.batch->groups[group].destination_size--;
+        CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.batch, bench.sockets, 1), SS_BAD_ARGUMENT);
     }
     bench_stop(&bench);
 }
 
 static void test_records_of_two_groups_are_encoded_in_one_go(int mode) {
     struct bench bench = bench_start(mode);
-    struct ss_round *round = round_begin(&bench);
+    struct ss_batch *batch = batch_begin(&bench);
     uint64_t offset = 0;
-    round->piece_count = 0;
+    batch->piece_count = 0;
     for (uint32_t i = 0; i < GROUPS * CHUNKS; i++) {
         struct ss_piece piece = piece_of(&bench, i % GROUPS, i / GROUPS, 0, layers_of[i % GROUPS]);
         piece.decompression_offset = offset;
         offset += bench.fixtures[piece.group]->size / CHUNKS + (1 << 16);
-        round->pieces[round->piece_count++] = piece;
+        batch->pieces[batch->piece_count++] = piece;
     }
     for (uint32_t group = 0; group < GROUPS; group++) {
-        memcpy(round->groups[group].destination, bench.fixtures[group]->source, bench.fixtures[group]->size);
+        memcpy(batch->groups[group].destination, bench.fixtures[group]->source, bench.fixtures[group]->size);
     }
-    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, round), SS_OK);
-    for (uint32_t i = 0; i < round->piece_count; i++) {
-        const struct ss_piece *piece = &round->pieces[i];
+    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_OK);
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        const struct ss_piece *piece = &batch->pieces[i];
         const struct fixture *fixture = bench.fixtures[piece->group];
         CHECK_EQUAL(piece->result, SS_OK);
         CHECK_EQUAL(piece->body_length, fixture->chunks[piece->chunk].body_length);
         for (uint32_t j = 0; j < piece->slice_count; j++) {
             const struct ss_slice *known = &fixture->slices[fixture->chunks[piece->chunk].slice_first + j];
-            CHECK_EQUAL(round->slices[piece->slice_first + j].checksum, known->checksum);
+            CHECK_EQUAL(batch->slices[piece->slice_first + j].checksum, known->checksum);
         }
     }
     bench_stop(&bench);
@@ -526,7 +526,7 @@ int main(void) {
             test_pieces_have_as_many_layers_as_they_like(mode);
             test_layers_come_one_by_one_while_answers_are_late(mode, 0);
             test_layers_come_one_by_one_while_answers_are_late(mode, 0x09);
-            test_progress_is_told_as_far_as_the_round_brings_it(mode);
+            test_progress_is_told_as_far_as_the_batch_brings_it(mode);
             test_a_bad_layer_costs_its_chunk_and_those_behind_alone(mode);
             test_a_layer_that_has_moved_is_fetched_alone(mode);
             test_a_lost_connection_fails_all_that_it_owes(mode);

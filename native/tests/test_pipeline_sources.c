@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* test_pipeline_sources.c - rounds of chunks that lie in memory, alone and among those of a server */
+/* test_pipeline_sources.c - batches of chunks that lie in memory, alone and among those of a server */
 #include <pthread.h>
 #include <string.h>
 #include <unistd.h>
@@ -13,12 +13,12 @@ struct bodies {
     uint8_t *bytes[CHUNKS];
 };
 
-/* Gives the round's chunks whose bit is set their bodies in memory; they are known by no key. */
-static struct bodies bodies_give(const struct fixture *fixture, struct ss_round *round, unsigned mask) {
+/* Gives the batch's chunks whose bit is set their bodies in memory; they are known by no key. */
+static struct bodies bodies_give(const struct fixture *fixture, struct ss_batch *batch, unsigned mask) {
     struct bodies bodies = {{NULL}};
-    CHECK_EQUAL(round->piece_count, CHUNKS);
+    CHECK_EQUAL(batch->piece_count, CHUNKS);
     for (uint32_t i = 0; i < CHUNKS; i++) {
-        struct ss_piece *chunk = &round->pieces[i];
+        struct ss_piece *chunk = &batch->pieces[i];
         if (mask >> i & 1) {
             bodies.bytes[i] = malloc(chunk->body_length);
             CHECK(bodies.bytes[i] != NULL);
@@ -52,13 +52,13 @@ static struct ss_pipeline *pipeline_make(const struct ss_pipeline_options *optio
     return pipeline;
 }
 
-static void check_all(const struct fixture *fixture, const struct ss_round *round) {
+static void check_all(const struct fixture *fixture, const struct ss_batch *batch) {
     for (uint32_t i = 0; i < CHUNKS; i++) {
-        CHECK_EQUAL(round->pieces[i].result, SS_OK);
-        CHECK(fixture_matches(fixture, round, i));
+        CHECK_EQUAL(batch->pieces[i].result, SS_OK);
+        CHECK(fixture_matches(fixture, batch, i));
     }
-    CHECK_EQUAL(round->delivered_bytes, fixture->size);
-    CHECK_EQUAL(round->sockets_in_sync, 1);
+    CHECK_EQUAL(batch->delivered_bytes, fixture->size);
+    CHECK_EQUAL(batch->sockets_in_sync, 1);
 }
 
 /* Each mixture, over one to three connections, on connections that have been used, too. */
@@ -75,15 +75,15 @@ static void test_any_mixture_is_delivered(int mode) {
         sockets[i] = server_connect(server);
     }
     for (unsigned mask = 0; mask < 1U << CHUNKS; mask++) {
-        struct ss_round *round = fixture_round(fixture);
-        struct bodies bodies = bodies_give(fixture, round, mask);
-        CHECK_EQUAL(pipeline_fetch(pipeline, round, sockets, 1 + mask % 3), SS_OK);
-        check_all(fixture, round);
+        struct ss_batch *batch = fixture_round(fixture);
+        struct bodies bodies = bodies_give(fixture, batch, mask);
+        CHECK_EQUAL(pipeline_fetch(pipeline, batch, sockets, 1 + mask % 3), SS_OK);
+        check_all(fixture, batch);
         uint64_t asked = fixture->stored_bytes - bytes_of(fixture, mask);
-        CHECK(round->received_bytes >= asked && round->received_bytes <= asked + 64ULL * 3 * CHUNKS);
-        CHECK((round->received_bytes == 0) == (asked == 0));
+        CHECK(batch->received_bytes >= asked && batch->received_bytes <= asked + 64ULL * 3 * CHUNKS);
+        CHECK((batch->received_bytes == 0) == (asked == 0));
         bodies_free(&bodies);
-        round_free(round);
+        batch_free(batch);
     }
     for (uint32_t i = 0; i < 3; i++) {
         close(sockets[i]);
@@ -98,18 +98,18 @@ static void test_memory_alone_needs_no_sockets(int mode) {
     struct fixture *fixture = fixture_make(&shape);
     struct ss_pipeline_options options = pipeline_options(fixture, mode);
     struct ss_pipeline *pipeline = pipeline_make(&options);
-    struct ss_round *round = fixture_round(fixture);
-    struct bodies bodies = bodies_give(fixture, round, 0x1f);
+    struct ss_batch *batch = fixture_round(fixture);
+    struct bodies bodies = bodies_give(fixture, batch, 0x1f);
     for (int repeat = 0; repeat < 2; repeat++) {
-        memset(round->groups->destination, 0xAA, round->groups->destination_size);
-        CHECK_EQUAL(pipeline_fetch(pipeline, round, NULL, 0), SS_OK);
-        check_all(fixture, round);
-        CHECK_EQUAL(round->received_bytes, 0);
+        memset(batch->groups->destination, 0xAA, batch->groups->destination_size);
+        CHECK_EQUAL(pipeline_fetch(pipeline, batch, NULL, 0), SS_OK);
+        check_all(fixture, batch);
+        CHECK_EQUAL(batch->received_bytes, 0);
     }
-    round->pieces[3].memory = NULL; /* that one is nowhere */
-    CHECK_EQUAL(pipeline_fetch(pipeline, round, NULL, 0), SS_BAD_ARGUMENT);
+    batch->pieces[3].memory = NULL; /* that one is nowhere */
+    CHECK_EQUAL(pipeline_fetch(pipeline, batch, NULL, 0), SS_BAD_ARGUMENT);
     bodies_free(&bodies);
-    round_free(round);
+    batch_free(batch);
     ss_pipeline_destroy(pipeline);
     fixture_free(fixture);
 }
@@ -122,17 +122,17 @@ static void test_nothing_is_copied_where_the_decoder_reads_anywhere(int mode) {
     options.decompression_bytes = 1;
     int anywhere = strcmp(options.backend, "software") == 0 && options.memory_management;
     struct ss_pipeline *pipeline = pipeline_make(&options);
-    struct ss_round *round = fixture_round(fixture);
-    struct bodies bodies = bodies_give(fixture, round, 0x1f);
+    struct ss_batch *batch = fixture_round(fixture);
+    struct bodies bodies = bodies_give(fixture, batch, 0x1f);
     for (uint32_t i = 0; i < CHUNKS && anywhere; i++) {
-        round->pieces[i].decompression_offset = 0; /* nobody's: they may be alike */
+        batch->pieces[i].decompression_offset = 0; /* nobody's: they may be alike */
     }
-    CHECK_EQUAL(pipeline_fetch(pipeline, round, NULL, 0), anywhere ? SS_OK : SS_BAD_ARGUMENT);
+    CHECK_EQUAL(pipeline_fetch(pipeline, batch, NULL, 0), anywhere ? SS_OK : SS_BAD_ARGUMENT);
     for (uint32_t i = 0; i < CHUNKS && anywhere; i++) {
-        CHECK(fixture_matches(fixture, round, i));
+        CHECK(fixture_matches(fixture, batch, i));
     }
     bodies_free(&bodies);
-    round_free(round);
+    batch_free(batch);
     ss_pipeline_destroy(pipeline);
     fixture_free(fixture);
 }
@@ -149,23 +149,23 @@ static void test_the_first_failure_decides_whosever_it_is(int mode) {
         server_fault(server, fixture->chunks[failing].key, fixture->chunks[failing].key_length, FAULT_MISSING);
         int32_t socket = server_connect(server);
         for (int in_memory = 0; in_memory < 2; in_memory++) {
-            struct ss_round *round = fixture_round(fixture);
+            struct ss_batch *batch = fixture_round(fixture);
             unsigned others = 0x15 & ~(1U << failing);
-            struct bodies bodies = bodies_give(fixture, round, in_memory ? others | 1U << failing : others);
+            struct bodies bodies = bodies_give(fixture, batch, in_memory ? others | 1U << failing : others);
             enum ss_result expected = SS_NOT_FOUND;
             if (in_memory) {
                 bodies.bytes[failing][fixture->slices[0].encoded_length / 2] ^= 4;
                 expected = SS_CHECKSUM;
             }
-            CHECK_EQUAL(pipeline_fetch(pipeline, round, &socket, 1), expected);
+            CHECK_EQUAL(pipeline_fetch(pipeline, batch, &socket, 1), expected);
             for (uint32_t i = 0; i < failing; i++) {
-                CHECK_EQUAL(round->pieces[i].result, SS_OK);
-                CHECK(fixture_matches(fixture, round, i));
+                CHECK_EQUAL(batch->pieces[i].result, SS_OK);
+                CHECK(fixture_matches(fixture, batch, i));
             }
-            CHECK_EQUAL(round->pieces[failing].result, expected);
-            CHECK_EQUAL(round->sockets_in_sync, 1);
+            CHECK_EQUAL(batch->pieces[failing].result, expected);
+            CHECK_EQUAL(batch->sockets_in_sync, 1);
             bodies_free(&bodies);
-            round_free(round);
+            batch_free(batch);
         }
         close(socket);
     }
@@ -176,17 +176,17 @@ static void test_the_first_failure_decides_whosever_it_is(int mode) {
 
 struct cancelling {
     struct server *server;
-    struct ss_round *round;
+    struct ss_batch *batch;
 };
 
 static void *cancel_when_stalled(void *argument) {
     struct cancelling *cancelling = argument;
     server_wait_stalled(cancelling->server);
-    ss_round_cancel(cancelling->round);
+    ss_batch_cancel(cancelling->batch);
     return NULL;
 }
 
-/* Once a round is back nothing reads the memory any more, however it ended: it is given back at once. */
+/* Once a batch is back nothing reads the memory any more, however it ended: it is given back at once. */
 static void test_an_end_before_all_is_there_leaves_the_memory_alone(int mode) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
@@ -197,17 +197,17 @@ static void test_an_end_before_all_is_there_leaves_the_memory_alone(int mode) {
     struct ss_pipeline *pipeline = pipeline_make(&options);
     for (int late = 0; late < 2; late++) {
         int32_t socket = server_connect(server);
-        struct ss_round *round = fixture_round(fixture);
-        struct bodies bodies = bodies_give(fixture, round, 0x1b);
-        struct cancelling cancelling = {server, round};
+        struct ss_batch *batch = fixture_round(fixture);
+        struct bodies bodies = bodies_give(fixture, batch, 0x1b);
+        struct cancelling cancelling = {server, batch};
         pthread_t thread;
-        round->deadline_ns = late ? after_ms(20) : after_patience();
+        batch->deadline_ns = late ? after_ms(20) : after_patience();
         CHECK(late || pthread_create(&thread, NULL, cancel_when_stalled, &cancelling) == 0);
-        enum ss_result result = pipeline_fetch(pipeline, round, &socket, 1);
+        enum ss_result result = pipeline_fetch(pipeline, batch, &socket, 1);
         CHECK_EQUAL(result, late ? SS_DEADLINE : SS_CANCELLED);
         bodies_free(&bodies);
         CHECK(late || pthread_join(thread, NULL) == 0);
-        round_free(round);
+        batch_free(batch);
         close(socket);
     }
     ss_pipeline_destroy(pipeline);
@@ -216,7 +216,7 @@ static void test_an_end_before_all_is_there_leaves_the_memory_alone(int mode) {
 }
 
 struct supplying {
-    struct ss_round *round;
+    struct ss_batch *batch;
     struct bodies *bodies;
     uint32_t missing; /* CHUNKS: none */
 };
@@ -226,23 +226,23 @@ static void *supply_backwards(void *argument) {
     struct supplying *supplying = argument;
     for (uint32_t i = CHUNKS; i-- > 0;) {
         if (supplying->bodies->bytes[i] != NULL) {
-            ss_round_supply(supplying->round, i, i == supplying->missing ? NULL : supplying->bodies->bytes[i]);
+            ss_batch_supply(supplying->batch, i, i == supplying->missing ? NULL : supplying->bodies->bytes[i]);
         }
     }
     return NULL;
 }
 
 /* As bodies_give(), but they come later. */
-static struct bodies bodies_promise(const struct fixture *fixture, struct ss_round *round, unsigned mask) {
-    struct bodies bodies = bodies_give(fixture, round, mask);
+static struct bodies bodies_promise(const struct fixture *fixture, struct ss_batch *batch, unsigned mask) {
+    struct bodies bodies = bodies_give(fixture, batch, mask);
     for (uint32_t i = 0; i < CHUNKS; i++) {
-        round->pieces[i].memory = NULL;
-        round->pieces[i].origin = mask >> i & 1 ? SS_ORIGIN_AWAITED : SS_ORIGIN_SERVER;
+        batch->pieces[i].memory = NULL;
+        batch->pieces[i].origin = mask >> i & 1 ? SS_ORIGIN_AWAITED : SS_ORIGIN_SERVER;
     }
     return bodies;
 }
 
-/* Alone and beside a server's, all of them or not that which is missing, before the round runs and while it does. */
+/* Alone and beside a server's, all of them or not that which is missing, before the batch runs and while it does. */
 static void test_what_is_awaited_comes_in_any_order(int mode) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
@@ -253,23 +253,23 @@ static void test_what_is_awaited_comes_in_any_order(int mode) {
     int32_t sockets[] = {server_connect(server), server_connect(server)};
     for (uint32_t i = 0; i < 24; i++) {
         unsigned mask = i % 2 ? 0x1f : 0x16;
-        struct ss_round *round = fixture_round(fixture);
-        struct bodies bodies = bodies_promise(fixture, round, mask);
-        struct supplying supplying = {round, &bodies, i % 3 == 0 ? 2 : CHUNKS};
+        struct ss_batch *batch = fixture_round(fixture);
+        struct bodies bodies = bodies_promise(fixture, batch, mask);
+        struct supplying supplying = {batch, &bodies, i % 3 == 0 ? 2 : CHUNKS};
         pthread_t thread;
         CHECK_EQUAL(pthread_create(&thread, NULL, supply_backwards, &supplying), 0);
         CHECK(i % 4 || pthread_join(thread, NULL) == 0);
         enum ss_result expected = supplying.missing == CHUNKS ? SS_OK : SS_NOT_FOUND;
-        CHECK_EQUAL(pipeline_fetch(pipeline, round, sockets, 2), expected);
+        CHECK_EQUAL(pipeline_fetch(pipeline, batch, sockets, 2), expected);
         CHECK(i % 4 == 0 || pthread_join(thread, NULL) == 0);
         for (uint32_t j = 0; j < supplying.missing; j++) {
-            CHECK_EQUAL(round->pieces[j].result, SS_OK);
-            CHECK(fixture_matches(fixture, round, j));
+            CHECK_EQUAL(batch->pieces[j].result, SS_OK);
+            CHECK(fixture_matches(fixture, batch, j));
         }
-        CHECK(supplying.missing == CHUNKS || round->pieces[2].result == SS_NOT_FOUND);
-        CHECK_EQUAL(round->sockets_in_sync, 1);
+        CHECK(supplying.missing == CHUNKS || batch->pieces[2].result == SS_NOT_FOUND);
+        CHECK_EQUAL(batch->sockets_in_sync, 1);
         bodies_free(&bodies);
-        round_free(round);
+        batch_free(batch);
     }
     close(sockets[0]);
     close(sockets[1]);
@@ -278,7 +278,7 @@ static void test_what_is_awaited_comes_in_any_order(int mode) {
     fixture_free(fixture);
 }
 
-/* What never comes holds a round up to its deadline, unless it is of no use. */
+/* What never comes holds a batch up to its deadline, unless it is of no use. */
 static void test_what_never_comes_ends_with_the_deadline(int mode) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
@@ -288,16 +288,16 @@ static void test_what_never_comes_ends_with_the_deadline(int mode) {
     struct ss_pipeline *pipeline = pipeline_make(&options);
     for (int useless = 0; useless < 2; useless++) {
         int32_t socket = server_connect(server);
-        struct ss_round *round = fixture_round(fixture);
-        struct bodies bodies = bodies_promise(fixture, round, 0x08);
+        struct ss_batch *batch = fixture_round(fixture);
+        struct bodies bodies = bodies_promise(fixture, batch, 0x08);
         if (useless) {
             server_fault(server, fixture->chunks[1].key, fixture->chunks[1].key_length, FAULT_MISSING);
         }
-        round->deadline_ns = useless ? after_patience() : after_ms(20);
-        CHECK_EQUAL(pipeline_fetch(pipeline, round, &socket, 1), useless ? SS_NOT_FOUND : SS_DEADLINE);
-        CHECK(round->pieces[3].result != SS_OK);
+        batch->deadline_ns = useless ? after_patience() : after_ms(20);
+        CHECK_EQUAL(pipeline_fetch(pipeline, batch, &socket, 1), useless ? SS_NOT_FOUND : SS_DEADLINE);
+        CHECK(batch->pieces[3].result != SS_OK);
         bodies_free(&bodies);
-        round_free(round);
+        batch_free(batch);
         close(socket);
     }
     ss_pipeline_destroy(pipeline);
@@ -314,25 +314,25 @@ static void test_what_a_server_sends_is_left_in_memory(int mode) {
     struct ss_pipeline_options options = pipeline_options(fixture, mode);
     struct ss_pipeline *pipeline = pipeline_make(&options);
     int32_t sockets[] = {server_connect(server), server_connect(server)};
-    struct ss_round *round = fixture_round(fixture);
-    struct bodies bodies = bodies_give(fixture, round, 0x0b);
+    struct ss_batch *batch = fixture_round(fixture);
+    struct bodies bodies = bodies_give(fixture, batch, 0x0b);
     for (uint32_t i = 0; i < CHUNKS; i++) {
-        round->pieces[i].origin = SS_ORIGIN_SERVER;
-        memcpy(round->pieces[i].key, fixture->chunks[i].key, sizeof fixture->chunks[i].key);
-        round->pieces[i].key_length = fixture->chunks[i].key_length;
-        round->pieces[i].node = 0;
+        batch->pieces[i].origin = SS_ORIGIN_SERVER;
+        memcpy(batch->pieces[i].key, fixture->chunks[i].key, sizeof fixture->chunks[i].key);
+        batch->pieces[i].key_length = fixture->chunks[i].key_length;
+        batch->pieces[i].node = 0;
         if (bodies.bytes[i] != NULL) {
-            memset(bodies.bytes[i], 0, round->pieces[i].body_length);
+            memset(bodies.bytes[i], 0, batch->pieces[i].body_length);
         }
     }
-    CHECK_EQUAL(pipeline_fetch(pipeline, round, sockets, 2), SS_OK);
-    check_all(fixture, round);
+    CHECK_EQUAL(pipeline_fetch(pipeline, batch, sockets, 2), SS_OK);
+    check_all(fixture, batch);
     for (uint32_t i = 0; i < CHUNKS; i++) {
         CHECK(bodies.bytes[i] == NULL ||
-              memcmp(bodies.bytes[i], fixture->records[i] + RECORD_OFFSET, round->pieces[i].body_length) == 0);
+              memcmp(bodies.bytes[i], fixture->records[i] + RECORD_OFFSET, batch->pieces[i].body_length) == 0);
     }
     bodies_free(&bodies);
-    round_free(round);
+    batch_free(batch);
     close(sockets[0]);
     close(sockets[1]);
     ss_pipeline_destroy(pipeline);
@@ -350,15 +350,15 @@ static void test_a_rate_holds_every_source_back(int mode) {
     struct ss_pipeline *pipeline = pipeline_make(&options);
     for (unsigned mask = 0; mask < 0x20; mask += 0x1f) {
         int32_t sockets[] = {server_connect(server), server_connect(server)};
-        struct ss_round *round = fixture_round(fixture);
-        struct bodies bodies = bodies_give(fixture, round, mask);
-        round->rate = 25 * fixture->size; /* so 40 ms, but for the last slice */
+        struct ss_batch *batch = fixture_round(fixture);
+        struct bodies bodies = bodies_give(fixture, batch, mask);
+        batch->rate = 25 * fixture->size; /* so 40 ms, but for the last slice */
         uint64_t begin_ns = after_ms(0);
-        CHECK_EQUAL(pipeline_fetch(pipeline, round, sockets, 2), SS_OK);
+        CHECK_EQUAL(pipeline_fetch(pipeline, batch, sockets, 2), SS_OK);
         CHECK(after_ms(0) - begin_ns >= 20000000);
-        check_all(fixture, round);
+        check_all(fixture, batch);
         bodies_free(&bodies);
-        round_free(round);
+        batch_free(batch);
         close(sockets[0]);
         close(sockets[1]);
     }
@@ -368,19 +368,19 @@ static void test_a_rate_holds_every_source_back(int mode) {
 }
 
 /* At a byte a second its first slice alone would take hours. */
-static void test_a_round_that_is_held_back_ends_with_its_deadline(int mode) {
+static void test_a_batch_that_is_held_back_ends_with_its_deadline(int mode) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
     struct ss_pipeline_options options = pipeline_options(fixture, mode);
     struct ss_pipeline *pipeline = pipeline_make(&options);
-    struct ss_round *round = fixture_round(fixture);
-    struct bodies bodies = bodies_give(fixture, round, 0x1f);
-    round->rate = 1;
-    round->deadline_ns = after_ms(20);
-    CHECK_EQUAL(pipeline_fetch(pipeline, round, NULL, 0), SS_DEADLINE);
-    CHECK(round->pieces[CHUNKS - 1].result != SS_OK);
+    struct ss_batch *batch = fixture_round(fixture);
+    struct bodies bodies = bodies_give(fixture, batch, 0x1f);
+    batch->rate = 1;
+    batch->deadline_ns = after_ms(20);
+    CHECK_EQUAL(pipeline_fetch(pipeline, batch, NULL, 0), SS_DEADLINE);
+    CHECK(batch->pieces[CHUNKS - 1].result != SS_OK);
     bodies_free(&bodies);
-    round_free(round);
+    batch_free(batch);
     ss_pipeline_destroy(pipeline);
     fixture_free(fixture);
 }
@@ -397,7 +397,7 @@ int main(void) {
             test_what_never_comes_ends_with_the_deadline(mode);
             test_what_a_server_sends_is_left_in_memory(mode);
             test_a_rate_holds_every_source_back(mode);
-            test_a_round_that_is_held_back_ends_with_its_deadline(mode);
+            test_a_batch_that_is_held_back_ends_with_its_deadline(mode);
         }
     }
     return 0;

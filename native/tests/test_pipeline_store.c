@@ -11,17 +11,17 @@ enum { HEAD_BYTES = RECORD_OFFSET };
 
 static const uint8_t head[HEAD_BYTES] = "the record's head, any bytes";
 
-/* A round as a caller gives it to ss_pipeline_encode(): nothing that encoding finds out is filled in. */
-static struct ss_round *encode_round_make(const struct fixture *fixture) {
-    struct ss_round *round = fixture_round(fixture);
-    memcpy(round->groups->destination, fixture->source, fixture->size);
+/* A batch as a caller gives it to ss_pipeline_encode(): nothing that encoding finds out is filled in. */
+static struct ss_batch *encode_batch_make(const struct fixture *fixture) {
+    struct ss_batch *batch = fixture_round(fixture);
+    memcpy(batch->groups->destination, fixture->source, fixture->size);
     uint64_t offset = 0;
-    for (uint32_t i = 0; i < round->piece_count; i++) {
-        struct ss_piece *chunk = &round->pieces[i];
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        struct ss_piece *chunk = &batch->pieces[i];
         chunk->decompression_offset = offset;
         chunk->body_length = 0;
         for (uint32_t j = 0; j < chunk->slice_count; j++) {
-            struct ss_slice *slice = &round->slices[chunk->slice_first + j];
+            struct ss_slice *slice = &batch->slices[chunk->slice_first + j];
             offset += slice->scales_length + ss_compress_bound(chunk->codec, slice->decoded_length);
             slice->offset = 0;
             slice->encoded_length = 0;
@@ -29,21 +29,21 @@ static struct ss_round *encode_round_make(const struct fixture *fixture) {
             slice->decoded_crc32 = 0;
         }
     }
-    return round;
+    return batch;
 }
 
-/* The round that fetches what 'encoded' became. */
-static struct ss_round *fetch_round_make(const struct fixture *fixture, const struct ss_round *encoded) {
-    struct ss_round *round = fixture_round(fixture);
-    memcpy(round->pieces, encoded->pieces, round->piece_count * sizeof *round->pieces);
-    memcpy(round->slices, encoded->slices, round->slice_count * sizeof *round->slices);
+/* The batch that fetches what 'encoded' became. */
+static struct ss_batch *fetch_batch_make(const struct fixture *fixture, const struct ss_batch *encoded) {
+    struct ss_batch *batch = fixture_round(fixture);
+    memcpy(batch->pieces, encoded->pieces, batch->piece_count * sizeof *batch->pieces);
+    memcpy(batch->slices, encoded->slices, batch->slice_count * sizeof *batch->slices);
     uint64_t offset = 0;
-    for (uint32_t i = 0; i < round->piece_count; i++) {
-        round->pieces[i].record_offset = HEAD_BYTES;
-        round->pieces[i].decompression_offset = offset;
-        offset += round->pieces[i].body_length;
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        batch->pieces[i].record_offset = HEAD_BYTES;
+        batch->pieces[i].decompression_offset = offset;
+        offset += batch->pieces[i].body_length;
     }
-    return round;
+    return batch;
 }
 
 static struct ss_pipeline *pipeline_make(const struct fixture *fixture, uint32_t store_threads) {
@@ -56,16 +56,16 @@ static struct ss_pipeline *pipeline_make(const struct fixture *fixture, uint32_t
 }
 
 /* Encoding writes the very bytes that the kernels write one by one. */
-static void check_encoded(const struct fixture *fixture, const struct ss_round *round) {
-    for (uint32_t i = 0; i < round->piece_count; i++) {
-        CHECK_EQUAL(round->pieces[i].result, SS_OK);
-        CHECK_EQUAL(round->pieces[i].body_length, fixture->chunks[i].body_length);
+static void check_encoded(const struct fixture *fixture, const struct ss_batch *batch) {
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        CHECK_EQUAL(batch->pieces[i].result, SS_OK);
+        CHECK_EQUAL(batch->pieces[i].body_length, fixture->chunks[i].body_length);
     }
-    for (uint32_t i = 0; i < round->slice_count; i++) {
-        CHECK_EQUAL(round->slices[i].offset, fixture->slices[i].offset);
-        CHECK_EQUAL(round->slices[i].encoded_length, fixture->slices[i].encoded_length);
-        CHECK_EQUAL(round->slices[i].checksum, fixture->slices[i].checksum);
-        CHECK_EQUAL(round->slices[i].decoded_crc32, fixture->slices[i].decoded_crc32);
+    for (uint32_t i = 0; i < batch->slice_count; i++) {
+        CHECK_EQUAL(batch->slices[i].offset, fixture->slices[i].offset);
+        CHECK_EQUAL(batch->slices[i].encoded_length, fixture->slices[i].encoded_length);
+        CHECK_EQUAL(batch->slices[i].checksum, fixture->slices[i].checksum);
+        CHECK_EQUAL(batch->slices[i].decoded_crc32, fixture->slices[i].decoded_crc32);
     }
 }
 
@@ -79,7 +79,7 @@ static void test_round_trip(enum ss_codec codec, enum ss_quantizer quantizer, en
     struct fixture *fixture = fixture_make(&shape);
     struct server *server = server_start();
     struct ss_pipeline *pipeline = pipeline_make(fixture, store_threads);
-    struct ss_round *encoded = encode_round_make(fixture);
+    struct ss_batch *encoded = encode_batch_make(fixture);
     CHECK_EQUAL(ss_pipeline_encode(pipeline, encoded), SS_OK);
     check_encoded(fixture, encoded);
     int32_t socket = server_connect(server);
@@ -90,7 +90,7 @@ static void test_round_trip(enum ss_codec codec, enum ss_quantizer quantizer, en
                     SS_OK);
         CHECK_EQUAL(error[0], '\0');
     }
-    struct ss_round *fetched = fetch_round_make(fixture, encoded);
+    struct ss_batch *fetched = fetch_batch_make(fixture, encoded);
     CHECK_EQUAL(pipeline_fetch(pipeline, fetched, &socket, 1), SS_OK);
     CHECK(memcmp(fetched->groups->destination, fixture->expected, fixture->size) == 0);
     if (quantizer != SS_QUANTIZER_BINNED) {
@@ -105,8 +105,8 @@ static void test_round_trip(enum ss_codec codec, enum ss_quantizer quantizer, en
     CHECK_EQUAL(statistics[SS_STAGE_PUT].input_bytes, fixture->stored_bytes + sizeof head * encoded->piece_count);
     CHECK(statistics[SS_STAGE_PUT].output_bytes > statistics[SS_STAGE_PUT].input_bytes);
     close(socket);
-    round_free(fetched);
-    round_free(encoded);
+    batch_free(fetched);
+    batch_free(encoded);
     ss_pipeline_destroy(pipeline);
     server_stop(server);
     fixture_free(fixture);
@@ -145,9 +145,9 @@ static void test_put_failures(void) {
     struct fixture *fixture = fixture_make(&shape);
     struct server *server = server_start();
     struct ss_pipeline *pipeline = pipeline_make(fixture, 1);
-    struct ss_round *round = encode_round_make(fixture);
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_OK);
-    const struct ss_piece *chunk = &round->pieces[1];
+    struct ss_batch *batch = encode_batch_make(fixture);
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_OK);
+    const struct ss_piece *chunk = &batch->pieces[1];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char error[16] = "not overwritten";
         int32_t socket = server_connect(server);
@@ -171,7 +171,7 @@ static void test_put_failures(void) {
                 SS_BAD_ARGUMENT);
     CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, NULL, now_ns() - 1, NULL, 0), SS_DEADLINE);
     close(socket);
-    round_free(round);
+    batch_free(batch);
     ss_pipeline_destroy(pipeline);
     server_stop(server);
     fixture_free(fixture);
@@ -188,9 +188,9 @@ static void test_refused_before_the_value_was_read(void) {
     struct fixture *fixture = fixture_make(&shape);
     struct server *server = server_start();
     struct ss_pipeline *pipeline = pipeline_make(fixture, 2);
-    struct ss_round *round = encode_round_make(fixture);
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_OK);
-    struct ss_piece *chunk = &round->pieces[0];
+    struct ss_batch *batch = encode_batch_make(fixture);
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_OK);
+    struct ss_piece *chunk = &batch->pieces[0];
     memcpy(chunk->key, "early", 5);
     chunk->key_length = 5;
     int32_t socket = server_connect(server);
@@ -204,7 +204,7 @@ static void test_refused_before_the_value_was_read(void) {
         ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, NULL, after_patience(), error, sizeof error),
         SS_DISCONNECTED);
     close(socket);
-    round_free(round);
+    batch_free(batch);
     ss_pipeline_destroy(pipeline);
     server_stop(server);
     fixture_free(fixture);
@@ -216,18 +216,18 @@ static void test_a_value_that_is_not_finite(void) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
     struct ss_pipeline *pipeline = pipeline_make(fixture, 2);
-    struct ss_round *round = encode_round_make(fixture);
+    struct ss_batch *batch = encode_batch_make(fixture);
     uint64_t chunk_bytes = fixture->size / shape.chunks;
     uint16_t infinity = 0x7f80;
-    memcpy(round->groups->destination + 3 * chunk_bytes + 2 * 77, &infinity, sizeof infinity);
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_NOT_FINITE);
+    memcpy(batch->groups->destination + 3 * chunk_bytes + 2 * 77, &infinity, sizeof infinity);
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_NOT_FINITE);
     for (uint32_t i = 0; i < 3; i++) {
-        CHECK_EQUAL(round->pieces[i].result, SS_OK);
-        CHECK_EQUAL(round->pieces[i].body_length, fixture->chunks[i].body_length);
+        CHECK_EQUAL(batch->pieces[i].result, SS_OK);
+        CHECK_EQUAL(batch->pieces[i].body_length, fixture->chunks[i].body_length);
     }
-    CHECK_EQUAL(round->pieces[3].result, SS_NOT_FINITE);
-    CHECK(round->pieces[4].result == SS_OK || round->pieces[4].result == SS_SKIPPED);
-    round_free(round);
+    CHECK_EQUAL(batch->pieces[3].result, SS_NOT_FINITE);
+    CHECK(batch->pieces[4].result == SS_OK || batch->pieces[4].result == SS_SKIPPED);
+    batch_free(batch);
     ss_pipeline_destroy(pipeline);
     fixture_free(fixture);
 }
@@ -237,14 +237,14 @@ static void test_bins_that_cannot_be(void) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
     struct ss_pipeline *pipeline = pipeline_make(fixture, 2);
-    struct ss_round *round = encode_round_make(fixture);
+    struct ss_batch *batch = encode_batch_make(fixture);
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
-        round->slices[7].bins = bad[i];
-        CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_BAD_ARGUMENT);
+        batch->slices[7].bins = bad[i];
+        CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_BAD_ARGUMENT);
     }
-    round->slices[7].bins = 34;
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_OK);
-    round_free(round);
+    batch->slices[7].bins = 34;
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_OK);
+    batch_free(batch);
     ss_pipeline_destroy(pipeline);
     fixture_free(fixture);
 }
@@ -253,25 +253,25 @@ static void test_encode_honours_deadline_and_cancel_and_room(void) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
     struct ss_pipeline *pipeline = pipeline_make(fixture, 2);
-    struct ss_round *round = encode_round_make(fixture);
-    round->deadline_ns = now_ns() - 1;
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_DEADLINE);
-    CHECK_EQUAL(round->pieces[0].result, SS_DEADLINE);
-    round->deadline_ns = after_patience();
-    ss_round_cancel(round);
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_CANCELLED);
-    round->cancelled = 0;
-    round->pieces[1].decompression_offset -= 1; /* overlaps what chunk 0 might need */
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_BAD_ARGUMENT);
-    round->pieces[1].decompression_offset += 1;
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_OK);
-    check_encoded(fixture, round);
-    round_free(round);
+    struct ss_batch *batch = encode_batch_make(fixture);
+    batch->deadline_ns = now_ns() - 1;
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_DEADLINE);
+    CHECK_EQUAL(batch->pieces[0].result, SS_DEADLINE);
+    batch->deadline_ns = after_patience();
+    ss_batch_cancel(batch);
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_CANCELLED);
+    batch->cancelled = 0;
+    batch->pieces[1].decompression_offset -= 1; /* overlaps what chunk 0 might need */
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_BAD_ARGUMENT);
+    batch->pieces[1].decompression_offset += 1;
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_OK);
+    check_encoded(fixture, batch);
+    batch_free(batch);
     ss_pipeline_destroy(pipeline);
     pipeline = pipeline_make(fixture, 0);
-    round = encode_round_make(fixture);
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_BAD_ARGUMENT); /* no thread to do it */
-    round_free(round);
+    batch = encode_batch_make(fixture);
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_BAD_ARGUMENT); /* no thread to do it */
+    batch_free(batch);
     ss_pipeline_destroy(pipeline);
     fixture_free(fixture);
 }
@@ -282,17 +282,17 @@ struct storing {
     struct fixture *fixture;
     struct ss_pipeline *pipeline;
     atomic_int stop;
-    uint32_t rounds;
+    uint32_t batches;
 };
 
 static void *store_all_the_time(void *argument) {
     struct storing *storing = argument;
-    while (!atomic_load(&storing->stop) || storing->rounds == 0) {
-        struct ss_round *round = encode_round_make(storing->fixture);
-        CHECK_EQUAL(ss_pipeline_encode(storing->pipeline, round), SS_OK);
-        check_encoded(storing->fixture, round);
-        round_free(round);
-        storing->rounds++;
+    while (!atomic_load(&storing->stop) || storing->batches == 0) {
+        struct ss_batch *batch = encode_batch_make(storing->fixture);
+        CHECK_EQUAL(ss_pipeline_encode(storing->pipeline, batch), SS_OK);
+        check_encoded(storing->fixture, batch);
+        batch_free(batch);
+        storing->batches++;
     }
     return NULL;
 }
@@ -308,14 +308,14 @@ static void test_fetches_and_stores_side_by_side(void) {
     CHECK(pthread_create(&thread, NULL, store_all_the_time, &storing) == 0);
     int32_t sockets[2] = {server_connect(server), server_connect(server)};
     for (int i = 0; i < 50; i++) {
-        struct ss_round *round = fixture_round(fixture);
-        CHECK_EQUAL(pipeline_fetch(pipeline, round, sockets, 2), SS_OK);
-        CHECK(memcmp(round->groups->destination, fixture->expected, fixture->size) == 0);
-        round_free(round);
+        struct ss_batch *batch = fixture_round(fixture);
+        CHECK_EQUAL(pipeline_fetch(pipeline, batch, sockets, 2), SS_OK);
+        CHECK(memcmp(batch->groups->destination, fixture->expected, fixture->size) == 0);
+        batch_free(batch);
     }
     atomic_store(&storing.stop, 1);
     pthread_join(thread, NULL);
-    CHECK(storing.rounds > 0);
+    CHECK(storing.batches > 0);
     close(sockets[0]);
     close(sockets[1]);
     ss_pipeline_destroy(pipeline);
@@ -323,16 +323,16 @@ static void test_fetches_and_stores_side_by_side(void) {
     fixture_free(fixture);
 }
 
-/* Stores starve no longer than their bound while a fetch round hangs on a stalled server. */
+/* Stores starve no longer than their bound while a fetch batch hangs on a stalled server. */
 struct hanging {
     struct ss_pipeline *pipeline;
-    struct ss_round *round;
+    struct ss_batch *batch;
     int32_t socket;
 };
 
 static void *hang(void *argument) {
     struct hanging *hanging = argument;
-    CHECK_EQUAL(pipeline_fetch(hanging->pipeline, hanging->round, &hanging->socket, 1), SS_CANCELLED);
+    CHECK_EQUAL(pipeline_fetch(hanging->pipeline, hanging->batch, &hanging->socket, 1), SS_CANCELLED);
     return NULL;
 }
 
@@ -345,22 +345,22 @@ static void test_a_store_goes_on_while_a_fetch_hangs(void) {
     fixture_serve(fixture, server);
     server_fault(server, fixture->chunks[0].key, fixture->chunks[0].key_length, FAULT_STALL);
     struct ss_pipeline *pipeline = pipeline_make(fixture, 1);
-    struct hanging hanging = {.pipeline = pipeline, .round = fixture_round(fixture), .socket = server_connect(server)};
+    struct hanging hanging = {.pipeline = pipeline, .batch = fixture_round(fixture), .socket = server_connect(server)};
     pthread_t thread;
     CHECK(pthread_create(&thread, NULL, hang, &hanging) == 0);
     server_wait_stalled(server);
-    struct ss_round *round = encode_round_make(fixture);
+    struct ss_batch *batch = encode_batch_make(fixture);
     uint64_t begin = now_ns();
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_OK);
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_OK);
     uint64_t elapsed = now_ns() - begin;
     printf("three slices stored beside a hanging fetch: %.1f ms\n", (double)elapsed / 1e6);
     CHECK(elapsed >= 3 * 45000000ULL); /* they let it go first, about 50 ms each */
-    check_encoded(fixture, round);
-    ss_round_cancel(hanging.round);
+    check_encoded(fixture, batch);
+    ss_batch_cancel(hanging.batch);
     pthread_join(thread, NULL);
     close(hanging.socket);
-    round_free(hanging.round);
-    round_free(round);
+    batch_free(hanging.batch);
+    batch_free(batch);
     ss_pipeline_destroy(pipeline);
     server_stop(server);
     fixture_free(fixture);

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_pipeline_timing.c - how near a round comes to its ideal
+ * test_pipeline_timing.c - how near a batch comes to its ideal
  *
  * Ideal: the larger of the slowest stage on its threads alone, and all CPU time (the server's included, which shares
- * the cores here) over the cores. Without arguments a small round is run once, so that this never rots; with --full
- * the round of the design: 16 chunks of 64 slices of 256 KiB of symbols (32 bins, Huffman-only Deflate). Prints, and
- * fails only when a round does, since a shared machine's times are no reason to.
+ * the cores here) over the cores. Without arguments a small batch is run once, so that this never rots; with --full
+ * the batch of the design: 16 chunks of 64 slices of 256 KiB of symbols (32 bins, Huffman-only Deflate). Prints, and
+ * fails only when a batch does, since a shared machine's times are no reason to.
  */
 #include <signal.h>
 #include <string.h>
@@ -63,38 +63,38 @@ static pid_t start_server(const struct fixture *fixture, uint32_t chunks, uint16
     return pid;
 }
 
-/* A round of 'chunks' copies of the fixture's only chunk. */
-static struct ss_round *make_round(const struct fixture *fixture, uint32_t chunks) {
-    struct ss_round *one = fixture_round(fixture);
-    struct ss_round *round = calloc(1, sizeof *round);
-    CHECK(round != NULL);
-    *round = *one;
+/* A batch of 'chunks' copies of the fixture's only chunk. */
+static struct ss_batch *make_batch(const struct fixture *fixture, uint32_t chunks) {
+    struct ss_batch *one = fixture_round(fixture);
+    struct ss_batch *batch = calloc(1, sizeof *batch);
+    CHECK(batch != NULL);
+    *batch = *one;
     uint32_t slices = one->slice_count;
     uint64_t symbols = fixture->dequantization_bytes;
-    round->piece_count = chunks;
-    round->slice_count = chunks * slices;
-    round->pieces = calloc(chunks, sizeof *round->pieces);
-    round->slices = calloc((size_t)chunks * slices, sizeof *round->slices);
-    round->groups = calloc(1, sizeof *round->groups);
-    CHECK(round->groups != NULL);
-    *round->groups = *one->groups;
-    round->groups->destination_size = fixture->size * chunks;
-    round->groups->destination = malloc(round->groups->destination_size);
-    CHECK(round->pieces != NULL && round->slices != NULL && round->groups->destination != NULL);
-    memset(round->groups->destination, 1, round->groups->destination_size);
+    batch->piece_count = chunks;
+    batch->slice_count = chunks * slices;
+    batch->pieces = calloc(chunks, sizeof *batch->pieces);
+    batch->slices = calloc((size_t)chunks * slices, sizeof *batch->slices);
+    batch->groups = calloc(1, sizeof *batch->groups);
+    CHECK(batch->groups != NULL);
+    *batch->groups = *one->groups;
+    batch->groups->destination_size = fixture->size * chunks;
+    batch->groups->destination = malloc(batch->groups->destination_size);
+    CHECK(batch->pieces != NULL && batch->slices != NULL && batch->groups->destination != NULL);
+    memset(batch->groups->destination, 1, batch->groups->destination_size);
     for (uint32_t i = 0; i < chunks; i++) {
-        round->pieces[i] = one->pieces[0];
-        name_chunk(&round->pieces[i], i);
-        round->pieces[i].slice_first = i * slices;
-        round->pieces[i].decompression_offset = i * fixture->decompression_bytes;
-        round->pieces[i].dequantization_offset = i * symbols;
+        batch->pieces[i] = one->pieces[0];
+        name_chunk(&batch->pieces[i], i);
+        batch->pieces[i].slice_first = i * slices;
+        batch->pieces[i].decompression_offset = i * fixture->decompression_bytes;
+        batch->pieces[i].dequantization_offset = i * symbols;
         for (uint32_t j = 0; j < slices; j++) {
-            round->slices[i * slices + j] = one->slices[j];
-            round->slices[i * slices + j].destination_offset += i * fixture->size;
+            batch->slices[i * slices + j] = one->slices[j];
+            batch->slices[i * slices + j].destination_offset += i * fixture->size;
         }
     }
-    round_free(one);
-    return round;
+    batch_free(one);
+    return batch;
 }
 
 static struct ss_pipeline *make_pipeline(const struct setup *setup, const struct fixture *fixture) {
@@ -137,14 +137,14 @@ static double ideal_ns(const struct setup *setup, const struct sample *sample) {
     return ideal;
 }
 
-static void print_sample(const struct setup *setup, const struct ss_round *round, const struct sample *sample) {
+static void print_sample(const struct setup *setup, const struct ss_batch *batch, const struct sample *sample) {
     double ideal = ideal_ns(setup, sample);
-    double slices = (double)round->slice_count;
+    double slices = (double)batch->slice_count;
     printf(
         "%s: wall %.1f ms, ideal %.1f ms, ratio %.3f; %.2f GB/s delivered; CPU ms: client %.1f server %.1f, net %.1f "
         "decompress %.1f dequantize %.1f dma %.1f, rest %.2f us a slice\n",
         setup->name, (double)sample->wall_ns / 1e6, ideal / 1e6, (double)sample->wall_ns / ideal,
-        (double)round->delivered_bytes / (double)sample->wall_ns, (double)sample->client_ns / 1e6,
+        (double)batch->delivered_bytes / (double)sample->wall_ns, (double)sample->client_ns / 1e6,
         (double)sample->server_ns / 1e6, (double)sample->stages[SS_STAGE_NET].busy_ns / 1e6,
         (double)sample->stages[SS_STAGE_DECOMPRESS].busy_ns / 1e6,
         (double)sample->stages[SS_STAGE_DEQUANTIZE].busy_ns / 1e6, (double)sample->stages[SS_STAGE_DMA].busy_ns / 1e6,
@@ -154,7 +154,7 @@ static void print_sample(const struct setup *setup, const struct ss_round *round
             1e3 / slices);
 }
 
-static void run_round(const struct setup *setup, struct ss_pipeline *pipeline, struct ss_round *round,
+static void run_round(const struct setup *setup, struct ss_pipeline *pipeline, struct ss_batch *batch,
                       const int32_t *sockets, clockid_t server_clock) {
     struct sample sample;
     struct ss_stage_statistics before[SS_STAGE_COUNT];
@@ -162,8 +162,8 @@ static void run_round(const struct setup *setup, struct ss_pipeline *pipeline, s
     uint64_t server = cpu_ns(server_clock);
     uint64_t client = cpu_ns(CLOCK_PROCESS_CPUTIME_ID);
     uint64_t begin = now_ns();
-    round->deadline_ns = after_patience();
-    CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, sockets, setup->net_threads), SS_OK);
+    batch->deadline_ns = after_patience();
+    CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, sockets, setup->net_threads), SS_OK);
     sample.wall_ns = now_ns() - begin;
     sample.client_ns = cpu_ns(CLOCK_PROCESS_CPUTIME_ID) - client;
     sample.server_ns = cpu_ns(server_clock) - server;
@@ -171,7 +171,7 @@ static void run_round(const struct setup *setup, struct ss_pipeline *pipeline, s
     for (int stage = 0; stage < SS_STAGE_COUNT; stage++) {
         sample.stages[stage].busy_ns -= before[stage].busy_ns;
     }
-    print_sample(setup, round, &sample);
+    print_sample(setup, batch, &sample);
 }
 
 static void run(const struct setup *setup) {
@@ -181,21 +181,21 @@ static void run(const struct setup *setup) {
     clockid_t server_clock;
     CHECK(clock_getcpuclockid(pid, &server_clock) == 0);
     struct ss_pipeline *pipeline = make_pipeline(setup, fixture);
-    struct ss_round *round = make_round(fixture, setup->chunks);
+    struct ss_batch *batch = make_batch(fixture, setup->chunks);
     int32_t sockets[4];
     for (uint32_t i = 0; i < setup->net_threads; i++) {
         sockets[i] = server_connect_port(port);
     }
     for (int i = 0; i < setup->repeats; i++) {
-        run_round(setup, pipeline, round, sockets, server_clock);
+        run_round(setup, pipeline, batch, sockets, server_clock);
     }
     for (uint32_t i = 0; i < setup->chunks; i++) {
-        CHECK(memcmp(round->groups->destination + i * fixture->size, fixture->expected, fixture->size) == 0);
+        CHECK(memcmp(batch->groups->destination + i * fixture->size, fixture->expected, fixture->size) == 0);
     }
     for (uint32_t i = 0; i < setup->net_threads; i++) {
         close(sockets[i]);
     }
-    round_free(round);
+    batch_free(batch);
     ss_pipeline_destroy(pipeline);
     kill(pid, SIGKILL);
     waitpid(pid, NULL, 0);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* test_pipeline_tls.c - rounds and puts over TLS: a server with a certificate made here, in front of the plain one */
+/* test_pipeline_tls.c - batches and puts over TLS: a server with a certificate made here, in front of the plain one */
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <openssl/err.h>
@@ -158,7 +158,7 @@ static enum ss_result shake_hands(struct ss_tls_session *session, int socket) {
             return result;
         }
         struct pollfd polled = {.fd = socket, .events = (short)events};
-        CHECK(poll(&polled, 1, (int)(PATIENCE_NS / 1000000)) == 1);
+        CHECK(poll(&polled, 1, (int)(WAIT_MAX_NS / 1000000)) == 1);
     }
 }
 
@@ -182,15 +182,15 @@ static void link_close(struct link *link) {
     }
 }
 
-static struct ss_round *round_make(const struct fixture *fixture, struct link *link) {
-    struct ss_round *round = fixture_round(fixture);
-    round->sessions = link->sessions;
-    return round;
+static struct ss_batch *batch_make(const struct fixture *fixture, struct link *link) {
+    struct ss_batch *batch = fixture_round(fixture);
+    batch->sessions = link->sessions;
+    return batch;
 }
 
 /* ---- Tests ----------------------------------------------------------------------------------------------------- */
 
-static void test_rounds(struct ss_tls *tls, SSL_CTX *context, int mode) {
+static void test_batches(struct ss_tls *tls, SSL_CTX *context, int mode) {
     struct shape shape = default_shape();
     shape.chunks = 6;
     shape.vectors = 128; /* several of TLS's records in a chunk */
@@ -205,25 +205,25 @@ static void test_rounds(struct ss_tls *tls, SSL_CTX *context, int mode) {
     struct link link;
     link_open(&link, tls, relay.port);
     for (int repeat = 0; repeat < 3; repeat++) {
-        struct ss_round *round = round_make(fixture, &link);
-        CHECK_EQUAL(pipeline_fetch(pipeline, round, link.sockets, SOCKETS), SS_OK);
-        for (uint32_t i = 0; i < round->piece_count; i++) {
-            CHECK(fixture_matches(fixture, round, i));
+        struct ss_batch *batch = batch_make(fixture, &link);
+        CHECK_EQUAL(pipeline_fetch(pipeline, batch, link.sockets, SOCKETS), SS_OK);
+        for (uint32_t i = 0; i < batch->piece_count; i++) {
+            CHECK(fixture_matches(fixture, batch, i));
         }
-        CHECK_EQUAL(round->sockets_in_sync, 1);
-        round_free(round);
+        CHECK_EQUAL(batch->sockets_in_sync, 1);
+        batch_free(batch);
         CHECK(!ss_tls_has_pending(link.sessions[0]));
     }
     server_fault(server, fixture->chunks[3].key, fixture->chunks[3].key_length, FAULT_ERROR);
-    struct ss_round *round = round_make(fixture, &link);
-    CHECK_EQUAL(pipeline_fetch(pipeline, round, link.sockets, SOCKETS), SS_REFUSED);
-    CHECK_EQUAL(round->sockets_in_sync, 1);
-    round_free(round);
+    struct ss_batch *batch = batch_make(fixture, &link);
+    CHECK_EQUAL(pipeline_fetch(pipeline, batch, link.sockets, SOCKETS), SS_REFUSED);
+    CHECK_EQUAL(batch->sockets_in_sync, 1);
+    batch_free(batch);
     server_fault(server, fixture->chunks[2].key, fixture->chunks[2].key_length, FAULT_STALL);
-    round = round_make(fixture, &link);
-    round->deadline_ns = after_ms(200);
-    CHECK_EQUAL(pipeline_fetch(pipeline, round, link.sockets, SOCKETS), SS_DEADLINE);
-    round_free(round);
+    batch = batch_make(fixture, &link);
+    batch->deadline_ns = after_ms(200);
+    CHECK_EQUAL(pipeline_fetch(pipeline, batch, link.sockets, SOCKETS), SS_DEADLINE);
+    batch_free(batch);
     link_close(&link);
     ss_pipeline_destroy(pipeline);
     relay_stop(&relay);
@@ -247,12 +247,12 @@ static void test_cut_off(struct ss_tls *tls, SSL_CTX *context) {
         relay_start(&relay, context, server, 1 + fixture->stored_bytes * part / 16);
         struct link link;
         link_open(&link, tls, relay.port);
-        struct ss_round *round = round_make(fixture, &link);
-        CHECK_EQUAL(pipeline_fetch(pipeline, round, link.sockets, SOCKETS), SS_DISCONNECTED);
-        for (uint32_t i = 0; i < round->piece_count && round->pieces[i].result == SS_OK; i++) {
-            CHECK(fixture_matches(fixture, round, i));
+        struct ss_batch *batch = batch_make(fixture, &link);
+        CHECK_EQUAL(pipeline_fetch(pipeline, batch, link.sockets, SOCKETS), SS_DISCONNECTED);
+        for (uint32_t i = 0; i < batch->piece_count && batch->pieces[i].result == SS_OK; i++) {
+            CHECK(fixture_matches(fixture, batch, i));
         }
-        round_free(round);
+        batch_free(batch);
         link_close(&link);
         relay_stop(&relay);
     }
@@ -364,12 +364,12 @@ int main(void) {
     SSL_CTX *context = make_server_context(path, 30);
     struct ss_tls *tls;
     CHECK_EQUAL(ss_tls_create(path, NULL, NULL, &tls, NULL, 0), SS_OK);
-    test_rounds(tls, context, 0);
+    test_batches(tls, context, 0);
     if (mode_is_possible(MODE_FUSED)) {
-        test_rounds(tls, context, MODE_FUSED);
+        test_batches(tls, context, MODE_FUSED);
     }
     if (!test_is_brief()) {
-        test_rounds(tls, context, MODE_NOT_CHUNKED);
+        test_batches(tls, context, MODE_NOT_CHUNKED);
     }
     test_cut_off(tls, context);
     test_put(tls, context);

@@ -42,10 +42,10 @@ static struct bench bench_start(int mode, uint32_t trace_events) {
 }
 
 static void bench_fetch(struct bench *bench) {
-    struct ss_round *round = fixture_round(bench->fixture);
-    CHECK_EQUAL(pipeline_fetch(bench->pipeline, round, bench->sockets, SOCKETS), SS_OK);
-    bench->received_bytes += round->received_bytes;
-    round_free(round);
+    struct ss_batch *batch = fixture_round(bench->fixture);
+    CHECK_EQUAL(pipeline_fetch(bench->pipeline, batch, bench->sockets, SOCKETS), SS_OK);
+    bench->received_bytes += batch->received_bytes;
+    batch_free(batch);
 }
 
 static void bench_read(struct bench *bench) {
@@ -63,16 +63,16 @@ static void bench_stop(struct bench *bench) {
     fixture_free(bench->fixture);
 }
 
-/* Every slice of 'rounds' rounds is in each stage of 'mode' exactly once, with its bytes. */
-static void check_slices(const struct bench *bench, int mode, uint32_t rounds) {
+/* Every slice of 'batches' batches is in each stage of 'mode' exactly once, with its bytes. */
+static void check_slices(const struct bench *bench, int mode, uint32_t batches) {
     const struct shape *shape = &bench->fixture->shape;
     uint32_t slices = shape->chunks * shape->slices;
-    uint8_t *seen = calloc((size_t)rounds * slices, SS_STAGE_COUNT);
+    uint8_t *seen = calloc((size_t)batches * slices, SS_STAGE_COUNT);
     CHECK(seen != NULL);
     uint64_t received = 0;
     for (uint64_t i = 0; i < bench->count; i++) {
         const struct ss_trace_event *event = &bench->events[i];
-        CHECK(event->stage < SS_STAGE_COUNT && event->round >= 1 && event->round <= rounds);
+        CHECK(event->stage < SS_STAGE_COUNT && event->batch >= 1 && event->batch <= batches);
         CHECK(event->core >= 0 && event->piece < shape->chunks);
         if (event->stage == SS_STAGE_NET) {
             CHECK_EQUAL(event->slice, UINT32_MAX);
@@ -81,14 +81,14 @@ static void check_slices(const struct bench *bench, int mode, uint32_t rounds) {
         }
         const struct ss_slice *slice = &bench->fixture->slices[event->slice];
         CHECK(event->slice / shape->slices == event->piece);
-        seen[((event->round - 1) * slices + event->slice) * SS_STAGE_COUNT + event->stage]++;
+        seen[((event->batch - 1) * slices + event->slice) * SS_STAGE_COUNT + event->stage]++;
         if (event->stage == SS_STAGE_DECOMPRESS) {
             CHECK_EQUAL(event->input_bytes, slice->scales_length + slice->encoded_length);
             CHECK_EQUAL(event->output_bytes, slice->decoded_length);
         }
     }
     CHECK_EQUAL(received, bench->received_bytes);
-    for (size_t i = 0; i < (size_t)rounds * slices * SS_STAGE_COUNT; i++) {
+    for (size_t i = 0; i < (size_t)batches * slices * SS_STAGE_COUNT; i++) {
         size_t stage = i % SS_STAGE_COUNT;
         int expected = stage == SS_STAGE_DECOMPRESS || stage == SS_STAGE_DEQUANTIZE ||
                        (stage == SS_STAGE_DMA && !(mode & MODE_FUSED));
@@ -206,7 +206,7 @@ static void test_a_recording_holds_only_its_own_rounds(void) {
     bench_read(&bench);
     CHECK(bench.count > 0);
     for (uint64_t i = 0; i < bench.count; i++) {
-        CHECK_EQUAL(bench.events[i].round, 3);
+        CHECK_EQUAL(bench.events[i].batch, 3);
     }
     CHECK_EQUAL(ss_pipeline_trace_start(bench.pipeline), SS_OK);
     bench_read(&bench);

@@ -56,7 +56,7 @@ class Closing(abc.ABC):
 
 
 class Result(enum.IntEnum):
-    """What a call into the C core, or one chunk of a round, came to (``enum ss_result``)."""
+    """What a call into the C core, or one chunk of a batch, came to (``enum ss_result``)."""
 
     OK = 0
     BAD_DATA = 1
@@ -99,7 +99,7 @@ class Isa(enum.IntEnum):
 
 
 class MemoryKind(enum.IntEnum):
-    """Where memory is that rounds deliver to, or store from (``enum ss_memory_kind``)."""
+    """Where memory is that batches deliver to, or store from (``enum ss_memory_kind``)."""
 
     LOCAL = 0
     """In this process."""
@@ -152,7 +152,7 @@ _RESULT_TEXTS: Final[dict[Result, tuple[str, str]]] = {
     Result.DISCONNECTED: ("the connection broke", "check that the storage server runs, and connect again"),
     Result.DEADLINE: ("the deadline passed", "allow more time, or look for an overloaded or stalled server"),
     Result.CANCELLED: ("it was cancelled", "nothing needs to be done"),
-    Result.SKIPPED: ("an earlier chunk of the round failed", "look at that chunk's result"),
+    Result.SKIPPED: ("an earlier chunk of the batch failed", "look at that chunk's result"),
     Result.OS_ERROR: ("a system call failed", "see the cause"),
     Result.DEVICE: (
         "the accelerator failed, also when asked again, or cannot reach the memory any more",

@@ -26,13 +26,13 @@ class _Pipeline(Protocol):
 
 
 class Destination(Closing):
-    """Memory that a pipeline's backend knows, so that rounds can deliver to it and store from it.
+    """Memory that a pipeline's backend knows, so that batches can deliver to it and store from it.
 
-    Made by one of the class methods, once for any number of rounds. Must be closed before the pipeline is, with no
-    round using it. May be used and closed on any thread.
+    Made by one of the class methods, once for any number of batches. Must be closed before the pipeline is, with no
+    batch using it. May be used and closed on any thread.
 
     Attributes:
-        address: where it begins, as rounds name it: not necessarily an address of this process.
+        address: where it begins, as batches name it: not necessarily an address of this process.
         size: bytes.
         kind: where it is.
     """
@@ -114,7 +114,7 @@ class Destination(Closing):
         return cls(pipeline, described, None)
 
     def close(self) -> None:
-        """Forget it; no round may be using it. Twice is harmless."""
+        """Forget it; no batch may be using it. Twice is harmless."""
         destination, self._destination = self._destination, ffi.NULL
         if destination != ffi.NULL:
             lib.ss_destination_release(destination)
@@ -123,7 +123,7 @@ class Destination(Closing):
             ffi.release(keep)
 
     def region(self, offset: int, length: int) -> "Region":
-        """Return a part of it, as :class:`Round` takes it.
+        """Return a part of it, as :class:`Batch` takes it.
 
         Raises:
             NativeError: it does not lie inside, or the destination is closed.
@@ -181,7 +181,7 @@ class Guard:
 
 
 def progress_wait(word: "ReadableBuffer", seen: int, timeout: float) -> int:
-    """Wait, where a round's progress is ``seen``, until it may be something else; return what it is.
+    """Wait, where a batch's progress is ``seen``, until it may be something else; return what it is.
 
     Args:
         word: its 4 bytes (:class:`Progress`), in this process or another.

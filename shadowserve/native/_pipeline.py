@@ -1,4 +1,4 @@
-"""The pipeline executor: its tables, one round of work, and the executor itself."""
+"""The pipeline executor: its tables, one batch of work, and the executor itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ __all__ = [
     "Group",
     "Pipeline",
     "Progress",
-    "Round",
+    "Batch",
     "StageStatistics",
     "backends",
 ]
@@ -35,7 +35,7 @@ __all__ = [
 KEY_SIZE_MAX: Final = 96
 """Bytes of the longest key that a piece can hold (``struct ss_piece``)."""
 LAYERS_MAX: Final = 4096
-"""Layers whose progress a round can tell."""
+"""Layers whose progress a batch can tell."""
 ERROR_SIZE: Final = 256
 """Bytes of the server's words that are kept of an error about a piece."""
 _ERROR_TEXT_SIZE: Final = 512
@@ -93,8 +93,8 @@ PIECE_DTYPE: Final = _numpy_dtype(
 )
 """``struct ss_piece`` as a numpy dtype. ``key`` is padded with zero bytes, so ``key_length`` is what counts.
 
-``origin`` is an :class:`Origin`: SERVER, or anything else for a piece that :meth:`Round.supply` is called for.
-``memory`` is an address, which :class:`Round` fills in.
+``origin`` is an :class:`Origin`: SERVER, or anything else for a piece that :meth:`Batch.supply` is called for.
+``memory`` is an address, which :class:`Batch` fills in.
 """
 
 TRACE_DTYPE: Final = _numpy_dtype(
@@ -104,7 +104,7 @@ TRACE_DTYPE: Final = _numpy_dtype(
         "end_ns": "u8",
         "input_bytes": "u8",
         "output_bytes": "u8",
-        "round": "u4",
+        "batch": "u4",
         "piece": "u4",
         "slice": "u4",
         "core": "i4",
@@ -193,12 +193,12 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a fetch says how many leading layers are in place (``struct ss_round``), or chunks, where ``layer`` is one.
+    """Where a fetch says how many leading layers are in place (``struct ss_batch``), or chunks, where ``layer`` is one.
 
     Attributes:
         word: 4 bytes of memory of this process, at a multiple of 4, that whoever waits reads with ``progress_wait``.
-        first: so many layers were in place before the round.
-        end: as many as there may be after it: all that those from ``first`` on lack is among the round's pieces.
+        first: so many layers were in place before the batch.
+        end: as many as there may be after it: all that those from ``first`` on lack is among the batch's pieces.
     """
 
     word: Region
@@ -206,8 +206,8 @@ class Progress:
     end: int
 
 
-class Round:
-    """One round: pieces of some groups, between their sources and the groups' destinations (``struct ss_round``).
+class Batch:
+    """One batch: pieces of some groups, between their sources and the groups' destinations (``struct ss_batch``).
 
     Keeps everything that it points at alive, and exported: a memory map cannot be closed before ``release()``.
 
@@ -244,19 +244,19 @@ class Round:
         self.slices = slices
         self.writable = True
         self._held: list[Any] = []  # what bodies and destinations lie in
-        self._round = ffi.new("struct ss_round *")
+        self._batch = ffi.new("struct ss_batch *")
         self._layers: Any = ffi.NULL
-        self._round.pieces = ffi.cast("struct ss_piece *", pieces.ctypes.data)
-        self._round.slices = ffi.cast("struct ss_slice *", slices.ctypes.data)
-        self._round.piece_count = len(pieces)
-        self._round.slice_count = len(slices)
-        self._round.deadline_ns = deadline_ns
-        self._round.rate = rate
+        self._batch.pieces = ffi.cast("struct ss_piece *", pieces.ctypes.data)
+        self._batch.slices = ffi.cast("struct ss_slice *", slices.ctypes.data)
+        self._batch.piece_count = len(pieces)
+        self._batch.slice_count = len(slices)
+        self._batch.deadline_ns = deadline_ns
+        self._batch.rate = rate
         pieces["memory"] = 0  # of nobody else: what is read there is kept
         pieces["origin"][pieces["origin"] != Origin.SERVER] = Origin.AWAITED
         self._groups = ffi.new("struct ss_group[]", len(groups))
-        self._round.groups = self._groups
-        self._round.group_count = len(groups)
+        self._batch.groups = self._groups
+        self._batch.group_count = len(groups)
         for index, group in enumerate(groups):
             self._place(self._groups[index], group)
         if progress is not None:
@@ -267,23 +267,23 @@ class Round:
         memory, offset = progress.word.destination, progress.word.offset
         if memory.kind is not MemoryKind.LOCAL or progress.word.length < ffi.sizeof("uint32_t"):
             raise NativeError("progress is told in 4 bytes of this process' own memory", Result.BAD_ARGUMENT)
-        self._round.progress = ffi.cast("uint32_t *", memory.address + offset)
-        self._round.layers_first = progress.first
-        self._round.layers_end = min(progress.end, progress.first + LAYERS_MAX)
+        self._batch.progress = ffi.cast("uint32_t *", memory.address + offset)
+        self._batch.layers_first = progress.first
+        self._batch.layers_end = min(progress.end, progress.first + LAYERS_MAX)
 
     def ask_by_layers(self, request: bytes, layers: int, keys: int) -> None:
         """Have all pieces asked for in one request (``struct ss_layers``), over the one socket of the fetch.
 
         Args:
             request: KV.LAYERS, as it goes over the wire.
-            layers: that it names; the round is as many rows of pieces.
+            layers: that it names; the batch is as many rows of pieces.
             keys: that it names; as many pieces are a row, each row of the same chunks.
         """
         self._layers = ffi.new("struct ss_layers *")
         self._layers.request = self._hold(request)
         self._layers.request_size = len(request)
         self._layers.layers, self._layers.keys = layers, keys
-        self._round.layers = self._layers
+        self._batch.layers = self._layers
 
     @property
     def refusal(self) -> str | None:
@@ -308,7 +308,7 @@ class Round:
         return int(ffi.cast("uintptr_t", memory))
 
     def leave(self, index: int, memory: "WriteableBuffer") -> None:
-        """Have the body of a server's piece left in memory, too, where it is once the piece is OK; before the round.
+        """Have the body of a server's piece left in memory, too, where it is once the piece is OK; before the batch.
 
         Raises:
             NativeError: the memory is not as long as the body.
@@ -318,14 +318,14 @@ class Round:
     def supply(self, index: int, body: "ReadableBuffer | None") -> None:
         """Say where the body of an awaited piece is: it is read there. None: it is not to be had.
 
-        Once for each, from any thread, before the round runs or while it does, but not beside or after ``release()``.
+        Once for each, from any thread, before the batch runs or while it does, but not beside or after ``release()``.
         The body must stay as it is until the fetch is back.
 
         Raises:
             NativeError: a body is not as long as its piece says.
         """
         address = 0 if body is None else self._address(index, body)
-        lib.ss_round_supply(self._round, index, ffi.cast("uint8_t *", address))
+        lib.ss_batch_supply(self._batch, index, ffi.cast("uint8_t *", address))
 
     def _place(self, target: Any, group: Group) -> None:
         """Write a group where the C core reads it."""
@@ -344,35 +344,35 @@ class Round:
             target.destination_size = len(memory)
 
     def cancel(self) -> None:
-        """Make the round end soon with ``Result.CANCELLED``; from any thread."""
-        lib.ss_round_cancel(self._round)
+        """Make the batch end soon with ``Result.CANCELLED``; from any thread."""
+        lib.ss_batch_cancel(self._batch)
 
     @property
     def received_bytes(self) -> int:
         """Bytes received over the wire."""
-        return int(self._round.received_bytes)
+        return int(self._batch.received_bytes)
 
     @property
     def delivered_bytes(self) -> int:
         """Bytes written into the destinations."""
-        return int(self._round.delivered_bytes)
+        return int(self._batch.delivered_bytes)
 
     @property
     def sockets_in_sync(self) -> bool:
         """Whether, after a fetch, no socket holds half an answer, so that all can be used again."""
-        return bool(self._round.sockets_in_sync)
+        return bool(self._batch.sockets_in_sync)
 
     @property
     def results(self) -> list[Result]:
-        """Each piece's result, after the round: those that are ``Result.OK`` are in place."""
+        """Each piece's result, after the batch: those that are ``Result.OK`` are in place."""
         return [Result(int(result)) for result in self.pieces["result"]]
 
     def release(self) -> None:
-        """Let go of destinations and bodies. The round must be over, and cannot run again."""
-        self._round.groups = ffi.NULL
-        self._round.group_count = 0
-        self._round.progress = ffi.NULL
-        self._round.layers = ffi.NULL
+        """Let go of destinations and bodies. The batch must be over, and cannot run again."""
+        self._batch.groups = ffi.NULL
+        self._batch.group_count = 0
+        self._batch.progress = ffi.NULL
+        self._batch.layers = ffi.NULL
         self.pieces["memory"] = 0
         while self._held:
             ffi.release(self._held.pop())
@@ -403,9 +403,9 @@ class Pipeline:
         store_cores: likewise.
         chunked_pipeline: False to measure what the chunked pipeline is good for: one piece and one stage at a time.
         memory_management: False to measure what it is good for: each piece's buffers are mapped, touched, locked,
-            registered with the device and unmapped within the round; the sizes then only limit a round.
+            registered with the device and unmapped within the batch; the sizes then only limit a batch.
         trace_events: events that each thread has room to record; 0 for none.
-        nodes_max: of a cluster that one round may ask.
+        nodes_max: of a cluster that one batch may ask.
         device_timeout_ms: how long an engine may owe results and give none before the device is given up.
 
     Raises:
@@ -501,45 +501,45 @@ class Pipeline:
         return self._pipeline
 
     def fetch(
-        self, round: Round, sockets: Sequence[int] = (), *, sessions: Sequence[TlsSession | None] = (), nodes: int = 1
+        self, batch: Batch, sockets: Sequence[int] = (), *, sessions: Sequence[TlsSession | None] = (), nodes: int = 1
     ) -> Result:
-        """Fetch a round over connected, authenticated, non-blocking sockets (their file descriptors); blocks.
+        """Fetch a batch over connected, authenticated, non-blocking sockets (their file descriptors); blocks.
 
         Args:
-            round: to fetch.
-            sockets: node by node, as many for each; none where all of the round's bodies lie in this process.
+            batch: to fetch.
+            sockets: node by node, as many for each; none where all of the batch's bodies lie in this process.
             sessions: with TLS, that of each socket.
             nodes: that the sockets are of; a piece's ``node`` counts them from 0.
 
         Returns:
             ``Result.OK``, or the result of the first piece that failed. Nothing is raised for a piece's failure. Close
-            the sockets unless the round says ``sockets_in_sync``.
+            the sockets unless the batch says ``sockets_in_sync``.
 
         Raises:
             NativeError: a destination is read-only, or the pipeline is closed.
         """
-        if not round.writable:
+        if not batch.writable:
             raise NativeError("fetching into a read-only destination", Result.BAD_ARGUMENT)
         if sessions and len(sessions) != len(sockets):
             raise NativeError(f"{len(sessions)} TLS sessions for {len(sockets)} sockets", Result.BAD_ARGUMENT)
         descriptors = ffi.new("int32_t[]", list(sockets))
         handles = [ffi.NULL if session is None else session.handle for session in sessions]
         table = ffi.new("struct ss_tls_session *[]", handles) if handles else ffi.NULL
-        round._round.sessions = table
-        round._round.node_count = nodes
-        return Result(lib.ss_pipeline_fetch(self._open(), round._round, descriptors, len(sockets)))
+        batch._batch.sessions = table
+        batch._batch.node_count = nodes
+        return Result(lib.ss_pipeline_fetch(self._open(), batch._batch, descriptors, len(sockets)))
 
-    def encode(self, round: Round) -> Result:
-        """Quantize and compress a round's pieces from their destinations into the store buffer; blocks.
+    def encode(self, batch: Batch) -> Result:
+        """Quantize and compress a batch's pieces from their destinations into the store buffer; blocks.
 
         Returns:
             ``Result.OK``, or the result of the first piece that failed.
         """
-        return Result(lib.ss_pipeline_encode(self._open(), round._round))
+        return Result(lib.ss_pipeline_encode(self._open(), batch._batch))
 
     def put(
         self,
-        round: Round,
+        batch: Batch,
         piece_index: int,
         head: "ReadableBuffer",
         socket: int,
@@ -552,13 +552,13 @@ class Pipeline:
         Returns:
             The result, and the server's error text for ``Result.REFUSED``. After any other failure close the socket.
         """
-        if not 0 <= piece_index < len(round.pieces):
-            raise NativeError(f"the round has {len(round.pieces)} pieces, not {piece_index + 1}", Result.BAD_ARGUMENT)
+        if not 0 <= piece_index < len(batch.pieces):
+            raise NativeError(f"the batch has {len(batch.pieces)} pieces, not {piece_index + 1}", Result.BAD_ARGUMENT)
         error = ffi.new("char[]", _ERROR_TEXT_SIZE)
         with ffi.from_buffer("uint8_t[]", head) as head_bytes:
             result = lib.ss_pipeline_put(
                 self._open(),
-                round._round.pieces + piece_index,
+                batch._batch.pieces + piece_index,
                 head_bytes,
                 len(head_bytes),
                 socket,
@@ -569,16 +569,16 @@ class Pipeline:
             )
         return Result(result), ffi.string(error).decode("utf-8", "replace")
 
-    def copy_body(self, round: Round, piece_index: int, target: "WriteableBuffer") -> None:
+    def copy_body(self, batch: Batch, piece_index: int, target: "WriteableBuffer") -> None:
         """Copy the body of a piece that ``encode()`` has made, with the interpreter's lock given up.
 
         Raises:
             NativeError: the piece has none, or one of another length than ``target``.
         """
         with ffi.from_buffer("uint8_t[]", target, require_writable=True) as memory:
-            if len(memory) != round.pieces[piece_index]["body_length"]:
+            if len(memory) != batch.pieces[piece_index]["body_length"]:
                 raise NativeError(f"room of {len(memory)} bytes for another body", Result.BAD_ARGUMENT)
-            check(lib.ss_pipeline_copy_body(self._open(), round._round.pieces + piece_index, memory), "copying a body")
+            check(lib.ss_pipeline_copy_body(self._open(), batch._batch.pieces + piece_index, memory), "copying a body")
 
     def statistics(self) -> dict[Stage, StageStatistics]:
         """Return each stage's counters since creation; from any thread."""
@@ -592,7 +592,7 @@ class Pipeline:
         }
 
     def trace_start(self) -> None:
-        """Begin to record what the threads do in fetch rounds; ends a recording in progress.
+        """Begin to record what the threads do in fetch batches; ends a recording in progress.
 
         Raises:
             NativeError: the pipeline was made without ``trace_events``, or is closed.
@@ -624,7 +624,7 @@ class Pipeline:
     def given_up(self) -> bool:
         """Whether the device never ended what it was given, and is not asked any more.
 
-        It may still read and write the memory of the rounds that failed so: that is quiet when this process has ended.
+        It may still read and write the memory of the batches that failed so: that is quiet when this process has ended.
         """
         return self._given_up if self._pipeline == ffi.NULL else bool(lib.ss_pipeline_given_up(self._pipeline))
 

@@ -4,7 +4,7 @@ A scheduler knows its queue. Objects that a waiting request needs are held as if
 own policy takes what nobody waits for first. When that is used up, the request that runs last gives, the end of its
 chain first, as of any chain; what an earlier request needs as well stays for that one.
 
-No clock and no I/O: callers say when, in seconds of the index. An announcement ends by itself, so that a request that
+No clock and no I/O: callers say when, in seconds of the index. A publication ends by itself, so that a request that
 never comes keeps nothing. A call takes as long as what it names; a victim is found by looking at each key once in all,
 and at the requests behind it that other tenants, or other devices, have.
 """
@@ -49,11 +49,11 @@ class NextUse:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def announce(self, request: Hashable, tenant: int, keys: Iterable[bytes], until_s: int) -> bool:
+    def publish(self, request: Hashable, tenant: int, keys: Iterable[bytes], until_s: int) -> bool:
         """Hold what a request needs, of that what is there; behind all others, unless it has its place already.
 
         Args:
-            request: its name; what was announced under it before is replaced, so that what has come since is held, too.
+            request: its name; what was published under it before is replaced, so that what has come since is held, too.
             tenant: whose objects.
             keys: the index's, in the order of the chain.
             until_s: when this ends if nobody withdraws it.

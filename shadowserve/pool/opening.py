@@ -301,8 +301,8 @@ def _tell_recovery(volume: Volume) -> None:
         )
     for note in report.notes:
         _log.warning("volume_note device=%s note=%r", name, note)
-    if report.log_blocks_mended:
-        _log.warning("log_mended device=%s blocks=%d", name, report.log_blocks_mended)
+    if report.log_blocks_repaired:
+        _log.warning("log_repaired device=%s blocks=%d", name, report.log_blocks_repaired)
     if report.dropped:
         _log.warning(
             "objects_lost device=%s unproven=%d unnamed=%d overlapping=%d",

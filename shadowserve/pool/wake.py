@@ -7,7 +7,7 @@ __all__ = ["Wake"]
 
 
 class Wake:
-    """A descriptor that becomes readable when there is something to do that no device announces.
+    """A descriptor that becomes readable when there is something to do that no device publishes.
 
     Attributes:
         descriptor: to wait for.

@@ -74,7 +74,7 @@ class Writer:
 
     @property
     def waiting(self) -> bool:
-        """Whether poll() has something to do that no device announces."""
+        """Whether poll() has something to do that no device publishes."""
         is_full = len(self._sealed) >= _SEALED_MAX
         return bool((self._unsealed and not is_full) or self._ended or self._settled or self._may_settle_more)
 

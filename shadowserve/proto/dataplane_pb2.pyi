@@ -11,7 +11,7 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
     OUTCOME_COMPLETE: _ClassVar[Outcome]
-    OUTCOME_ROUND_FULL: _ClassVar[Outcome]
+    OUTCOME_BATCH_FULL: _ClassVar[Outcome]
     OUTCOME_ABSENT: _ClassVar[Outcome]
     OUTCOME_CORRUPT: _ClassVar[Outcome]
     OUTCOME_MISMATCH: _ClassVar[Outcome]
@@ -21,7 +21,7 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_STORAGE_REFUSED: _ClassVar[Outcome]
     OUTCOME_DEADLINE: _ClassVar[Outcome]
     OUTCOME_CANCELLED: _ClassVar[Outcome]
-    OUTCOME_UNKNOWN_DESTINATION: _ClassVar[Outcome]
+    OUTCOME_UNKNOWN_MEMORY: _ClassVar[Outcome]
     OUTCOME_NOT_STORABLE: _ClassVar[Outcome]
     OUTCOME_INTERNAL: _ClassVar[Outcome]
     OUTCOME_DEVICE: _ClassVar[Outcome]
@@ -52,7 +52,7 @@ class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PURPOSE_OFFLOADING_TIER: _ClassVar[Purpose]
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_COMPLETE: Outcome
-OUTCOME_ROUND_FULL: Outcome
+OUTCOME_BATCH_FULL: Outcome
 OUTCOME_ABSENT: Outcome
 OUTCOME_CORRUPT: Outcome
 OUTCOME_MISMATCH: Outcome
@@ -62,7 +62,7 @@ OUTCOME_STORAGE_UNAVAILABLE: Outcome
 OUTCOME_STORAGE_REFUSED: Outcome
 OUTCOME_DEADLINE: Outcome
 OUTCOME_CANCELLED: Outcome
-OUTCOME_UNKNOWN_DESTINATION: Outcome
+OUTCOME_UNKNOWN_MEMORY: Outcome
 OUTCOME_NOT_STORABLE: Outcome
 OUTCOME_INTERNAL: Outcome
 OUTCOME_DEVICE: Outcome
@@ -171,36 +171,36 @@ class KeyChain(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., namespace: _Optional[bytes] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("chains", "timeout_ms", "announced", "prefetch")
+    __slots__ = ("chains", "timeout_ms", "published", "prefetch")
     CHAINS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
-    ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     chains: _containers.RepeatedCompositeFieldContainer[KeyChain]
     timeout_ms: int
-    announced: bool
+    published: bool
     prefetch: bool
-    def __init__(self, chains: _Optional[_Iterable[_Union[KeyChain, _Mapping]]] = ..., timeout_ms: _Optional[int] = ..., announced: _Optional[bool] = ..., prefetch: _Optional[bool] = ...) -> None: ...
+    def __init__(self, chains: _Optional[_Iterable[_Union[KeyChain, _Mapping]]] = ..., timeout_ms: _Optional[int] = ..., published: _Optional[bool] = ..., prefetch: _Optional[bool] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("outcome", "detail", "present", "announced", "cold_ms", "stored_bytes", "tiers")
+    __slots__ = ("outcome", "detail", "present", "published", "cold_ms", "stored_bytes", "tiers")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
-    ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     COLD_MS_FIELD_NUMBER: _ClassVar[int]
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     detail: str
     present: _containers.RepeatedScalarFieldContainer[bytes]
-    announced: _containers.RepeatedScalarFieldContainer[bytes]
+    published: _containers.RepeatedScalarFieldContainer[bytes]
     cold_ms: _containers.RepeatedScalarFieldContainer[int]
     stored_bytes: _containers.RepeatedScalarFieldContainer[int]
     tiers: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., present: _Optional[_Iterable[bytes]] = ..., announced: _Optional[_Iterable[bytes]] = ..., cold_ms: _Optional[_Iterable[int]] = ..., stored_bytes: _Optional[_Iterable[int]] = ..., tiers: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., present: _Optional[_Iterable[bytes]] = ..., published: _Optional[_Iterable[bytes]] = ..., cold_ms: _Optional[_Iterable[int]] = ..., stored_bytes: _Optional[_Iterable[int]] = ..., tiers: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
-class AnnounceRequest(_message.Message):
+class PublishRequest(_message.Message):
     __slots__ = ("keys", "lasts_ms", "timeout_ms", "plain")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     LASTS_MS_FIELD_NUMBER: _ClassVar[int]
@@ -212,7 +212,7 @@ class AnnounceRequest(_message.Message):
     plain: bool
     def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., lasts_ms: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., plain: _Optional[bool] = ...) -> None: ...
 
-class AnnounceResponse(_message.Message):
+class PublishResponse(_message.Message):
     __slots__ = ("outcome", "detail", "reach")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
@@ -282,7 +282,7 @@ class StepAnswer(_message.Message):
     moving: bool
     def __init__(self, moved_bytes: _Optional[int] = ..., moving: _Optional[bool] = ...) -> None: ...
 
-class RegisterDestinationRequest(_message.Message):
+class RegisterMemoryRequest(_message.Message):
     __slots__ = ("layouts", "shared_memory", "exported_memory", "cuda_ipc", "pages")
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
@@ -334,39 +334,39 @@ class CudaIpcMemory(_message.Message):
     device: str
     def __init__(self, handle: _Optional[bytes] = ..., size: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
 
-class RegisterDestinationResponse(_message.Message):
-    __slots__ = ("destination_id", "chunk_bytes")
-    DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
+class RegisterMemoryResponse(_message.Message):
+    __slots__ = ("memory_id", "chunk_bytes")
+    MEMORY_ID_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
-    destination_id: int
+    memory_id: int
     chunk_bytes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, destination_id: _Optional[int] = ..., chunk_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, memory_id: _Optional[int] = ..., chunk_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class ReleaseDestinationRequest(_message.Message):
-    __slots__ = ("destination_id",)
-    DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
-    destination_id: int
-    def __init__(self, destination_id: _Optional[int] = ...) -> None: ...
+class ReleaseMemoryRequest(_message.Message):
+    __slots__ = ("memory_id",)
+    MEMORY_ID_FIELD_NUMBER: _ClassVar[int]
+    memory_id: int
+    def __init__(self, memory_id: _Optional[int] = ...) -> None: ...
 
-class ReleaseDestinationResponse(_message.Message):
+class ReleaseMemoryResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class FetchPart(_message.Message):
-    __slots__ = ("destination_id", "offset", "length", "keys", "wanted", "layout")
-    DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("memory_id", "offset", "length", "keys", "wanted", "layout")
+    MEMORY_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    destination_id: int
+    memory_id: int
     offset: int
     length: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     wanted: bytes
     layout: int
-    def __init__(self, destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., wanted: _Optional[bytes] = ..., layout: _Optional[int] = ...) -> None: ...
+    def __init__(self, memory_id: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., wanted: _Optional[bytes] = ..., layout: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("job_id", "timeout_ms", "parts", "order", "progress", "window_us", "purpose")
@@ -387,20 +387,20 @@ class FetchRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[FetchPart, _Mapping]]] = ..., order: _Optional[_Union[Order, str]] = ..., progress: _Optional[int] = ..., window_us: _Optional[int] = ..., purpose: _Optional[_Union[Purpose, str]] = ...) -> None: ...
 
 class FetchPagesRequest(_message.Message):
-    __slots__ = ("job_id", "destination_id", "keys", "blocks", "timeout_ms", "progress")
+    __slots__ = ("job_id", "memory_id", "keys", "blocks", "timeout_ms", "progress")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
-    DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
-    destination_id: int
+    memory_id: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     blocks: _containers.RepeatedScalarFieldContainer[int]
     timeout_ms: int
     progress: int
-    def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ..., progress: _Optional[int] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., memory_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ..., progress: _Optional[int] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("outcome", "detail", "fetched_bytes", "delivered_bytes", "delivered")
@@ -425,9 +425,9 @@ class FetchLayersResponse(_message.Message):
     def __init__(self, layers: _Optional[int] = ..., answer: _Optional[_Union[FetchResponse, _Mapping]] = ...) -> None: ...
 
 class StoreRequest(_message.Message):
-    __slots__ = ("job_id", "destination_id", "offset", "keys", "timeout_ms", "parents", "lasts_ms", "plain", "layout", "purpose")
+    __slots__ = ("job_id", "memory_id", "offset", "keys", "timeout_ms", "parents", "lasts_ms", "plain", "layout", "purpose")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
-    DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
@@ -437,7 +437,7 @@ class StoreRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
-    destination_id: int
+    memory_id: int
     offset: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     timeout_ms: int
@@ -446,7 +446,7 @@ class StoreRequest(_message.Message):
     plain: bool
     layout: int
     purpose: Purpose
-    def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ..., parents: _Optional[_Iterable[bytes]] = ..., lasts_ms: _Optional[int] = ..., plain: _Optional[bool] = ..., layout: _Optional[int] = ..., purpose: _Optional[_Union[Purpose, str]] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., memory_id: _Optional[int] = ..., offset: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ..., parents: _Optional[_Iterable[bytes]] = ..., lasts_ms: _Optional[int] = ..., plain: _Optional[bool] = ..., layout: _Optional[int] = ..., purpose: _Optional[_Union[Purpose, str]] = ...) -> None: ...
 
 class StoreResponse(_message.Message):
     __slots__ = ("outcome", "detail", "raw_bytes", "stored_bytes", "stored")
@@ -483,13 +483,13 @@ class TraceRequest(_message.Message):
     def __init__(self, timeout_ms: _Optional[int] = ..., fetches: _Optional[int] = ...) -> None: ...
 
 class TraceSpan(_message.Message):
-    __slots__ = ("step", "thread", "core", "begin_ns", "end_ns", "round", "piece", "slice", "input_bytes", "output_bytes", "decision")
+    __slots__ = ("step", "thread", "core", "begin_ns", "end_ns", "batch", "piece", "slice", "input_bytes", "output_bytes", "decision")
     STEP_FIELD_NUMBER: _ClassVar[int]
     THREAD_FIELD_NUMBER: _ClassVar[int]
     CORE_FIELD_NUMBER: _ClassVar[int]
     BEGIN_NS_FIELD_NUMBER: _ClassVar[int]
     END_NS_FIELD_NUMBER: _ClassVar[int]
-    ROUND_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     PIECE_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     INPUT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -500,13 +500,13 @@ class TraceSpan(_message.Message):
     core: int
     begin_ns: int
     end_ns: int
-    round: int
+    batch: int
     piece: int
     slice: int
     input_bytes: int
     output_bytes: int
     decision: Decision
-    def __init__(self, step: _Optional[str] = ..., thread: _Optional[int] = ..., core: _Optional[int] = ..., begin_ns: _Optional[int] = ..., end_ns: _Optional[int] = ..., round: _Optional[int] = ..., piece: _Optional[int] = ..., slice: _Optional[int] = ..., input_bytes: _Optional[int] = ..., output_bytes: _Optional[int] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ...) -> None: ...
+    def __init__(self, step: _Optional[str] = ..., thread: _Optional[int] = ..., core: _Optional[int] = ..., begin_ns: _Optional[int] = ..., end_ns: _Optional[int] = ..., batch: _Optional[int] = ..., piece: _Optional[int] = ..., slice: _Optional[int] = ..., input_bytes: _Optional[int] = ..., output_bytes: _Optional[int] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ...) -> None: ...
 
 class Decision(_message.Message):
     __slots__ = ("kind", "tokens", "loaded_tokens", "predicted", "predicted_seconds", "seconds", "stored_bytes", "cold_seconds", "queued_seconds", "tier_bytes")
@@ -577,7 +577,7 @@ class StageStatistics(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., items: _Optional[int] = ..., input_bytes: _Optional[int] = ..., output_bytes: _Optional[int] = ..., busy_ns: _Optional[int] = ...) -> None: ...
 
 class StatisticsResponse(_message.Message):
-    __slots__ = ("version", "backend", "rounds", "destinations", "buffer_bytes", "resident_bytes", "stages", "fetch_outcomes", "store_outcomes", "fetched_bytes", "delivered_bytes", "stored_raw_bytes", "stored_bytes", "engines", "lookup_keys", "lookup_hits", "storage", "storage_connected", "up_seconds")
+    __slots__ = ("version", "backend", "batches", "registrations", "buffer_bytes", "resident_bytes", "stages", "fetch_outcomes", "store_outcomes", "fetched_bytes", "delivered_bytes", "stored_raw_bytes", "stored_bytes", "engines", "lookup_keys", "lookup_hits", "storage", "storage_connected", "up_seconds")
     class FetchOutcomesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -594,8 +594,8 @@ class StatisticsResponse(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
-    ROUNDS_FIELD_NUMBER: _ClassVar[int]
-    DESTINATIONS_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    REGISTRATIONS_FIELD_NUMBER: _ClassVar[int]
     BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
@@ -613,8 +613,8 @@ class StatisticsResponse(_message.Message):
     UP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     version: str
     backend: str
-    rounds: int
-    destinations: int
+    batches: int
+    registrations: int
     buffer_bytes: int
     resident_bytes: int
     stages: _containers.RepeatedCompositeFieldContainer[StageStatistics]
@@ -630,4 +630,4 @@ class StatisticsResponse(_message.Message):
     storage: str
     storage_connected: bool
     up_seconds: float
-    def __init__(self, version: _Optional[str] = ..., backend: _Optional[str] = ..., rounds: _Optional[int] = ..., destinations: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageStatistics, _Mapping]]] = ..., fetch_outcomes: _Optional[_Mapping[str, int]] = ..., store_outcomes: _Optional[_Mapping[str, int]] = ..., fetched_bytes: _Optional[int] = ..., delivered_bytes: _Optional[int] = ..., stored_raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., lookup_keys: _Optional[int] = ..., lookup_hits: _Optional[int] = ..., storage: _Optional[str] = ..., storage_connected: _Optional[bool] = ..., up_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., backend: _Optional[str] = ..., batches: _Optional[int] = ..., registrations: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageStatistics, _Mapping]]] = ..., fetch_outcomes: _Optional[_Mapping[str, int]] = ..., store_outcomes: _Optional[_Mapping[str, int]] = ..., fetched_bytes: _Optional[int] = ..., delivered_bytes: _Optional[int] = ..., stored_raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., lookup_keys: _Optional[int] = ..., lookup_hits: _Optional[int] = ..., storage: _Optional[str] = ..., storage_connected: _Optional[bool] = ..., up_seconds: _Optional[float] = ...) -> None: ...

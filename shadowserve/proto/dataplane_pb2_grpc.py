@@ -44,10 +44,10 @@ class DataPlaneStub:
                 request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.LookupRequest.SerializeToString,
                 response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.LookupResponse.FromString,
                 _registered_method=True)
-        self.Announce = channel.unary_unary(
-                '/shadowserve.v1.DataPlane/Announce',
-                request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.AnnounceRequest.SerializeToString,
-                response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.AnnounceResponse.FromString,
+        self.Publish = channel.unary_unary(
+                '/shadowserve.v1.DataPlane/Publish',
+                request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.PublishRequest.SerializeToString,
+                response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.PublishResponse.FromString,
                 _registered_method=True)
         self.Expect = channel.unary_unary(
                 '/shadowserve.v1.DataPlane/Expect',
@@ -59,15 +59,15 @@ class DataPlaneStub:
                 request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.StepReport.SerializeToString,
                 response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.StepAnswer.FromString,
                 _registered_method=True)
-        self.RegisterDestination = channel.unary_unary(
-                '/shadowserve.v1.DataPlane/RegisterDestination',
-                request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.RegisterDestinationRequest.SerializeToString,
-                response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.RegisterDestinationResponse.FromString,
+        self.RegisterMemory = channel.unary_unary(
+                '/shadowserve.v1.DataPlane/RegisterMemory',
+                request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.RegisterMemoryRequest.SerializeToString,
+                response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.RegisterMemoryResponse.FromString,
                 _registered_method=True)
-        self.ReleaseDestination = channel.unary_unary(
-                '/shadowserve.v1.DataPlane/ReleaseDestination',
-                request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.ReleaseDestinationRequest.SerializeToString,
-                response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.ReleaseDestinationResponse.FromString,
+        self.ReleaseMemory = channel.unary_unary(
+                '/shadowserve.v1.DataPlane/ReleaseMemory',
+                request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.ReleaseMemoryRequest.SerializeToString,
+                response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.ReleaseMemoryResponse.FromString,
                 _registered_method=True)
         self.Fetch = channel.unary_unary(
                 '/shadowserve.v1.DataPlane/Fetch',
@@ -128,7 +128,7 @@ class DataPlaneServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Announce(self, request, context):
+    def Publish(self, request, context):
         """Says that chunks will be stored soon, so that whoever looks them up may wait for them. A hint: it lasts so long, or
         till they are there or this data plane loses its connection to storage, and not every storage takes any.
         """
@@ -152,14 +152,14 @@ class DataPlaneServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RegisterDestination(self, request, context):
+    def RegisterMemory(self, request, context):
         """Makes a region of the caller's memory known to the data plane, with the layouts of the chunks that move through it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ReleaseDestination(self, request, context):
+    def ReleaseMemory(self, request, context):
         """Forgets a segment. Returns once no thread touches it any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -167,8 +167,8 @@ class DataPlaneServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """One round: fetch, decompress, dequantize and deliver the leading pieces, in their order, that fit. Returns once the
-        round is quiet: after the answer, no thread writes into the regions, whatever the outcome.
+        """One batch: fetch, decompress, dequantize and deliver the leading pieces, in their order, that fit. Returns once the
+        batch is quiet: after the answer, no thread writes into the regions, whatever the outcome.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -242,10 +242,10 @@ def add_DataPlaneServicer_to_server(servicer, server):
                     request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.LookupRequest.FromString,
                     response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.LookupResponse.SerializeToString,
             ),
-            'Announce': grpc.unary_unary_rpc_method_handler(
-                    servicer.Announce,
-                    request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.AnnounceRequest.FromString,
-                    response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.AnnounceResponse.SerializeToString,
+            'Publish': grpc.unary_unary_rpc_method_handler(
+                    servicer.Publish,
+                    request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.PublishRequest.FromString,
+                    response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.PublishResponse.SerializeToString,
             ),
             'Expect': grpc.unary_unary_rpc_method_handler(
                     servicer.Expect,
@@ -257,15 +257,15 @@ def add_DataPlaneServicer_to_server(servicer, server):
                     request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.StepReport.FromString,
                     response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.StepAnswer.SerializeToString,
             ),
-            'RegisterDestination': grpc.unary_unary_rpc_method_handler(
-                    servicer.RegisterDestination,
-                    request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.RegisterDestinationRequest.FromString,
-                    response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.RegisterDestinationResponse.SerializeToString,
+            'RegisterMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.RegisterMemory,
+                    request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.RegisterMemoryRequest.FromString,
+                    response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.RegisterMemoryResponse.SerializeToString,
             ),
-            'ReleaseDestination': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReleaseDestination,
-                    request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.ReleaseDestinationRequest.FromString,
-                    response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.ReleaseDestinationResponse.SerializeToString,
+            'ReleaseMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseMemory,
+                    request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.ReleaseMemoryRequest.FromString,
+                    response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.ReleaseMemoryResponse.SerializeToString,
             ),
             'Fetch': grpc.unary_unary_rpc_method_handler(
                     servicer.Fetch,
@@ -373,7 +373,7 @@ class DataPlane:
             _registered_method=True)
 
     @staticmethod
-    def Announce(request,
+    def Publish(request,
             target,
             options=(),
             channel_credentials=None,
@@ -386,9 +386,9 @@ class DataPlane:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shadowserve.v1.DataPlane/Announce',
-            shadowserve_dot_proto_dot_dataplane__pb2.AnnounceRequest.SerializeToString,
-            shadowserve_dot_proto_dot_dataplane__pb2.AnnounceResponse.FromString,
+            '/shadowserve.v1.DataPlane/Publish',
+            shadowserve_dot_proto_dot_dataplane__pb2.PublishRequest.SerializeToString,
+            shadowserve_dot_proto_dot_dataplane__pb2.PublishResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -454,7 +454,7 @@ class DataPlane:
             _registered_method=True)
 
     @staticmethod
-    def RegisterDestination(request,
+    def RegisterMemory(request,
             target,
             options=(),
             channel_credentials=None,
@@ -467,9 +467,9 @@ class DataPlane:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shadowserve.v1.DataPlane/RegisterDestination',
-            shadowserve_dot_proto_dot_dataplane__pb2.RegisterDestinationRequest.SerializeToString,
-            shadowserve_dot_proto_dot_dataplane__pb2.RegisterDestinationResponse.FromString,
+            '/shadowserve.v1.DataPlane/RegisterMemory',
+            shadowserve_dot_proto_dot_dataplane__pb2.RegisterMemoryRequest.SerializeToString,
+            shadowserve_dot_proto_dot_dataplane__pb2.RegisterMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -481,7 +481,7 @@ class DataPlane:
             _registered_method=True)
 
     @staticmethod
-    def ReleaseDestination(request,
+    def ReleaseMemory(request,
             target,
             options=(),
             channel_credentials=None,
@@ -494,9 +494,9 @@ class DataPlane:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shadowserve.v1.DataPlane/ReleaseDestination',
-            shadowserve_dot_proto_dot_dataplane__pb2.ReleaseDestinationRequest.SerializeToString,
-            shadowserve_dot_proto_dot_dataplane__pb2.ReleaseDestinationResponse.FromString,
+            '/shadowserve.v1.DataPlane/ReleaseMemory',
+            shadowserve_dot_proto_dot_dataplane__pb2.ReleaseMemoryRequest.SerializeToString,
+            shadowserve_dot_proto_dot_dataplane__pb2.ReleaseMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

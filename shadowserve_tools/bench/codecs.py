@@ -32,7 +32,7 @@ OURS: Final = ("kvrans", "deflate", "zstd")
 """Codecs that are shown in every treatment; all others only with 32 bins."""
 COMPARED_MORE: Final = 5
 """Turns of those that ratios compare, for each turn of all."""
-LLAMA, SMALL, REAL = "llama-8b", "made up, vectors of 128", "real"
+LLAMA, SMALL, REAL = "llama-8b", "synthetic, vectors of 128", "real"
 TITLES: Final = {LLAMA: "Llama-8B's shape", REAL: "Real KV, own model"}
 Patterns = npt.NDArray[np.uint16]
 
@@ -45,11 +45,12 @@ Patterns = npt.NDArray[np.uint16]
 def codecs(layers: int, mebibytes: int, repeats: int, output: Output) -> None:
     """Encode and decode slices of 256 tokens with every codec there is, on one core, in every instruction set.
 
-    Twice: KV of the project's own model (vectors of 128, slices of 32 KiB), whose sizes count, and KV made up in the
+    Twice: KV of the project's own model (vectors of 128, slices of 32 KiB), whose sizes count, and KV synthetic in the
     shape of Llama-3.1-8B (vectors of 1024, slices of 256 KiB), whose speeds do; and a few of both in the other's terms:
-    KV made up in the own model's shape, and the own model's slices with and without vectors that come again. Quantized
-    with 16 to 256 bins, and lossless: bfloat16, and in Llama's shape float32 and float8_e4m3. Speeds are of one core's
-    CPU time, from and to memory: MB/s of symbols in, GB/s of symbols out, GB/s of elements out with dequantization.
+    KV synthetic in the own model's shape, and the own model's slices with and without vectors that come again.
+    Quantized with 16 to 256 bins, and lossless: bfloat16, and in Llama's shape float32 and float8_e4m3. Speeds are of
+    one core's CPU time, from and to memory: MB/s of symbols in, GB/s of symbols out, GB/s of elements out with
+    dequantization.
     """
     columns = ["data", "treatment", "codec", "isa", "bits", "ratio", "encode_MB_per_s", "decode_GB_per_s"]
     report = Report("codecs", [*columns, "to_bf16_GB_per_s"])

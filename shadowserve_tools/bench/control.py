@@ -20,7 +20,7 @@ from host_control.waiting import Chains, WaitingQueue
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import ShadowServeError
-from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KVNamespace, chain_links, record_keys
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KVNamespace, prefix_chain, record_keys
 from shadowserve_tools.bench.parts.workload import MODEL, Workload, client, llama_8b, put
 from shadowserve_tools.processes import start_data_plane, start_storage
 from shadowserve_tools.report import Chart, Output, Report, output_options
@@ -104,7 +104,7 @@ def _small(workload: Workload, kind: str) -> Workload:
             quantizer=Quantizer.PASSTHROUGH,
         )
     )
-    keys = record_keys(layout.namespace, chain_links(MODEL.digest(), np.asarray(workload.tokens)))
+    keys = record_keys(layout.namespace, prefix_chain(MODEL.digest(), np.asarray(workload.tokens)))
     records = [record.encode(key, native.Codec.NONE, layout, bytes(layout.raw_bytes)) for key in keys]
     return dataclasses.replace(workload, layout=layout, codec=native.Codec.NONE, keys=keys, records=records, crcs=[])
 
@@ -116,7 +116,7 @@ def _scheduler_side(workloads: Sequence[Workload], data_plane: str) -> Any:
         from host_control.vllm.scheduler_side import SchedulerSide
     except ImportError as error:
         raise ShadowServeError(f"bench control runs vLLM's scheduler structures: {error}; run 'make setup'") from error
-    config = HostConfig(data_plane=data_plane, lookup_timeout=10)
+    config = HostConfig(data_plane=data_plane, lookup_timeout_s=10)
     logger = logging.getLogger(__name__)
     groups = _groups(config, len(workloads))
     side = SchedulerSide(config, groups, fetch=True, store=True, problem="", logger=logger)

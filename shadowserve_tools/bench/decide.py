@@ -102,7 +102,7 @@ def decide(
             progress.update(task, advance=1, description=what)
 
         bed = Bed(
-            stack, folder, network, model, max(prompts), 2, fetch_or_compute=True, layer_order=layer_order
+            stack, folder, network, model, max(prompts), 2, fetch_or_recompute=True, layer_order=layer_order
         )  # fmt: skip
         tell("storing")
         _store(bed, prompts, results)

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 
 from host_control.client import DataPlaneClient, FetchPart
-from host_control.destination import Destination
+from host_control.registered_memory import RegisteredMemory
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, Quantizer
 from shadowserve.errors import ShadowServeError
@@ -320,11 +320,11 @@ class Target:
         rate: bytes a second that the data plane keeps to from the next fetch on, as beside decoding; 0: none.
     """
 
-    def __init__(self, client: DataPlaneClient, destination: Destination, workload: Workload) -> None:
+    def __init__(self, client: DataPlaneClient, registration: RegisteredMemory, workload: Workload) -> None:
         self._client = client
-        self._destination = destination
+        self._registration = registration
         self._workload = workload
-        self._memory = destination.acquire(CALL_TIMEOUT_S).memory
+        self._memory = registration.acquire(CALL_TIMEOUT_S).memory
         self.rate = 0
         self._steps = SteadySteps(client)
 
@@ -333,10 +333,12 @@ class Target:
     def opened(cls, address: str, workload: Workload, size: int | None = None) -> Iterator["Target"]:
         """Register shared memory of ``size`` bytes, by default for all chunks, with the data plane at ``address``."""
         shape = workload.layout
-        with closing(DataPlaneClient(address, connect_timeout=CALL_TIMEOUT_S)) as plane:
-            destination = Destination(plane, [shape], size or workload.raw_bytes, connect_timeout=CALL_TIMEOUT_S)
-            with closing(destination):
-                yield cls(plane, destination, workload)
+        with closing(DataPlaneClient(address, connect_timeout_s=CALL_TIMEOUT_S)) as plane:
+            registration = RegisteredMemory(
+                plane, [shape], size or workload.raw_bytes, connect_timeout_s=CALL_TIMEOUT_S
+            )
+            with closing(registration):
+                yield cls(plane, registration, workload)
 
     def fetch(self, count: int | None = None) -> None:
         """Fetch the leading chunks, by default all, into memory that holds all, in as many rounds as it takes."""
@@ -361,10 +363,10 @@ class Target:
     def _round(self, first: int, offset: int, last: int) -> int:
         """Fetch what fits behind ``offset`` of the chunks from ``first`` up to ``last``; return how many that were."""
         keys, room = self._workload.keys[first:last], len(self._memory) - offset
-        part = FetchPart.whole(self._workload.layout, self._destination.destination_id, keys, offset, room)
+        part = FetchPart.whole(self._workload.layout, self._registration.memory_id, keys, offset, room)
         answer = self._client.start_fetch(secrets.token_hex(8), [part], CALL_TIMEOUT_S).result()
         (chunks,) = answer.chunks
-        if not chunks or answer.reason not in ("complete", "round_full"):
+        if not chunks or answer.reason not in ("complete", "batch_full"):
             raise ShadowServeError(f"fetching stopped at chunk {first + chunks}: {answer.reason}: {answer.detail}")
         return chunks
 

@@ -16,9 +16,9 @@ import torch
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.delivery import SideStream, choose
-from host_control.destination import Destination
 from host_control.layouts import PagedLayout
 from host_control.manager import FetchJob, KVCacheManager
+from host_control.registered_memory import RegisteredMemory
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.parts.gpu_kernels import HAS_TRITON, decompress, table
@@ -324,10 +324,10 @@ class _Target:
             with torch.inference_mode(), stream:
                 paged.layout.scatter(chunks, paged.blocks[begin : begin + count], CHUNK_BLOCKS)
 
-        with closing(DataPlaneClient(address, connect_timeout=TIMEOUT_S)) as client:
+        with closing(DataPlaneClient(address, connect_timeout_s=TIMEOUT_S)) as client:
             size, progress = 2 * plan.chunks * shape.raw_bytes, delivery.shared
-            destination = Destination(client, [shape], size, TIMEOUT_S, make=delivery.fetch, progress=progress)
-            manager = KVCacheManager(client, destination, scatter, fetch_timeout=TIMEOUT_S)
+            registration = RegisteredMemory(client, [shape], size, TIMEOUT_S, make=delivery.fetch, progress=progress)
+            manager = KVCacheManager(client, registration, scatter, fetch_timeout_s=TIMEOUT_S)
             with closing(manager):
                 yield cls(plan, manager, paged, workload)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shadowserve import native
 from shadowserve.pool.next_use import NextUse
-from shadowserve.pool.promotion import Hop, Promotion, Waiting
+from shadowserve.pool.prefetch_policy import Hop, PrefetchPolicy, Waiting
 from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
 
 __all__ = ["index"]
@@ -214,23 +214,23 @@ def _step(report: Report, repeats: int) -> None:
     table = native.Index(len(keys))
     for key in keys:
         table.insert(0, key, device=0, length=_LENGTH, now_s=_NOW_S)
-    next_use, promotion = NextUse(table), Promotion()
+    next_use, prefetch = NextUse(table), PrefetchPolicy()
     chains = [keys[first : first + _WAITING] for first in range(0, len(keys), _WAITING)]
     waiting = [Waiting(request, 0.01 * (request + 1), (1e9, 1e9)) for request in range(_WAITING)]
     hops, order = (Hop(64e9, 1e-6), Hop(7e9, 1e-5)), [each.request for each in waiting]
 
-    def announce() -> None:
+    def publish() -> None:
         for request, chain in enumerate(chains):
-            next_use.announce(request, 0, chain, _NOW_S + 60)
+            next_use.publish(request, 0, chain, _NOW_S + 60)
 
     def step() -> None:
         for _ in range(_STEPS):
             next_use.order(order[::-1])
-            promotion.plan(waiting, hops, (0, 0))
+            prefetch.plan(waiting, hops, (0, 0))
 
-    announced = [_timed(announce) / _WAITING * 1e6 for _ in tracked(range(repeats), "announcing")]
+    published = [_timed(publish) / _WAITING * 1e6 for _ in tracked(range(repeats), "publishing")]
     steps = [_timed(step) / _STEPS * 1e6 for _ in tracked(range(repeats), "ordering")]
-    report.row(operation="announce a request of 256", objects=len(keys), us_each=float(np.median(announced)))
+    report.row(operation="publish a request of 256", objects=len(keys), us_each=float(np.median(published)))
     report.row(operation="a step of 256 requests", objects=len(keys), us_each=float(np.median(steps)))
     report.ratio("step_us", steps, "at most 100")
     table.close()

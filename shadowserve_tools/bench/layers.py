@@ -150,7 +150,7 @@ class Bed:
             "store_buffer_bytes": buffer_bytes,
             "identity_cache": str(folder / "content.json"),
         }
-        told |= dict.fromkeys(("lookup_timeout", "fetch_timeout", "store_timeout"), _TIMEOUT_S / 2) | host
+        told |= dict.fromkeys(("lookup_timeout_s", "fetch_timeout_s", "store_timeout_s"), _TIMEOUT_S / 2) | host
         held: dict[str, Any] = {"kv_cache_bytes": model.kv_bytes * (tokens + _ROUNDING_TOKENS)} if one_request else {}
         # One step for all that a prompt computes, as engines do that only compute prompts.
         engine = started_engine(

@@ -27,7 +27,7 @@ def memory(output: Output) -> None:
     """Fetch prompts of 4K, 32K and 128K tokens and watch the data plane's resident size.
 
     It should stay within its configured buffers plus 200 MiB. Two layers of Llama-3.1-8B's shape, so that the run is
-    short: what could grow with the prompt is the number of chunks, not their size. The destination's shared memory is
+    short: what could grow with the prompt is the number of chunks, not their size. The registration's shared memory is
     the engine's and does not count.
     """
     report = Report("memory", ["prompt_tokens", "rounds", "resident_MiB", "buffers_MiB"])
@@ -36,7 +36,7 @@ def memory(output: Output) -> None:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         storage = stack.enter_context(start_storage(logs))
         data_plane = stack.enter_context(start_data_plane(logs, storage.address))
-        plane = stack.enter_context(closing(DataPlaneClient(data_plane.address, connect_timeout=10)))
+        plane = stack.enter_context(closing(DataPlaneClient(data_plane.address, connect_timeout_s=10)))
         for chunks in (16, 128, 512):
             workload = llama_8b(chunks, layers=2)
             put(workload, storage.address)
@@ -49,7 +49,7 @@ def memory(output: Output) -> None:
             resident = watch.peak_bytes
             report.row(
                 prompt_tokens=chunks * workload.layout.tokens,
-                rounds=statistics.rounds,
+                batches=statistics.batches,
                 resident_MiB=resident >> 20,
                 buffers_MiB=statistics.buffer_bytes >> 20,
             )
@@ -72,7 +72,7 @@ def memory(output: Output) -> None:
 
 
 class _Watch:
-    """Keeps the largest resident size of a process, less shared memory, which is the destination's."""
+    """Keeps the largest resident size of a process, less shared memory, which is the registration's."""
 
     def __init__(self, pid: int) -> None:
         self.peak_bytes = 0

@@ -18,7 +18,7 @@ import click
 
 from dpu_dataplane.sources.resp.several import ranking
 from host_control.client import DataPlaneClient
-from host_control.destination import Destination
+from host_control.registered_memory import RegisteredMemory
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import chain_of
 from shadowserve_tools.bench.fetch import CALL_TIMEOUT_S, Target
@@ -94,11 +94,11 @@ def _host(
     with ExitStack() as stack:
         with network.client_side():
             child = stack.enter_context(plane)
-        client = stack.enter_context(closing(DataPlaneClient(child.address, connect_timeout=CALL_TIMEOUT_S)))
+        client = stack.enter_context(closing(DataPlaneClient(child.address, connect_timeout_s=CALL_TIMEOUT_S)))
         shape, size = prefixes[0].layout, prefixes[0].raw_bytes
-        destination = Destination(client, [shape], size, connect_timeout=CALL_TIMEOUT_S)
-        stack.enter_context(closing(destination))
-        yield [Target(client, destination, prefix) for prefix in prefixes]
+        registration = RegisteredMemory(client, [shape], size, connect_timeout_s=CALL_TIMEOUT_S)
+        stack.enter_context(closing(registration))
+        yield [Target(client, registration, prefix) for prefix in prefixes]
 
 
 @dataclass

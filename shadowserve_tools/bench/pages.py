@@ -15,8 +15,8 @@ import click
 import numpy as np
 
 from host_control.client import FetchPart
-from host_control.destination import Destination
 from host_control.layouts import PagedLayout
+from host_control.registered_memory import RegisteredMemory
 from shadowserve import native
 from shadowserve.block import Operation, OperationKind, Pages, Priority
 from shadowserve.errors import ShadowServeError
@@ -188,9 +188,9 @@ class _Compressed:
         self._plane.restart()
         shape = self._kv.compressed
         keys = self._kv.keys[shape.namespace]
-        with closing(Destination(self._plane.client, [shape], self._size, TIMEOUT_S)) as destination:
-            memory = destination.acquire(TIMEOUT_S).memory
-            where = destination.destination_id
+        with closing(RegisteredMemory(self._plane.client, [shape], self._size, TIMEOUT_S)) as registration:
+            memory = registration.acquire(TIMEOUT_S).memory
+            where = registration.memory_id
 
             def retrieve() -> None:
                 done = 0

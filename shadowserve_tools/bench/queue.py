@@ -24,20 +24,20 @@ __all__ = ["queue"]
 
 
 class _System(NamedTuple):
-    """Whether it promotes; whether its KV lies on the SSD, or else in the store; or is in memory already."""
+    """Whether it prefetches; whether its KV lies on the SSD, or else in the store; or is in memory already."""
 
-    promotes: bool = False
+    prefetches: bool = False
     on_ssd: bool = False
     resident: bool = False
 
 
-_RESIDENT, _PROMOTED, _FETCHED = "resident", "promoted, link", "fetched, link"
-_SSD_PROMOTED, _SSD_FETCHED = "promoted, SSD", "fetched, SSD"
+_RESIDENT, _PROMOTED, _FETCHED = "resident", "prefetched, link", "fetched, link"
+_SSD_PROMOTED, _SSD_FETCHED = "prefetched, SSD", "fetched, SSD"
 _SYSTEMS: Final = {
     _RESIDENT: _System(resident=True),
-    _PROMOTED: _System(promotes=True),
+    _PROMOTED: _System(prefetches=True),
     _FETCHED: _System(),
-    _SSD_PROMOTED: _System(promotes=True, on_ssd=True),
+    _SSD_PROMOTED: _System(prefetches=True, on_ssd=True),
     _SSD_FETCHED: _System(on_ssd=True),
 }
 _WAITING: Final = 2
@@ -163,10 +163,10 @@ class _Case:
 
     def _begin(self, system: _System) -> None:
         """Start the data plane anew, and wait until the engine has found it."""
-        tiers: dict[str, Any] = self._memory | {"ahead_requests": None if system.promotes else 0}
+        tiers: dict[str, Any] = self._memory | {"ahead_requests": None if system.prefetches else 0}
         if system.on_ssd:
             tiers["devices"] = [self._device]
-        self._bed.restart_plane("--tiers", json.dumps(tiers), "--shutdown-time", "60")
+        self._bed.restart_plane("--tiers", json.dumps(tiers), "--shutdown-timeout-s", "60")
         for _ in range(_WARM_TRIES):
             if self._ask([self._warm])[0]["cached"] == DEFAULT_CHUNK_TOKENS:
                 return
@@ -199,10 +199,10 @@ class _Case:
                 ttft_ms=statistics.median(self._ttft_s[name]) * 1e3,
             )
         for ratio, name, other, goal in (
-            ("promoted_over_resident", _PROMOTED, _RESIDENT, "at most 1.1"),
-            ("promoted_over_fetched", _PROMOTED, _FETCHED, "none; what promotion gains, over the link"),
-            ("ssd_promoted_over_resident", _SSD_PROMOTED, _RESIDENT, "at most 1.1"),
-            ("ssd_promoted_over_fetched", _SSD_PROMOTED, _SSD_FETCHED, "none; what promotion gains, from the SSD"),
+            ("prefetched_over_resident", _PROMOTED, _RESIDENT, "at most 1.1"),
+            ("prefetched_over_fetched", _PROMOTED, _FETCHED, "none; what prefetch gains, over the link"),
+            ("ssd_prefetched_over_resident", _SSD_PROMOTED, _RESIDENT, "at most 1.1"),
+            ("ssd_prefetched_over_fetched", _SSD_PROMOTED, _SSD_FETCHED, "none; what prefetch gains, from the SSD"),
         ):
             pairs = zip(self._turn_s[name], self._turn_s[other], strict=True)
             report.ratio(ratio, [sum(mine) / sum(its) for mine, its in pairs], goal)

@@ -129,7 +129,7 @@ class _Plane:
         self._has_devices = tiers is not None and "devices" in tiers
         self._address = "" if alone else storage.address
         room = f"{workload.stored_bytes + (64 << 20)}"
-        self._flags = ["--decompression-buffer-bytes", room, "--shutdown-time", "60"]
+        self._flags = ["--decompression-buffer-bytes", room, "--shutdown-timeout-s", "60"]
         self._flags += ["--tiers", json.dumps(tiers)] if tiers is not None else []
         self._stack = ExitStack()
         self._processes: list[psutil.Process] = []

@@ -1,4 +1,4 @@
-"""``shadowserve doctor``: what this machine has, what is missing, and how to mend it.
+"""``shadowserve doctor``: what this machine has, what is missing, and how to remedy it.
 
 ``process`` looks at the interpreter, the C core and limits; ``host`` and ``bluefield`` at either side of a BlueField,
 through ``pci``; ``storage`` at memory and devices; ``certificates`` at TLS's files; ``connector`` at what vLLM gets;
@@ -108,7 +108,7 @@ def doctor(
     root: Path,
     as_json: bool,
 ) -> None:
-    """Say what this machine has, what is missing, and how to mend it.
+    """Say what this machine has, what is missing, and how to remedy it.
 
     Storage nodes and data planes are asked in their own protocols. Exits with 1 when something will not work; a program
     that merely does not run now is a warning.
@@ -189,8 +189,8 @@ def _engine(asked: Asked) -> tuple[EngineConfig | None, Check | None]:
     try:
         engine = engine_config(asked.transfer)
     except ConfigurationError as error:
-        mend = "the README has an example; docs/configuration.md has the keys of kv_connector_extra_config"
-        found = Finding("kv-transfer-config", "failed", str(error), mend)
+        remedy = "the README has an example; docs/configuration.md has the keys of kv_connector_extra_config"
+        found = Finding("kv-transfer-config", "failed", str(error), remedy)
         return None, lambda: iter([found])
     return engine, partial(transfer_config, engine)
 
@@ -315,8 +315,8 @@ def _configuration(
         yield Finding(what, "ok", file or "the defaults")
 
     def broken() -> Iterator[Finding]:
-        mend = f"'shadowserve config' and 'shadowserve {section.section} --help' have every key"
-        yield Finding(what, "failed", message, mend)
+        remedy = f"'shadowserve config' and 'shadowserve {section.section} --help' have every key"
+        yield Finding(what, "failed", message, remedy)
 
     try:
         return section.load(file, environment=environment), sound
@@ -389,8 +389,8 @@ def _print(role: Role, findings: list[Finding]) -> None:
     for finding in findings:
         head = click.style(f"{finding.state:<9}", fg=_COLOURS[finding.state]) + f"{finding.what:<{column}}  "
         click.echo(head + _wrapped(finding.found, indent, width))
-        if finding.mend:
-            click.echo(indent + _wrapped(f"-> {finding.mend}", f"{indent}   ", width))
+        if finding.remedy:
+            click.echo(indent + _wrapped(f"-> {finding.remedy}", f"{indent}   ", width))
     counts = [sum(finding.state == state for finding in findings) for state in ("failed", "warning")]
     click.echo(f"{counts[0]} failed, {counts[1]} warnings")
 

@@ -35,11 +35,11 @@ def access(machine: Machine, config: StorageConfig) -> Iterator[Finding]:
     if not users.anyone_enters or config.tls_client_ca:
         yield Finding("protection", "ok", f"{config.host}: clients authenticate")
     elif config.protected_mode:
-        mend = "set SHADOWSERVE_STORAGE_PASSWORD, users_file or tls_client_ca (docs/security.md)"
-        yield Finding("protection", "warning", f"{config.host}: protected mode refuses all other machines", mend)
+        remedy = "set SHADOWSERVE_STORAGE_PASSWORD, users_file or tls_client_ca (docs/security.md)"
+        yield Finding("protection", "warning", f"{config.host}: protected mode refuses all other machines", remedy)
     else:
-        mend = "set SHADOWSERVE_STORAGE_PASSWORD, users_file or tls_client_ca (docs/security.md)"
-        yield Finding("protection", "warning", f"{config.host}: anybody who reaches it can read everything", mend)
+        remedy = "set SHADOWSERVE_STORAGE_PASSWORD, users_file or tls_client_ca (docs/security.md)"
+        yield Finding("protection", "warning", f"{config.host}: anybody who reaches it can read everything", remedy)
     if not config.tls_cert:
         found = "passwords and values cross the network in the clear"
         yield Finding("TLS", "warning", found, "set tls_cert and tls_key: scripts/make-certificates")

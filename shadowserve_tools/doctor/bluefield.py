@@ -29,16 +29,16 @@ def card(machine: Machine) -> Iterator[Finding]:
     image = machine.text("/etc/mlnx-release")
     pretty = re.search(r'^PRETTY_NAME="(.*)"', machine.text("/etc/os-release"), re.MULTILINE)
     found = ", ".join(part for part in (pretty[1] if pretty else "", image) if part)
-    mend = "this is no BlueField's own system: run the doctor on the card, or with --role host here"
-    yield Finding.of("image", machine.is_bluefield, found or "unknown", mend, "failed")
+    remedy = "this is no BlueField's own system: run the doctor on the card, or with --role host here"
+    yield Finding.of("image", machine.is_bluefield, found or "unknown", remedy, "failed")
     own = cards(machine)
     if not own:
-        mend = "set DPU mode on the host (docs/bluefield.md, step 2), and switch it off and on"
-        yield Finding("card", "failed", "no BlueField function on PCI", mend)
+        remedy = "set DPU mode on the host (docs/bluefield.md, step 2), and switch it off and on"
+        yield Finding("card", "failed", "no BlueField function on PCI", remedy)
         return
     names = ", ".join(function.address for function in own)
-    mend = "only BlueField-3 decompresses LZ4 as well; on this one nobody has tried it"
-    yield Finding.of("card", own[0].device == 0xA2DC, f"{BLUEFIELDS[own[0].device]} at {names}", mend)
+    remedy = "only BlueField-3 decompresses LZ4 as well; on this one nobody has tried it"
+    yield Finding.of("card", own[0].device == 0xA2DC, f"{BLUEFIELDS[own[0].device]} at {names}", remedy)
 
 
 def arm_cores(machine: Machine) -> Iterator[Finding]:
@@ -52,11 +52,11 @@ def arm_cores(machine: Machine) -> Iterator[Finding]:
     missing = [feature for feature in _FEATURES if feature not in features[1].split()]
     name = _PARTS.get(parts[0], f"part {parts[0]}")
     if missing:
-        mend = "the fastest NEON kernels are left out (or not built): dequantizing is slower"
-        yield Finding("Arm cores", "warning", f"{len(parts)} x {name} without {', '.join(missing)}", mend)
+        remedy = "the fastest NEON kernels are left out (or not built): dequantizing is slower"
+        yield Finding("Arm cores", "warning", f"{len(parts)} x {name} without {', '.join(missing)}", remedy)
         return
-    mend = f"divide them anew in {ETC}/dpu.yaml, which is for {CORES_FULL}"
-    yield Finding.of("Arm cores", len(parts) >= CORES_FULL, f"{len(parts)} x {name}", mend)
+    remedy = f"divide them anew in {ETC}/dpu.yaml, which is for {CORES_FULL}"
+    yield Finding.of("Arm cores", len(parts) >= CORES_FULL, f"{len(parts)} x {name}", remedy)
 
 
 def accelerators(machine: Machine, device: str) -> Iterator[Finding]:
@@ -70,9 +70,9 @@ def accelerators(machine: Machine, device: str) -> Iterator[Finding]:
 
     backend = native.backends().get("doca")
     if backend is None or backend.emulated:
-        mend = "scripts/bluefield/install, in which DOCA is found: it builds the C core with it"
+        remedy = "scripts/bluefield/install, in which DOCA is found: it builds the C core with it"
         found = "the C core was built without DOCA: its emulator would do the work, on the Arm cores"
-        yield Finding("accelerators", "failed" if machine.is_bluefield else "warning", found, mend)
+        yield Finding("accelerators", "failed" if machine.is_bluefield else "warning", found, remedy)
         return
     try:
         pipeline = native.Pipeline(
@@ -80,8 +80,8 @@ def accelerators(machine: Machine, device: str) -> Iterator[Finding]:
             dequantization_bytes=_TRIAL_BYTES, dma_source_bytes=_TRIAL_BYTES, dequantize_cores=(-1,), dma_cores=(-1,),
         )  # fmt: skip
     except NativeError as error:
-        mend = "see 'card' above; as root, or with rights to /dev/infiniband"
-        yield Finding("accelerators", "failed", str(error), mend)
+        remedy = "see 'card' above; as root, or with rights to /dev/infiniband"
+        yield Finding("accelerators", "failed", str(error), remedy)
         return
     with contextlib.closing(pipeline):
         yield Finding("accelerators", "ok", f"{backend.description}, on {pipeline.device}")
@@ -92,13 +92,13 @@ def huge_pages(machine: Machine) -> Iterator[Finding]:
     folder = "/sys/kernel/mm/hugepages/hugepages-2048kB"
     free, extra = machine.number(f"{folder}/free_hugepages"), machine.number(f"{folder}/nr_overcommit_hugepages")
     enough = (free + extra) << 21 >= XLIO_HUGE_BYTES
-    mend = "sysctl vm.nr_overcommit_hugepages=640: XLIO falls back to small pages, and is slower"
-    yield Finding.of("huge pages", enough, f"{free} free, {extra} on demand, of 2 MiB", mend)
+    remedy = "sysctl vm.nr_overcommit_hugepages=640: XLIO falls back to small pages, and is slower"
+    yield Finding.of("huge pages", enough, f"{free} free, {extra} on demand, of 2 MiB", remedy)
     setting = machine.text("/sys/kernel/mm/transparent_hugepage/enabled")
     chosen = re.search(r"\[(\w+)\]", setting)
     name = chosen[1] if chosen else "not there"
-    mend = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: the buffers' pages are small"
-    yield Finding.of("transparent huge pages", name in ("always", "madvise"), name, mend)
+    remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: the buffers' pages are small"
+    yield Finding.of("transparent huge pages", name in ("always", "madvise"), name, remedy)
 
 
 def xlio(machine: Machine, storage_port: int) -> Iterator[Finding]:
@@ -106,14 +106,14 @@ def xlio(machine: Machine, storage_port: int) -> Iterator[Finding]:
     libraries = machine.find("/usr/lib/libxlio.so*", "/usr/lib/*/libxlio.so*", "/usr/lib64/libxlio.so*")
     preloaded = re.search(r"^LD_PRELOAD=.*libxlio\.so", machine.text(f"{ETC}/xlio.env"), re.MULTILINE)
     if not libraries:
-        mend = "apt-get install libxlio (of the card's image), then scripts/bluefield/install again"
+        remedy = "apt-get install libxlio (of the card's image), then scripts/bluefield/install again"
         if preloaded:
-            mend += f"; until then take LD_PRELOAD out of {ETC}/xlio.env"
-        yield Finding("XLIO", "warning", "no libxlio.so: the kernel carries the connections", mend)
+            remedy += f"; until then take LD_PRELOAD out of {ETC}/xlio.env"
+        yield Finding("XLIO", "warning", "no libxlio.so: the kernel carries the connections", remedy)
         return
     if not preloaded:
-        mend = f"scripts/bluefield/install writes {ETC}/xlio.env, which preloads it"
-        yield Finding("XLIO", "warning", f"{libraries[-1].name}, not preloaded", mend)
+        remedy = f"scripts/bluefield/install writes {ETC}/xlio.env, which preloads it"
+        yield Finding("XLIO", "warning", f"{libraries[-1].name}, not preloaded", remedy)
         return
     yield Finding("XLIO", "ok", libraries[-1].name)
     rules = machine.text(f"{ETC}/libxlio.conf")
@@ -122,11 +122,11 @@ def xlio(machine: Machine, storage_port: int) -> Iterator[Finding]:
     if storage_port in ports and others:
         yield Finding("XLIO's rules", "ok", f"connections to port {storage_port}, no others")
     elif not others:
-        mend = f"write 'use os tcp_server *:*' into {ETC}/libxlio.conf"
-        yield Finding("XLIO's rules", "warning", "gRPC's connections are taken over, too", mend)
+        remedy = f"write 'use os tcp_server *:*' into {ETC}/libxlio.conf"
+        yield Finding("XLIO's rules", "warning", "gRPC's connections are taken over, too", remedy)
     else:
-        mend = f"write 'use xlio tcp_client *:{storage_port}:*:*' into {ETC}/libxlio.conf, before the others"
-        yield Finding("XLIO's rules", "warning", f"storage is on port {storage_port}, taken are {ports}", mend)
+        remedy = f"write 'use xlio tcp_client *:{storage_port}:*:*' into {ETC}/libxlio.conf, before the others"
+        yield Finding("XLIO's rules", "warning", f"storage is on port {storage_port}, taken are {ports}", remedy)
 
 
 def core_lists(machine: Machine, lists: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
@@ -159,8 +159,8 @@ def isolation(machine: Machine, net_cores: list[int]) -> Iterator[Finding]:
         how = "by the kernel's isolcpus" if booted else "by slices"
         yield Finding("isolated cores", "ok", f"{net_cores}, {how}")
         return
-    mend = "scripts/bluefield/install sets AllowedCPUs; control groups must be of version 2"
-    yield Finding("isolated cores", "warning", f"{net_cores} are open to {', '.join(loose)}", mend)
+    remedy = "scripts/bluefield/install sets AllowedCPUs; control groups must be of version 2"
+    yield Finding("isolated cores", "warning", f"{net_cores} are open to {', '.join(loose)}", remedy)
 
 
 def unit(machine: Machine) -> Iterator[Finding]:

@@ -86,9 +86,9 @@ def transfer_config(engine: EngineConfig) -> Iterator[Finding]:
     yield Finding(WHAT, "ok", f"data plane {config.data_plane}, {chunks}")
     policy = engine.transfer.get("kv_load_failure_policy", "fail")
     if policy != "recompute" and engine.transfer["kv_role"] != "kv_producer" and not engine.is_tier:
-        mend = 'add "kv_load_failure_policy": "recompute"'
+        remedy = 'add "kv_load_failure_policy": "recompute"'
         found = f"kv_load_failure_policy is '{policy}': vLLM fails requests whose KV cannot be loaded"
-        yield Finding("load failures", "warning", found, mend)
+        yield Finding("load failures", "warning", found, remedy)
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

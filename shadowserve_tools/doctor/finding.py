@@ -18,20 +18,20 @@ class Finding:
         what: the thing.
         state: ``ok``; ``warning``: works, but slower or less safe than it could; ``failed``: will not work.
         found: what is there.
-        mend: what to do about it; empty where nothing is to be done.
+        remedy: what to do about it; empty where nothing is to be done.
     """
 
     what: str
     state: Literal["ok", "warning", "failed"]
     found: str
-    mend: str = ""
+    remedy: str = ""
 
     @classmethod
     def of(
-        cls, what: str, sound: bool, found: str, mend: str, wrong: Literal["warning", "failed"] = "warning"
+        cls, what: str, sound: bool, found: str, remedy: str, wrong: Literal["warning", "failed"] = "warning"
     ) -> "Finding":
         """Return what was found of a thing: ``ok`` if it is sound, else ``wrong``, and what to do about it."""
-        return cls(what, "ok", found) if sound else cls(what, wrong, found, mend)
+        return cls(what, "ok", found) if sound else cls(what, wrong, found, remedy)
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ def card(machine: Machine) -> Iterator[Finding]:
     yield _link(first)
     yield _mode(machine, first)
     sound = machine.path("/sys/class/net/tmfifo_net0").exists()
-    mend = "start rshim, of DOCA-Host: 'systemctl enable --now rshim'; or reach the card by its own port"
-    yield Finding.of("way to the card", sound, "tmfifo_net0" if sound else "no interface tmfifo_net0", mend)
+    remedy = "start rshim, of DOCA-Host: 'systemctl enable --now rshim'; or reach the card by its own port"
+    yield Finding.of("way to the card", sound, "tmfifo_net0" if sound else "no interface tmfifo_net0", remedy)
     yield from _iommu(first)
 
 
@@ -79,8 +79,8 @@ def gpus(machine: Machine) -> Iterator[Finding]:
 def _driver(card: Function) -> Finding:
     driver = card.path / "driver"
     name = driver.resolve().name if driver.exists() else "none"
-    mend = "install DOCA-Host; while the card boots (minutes), the driver waits: see dmesg"
-    return Finding.of("card's driver", name == "mlx5_core", name, mend, "failed")
+    remedy = "install DOCA-Host; while the card boots (minutes), the driver waits: see dmesg"
+    return Finding.of("card's driver", name == "mlx5_core", name, remedy, "failed")
 
 
 def _link(card: Function) -> Finding:
@@ -105,15 +105,15 @@ def _mode(machine: Machine, card: Function) -> Finding:
         return Finding("card's mode", "warning", f"not known: mlxconfig said {said!r}", f"as root: {question}")
     if answer[1] == "ENABLED":
         return Finding("card's mode", "ok", "DPU mode")
-    mend = f"as root: mlxconfig -d {card.address} s INTERNAL_CPU_OFFLOAD_ENGINE=0, then switch the host off and on"
-    return Finding("card's mode", "failed", "NIC mode: its cores and accelerators are off", mend)
+    remedy = f"as root: mlxconfig -d {card.address} s INTERNAL_CPU_OFFLOAD_ENGINE=0, then switch the host off and on"
+    return Finding("card's mode", "failed", "NIC mode: its cores and accelerators are off", remedy)
 
 
 def _iommu(card: Function) -> Iterator[Finding]:
     kind = card.text("iommu_group/type")
     found = {"": "off", "identity": "on, passing through"}.get(kind, f"on, translating ({kind})")
-    mend = "boot with iommu=pt: the card's writes to a GPU go to the processor to be translated"
-    yield Finding.of("IOMMU", kind in ("", "identity"), found, mend)
+    remedy = "boot with iommu=pt: the card's writes to a GPU go to the processor to be translated"
+    yield Finding.of("IOMMU", kind in ("", "identity"), found, remedy)
 
 
 def _peer_memory(machine: Machine) -> Finding:
@@ -130,8 +130,10 @@ def _peer_memory(machine: Machine) -> Finding:
             "GPU memory", "warning", "no NVIDIA driver is loaded", "install it: the card cannot reach the GPU"
         )
     if not ways:
-        mend = "modprobe nvidia-peermem, or use NVIDIA's open kernel modules; until then KV goes by way of host memory"
-        return Finding("GPU memory", "warning", "neither DMA-BUF nor nvidia-peermem", mend)
+        remedy = (
+            "modprobe nvidia-peermem, or use NVIDIA's open kernel modules; until then KV goes by way of host memory"
+        )
+        return Finding("GPU memory", "warning", "neither DMA-BUF nor nvidia-peermem", remedy)
     return Finding("GPU memory", "ok", ", ".join(ways))
 
 
@@ -155,5 +157,5 @@ def _redirection(card: Function, gpu: Function) -> Finding:
     if not bridges:
         return Finding(what, "ok", "no bridge redirects")
     commands = "; ".join(f"setpci -s {address} ECAP_ACS+6.w=0000" for address in bridges)
-    mend = f"off in the BIOS, or, as root after each boot, unless virtual machines are to be kept apart: {commands}"
-    return Finding(what, "warning", f"redirected to the root complex by {', '.join(bridges)}", mend)
+    remedy = f"off in the BIOS, or, as root after each boot, unless virtual machines are to be kept apart: {commands}"
+    return Finding(what, "warning", f"redirected to the root complex by {', '.join(bridges)}", remedy)

@@ -45,18 +45,18 @@ def decoding() -> Iterator[Finding]:
     for codec in native.Codec:
         implementation = implementations.get(codec)
         if implementation is None:
-            mend = (
+            remedy = (
                 f"install lib{codec.name.lower()}'s development package, then 'make setup': such records are misses now"
             )
-            yield Finding(f"codec {codec.name.lower()}", "warning", "not built in", mend)
+            yield Finding(f"codec {codec.name.lower()}", "warning", "not built in", remedy)
         elif codec is native.Codec.DEFLATE and "isa-l" not in implementation.lower():
-            mend = "install libisal-dev, then 'make setup': it decodes 2-3 times as fast"
-            yield Finding("codec deflate", "warning", implementation, mend)
+            remedy = "install libisal-dev, then 'make setup': it decodes 2-3 times as fast"
+            yield Finding("codec deflate", "warning", implementation, remedy)
         else:
             yield Finding(f"codec {codec.name.lower()}", "ok", implementation)
     library = native.tls_library()
-    mend = "install libssl-dev, then 'make setup', to encrypt the way to storage (storage_tls_ca)"
-    yield Finding.of("TLS to storage", bool(library), library or "not built in", mend)
+    remedy = "install libssl-dev, then 'make setup', to encrypt the way to storage (storage_tls_ca)"
+    yield Finding.of("TLS to storage", bool(library), library or "not built in", remedy)
     for backend in native.backends().values():
         imitation = "; it decodes and copies on CPU cores: for trying and testing, no DPU takes part"
         found = backend.description + (imitation if backend.emulated else "")
@@ -76,15 +76,15 @@ def shared_memory() -> Iterator[Finding]:
     """Room for the segments that KV is handed over in."""
     shm = shutil.disk_usage("/dev/shm")
     enough = shm.free >= 512 << 20
-    mend = "enlarge /dev/shm (containers: --shm-size=1g)"
-    yield Finding.of("shared memory", enough, f"{shm.free >> 20} MiB free in /dev/shm", mend, "failed")
+    remedy = "enlarge /dev/shm (containers: --shm-size=1g)"
+    yield Finding.of("shared memory", enough, f"{shm.free >> 20} MiB free in /dev/shm", remedy, "failed")
 
 
 def cores() -> Iterator[Finding]:
     """The cores that this process may use."""
     usable = sorted(os.sched_getaffinity(0))
-    mend = "data plane and engine will share cores: fine for trying, not for serving (docs/cores.md)"
-    yield Finding.of("cores", len(usable) >= 4, f"{len(usable)} usable: {usable}", mend)
+    remedy = "data plane and engine will share cores: fine for trying, not for serving (docs/cores.md)"
+    yield Finding.of("cores", len(usable) >= 4, f"{len(usable)} usable: {usable}", remedy)
 
 
 def engine() -> Iterator[Finding]:
@@ -92,15 +92,15 @@ def engine() -> Iterator[Finding]:
     try:
         version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        mend = "needed in the serving process only: 'make setup' installs it"
-        yield Finding("vLLM", "warning", "not installed", mend)
+        remedy = "needed in the serving process only: 'make setup' installs it"
+        yield Finding("vLLM", "warning", "not installed", remedy)
         return
     tested = version.split("+")[0] == TESTED_VLLM
-    mend = f"tested with {TESTED_VLLM}; run the tests before you rely on it"
-    yield Finding.of("vLLM", tested, version, mend)
+    remedy = f"tested with {TESTED_VLLM}; run the tests before you rely on it"
+    yield Finding.of("vLLM", tested, version, remedy)
     plugins = {entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")}
     found = f"vllm.general_plugins: {sorted(plugins)}"
     yield Finding.of("plugin", "shadowserve" in plugins, found, "pip install shadowserve", "failed")
     if importlib.util.find_spec("torchvision") and "+cpu" in version:
-        mend = "a CUDA build of it breaks vLLM's CPU build: pip uninstall torchvision"
-        yield Finding("torchvision", "warning", "installed", mend)
+        remedy = "a CUDA build of it breaks vLLM's CPU build: pip uninstall torchvision"
+        yield Finding("torchvision", "warning", "installed", remedy)

@@ -93,21 +93,21 @@ def _no_node(node: Node, listener: Listener) -> Finding | None:
     """Return the finding where no storage node can be what listens, or not with this TLS."""
     where = f"on {node.address}"
     if listener.protocol not in ("resp", "tls"):
-        mend = f"write the storage node's address into {node.key}: {STORAGE_KEYS}"
+        remedy = f"write the storage node's address into {node.key}: {STORAGE_KEYS}"
         if listener.protocol == "http2":
-            mend += f". A data plane's address belongs in 'data_plane' of the engine: {DATA_PLANE_KEYS}"
-        return Finding(node.what, "failed", f"{listener} listens {where}: this is no storage node", mend)
+            remedy += f". A data plane's address belongs in 'data_plane' of the engine: {DATA_PLANE_KEYS}"
+        return Finding(node.what, "failed", f"{listener} listens {where}: this is no storage node", remedy)
     if listener.encrypted == (node.credentials is not None):
         return None
     speaks = "TLS" if listener.encrypted else "no TLS"
     if node.own:
         found = f"the server {where} speaks {speaks}, and the configuration says otherwise"
         return Finding(node.what, "failed", found, "it was started with another configuration: start it again")
-    mend = "set storage_tls_ca to the file of the authority of its certificate"
+    remedy = "set storage_tls_ca to the file of the authority of its certificate"
     if not listener.encrypted:
-        mend = "give the server tls_cert and tls_key, or take storage_tls_ca out of section 'dpu'"
+        remedy = "give the server tls_cert and tls_key, or take storage_tls_ca out of section 'dpu'"
     return Finding(
-        node.what, "failed", f"the server {where} speaks {speaks}, and the data plane does not expect it", mend
+        node.what, "failed", f"the server {where} speaks {speaks}, and the data plane does not expect it", remedy
     )
 
 
@@ -120,13 +120,13 @@ def _logged_in(node: Node, listener: Listener) -> Finding:
         login = [[b"AUTH", *user, node.password.encode()]] if node.password else []
         answers = ask(node.address, [*login, [b"PING"], [b"INFO", b"server"]], context, name)
     except ssl.SSLCertVerificationError as error:
-        mend = "storage_tls_ca is the file of the authority that signed its certificate; storage_server_name its name"
-        return Finding(node.what, "failed", f"the certificate of the server {where}: {error.verify_message}", mend)
+        remedy = "storage_tls_ca is the file of the authority that signed its certificate; storage_server_name its name"
+        return Finding(node.what, "failed", f"the certificate of the server {where}: {error.verify_message}", remedy)
     except (OSError, ProtocolError, ValueError) as error:
         if node.own and listener.encrypted:  # it wants a client's certificate, and this machine has the server's alone
             return Finding(node.what, "ok", f"a server that speaks TLS and wants clients' certificates answers {where}")
-        mend = "look into its log; with TLS, it may want storage_tls_cert and storage_tls_key"
-        return Finding(node.what, "failed", f"the server {where} does not answer PING: {error}", mend)
+        remedy = "look into its log; with TLS, it may want storage_tls_cert and storage_tls_key"
+        return Finding(node.what, "failed", f"the server {where} does not answer PING: {error}", remedy)
     return _greeted(node, where, answers, bool(login))
 
 
@@ -150,10 +150,10 @@ def _greeted(node: Node, where: str, answers: list[str], logged_in: bool) -> Fin
         reason = next((text for begin, text in _REFUSALS.items() if refused.startswith(begin)), "it refuses")
         found = f"the server {where} answers '{refused[1:]}': {reason}"
         if node.own:
-            mend = "log in as a user of it: SHADOWSERVE_STORAGE_PASSWORD; if another server runs there, stop it"
-            return Finding(node.what, "warning", found, mend)
-        mend = "set SHADOWSERVE_DPU_STORAGE_PASSWORD, and storage_username if it has users, as the server has them"
-        return Finding(node.what, "failed", found, mend)
+            remedy = "log in as a user of it: SHADOWSERVE_STORAGE_PASSWORD; if another server runs there, stop it"
+            return Finding(node.what, "warning", found, remedy)
+        remedy = "set SHADOWSERVE_DPU_STORAGE_PASSWORD, and storage_username if it has users, as the server has them"
+        return Finding(node.what, "failed", found, remedy)
     fields = dict(line.split(":", 1) for line in answers[-1].splitlines() if ":" in line)
     version = fields.get("shadowserve_version")
     if version:
@@ -164,12 +164,12 @@ def _greeted(node: Node, where: str, answers: list[str], logged_in: bool) -> Fin
     if node.cluster:
         return Finding(node.what, "ok", f"{other} answers {where}")
     if node.own:
-        mend = f"stop it, or choose another port: {node.start}"
-        return Finding(node.what, "failed", f"{other} answers {where}: this is no storage node of ShadowServe", mend)
-    mend = (
+        remedy = f"stop it, or choose another port: {node.start}"
+        return Finding(node.what, "failed", f"{other} answers {where}: this is no storage node of ShadowServe", remedy)
+    remedy = (
         "run 'shadowserve storage' there if this is a mistake: Redis checks nothing as it is stored, and streams none"
     )
-    return Finding(node.what, "warning", f"{other} answers {where}, not a storage node of ShadowServe", mend)
+    return Finding(node.what, "warning", f"{other} answers {where}, not a storage node of ShadowServe", remedy)
 
 
 def data_plane(plane: Plane) -> Iterator[Finding]:
@@ -181,15 +181,15 @@ def data_plane(plane: Plane) -> Iterator[Finding]:
         yield Finding(what, "warning", f"not reached on {plane.address}: {error}", plane.start)
         return
     if listener.protocol in ("resp", "http1"):
-        mend = f"write the data plane's address into {plane.key}: {DATA_PLANE_KEYS}"
+        remedy = f"write the data plane's address into {plane.key}: {DATA_PLANE_KEYS}"
         if listener.protocol == "resp":
-            mend += f". A storage node's address belongs in 'storage' of section 'dpu': {STORAGE_KEYS}"
-        yield Finding(what, "failed", f"{listener} listens on {plane.address}: this is no data plane", mend)
+            remedy += f". A storage node's address belongs in 'storage' of section 'dpu': {STORAGE_KEYS}"
+        yield Finding(what, "failed", f"{listener} listens on {plane.address}: this is no data plane", remedy)
         return
     if plane.config is None and listener.encrypted:  # calls take a client's certificate, which is not here
         found = f"{listener} answers on {plane.address} over TLS"
-        mend = "another program listens there: the configuration of the data plane has no tls_cert"
-        yield Finding.of(what, plane.encrypted, found, mend, "failed")
+        remedy = "another program listens there: the configuration of the data plane has no tls_cert"
+        yield Finding.of(what, plane.encrypted, found, remedy, "failed")
         return
     yield from _asked(plane, listener)
 
@@ -199,7 +199,7 @@ def _asked(plane: Plane, listener: Listener) -> Iterator[Finding]:
     client = None
     try:
         credentials = None if config is None else config.credentials()
-        client = DataPlaneClient(plane.address, credentials=credentials, connect_timeout=TIMEOUT_S)
+        client = DataPlaneClient(plane.address, credentials=credentials, connect_timeout_s=TIMEOUT_S)
         if config is not None:
             client.connect(TIMEOUT_S, wait=False)
         answer = client.statistics()
@@ -207,10 +207,10 @@ def _asked(plane: Plane, listener: Listener) -> Iterator[Finding]:
         yield Finding("data plane", "failed", str(error), "name files of certificates that can be used (tls_ca)")
         return
     except DataPlaneError as error:
-        mend = f"write the data plane's address into {plane.key}: {DATA_PLANE_KEYS}"
+        remedy = f"write the data plane's address into {plane.key}: {DATA_PLANE_KEYS}"
         if listener.protocol == "http2":
-            mend = "the message says what does not fit; install the same release of ShadowServe on both sides"
-        yield Finding("data plane", "failed", f"{plane.address}: {error}", mend)
+            remedy = "the message says what does not fit; install the same release of ShadowServe on both sides"
+        yield Finding("data plane", "failed", f"{plane.address}: {error}", remedy)
         return
     finally:
         if client is not None:
@@ -228,18 +228,18 @@ def _engines(engines: list[pb.Engine], own: tuple[int, str] | None) -> Iterator[
         own: tokens of the chunks and the quantizer of the engine that is to be started; None where they are not known.
     """
     forms = Counter((each.model, each.chunk_tokens, each.quantizer) for each in engines)
-    mend = "give engines of one model the same chunk_tokens, quantizer, bins, value_bins and scale_tokens"
+    remedy = "give engines of one model the same chunk_tokens, quantizer, bins, value_bins and scale_tokens"
     for one, other in combinations(forms, 2):
         if one[0] == other[0]:
             found = f"of one model, they share nothing: {_form(one)}; {_form(other)}"
-            yield Finding("engines", "warning", found, mend)
+            yield Finding("engines", "warning", found, remedy)
             return
     models = {form[0] for form in forms}
     if own is not None and engines:
         if not any(form[1] == own[0] and form[2].startswith(own[1]) for form in forms):
             there = "; ".join(_form(form) for form in forms)
             found = f"none has this one's chunks of {own[0]} tokens, {own[1]}: {there}"
-            yield Finding("engines", "warning", f"{found}; of the same model, they share nothing with it", mend)
+            yield Finding("engines", "warning", f"{found}; of the same model, they share nothing with it", remedy)
             return
     if engines:
         listed = "; ".join(f"{count} of {_form(form)}" for form, count in forms.items())

@@ -25,14 +25,14 @@ def device_access() -> Iterator[Finding]:
     if native.block_access_available(access):
         yield Finding("device access", "ok", "io_uring, and threads where a device does not take it")
     elif native.block_access_built(access):
-        mend = (
+        remedy = (
             "allow it (sysctl kernel.io_uring_disabled=0; in a container a seccomp profile with io_uring_setup, "
             "io_uring_enter and io_uring_register): threads cost more CPU time for each read"
         )
-        yield Finding("device access", "warning", "threads alone: the kernel refuses io_uring", mend)
+        yield Finding("device access", "warning", "threads alone: the kernel refuses io_uring", remedy)
     else:
-        mend = "install liburing-dev (2.2 or newer), then 'make setup': threads cost more CPU time for each read"
-        yield Finding("device access", "warning", "threads alone: io_uring was not built in", mend)
+        remedy = "install liburing-dev (2.2 or newer), then 'make setup': threads cost more CPU time for each read"
+        yield Finding("device access", "warning", "threads alone: io_uring was not built in", remedy)
 
 
 def namespaces(machine: Machine) -> Iterator[Finding]:
@@ -41,8 +41,8 @@ def namespaces(machine: Machine) -> Iterator[Finding]:
         block = device.with_name("nvme" + device.name.removeprefix("ng"))
         allowed = all(os.access(path, os.R_OK | os.W_OK) for path in (device, block))
         found = "takes commands from this user" if allowed else "this user may not read and write it"
-        mend = f"if it is to be used: give the server's user {block} and {device}"
-        yield Finding.of(f"NVMe {block.name}", allowed, found, mend)
+        remedy = f"if it is to be used: give the server's user {block} and {device}"
+        yield Finding.of(f"NVMe {block.name}", allowed, found, remedy)
 
 
 def memory(machine: Machine, budgets: Mapping[str, int]) -> Iterator[Finding]:
@@ -58,12 +58,12 @@ def memory(machine: Machine, budgets: Mapping[str, int]) -> Iterator[Finding]:
         return
     free, total = int(match[1]) << 10, sum(budgets.values())
     found = f"{human_size(total)} to use, {human_size(free)} available of {limit.what}"
-    mend = f"make {' or '.join(key for key, size in budgets.items() if size)} smaller"
+    remedy = f"make {' or '.join(key for key, size in budgets.items() if size)} smaller"
     if total > limit.size:
-        yield Finding("memory", "failed", found, f"{mend}: the program does not start")
+        yield Finding("memory", "failed", found, f"{remedy}: the program does not start")
     elif total > free:
-        mend += ", or free some; a program that runs here has it already"
-        yield Finding("memory", "warning", found, mend)
+        remedy += ", or free some; a program that runs here has it already"
+        yield Finding("memory", "warning", found, remedy)
     else:
         yield Finding("memory", "ok", found)
 
@@ -72,9 +72,9 @@ def devices(machine: Machine, configured: Sequence[DeviceConfig]) -> Iterator[Fi
     """Whether the configured devices are there and may be used by this user; files that are not there can be made."""
     for entry in configured:
         path = entry.path if machine.is_this_one else machine.path(str(entry.path))
-        problem, mend = _problem(path, 0 if entry.size is None else int(entry.size))
+        problem, remedy = _problem(path, 0 if entry.size is None else int(entry.size))
         if problem:
-            yield Finding(f"device {entry.path}", "failed", problem, mend)
+            yield Finding(f"device {entry.path}", "failed", problem, remedy)
         elif path.is_file():
             yield Finding(f"device {entry.path}", "ok", f"a file of {path.stat().st_size:,} bytes")
         else:
@@ -82,7 +82,7 @@ def devices(machine: Machine, configured: Sequence[DeviceConfig]) -> Iterator[Fi
 
 
 def _problem(path: Path, size: int) -> tuple[str, str]:
-    """Return what is wrong with a device or file, empty for nothing, and how to mend it."""
+    """Return what is wrong with a device or file, empty for nothing, and how to remedy it."""
     folder = path.absolute().parent
     if path.is_dir():
         return "it is a folder", "name a block device, or a file and its size"

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from shadowserve.pool.promotion import Hop
+from shadowserve.pool.prefetch_policy import Hop
 from shadowserve_tools.simulate.assumptions import given
 
 __all__ = ["MODELS", "TABLE_4", "WORKLOADS", "Assumed", "Shape"]

@@ -1,8 +1,8 @@
 """One policy over one trace: the clock goes from event to event: a request comes, one ends, a block has moved.
 
-Requests that decode take an iteration a token, all together. What is promoted is decided by the product's own
-``Promotion``, where static blocks lie by its ``Interleaver``; the oracle is ``NextUse`` and ``Promotion``, told of
-requests before they come.
+Requests that decode take an iteration a token, all together. What is prefetched is decided by the product's own
+``PrefetchPolicy``, where static blocks lie by its ``Interleaver``; the oracle is ``NextUse`` and ``PrefetchPolicy``,
+told of requests before they come.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from shadowserve.native import IndexPolicy
 from shadowserve.pool.placement import Interleaver
-from shadowserve.pool.promotion import Promotion, Waiting
+from shadowserve.pool.prefetch_policy import PrefetchPolicy, Waiting
 from shadowserve_tools.simulate.tier_assumptions import Assumed
 from shadowserve_tools.simulate.tier_model import FOREVER_S, Policy, Predicted, Request, Session, Tier, Trace
 
@@ -34,7 +34,7 @@ class Rules:
     """What may be asked of the policies that are told who waits.
 
     Attributes:
-        lookahead: requests ahead that are promoted; the paper's K.
+        lookahead: requests ahead that are prefetched; the paper's K.
         late_stalls: whether a block that is late stops all that decode, as a page fault; else its request alone waits.
     """
 
@@ -103,7 +103,7 @@ class _Run:
         self.memory = Tier(given.memory_gb * 1e9, len(self.session_of), IndexPolicy.LRU, self._left_memory)
         # The oracle begins as early as is sure to suffice, not sooner: what decodes may be what should go instead.
         ahead_s = self.hops[0].seconds(asked.running_bytes_max)
-        self.promotion = Promotion(None, ahead_s) if policy.foresees else Promotion(rules.lookahead)
+        self.prefetch = PrefetchPolicy(None, ahead_s) if policy.foresees else PrefetchPolicy(rules.lookahead)
         self.predicted = Predicted(self.sessions, self.hbm) if policy.predicts else None
         if self.predicted is not None:
             self.hbm.victim = self.predicted.victim
@@ -185,7 +185,7 @@ class _Run:
                 self._land(self.ends.index(min(self.ends)))
             self._tell()
             self._schedule()
-            self._promote()
+            self._prefetch()
 
     def _stall(self, seconds: float) -> None:
         """Let time pass in which nothing decodes."""
@@ -200,12 +200,12 @@ class _Run:
         while self.told < min(self.come + self.policy.foresees, len(self.requests)):
             request = self.requests[self.told]
             request.session.known.append(request.number)
-            self._announce(request.number, request.session)
+            self._publish(request.number, request.session)
             self.told += 1
 
-    def _announce(self, number: int, session: Session) -> None:
+    def _publish(self, number: int, session: Session) -> None:
         for tier in self.filled:
-            tier.next_use.announce(number, 0, session.keys, FOREVER_S)
+            tier.next_use.publish(number, 0, session.keys, FOREVER_S)
 
     def _schedule(self) -> None:
         """Begin with those that are next, in their order, as far as they may run and have what they need."""
@@ -256,7 +256,7 @@ class _Run:
                 self.hbm.drop(key)
                 self._left_hbm(key, size)
         if session.known:
-            self._announce(session.known[0], session)
+            self._publish(session.known[0], session)
         if self.predicted is not None:
             self.predicted.given_back()
 
@@ -327,15 +327,15 @@ class _Run:
         else:
             self.ahead[job.key] = job.size
         if session.known:
-            self._announce(session.known[0], session)
+            self._publish(session.known[0], session)
 
-    def _promote(self) -> None:
+    def _prefetch(self) -> None:
         """Move up ahead what the policy says, where a link is free."""
         if self.predicted is not None:
-            self._promote_predicted(self.predicted)
+            self._prefetch_predicted(self.predicted)
         elif self.policy.foresees is not None and not all(self.links):
             promised = [float(sum(job.size for job in link)) for link in self.links]
-            for move in self.promotion.plan(self._waiting(), self.hops, promised):
+            for move in self.prefetch.plan(self._waiting(), self.hops, promised):
                 assert isinstance(move.request, int)
                 if not self._begin(self.requests[move.request], move.hop, move.size):
                     return  # what runs later would only be driven out again
@@ -366,7 +366,7 @@ class _Run:
                 return False
         return True
 
-    def _promote_predicted(self, predicted: Predicted) -> None:
+    def _prefetch_predicted(self, predicted: Predicted) -> None:
         session = None if self.links[0] else predicted.best()
         if session is None:
             return

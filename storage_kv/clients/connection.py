@@ -644,7 +644,7 @@ class Connection(Watched):
         with self._node.lock:
             self._node.counters.input_bytes += self._received_bytes
             self._node.unwatch(self.session)
-            self._node.announcements.leave(self.session.id)
+            self._node.publications.leave(self.session.id)
             if self._node.streams is not None:
                 self._node.streams.others.leave(self.session)
             self._replies.drop()

@@ -1,7 +1,7 @@
 """A client's connection through TLS: the handshake, and waiting for the other direction.
 
 A handshake is driven by readiness like everything else, and has ``authentication_timeout_s`` in all. Later, reading may
-have to wait for room to write and the reverse, and bytes that are decrypted already are announced by nobody.
+have to wait for room to write and the reverse, and bytes that are decrypted already are published by nobody.
 """
 
 import contextlib

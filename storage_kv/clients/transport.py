@@ -1,7 +1,7 @@
 """Bytes to and from a client's socket, in the clear or through TLS; connections do not tell the two apart.
 
 Some facts. Python's ``SSLSocket`` encrypts at most one record, 16 KiB, in each call (OpenSSL's partial writes, which
-CPython switches on), and has no gathering send. It holds decrypted bytes that the kernel no longer announces. Reading
+CPython switches on), and has no gathering send. It holds decrypted bytes that the kernel no longer publishes. Reading
 may have to wait for room to write and the reverse: TLS 1.3 changes its keys in the middle of a connection.
 
 Consequence: the plain transport is the socket's own methods, nothing in between. The TLS transport goes on until it has
@@ -62,7 +62,7 @@ class Transport(Protocol):
         """What is to be closed at the end."""
 
     def pending(self) -> int:
-        """Return how many bytes can be read without the kernel announcing any."""
+        """Return how many bytes can be read without the kernel publishing any."""
 
     def shake_hands(self) -> bool:
         """Go on with the handshake; return whether it is over. Raises OSError where it has failed."""
@@ -88,7 +88,7 @@ class PlainTransport:
         self.is_secure = self.read_wants_write = self.write_wants_read = False
 
     def pending(self) -> int:
-        """Return 0: what is there, the kernel announces."""
+        """Return 0: what is there, the kernel publishes."""
         return 0
 
     def shake_hands(self) -> bool:

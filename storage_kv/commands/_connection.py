@@ -140,7 +140,7 @@ def quit_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 def reset(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """RESET: the connection is as new."""
     node.unwatch(session)
-    node.announcements.leave(session.id)
+    node.publications.leave(session.id)
     session.reset()
     node.begin(session)
     return b"+RESET\r\n"

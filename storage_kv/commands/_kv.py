@@ -5,13 +5,13 @@ from typing import Final
 
 from shadowserve.pool.terms import DEFAULT_TENANT, Address, Item, PinShareError
 from shadowserve.resp import Map, Value, encode, encode_array_header, encode_null
-from storage_kv.announcements import NAME_BYTES_MAX, SECONDS_MAX, TooManyAnnouncedError
 from storage_kv.commands._arguments import KEYS_AT_A_TIME, as_integer, bulk_of, in_turns, settled, syntax_error
 from storage_kv.layers import KEYS_MAX, LAYERS_MAX
 from storage_kv.node import CommandError, More, Node, Part, Reply
+from storage_kv.publications import NAME_BYTES_MAX, SECONDS_MAX, TooManyPublishedError
 from storage_kv.session import Argument, Session
 
-__all__ = ["announce", "announced", "layers", "meta", "pin", "pins", "prefetch", "unpin"]
+__all__ = ["publish", "published", "layers", "meta", "pin", "pins", "prefetch", "unpin"]
 
 _LAYERS_TEXT_BYTES_MAX: Final = 16 << 10
 _LAYER_MAX: Final = 65_535
@@ -119,31 +119,31 @@ def _layer_numbers(argument: Argument) -> list[int]:
     return found
 
 
-def announce(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KV.ANNOUNCE milliseconds key [key ...]: says that they will be stored over this or another connection; 0 ends it.
+def publish(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """KV.PUBLISH milliseconds key [key ...]: says that they will be stored over this or another connection; 0 ends it.
 
-    Answers how many of them are announced now, or were till now. A key that is there needs no announcement and gets
+    Answers how many of them are published now, or were till now. A key that is there needs no publication and gets
     none. At the first keys for which there is no room the rest is left as it is, and the reply is an error.
     """
     lasts_ms = as_integer(arguments[1])
     if not 0 <= lasts_ms <= 1000 * SECONDS_MAX:
-        raise CommandError(f"ERR invalid time in 'kv.announce' command: 0 to {1000 * SECONDS_MAX} milliseconds")
+        raise CommandError(f"ERR invalid time in 'kv.publish' command: 0 to {1000 * SECONDS_MAX} milliseconds")
     if any(len(name) > NAME_BYTES_MAX for name in arguments[2:]):
-        raise CommandError(f"ERR a key that is announced has at most {NAME_BYTES_MAX} bytes")
+        raise CommandError(f"ERR a key that is published has at most {NAME_BYTES_MAX} bytes")
     names, position, count = arguments[2:], 0, 0
 
     def step() -> Reply | None:
         nonlocal position, count
         keys = [session.qualify(name) for name in names[position : position + KEYS_AT_A_TIME]]
         if not lasts_ms:
-            count += node.announcements.withdraw(session.id, keys)
+            count += node.publications.withdraw(session.id, keys)
         else:
             keys = [key for key in keys if node.store.peek(key) is None]
             now_ms = node.clock_ms()
             try:
-                node.announcements.announce(session.id, keys, now_ms, now_ms + lasts_ms)
-            except TooManyAnnouncedError as error:
-                raise CommandError(f"OOM {error}. Of this command's keys {count} are announced") from None
+                node.publications.publish(session.id, keys, now_ms, now_ms + lasts_ms)
+            except TooManyPublishedError as error:
+                raise CommandError(f"OOM {error}. Of this command's keys {count} are published") from None
             count += len(keys)
         position += KEYS_AT_A_TIME
         return b":%d\r\n" % count if position >= len(names) else None
@@ -151,14 +151,14 @@ def announce(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     return in_turns(step)
 
 
-def announced(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KV.ANNOUNCED key [key ...]: for how many milliseconds more each is announced; 0 where it is not, or is there."""
+def published(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """KV.PUBLISHED key [key ...]: for how many milliseconds more each is published; 0 where it is not, or is there."""
     now_ms = node.clock_ms()
 
     def left(key: Address) -> bytes:
-        until_ms = node.announcements.until_ms(key, now_ms)
+        until_ms = node.publications.until_ms(key, now_ms)
         if until_ms and node.store.peek(key) is not None:
-            node.announcements.settle(key)
+            node.publications.settle(key)
             until_ms = 0
         return b":%d\r\n" % max(0, until_ms - now_ms)
 
@@ -170,9 +170,9 @@ def pin(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
     Pins count against shares. At the first key beyond one the rest is left as it is, and the reply is an error.
     """
-    seconds, seconds_max = as_integer(arguments[1]), node.config.pin_seconds_max
+    seconds, seconds_max = as_integer(arguments[1]), node.config.pin_max_s
     if not 0 <= seconds <= seconds_max:
-        raise CommandError(f"ERR invalid pin time in 'kv.pin' command: 0 to {seconds_max} seconds (pin_seconds_max)")
+        raise CommandError(f"ERR invalid pin time in 'kv.pin' command: 0 to {seconds_max} seconds (pin_max_s)")
     return in_turns(_Pinning(node, session, arguments[2:], seconds))
 
 

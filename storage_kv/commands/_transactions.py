@@ -124,7 +124,7 @@ def note_change(node: Node, session: Session, command: Command, arguments: list[
 
 def _is_unchanged(command: Command, arguments: list[Argument], reply: Reply) -> bool:
     """Return whether a reply says that nothing has changed; in doubt it does not."""
-    if command.name == "kv.announce":
+    if command.name == "kv.publish":
         return True
     if command.name == "getex" and (len(arguments) == 2 or reply in _NULLS):
         return True

@@ -111,7 +111,7 @@ _ARENA_GAUGES: Final[_Table] = (
     ("arena_copies", "memory_objects", "Objects of which an arena holds a copy."),
 )
 _ARENA_COUNTERS: Final[_Table] = (
-    ("arena_promotions", "promotions", "Objects copied into an arena because they were hot."),
+    ("arena_promotions", "prefetches", "Objects copied into an arena because they were hot."),
     (
         "arena_copies_dropped",
         "copies_dropped",

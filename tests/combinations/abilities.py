@@ -67,8 +67,8 @@ ABILITIES: Final[dict[str, Ability]] = {
     "waits": Ability("fetching within the step", "host.asynchronous_fetch: false", host={"asynchronous_fetch": False}),
     "pages": Ability("pages", "host.pages: true", host={"pages": True}, plane=("--tiers", _TIERS), behind="nothing"),
     "binned": Ability("lossy quantizer", "host.quantizer: binned", host={"quantizer": "binned"}, exact=False),
-    "policy": Ability("fetch-or-recompute policy", "host.fetch_or_compute: true", host={"fetch_or_compute": True}),
-    "pd": Ability("P/D disaggregation", "host.handover: prefill, decode", host={"handover": "prefill"}),
+    "policy": Ability("fetch-or-recompute policy", "host.fetch_or_recompute: true", host={"fetch_or_recompute": True}),
+    "pd": Ability("P/D disaggregation", "host.pd_role: prefill, decode", host={"pd_role": "prefill"}),
     "budget": Ability("interference budget", "host.interference_budget", host={"interference_budget": 0.01}),
     "preemption": Ability(
         "preemption saves",

@@ -15,7 +15,7 @@ from cluster_support import PASSWORD, Cluster
 from cold_support import CREDENTIALS
 from engine import Engine
 from faulty_s3 import BUCKET, faulty_s3
-from machine import PATIENCE_S, PATIENT, free_port, wait_for
+from machine import PATIENT, WAIT_MAX_S, free_port, wait_for
 from stack import Process
 from tiny_models import random_tokens
 
@@ -152,7 +152,7 @@ def _storage(behind: Behind, folder: Path) -> Iterator[tuple[list[str], Callable
 
 
 def _metrics(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_MAX_S) as answer:
         return str(answer.read().decode())
 
 
@@ -213,7 +213,7 @@ def _run(setup: _Setup, address: str, references: References, forget: Callable[[
         if "pd" in setup.names or setup.behind == "s3":  # an engine that knows how fast it computes may rather compute
             reasons |= _counted(engine)
             engine.close()
-            engine = start(**({"handover": "decode"} if "pd" in setup.names else {}))
+            engine = start(**({"pd_role": "decode"} if "pd" in setup.names else {}))
         engine.forget()
         wrong = wrong or _work(engine, setup, known, storing=False)
         reasons |= _counted(engine)

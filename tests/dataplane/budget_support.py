@@ -40,7 +40,7 @@ def moved(daemon: Daemon) -> dict[str, int]:
     assert all(counted[mover] <= granted[mover] for mover in counted)
     assert metrics.delivered_bytes <= granted["fetch"] + granted["tier_load"] + granted["page_load"]
     assert metrics.stored_raw_bytes <= stored
-    assert sum(size for size, _ in metrics.promotions().values()) <= granted["prefetch"]
+    assert sum(size for size, _ in metrics.prefetches().values()) <= granted["prefetch"]
     return {name: size for name, size in counted.items() if size}
 
 

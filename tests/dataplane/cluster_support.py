@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dataplane_support import SMALL_BUFFERS
-from machine import NEVER_MS, PATIENCE_MS, PATIENCE_S, free_port, frozen, wait_for
+from machine import NEVER_MS, WAIT_MAX_MS, WAIT_MAX_S, free_port, frozen, wait_for
 from redis import Redis
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError as Lost
@@ -50,7 +50,7 @@ class ClusterNode:
         self.process: subprocess.Popen[bytes] | None = None
         self._tls = certificates is not None
         files = {"ssl": True, "ssl_ca_certs": str(certificates / "ca.crt")} if certificates else {}
-        self.redis: Any = Redis(port=port, host="127.0.0.1", password=PASSWORD, socket_timeout=PATIENCE_S, **files)
+        self.redis: Any = Redis(port=port, host="127.0.0.1", password=PASSWORD, socket_timeout=WAIT_MAX_S, **files)
 
     @property
     def address(self) -> str:
@@ -133,7 +133,7 @@ class Cluster:
         command = ["redis-cli", "-a", PASSWORD, "--no-auth-warning", *self._flags, "--cluster", "create"]
         command += [node.address for node in self.nodes]
         command += ["--cluster-replicas", str(self._replicas), "--cluster-yes"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_MAX_S)
         assert done.returncode == 0, done.stdout + done.stderr
         for node in self.nodes:
             wait_for(lambda node=node: node.redis.cluster("INFO").get("cluster_state") == "ok")
@@ -217,7 +217,7 @@ class Cluster:
         master = self.master_of(key)
         assert master.redis.set(storage_key(key), value)
         if self._replicas:
-            master.redis.execute_command("WAIT", self._replicas, PATIENCE_MS)
+            master.redis.execute_command("WAIT", self._replicas, WAIT_MAX_MS)
 
     def clear(self) -> None:
         for node in self.masters():
@@ -233,7 +233,7 @@ class Cluster:
         names = source.redis.execute_command("CLUSTER GETKEYSINSLOT", slot, 1000)
         for name in names:
             source.redis.execute_command(
-                "MIGRATE", "127.0.0.1", target.port, name, 0, PATIENCE_MS, "REPLACE", "AUTH", PASSWORD
+                "MIGRATE", "127.0.0.1", target.port, name, 0, WAIT_MAX_MS, "REPLACE", "AUTH", PASSWORD
             )
         return len(names)
 
@@ -262,5 +262,5 @@ def cluster_config(cluster: "Cluster | Sequence[str]", **changes: Any) -> DataPl
     """A configuration of a daemon that knows two of the nodes."""
     addresses = [node.address for node in cluster.nodes[:2]] if isinstance(cluster, Cluster) else list(cluster)
     values: dict[str, Any] = {"listen": "127.0.0.1:0", "storage_cluster": addresses, "storage_password": PASSWORD}
-    values |= {"connect_timeout": PATIENCE_S, "command_timeout": PATIENCE_S, "shutdown_time": 2.0}
+    values |= {"connect_timeout_s": WAIT_MAX_S, "command_timeout_s": WAIT_MAX_S, "shutdown_timeout_s": 2.0}
     return DataPlaneConfig.model_validate(values | SMALL_BUFFERS | changes)

@@ -20,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from cluster_support import Cluster, cluster_config  # noqa: E402
 from dataplane_support import Client, Server, config, keys_of, kv, layout  # noqa: E402
-from machine import PATIENCE_MS  # noqa: E402
+from machine import WAIT_MAX_MS  # noqa: E402
 from tls_support import TlsServer  # noqa: E402
 
 from dpu_dataplane.server import Daemon  # noqa: E402
@@ -46,7 +46,7 @@ async def measure(name: str, values: Any, chunks: int, repeats: int) -> None:
         for index in range(chunks):
             size = SHAPE.raw_bytes
             client.segment.memory[index * size : (index + 1) * size] = memoryview(kv(SHAPE, index % 4))
-        stored = await client.store(keys, timeout_ms=PATIENCE_MS)
+        stored = await client.store(keys, timeout_ms=WAIT_MAX_MS)
         assert stored.outcome == pb.OUTCOME_COMPLETE, stored.detail
         lookups, fetches = [], []
         for _ in range(repeats):

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
-from machine import NEVER_S, PATIENCE_MS, PATIENCE_S, free_port, frozen, wait_for
+from machine import NEVER_S, WAIT_MAX_MS, WAIT_MAX_S, free_port, frozen, wait_for
 from preloaded import Preloaded
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.server import Daemon
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
-from shadowserve.keys import RECORD_VERSION, SCHEMA_VERSION, ModelIdentity, chain_links, record_keys, storage_key
+from shadowserve.keys import RECORD_VERSION, SCHEMA_VERSION, ModelIdentity, prefix_chain, record_keys, storage_key
 from shadowserve.pieces import Flags, leading, leading_chunks, unpack
 from shadowserve.proto import PROTOCOL_VERSION, SESSION_KEY, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
@@ -90,7 +90,7 @@ class Server:
 
     def command(self, *words: bytes) -> bytes:
         """Send one command, return the first line of its answer."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S) as sock:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_MAX_S) as sock:
             for command in ([(b"AUTH", self.password.encode())] if self.password else []) + [words]:
                 sock.sendall(b"*%d\r\n" % len(command) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in command))
                 answer = b""
@@ -188,7 +188,7 @@ def namespace(quantizer: str = "lossless", dtype: str = "bfloat16", model: str =
 
 def keys_of(shape: ChunkLayout, count: int, seed: int = 0) -> list[bytes]:
     tokens = np.random.default_rng(seed).integers(0, 1000, count * shape.tokens)
-    return record_keys(shape.namespace, chain_links(bytes(32), tokens, chunk_tokens=shape.tokens))
+    return record_keys(shape.namespace, prefix_chain(bytes(32), tokens, chunk_tokens=shape.tokens))
 
 
 def kv(shape: ChunkLayout, seed: int) -> bytes:
@@ -219,14 +219,14 @@ SMALL_BUFFERS: dict[str, Any] = {
     "dma_source_buffer_bytes": "8MiB",
     "store_buffer_bytes": "4MiB",
 }
-PATIENT: dict[str, Any] = {"connect_timeout": PATIENCE_S, "command_timeout": PATIENCE_S}
+PATIENT: dict[str, Any] = {"connect_timeout_s": WAIT_MAX_S, "command_timeout_s": WAIT_MAX_S}
 """Storage that is slow is not away; tests in which it is say what to wait."""
 
 
 def config(server: "Server | str", **changes: Any) -> DataPlaneConfig:
     address = server if isinstance(server, str) else server.address
     password = "" if isinstance(server, str) else server.password
-    values = {"listen": "127.0.0.1:0", "storage": address, "storage_password": password, "shutdown_time": 2.0}
+    values = {"listen": "127.0.0.1:0", "storage": address, "storage_password": password, "shutdown_timeout_s": 2.0}
     return DataPlaneConfig.model_validate({"backend": BACKEND} | values | PATIENT | SMALL_BUFFERS | changes)
 
 
@@ -267,7 +267,7 @@ class Client:
         self.stub: Any = self.plain
         self.segments: list[Segment] = []
         self.segment: Segment
-        self.destination = 0
+        self.registration = 0
         self.session = b""
         self.shape: ChunkLayout
         self._jobs = 0
@@ -285,21 +285,21 @@ class Client:
         self.shape = shape
         self.segment = Segment(shape.raw_bytes * chunks + extra)
         self.segments.append(self.segment)
-        answer = await self.stub.RegisterDestination(self.registration())
+        answer = await self.stub.RegisterMemory(self.registration())
         self.segment.unlink()
         assert list(answer.chunk_bytes) == [shape.raw_bytes]
-        self.destination = answer.destination_id
+        self.registration = answer.memory_id
         return self
 
-    def registration(self, **changes: Any) -> pb.RegisterDestinationRequest:
+    def registration(self, **changes: Any) -> pb.RegisterMemoryRequest:
         fields: dict[str, Any] = {
             "layouts": [layout_message(self.shape)],
             "shared_memory": pb.SharedMemory(name=self.segment.name, size=self.segment.size),
         }
-        return pb.RegisterDestinationRequest(**(fields | changes))
+        return pb.RegisterMemoryRequest(**(fields | changes))
 
     def part(self, keys: list[bytes], **changes: Any) -> pb.FetchPart:
-        fields = {"destination_id": self.destination, "offset": 0, "length": self.segment.size, "keys": keys}
+        fields = {"memory_id": self.registration, "offset": 0, "length": self.segment.size, "keys": keys}
         return pb.FetchPart(**(fields | changes))
 
     def fetch_request(self, keys: list[bytes], **changes: Any) -> pb.FetchRequest:
@@ -309,7 +309,7 @@ class Client:
         fields: dict[str, Any] = {
             "job_id": f"job-{self._jobs}",
             "parts": [self.part(**({"keys": keys} | of_part))],
-            "timeout_ms": PATIENCE_MS,
+            "timeout_ms": WAIT_MAX_MS,
         }
         return pb.FetchRequest(**(fields | changes))
 
@@ -325,10 +325,10 @@ class Client:
         self._jobs += 1
         fields: dict[str, Any] = {
             "job_id": f"job-{self._jobs}",
-            "destination_id": self.destination,
+            "memory_id": self.registration,
             "offset": 0,
             "keys": keys,
-            "timeout_ms": PATIENCE_MS,
+            "timeout_ms": WAIT_MAX_MS,
         }
         return pb.StoreRequest(**(fields | changes))
 
@@ -339,7 +339,7 @@ class Client:
             leading(stored), stored.tolist(), answer.outcome, answer.detail, answer.raw_bytes, answer.stored_bytes
         )
 
-    async def lookup(self, keys: list[bytes], space: bytes = b"", timeout_ms: int = PATIENCE_MS) -> "Found":
+    async def lookup(self, keys: list[bytes], space: bytes = b"", timeout_ms: int = WAIT_MAX_MS) -> "Found":
         chain = pb.KeyChain(keys=keys, namespace=space or self.shape.namespace)
         return found(await self.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=timeout_ms)), len(keys))
 
@@ -409,7 +409,7 @@ class DaemonProcess:
         self, server: "Server | str", directory: Path, *, python: Sequence[str] = (sys.executable,), **changes: Any
     ) -> None:
         address = server if isinstance(server, str) else server.address
-        values = {"listen": "127.0.0.1:0", "storage": address, "shutdown_time": NEVER_S}
+        values = {"listen": "127.0.0.1:0", "storage": address, "shutdown_timeout_s": NEVER_S}
         values |= PATIENT | SMALL_BUFFERS | changes
         flags = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         self.log = directory / "daemon.log"
@@ -422,7 +422,7 @@ class DaemonProcess:
         assert line[:1] == ["ready"], self.log.read_text()
         self.address = line[1]
 
-    def stop(self, number: int = signal.SIGTERM, timeout: float = PATIENCE_S) -> int:
+    def stop(self, number: int = signal.SIGTERM, timeout: float = WAIT_MAX_S) -> int:
         self.process.send_signal(number)
         try:
             return self.process.wait(timeout)

@@ -93,14 +93,14 @@ class ScriptedSource(Source):
         self._check()
         values = self.records | ({} if order.authoritative else self.copies)
         async with self._connection({storage_key(key): data for key, data in values.items()}) as sock:
-            round_ = order.make_round(order.pieces)
+            batch_ = order.make_batch(order.pieces)
             try:
-                with job.interruptible(round_.cancel):
-                    await self._on(self._fetching, self._pipeline.fetch, round_, [sock.fileno()])
+                with job.interruptible(batch_.cancel):
+                    await self._on(self._fetching, self._pipeline.fetch, batch_, [sock.fileno()])
             finally:
-                round_.release()
-        done = Delivered(order.pieces["result"], received_bytes=round_.received_bytes)
-        for index, result in enumerate(round_.results):
+                batch_.release()
+        done = Delivered(order.pieces["result"], received_bytes=batch_.received_bytes)
+        for index, result in enumerate(batch_.results):
             if result not in (Result.OK, Result.SKIPPED):
                 done.failures[index] = Failure(
                     result,
@@ -118,7 +118,7 @@ class ScriptedSource(Source):
         async with self._connection(values) as sock:
             with job.interruptible(functools.partial(sock.shutdown, socket.SHUT_RDWR)):
                 result, text = await self._on(
-                    self._storing, self._pipeline.put, record.round, record.position, record.head, sock.fileno(),
+                    self._storing, self._pipeline.put, record.batch, record.position, record.head, sock.fileno(),
                     job.deadline_ns,
                 )  # fmt: skip
         if result is Result.OK:

@@ -1,4 +1,4 @@
-"""Calls as such: malformed, cancelled, abandoned, too many, overlapping; destinations; health; metrics."""
+"""Calls as such: malformed, cancelled, abandoned, too many, overlapping; registrations; health; metrics."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ from dataplane_support import (
     running,
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from machine import NEVER_MS, NEVER_S, PATIENCE_S, free_port, until
+from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, free_port, until
 
 from dpu_dataplane.server import SERVICE_NAME, Daemon
 from shadowserve.proto import dataplane_pb2 as pb
@@ -49,7 +49,7 @@ async def frozen(mortal_storage: Server) -> AsyncIterator[tuple[Daemon, Client, 
     """A daemon whose storage holds records and has stopped answering; heads are remembered."""
     for index, key in enumerate(KEYS):
         mortal_storage.put(key, make_record(SHAPE, key, index))
-    async with running(mortal_storage, command_timeout=NEVER_S) as (daemon, client):
+    async with running(mortal_storage, command_timeout_s=NEVER_S) as (daemon, client):
         await client.register(SHAPE, 8)
         await client.lookup(KEYS)
         assert (await client.fetch(KEYS)).chunks == 4
@@ -153,9 +153,9 @@ async def test_malformed_registrations_name_the_field(client: Client) -> None:
         ({"shared_memory": pb.SharedMemory(name="shadowserve-00000000", size=segment.size)}, INVALID, ["cannot open"]),
         ({"shared_memory": pb.SharedMemory(name=segment.name, size=segment.size + 1)}, INVALID, ["size"]),
         ({"shared_memory": pb.SharedMemory(name=segment.name, size=0)}, INVALID, ["size"]),
-        ({"shared_memory": pb.SharedMemory(name=segment.name, size=2**64 - 1)}, EXHAUSTED, ["destination_bytes_max"]),
+        ({"shared_memory": pb.SharedMemory(name=segment.name, size=2**64 - 1)}, EXHAUSTED, ["registered_bytes_max"]),
     ):
-        await refused(client.stub.RegisterDestination(client.registration(**changes)), code, *words)
+        await refused(client.stub.RegisterMemory(client.registration(**changes)), code, *words)
 
 
 async def test_only_own_regular_files_are_mapped(client: Client) -> None:
@@ -176,7 +176,7 @@ async def test_only_own_regular_files_are_mapped(client: Client) -> None:
         for path in (link, pipe, folder, theirs):
             memory = pb.SharedMemory(name=os.path.basename(path), size=SHAPE.raw_bytes)
             request = client.registration(shared_memory=memory)
-            await refused(client.stub.RegisterDestination(request), INVALID, path)
+            await refused(client.stub.RegisterMemory(request), INVALID, path)
     finally:
         for path in (link, pipe, theirs):
             os.unlink(path)
@@ -194,11 +194,11 @@ async def test_a_segment_that_shrank_is_refused_and_the_daemon_lives(client: Cli
     segment = Segment(2 * SHAPE.raw_bytes)
     client.shape, client.segment = SHAPE, segment
     client.segments.append(segment)
-    client.destination = (await client.stub.RegisterDestination(client.registration())).destination_id
+    client.registration = (await client.stub.RegisterMemory(client.registration())).memory_id
     os.truncate(segment.path, 4096)
     await refused(client.stub.Fetch(client.fetch_request(KEYS)), INVALID, "shorter")
     os.truncate(segment.path, segment.size)
-    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION, "so that the host makes another one"
+    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY, "so that the host makes another one"
     await client.register(SHAPE, 2)
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
 
@@ -206,56 +206,56 @@ async def test_a_segment_that_shrank_is_refused_and_the_daemon_lives(client: Cli
 # ---- Destinations ---------------------------------------------------------------------------------------------------
 
 
-async def test_an_unknown_destination_says_so(client: Client) -> None:
+async def test_an_unknown_memory_says_so(client: Client) -> None:
     await client.register(SHAPE, 2)
-    for destination in (0, 1, 2**64 - 1):
-        assert (await client.fetch(KEYS, destination_id=destination)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
-        assert (await client.store(KEYS, destination_id=destination)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
-    await client.stub.ReleaseDestination(pb.ReleaseDestinationRequest(destination_id=client.destination))
-    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
-    await client.stub.ReleaseDestination(pb.ReleaseDestinationRequest(destination_id=client.destination))
+    for registration in (0, 1, 2**64 - 1):
+        assert (await client.fetch(KEYS, memory_id=registration)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
+        assert (await client.store(KEYS, memory_id=registration)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
+    await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
+    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
+    await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
 
 
-async def test_destinations_are_bounded(storage: Server) -> None:
-    async with running(storage, destinations_max=2) as (_, client):
+async def test_registrations_are_bounded(storage: Server) -> None:
+    async with running(storage, registrations_max=2) as (_, client):
         await client.register(SHAPE, 1)
         await client.register(SHAPE, 1)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.register(SHAPE, 1)
-        assert caught.value.code() == EXHAUSTED and "destinations_max" in (caught.value.details() or "")
-        await client.stub.ReleaseDestination(pb.ReleaseDestinationRequest(destination_id=client.destination))
+        assert caught.value.code() == EXHAUSTED and "registrations_max" in (caught.value.details() or "")
+        await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
         await client.register(SHAPE, 1)
-    async with running(storage, destination_bytes_max=3 * SHAPE.raw_bytes) as (_, client):
+    async with running(storage, registered_bytes_max=3 * SHAPE.raw_bytes) as (_, client):
         await client.register(SHAPE, 2)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.register(SHAPE, 2)
         assert caught.value.code() == EXHAUSTED
 
 
-async def test_an_idle_destination_is_forgotten(storage: Server) -> None:
-    async with running(storage, destination_idle=0.2) as (daemon, client), asyncio.timeout(PATIENCE_S):
+async def test_an_idle_registration_is_forgotten(storage: Server) -> None:
+    async with running(storage, registration_idle_s=0.2) as (daemon, client), asyncio.timeout(WAIT_MAX_S):
         while True:
             try:
                 await client.hello()  # the host is forgotten with it
                 await client.register(SHAPE, 1)
-                await until(lambda: daemon.metrics.gauges["destinations"][1]() == 0)
+                await until(lambda: daemon.metrics.gauges["registrations"][1]() == 0)
                 await client.hello()
                 answer = await client.fetch(KEYS)
                 break
             except grpc.aio.AioRpcError as forgotten:  # again, since the machine stood still
                 assert forgotten.code() is FAILED
-        assert answer.outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+        assert answer.outcome == pb.OUTCOME_UNKNOWN_MEMORY
 
 
 async def test_release_returns_only_when_the_region_is_quiet(frozen: tuple[Daemon, Client, Server]) -> None:
     _, client, storage = frozen
     fetch = asyncio.ensure_future(client.fetch(KEYS, job_id="slow", timeout_ms=NEVER_MS))
     await until(storage.asked)
-    request = pb.ReleaseDestinationRequest(destination_id=client.destination)
-    release = asyncio.ensure_future(client.stub.ReleaseDestination(request))
+    request = pb.ReleaseMemoryRequest(memory_id=client.registration)
+    release = asyncio.ensure_future(client.stub.ReleaseMemory(request))
     done, _ = await asyncio.wait({release, fetch}, timeout=0.3)
     assert not done
-    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
     assert (await client.stub.Cancel(pb.CancelRequest(job_id="slow"))).found
     assert (await fetch).outcome == pb.OUTCOME_CANCELLED
     await release
@@ -327,7 +327,7 @@ async def test_two_jobs_cannot_share_what_one_writes(frozen: tuple[Daemon, Clien
 
 
 async def test_a_full_queue_refuses(mortal_storage: Server) -> None:
-    async with running(mortal_storage, fetch_queue=1, command_timeout=NEVER_S) as (daemon, client):
+    async with running(mortal_storage, fetch_queue=1, command_timeout_s=NEVER_S) as (daemon, client):
         await client.register(SHAPE, 4)
         await client.lookup(KEYS)
         mortal_storage.freeze()
@@ -382,7 +382,7 @@ async def test_fetches_and_stores_side_by_side(storage: Server) -> None:
 
         await asyncio.gather(*(one(shapes[seed % 3], seed) for seed in range(1, 25)))
         assert daemon.metrics.fetches == {"complete": 24}
-        assert client.destination == 0
+        assert client.registration == 0
 
 
 # ---- Health and metrics ---------------------------------------------------------------------------------------------
@@ -416,7 +416,7 @@ async def test_health_service_answers(client: Client) -> None:
 def probe(port: int, path: str) -> tuple[int, str]:
     """Return the status and the text of a probe."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE_S) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=WAIT_MAX_S) as page:
             return page.status, page.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -431,7 +431,7 @@ async def test_prometheus_reads_the_counts(storage: Server) -> None:
         await client.lookup(KEYS)
         answer = await client.fetch(KEYS)
         url = f"http://127.0.0.1:{port}/metrics"
-        with await asyncio.to_thread(urllib.request.urlopen, url, timeout=PATIENCE_S) as page:
+        with await asyncio.to_thread(urllib.request.urlopen, url, timeout=WAIT_MAX_S) as page:
             text = page.read().decode()
         probes = [await asyncio.to_thread(probe, port, path) for path in ("/healthz", "/readyz")]
     assert probes[0][0] == 200 and probes[0][1].startswith("ok event loop: answered in ")
@@ -445,4 +445,4 @@ async def test_prometheus_reads_the_counts(storage: Server) -> None:
     assert samples["shadowserve_storage_up"] == "1.0"
     assert samples["shadowserve_fetch_seconds_count"] == "1.0"
     assert float(samples['shadowserve_stage_busy_seconds_total{stage="decompress"}']) > 0
-    assert samples["shadowserve_destination_bytes"] == str(float(4 * SHAPE.raw_bytes))
+    assert samples["shadowserve_registered_bytes"] == str(float(4 * SHAPE.raw_bytes))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dataplane_support import Client, Fetched, Server, Stored, keys_of, kv, layout, make_record, running
-from machine import PATIENCE_S, until
+from machine import WAIT_MAX_S, until
 
 from dpu_dataplane.server import Daemon
 from shadowserve.proto import dataplane_pb2 as pb
@@ -76,7 +76,7 @@ async def test_no_answer_is_ever_wrong(tmp_path: Path) -> None:
     stop = asyncio.Event()
     storage = Server("redis", tmp_path).start()
     try:
-        async with running(storage, connect_timeout=1.0, quarantine_time=0.1) as (daemon, _):
+        async with running(storage, connect_timeout_s=1.0, quarantine_s=0.1) as (daemon, _):
             callers = [asyncio.create_task(call_at_random(daemon, caller, stop)) for caller in range(CALLERS)]
             fetches, integrity_failures = daemon.metrics.fetches, daemon.metrics.integrity_failures
 
@@ -100,7 +100,7 @@ async def test_no_answer_is_ever_wrong(tmp_path: Path) -> None:
                     storage.thaw()
                 else:
                     found = integrity_failures["corrupt"]
-                    async with asyncio.timeout(PATIENCE_S):
+                    async with asyncio.timeout(WAIT_MAX_S):
                         while integrity_failures["corrupt"] == found and not any(caller.done() for caller in callers):
                             for _ in range(10):
                                 await asyncio.to_thread(corrupt, storage, luck)

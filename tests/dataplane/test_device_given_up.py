@@ -14,7 +14,7 @@ import grpc
 import pytest
 from dataplane_support import Client, DaemonProcess, Server, keys_of, layout, make_record
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from machine import NEVER_MS, NEVER_S, PATIENCE_S, free_port, frozen, until, wait_for
+from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, free_port, frozen, until, wait_for
 
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -29,7 +29,7 @@ def fill(server: Server) -> None:
 
 def page(port: int, name: str) -> str:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=PATIENCE_S) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=WAIT_MAX_S) as answer:
             return str(answer.read().decode())
     except urllib.error.HTTPError as error:
         with error:
@@ -54,12 +54,12 @@ async def test_a_device_that_never_ends_a_task_ends_the_daemon_which_says_so(
 ) -> None:
     fill(storage)
     monkeypatch.setenv("DOCA_EMULATOR_HANG", tasks)
-    daemon = DaemonProcess(storage, tmp_path, backend="doca", device_timeout=1, shutdown_time=2)
+    daemon = DaemonProcess(storage, tmp_path, backend="doca", device_timeout_s=1, shutdown_timeout_s=2)
     client = Client(daemon.address)
     try:
         await client.register(SHAPE, 4)
         assert "accelerator does not end" in await unanswered(asyncio.ensure_future(client.fetch(KEYS)))
-        assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) == 1
+        assert await asyncio.to_thread(daemon.process.wait, WAIT_MAX_S) == 1
         log = daemon.log.read_text()
         assert log.count("does not end what it was given, for 1 s: it is given up") == 1
         assert "stopped" in log and "Traceback" not in log
@@ -75,7 +75,7 @@ async def test_a_device_that_was_given_up_fails_the_health_checks(
     monkeypatch.setenv("DOCA_EMULATOR_HANG", "dma:1+")
     port = free_port()
     daemon = DaemonProcess(
-        storage, tmp_path, backend="doca", device_timeout=1, shutdown_time=NEVER_S, metrics_port=port
+        storage, tmp_path, backend="doca", device_timeout_s=1, shutdown_timeout_s=NEVER_S, metrics_port=port
     )
     client = Client(daemon.address)
     try:
@@ -87,7 +87,7 @@ async def test_a_device_that_was_given_up_fails_the_health_checks(
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert "failed accelerator: given up" in page(port, "healthz")  # the watch keeps the daemon from its end
         watch.cancel()
-        assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) == 1
+        assert await asyncio.to_thread(daemon.process.wait, WAIT_MAX_S) == 1
     finally:
         await client.close()
         daemon.close()
@@ -100,7 +100,7 @@ async def test_memory_that_a_hung_device_may_write_is_not_released(
     monkeypatch.setenv("DOCA_EMULATOR_HANG", "dma:1+")
     port = free_port()
     daemon = DaemonProcess(
-        storage, tmp_path, backend="doca", device_timeout=1, shutdown_time=NEVER_S, metrics_port=port
+        storage, tmp_path, backend="doca", device_timeout_s=1, shutdown_timeout_s=NEVER_S, metrics_port=port
     )
     client = Client(daemon.address)
     try:
@@ -108,7 +108,7 @@ async def test_memory_that_a_hung_device_may_write_is_not_released(
         fetch = asyncio.ensure_future(client.fetch(KEYS))
         await until(lambda: copying(port))
         release = asyncio.ensure_future(
-            client.stub.ReleaseDestination(pb.ReleaseDestinationRequest(destination_id=client.destination))
+            client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
         )
         await unanswered(fetch)
         assert not release.done()
@@ -127,7 +127,7 @@ async def test_sigterm_ends_a_daemon_whose_device_hangs(
     monkeypatch.setenv("DOCA_EMULATOR_HANG", "dma:1+")
     port = free_port()
     daemon = DaemonProcess(
-        storage, tmp_path, backend="doca", device_timeout=NEVER_S, shutdown_time=2, metrics_port=port
+        storage, tmp_path, backend="doca", device_timeout_s=NEVER_S, shutdown_timeout_s=2, metrics_port=port
     )
     client = Client(daemon.address)
     try:
@@ -150,7 +150,7 @@ async def test_a_machine_that_stood_still_is_not_taken_for_a_device_that_hangs(
     fill(storage)
     monkeypatch.setenv("DOCA_EMULATOR_LATENCY_US", "500000")
     port = free_port()
-    daemon = DaemonProcess(storage, tmp_path, backend="doca", device_timeout=2, metrics_port=port)
+    daemon = DaemonProcess(storage, tmp_path, backend="doca", device_timeout_s=2, metrics_port=port)
     client = Client(daemon.address)
     try:
         await client.register(SHAPE, 4)

@@ -213,7 +213,7 @@ async def test_storing_a_quarantined_key_offers_it_again(redis: Server) -> None:
 async def test_quarantine_ends(redis: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("dpu_dataplane.catalog.time", SimpleNamespace(monotonic=lambda: now))
-    async with running(redis, delete_corrupt=False, quarantine_time=10) as (_, client):
+    async with running(redis, delete_corrupt=False, quarantine_s=10) as (_, client):
         await offer(redis, client, SHAPE, GOOD[1][:-5] + b"wrong")
         redis.put(KEYS[1], GOOD[1])
         now += 9.9

@@ -17,7 +17,7 @@ from dataplane_support import (
     running,
     way_name,
 )
-from machine import PATIENCE_MS
+from machine import WAIT_MAX_MS
 
 from shadowserve import native
 from shadowserve.keys import storage_key
@@ -49,7 +49,7 @@ async def test_every_quantizer_and_codec_is_delivered_exactly(storage: Server, w
                 assert client.chunk(index) == expected(shape, key, data), (shape, codec)
             assert answer.delivered_bytes == 3 * shape.raw_bytes
             assert answer.fetched_bytes >= sum(map(len, records)) - 3 * 128 * 40
-            await client.stub.ReleaseDestination(pb.ReleaseDestinationRequest(destination_id=client.destination))
+            await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
 
 
 async def test_lossless_gives_back_the_very_bytes(client: Client, storage: Server) -> None:
@@ -107,7 +107,7 @@ async def test_what_the_region_does_not_hold_takes_further_rounds(client: Client
         answer = await client.fetch(keys[len(seen) :])
         outcomes.append(answer.outcome)
         seen += [client.chunk(index) for index in range(answer.chunks)]
-    assert outcomes == [pb.OUTCOME_ROUND_FULL, pb.OUTCOME_ROUND_FULL, pb.OUTCOME_COMPLETE]
+    assert outcomes == [pb.OUTCOME_BATCH_FULL, pb.OUTCOME_BATCH_FULL, pb.OUTCOME_COMPLETE]
     assert seen == [kv(shape, index) for index in range(5)]
 
 
@@ -124,10 +124,10 @@ async def test_what_the_buffers_do_not_hold_takes_further_rounds(storage: Server
         while done < 9:
             answer = await client.fetch(keys[done:], offset=done * shape.raw_bytes, length=(9 - done) * shape.raw_bytes)
             done += answer.chunks
-            assert answer.outcome == (pb.OUTCOME_COMPLETE if done == 9 else pb.OUTCOME_ROUND_FULL)
+            assert answer.outcome == (pb.OUTCOME_COMPLETE if done == 9 else pb.OUTCOME_BATCH_FULL)
             assert 0 < answer.chunks < 9
         assert [client.chunk(index) for index in range(9)] == [kv(shape, index) for index in range(9)]
-        assert daemon.metrics.rounds >= 2
+        assert daemon.metrics.batches >= 2
 
 
 async def test_only_the_region_is_written(client: Client, storage: Server) -> None:
@@ -189,7 +189,7 @@ async def test_lookup_answers_all_chains_in_order(client: Client, storage: Serve
     spaces = [one.namespace, other.namespace, one.namespace, one.namespace]
     request = pb.LookupRequest(
         chains=[pb.KeyChain(keys=keys, namespace=space) for keys, space in zip(chains, spaces, strict=True)],
-        timeout_ms=PATIENCE_MS,
+        timeout_ms=WAIT_MAX_MS,
     )
     answer = found(await client.stub.Lookup(request), *map(len, chains))
     assert (answer.hits, answer.outcome) == ([3, 1, 0, 0], pb.OUTCOME_COMPLETE)
@@ -245,12 +245,12 @@ async def test_statistics_add_up(client: Client, storage: Server) -> None:
     statistics = await client.stub.Statistics(pb.StatisticsRequest())
     assert dict(statistics.fetch_outcomes) == {"absent": 1}
     assert dict(statistics.store_outcomes) == {"complete": 1}
-    assert statistics.rounds == 1
+    assert statistics.batches == 1
     assert statistics.fetched_bytes == fetched.fetched_bytes
     assert statistics.delivered_bytes == fetched.delivered_bytes == 3 * shape.raw_bytes
     assert statistics.stored_bytes == stored.stored_bytes
     assert statistics.stored_raw_bytes == stored.raw_bytes == 3 * shape.raw_bytes
-    assert statistics.destinations == 1
+    assert statistics.registrations == 1
     assert statistics.resident_bytes > statistics.buffer_bytes
     stages = {stage.stage: stage for stage in statistics.stages}
     assert set(stages) == {stage.name.lower() for stage in native.Stage}

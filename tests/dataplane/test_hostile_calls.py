@@ -108,14 +108,14 @@ async def test_hosts_that_are_refused_over_and_over_are_told_once(storage: Serve
 async def test_memory_that_comes_and_goes_over_and_over_is_told_now_and_then(storage: Server, tmp_path: Path) -> None:
     async with attacked(storage, tmp_path) as (_, client):
         for _ in range(TIMES):
-            await client.stub.ReleaseDestination(pb.ReleaseDestinationRequest(destination_id=client.destination))
+            await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
             await client.register(SHAPE, 4)
             client.segments.pop(0).close()
 
 
 async def test_the_bytes_of_calls_in_progress_are_bounded(mortal_storage: Server, tmp_path: Path) -> None:
     # Each waits for storage that does not answer, with a message of two megabytes in the daemon's hands.
-    async with attacked(mortal_storage, tmp_path, command_timeout=NEVER_S, call_bytes_max="16MiB") as (_, client):
+    async with attacked(mortal_storage, tmp_path, command_timeout_s=NEVER_S, call_bytes_max="16MiB") as (_, client):
         mortal_storage.freeze()
         chain = pb.KeyChain(keys=[bytes(32)] * 60_000, namespace=SHAPE.namespace)
         request = pb.LookupRequest(chains=[chain], timeout_ms=NEVER_MS).SerializeToString()

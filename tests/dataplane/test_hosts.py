@@ -19,10 +19,10 @@ from dataplane_support import (
     make_record,
     running,
 )
-from machine import NEVER_MS, NEVER_S, PATIENCE_S, until
+from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, until
 
-from dpu_dataplane.destinations import DestinationTable
 from dpu_dataplane.hosts import SESSIONS_MAX, HelloRequired, HostTable
+from dpu_dataplane.registrations import Registrations
 from dpu_dataplane.server import Daemon, _buffers, _make_pipeline
 from shadowserve import __version__, native
 from shadowserve.keys import SCHEMA_VERSION
@@ -97,8 +97,8 @@ async def test_nobody_but_a_host_is_answered(client: Client) -> None:
     await client.register(SHAPE, 1)
     for call in (
         client.plain.Lookup(pb.LookupRequest(timeout_ms=100)),
-        client.plain.RegisterDestination(client.registration()),
-        client.plain.ReleaseDestination(pb.ReleaseDestinationRequest(destination_id=client.destination)),
+        client.plain.RegisterMemory(client.registration()),
+        client.plain.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration)),
         client.plain.Fetch(client.fetch_request(KEYS)),
         client.plain.Store(client.store_request(KEYS[:1])),
         client.plain.Cancel(pb.CancelRequest(job_id="job")),
@@ -107,7 +107,7 @@ async def test_nobody_but_a_host_is_answered(client: Client) -> None:
         error = await status(call)
         assert error.code() is FAILED and "say Hello" in error.details()
         assert HELLO_KEY in dict(error.trailing_metadata())
-    assert (await client.plain.Statistics(pb.StatisticsRequest())).destinations == 1
+    assert (await client.plain.Statistics(pb.StatisticsRequest())).registrations == 1
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
 
 
@@ -121,9 +121,9 @@ async def test_a_second_host_is_told_who_is_there(client: Client) -> None:
 
 
 async def test_the_next_host_is_taken_once_the_first_is_gone(storage: Server) -> None:
-    async with running(storage, destination_idle=0.5) as (daemon, client):
+    async with running(storage, registration_idle_s=0.5) as (daemon, client):
         newcomer = Client(daemon.address)
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_MAX_S):
             while True:
                 try:
                     await newcomer.hello(host="another machine")
@@ -145,10 +145,10 @@ async def test_a_caller_that_takes_anothers_name_gets_nothing_of_it(storage: Ser
         try:
             taken = (await thief.hello()).session
             assert taken != victim.session, "a session is random, and not the name's"
-            thief.shape, thief.segment, thief.destination = SHAPE, victim.segment, victim.destination
-            assert (await thief.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
-            assert (await thief.store(KEYS)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
-            await thief.stub.ReleaseDestination(pb.ReleaseDestinationRequest(destination_id=victim.destination))
+            thief.shape, thief.segment, thief.registration = SHAPE, victim.segment, victim.registration
+            assert (await thief.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
+            assert (await thief.store(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
+            await thief.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=victim.registration))
             assert not victim.segment.memory.any()
             assert (await victim.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
         finally:
@@ -156,7 +156,7 @@ async def test_a_caller_that_takes_anothers_name_gets_nothing_of_it(storage: Ser
 
 
 async def test_a_caller_cannot_cancel_a_job_of_another_one_with_its_name(mortal_storage: Server) -> None:
-    async with running(mortal_storage, command_timeout=60) as (daemon, victim):
+    async with running(mortal_storage, command_timeout_s=60) as (daemon, victim):
         await victim.register(SHAPE, 4)
         thief = Client(daemon.address)
         await thief.hello()
@@ -187,7 +187,7 @@ async def test_a_process_that_comes_back_with_its_session_has_its_memory_still(c
     assert len(other.session) == 16 and other.session not in (bytes(16), again.session), (
         "it is never the caller's choice"
     )
-    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
 
 
 async def test_sessions_of_a_host_are_bounded_and_those_with_memory_stay(client: Client) -> None:
@@ -215,11 +215,11 @@ class Context:
 
 
 async def test_a_host_is_gone_when_it_has_no_call_no_segment_and_was_idle(storage: Server) -> None:
-    settings = config(storage, destination_idle=100)
+    settings = config(storage, registration_idle_s=100)
     pipeline = _make_pipeline(settings, _buffers(settings))
-    destinations = DestinationTable(settings, pipeline)
+    registrations = Registrations(settings, pipeline)
     gone: list[str] = []
-    hosts, context = HostTable(settings, destinations, gone.append), Context()
+    hosts, context = HostTable(settings, registrations, gone.append), Context()
     session, new = hosts.enter(hello_request(), context)
     assert new
     context.session = session.token
@@ -228,16 +228,16 @@ async def test_a_host_is_gone_when_it_has_no_call_no_segment_and_was_idle(storag
         assert len(hosts) == 1, "it is being answered"
     segment = Segment(SHAPE.raw_bytes)
     memory = pb.SharedMemory(name=segment.name, size=segment.size)
-    request = pb.RegisterDestinationRequest(shared_memory=memory)
-    destination = await destinations.register(request, [SHAPE], session.owner, session.token)
+    request = pb.RegisterMemoryRequest(shared_memory=memory)
+    registration = await registrations.register(request, [SHAPE], session.owner, session.token)
     segment.close()
-    destination.used_at = session.used_at + 950
+    registration.used_at = session.used_at + 950
     hosts.expire(session.used_at + 1000)
     assert len(hosts) == 1, "it has a segment"
     hosts.expire(session.used_at + 99)
     assert len(hosts) == 1, "it has not been idle for long"
     hosts.expire(session.used_at + 1051)
-    assert len(hosts) == len(destinations) == 0 and gone == [session.owner]
+    assert len(hosts) == len(registrations) == 0 and gone == [session.owner]
     with pytest.raises(HelloRequired), hosts.call(context):
         pass
     pipeline.close()
@@ -253,10 +253,10 @@ async def test_hosts_are_kept_apart(storage: Server) -> None:
         assert third.code() is EXHAUSTED and "an engine on gpu-7" in third.details()
 
         # Another's segment is one that does not exist.
-        stolen = {"destination_id": mine.destination}
-        assert (await theirs.fetch(KEYS, **stolen)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
-        assert (await theirs.store(KEYS, **stolen)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
-        await theirs.stub.ReleaseDestination(pb.ReleaseDestinationRequest(**stolen))
+        stolen = {"memory_id": mine.registration}
+        assert (await theirs.fetch(KEYS, **stolen)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
+        assert (await theirs.store(KEYS, **stolen)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
+        await theirs.stub.ReleaseMemory(pb.ReleaseMemoryRequest(**stolen))
         assert not mine.segment.memory.any()
         assert (await mine.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
         assert mine.chunk(3) == kv(SHAPE, 3) and not theirs.segment.memory.any()
@@ -264,7 +264,7 @@ async def test_hosts_are_kept_apart(storage: Server) -> None:
 
 async def test_jobs_of_hosts_are_kept_apart(mortal_storage: Server) -> None:
     async with (
-        running(mortal_storage, hosts_max=2, command_timeout=60) as (daemon, mine),
+        running(mortal_storage, hosts_max=2, command_timeout_s=60) as (daemon, mine),
         another(daemon) as theirs,
     ):
         await mine.register(SHAPE, 4)
@@ -298,13 +298,13 @@ async def test_a_recording_holds_nothing_of_other_hosts(storage: Server) -> None
             spans += answer.spans
         assert {span.piece for span in spans if span.slice >= 0} == {0}
         assert [span.step for span in spans].count("fetch") == 1
-        assert len({span.round for span in spans if span.core >= 0}) == 1
+        assert len({span.batch for span in spans if span.core >= 0}) == 1
 
 
 async def test_a_host_cannot_take_the_room_for_memory_of_the_others(storage: Server) -> None:
     size = 4 * SHAPE.raw_bytes
     async with (
-        running(storage, hosts_max=2, destinations_max=4, destination_bytes_max=6 * size) as (daemon, ours),
+        running(storage, hosts_max=2, registrations_max=4, registered_bytes_max=6 * size) as (daemon, ours),
         another(daemon) as theirs,
     ):
         await ours.register(SHAPE, 4)
@@ -324,7 +324,7 @@ async def test_a_host_cannot_take_all_places_of_a_queue(mortal_storage: Server) 
     for index, key in enumerate(KEYS):
         mortal_storage.put(key, make_record(SHAPE, key, index))
     async with (
-        running(mortal_storage, hosts_max=2, fetch_queue=4, command_timeout=NEVER_S) as (daemon, ours),
+        running(mortal_storage, hosts_max=2, fetch_queue=4, command_timeout_s=NEVER_S) as (daemon, ours),
         another(daemon) as theirs,
     ):
         await ours.register(SHAPE, 8)

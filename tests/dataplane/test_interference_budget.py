@@ -37,7 +37,7 @@ async def test_a_fetch_of_one_engine_keeps_to_the_rate_of_another_that_decodes(s
         await client.register(SHAPE, 6)
         await report(client)
         answer = await client.fetch(KEYS)
-        assert (answer.chunks, answer.outcome) == (3, pb.OUTCOME_ROUND_FULL), "a tenth of a second's chunks"
+        assert (answer.chunks, answer.outcome) == (3, pb.OUTCOME_BATCH_FULL), "a tenth of a second's chunks"
         offset = 3 * SHAPE.raw_bytes
         answer = await client.fetch(KEYS[3:], offset=offset, length=offset)
         assert (answer.chunks, answer.outcome) == (3, pb.OUTCOME_COMPLETE)
@@ -53,7 +53,7 @@ async def test_layers_keep_to_it_too_and_come_some_at_a_time(stored: Server, tie
         client.segment.memory[:] = 0xA5
         await report(client)
         answer = await client.fetch(KEYS, order=pb.ORDER_LAYERS)
-        assert answer.outcome == pb.OUTCOME_ROUND_FULL and answer.delivered.all(axis=1).tolist() == [
+        assert answer.outcome == pb.OUTCOME_BATCH_FULL and answer.delivered.all(axis=1).tolist() == [
             True,
             True,
             False,

@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 from dataplane_support import WAYS, Client, Server, keys_of, kv, layout, make_record, running, way_name
-from machine import NEVER_MS, PATIENCE_S
+from machine import NEVER_MS, WAIT_MAX_S
 from scripted_source import ScriptedSource
 
 from dpu_dataplane.config import DataPlaneConfig
@@ -74,8 +74,8 @@ async def test_layers_in_exported_memory_are_told_as_they_are_there(storage: Ser
         await client.register(SHAPE, CHUNKS)
         asked = client.registration(shared_memory=None)
         fields = {field.name: value for field, value in asked.ListFields()}
-        answer = await client.stub.RegisterDestination(pb.RegisterDestinationRequest(**fields, exported_memory=memory))
-        part = client.part(keys, destination_id=answer.destination_id, length=SIZE)
+        answer = await client.stub.RegisterMemory(pb.RegisterMemoryRequest(**fields, exported_memory=memory))
+        part = client.part(keys, memory_id=answer.memory_id, length=SIZE)
         _, done = await streamed(client.stub.FetchLayers(request(client, keys, parts=[part])))
         assert done.outcome == pb.OUTCOME_COMPLETE, done.detail
         assert mapping[:] == b"".join(kv(SHAPE, index) for index in range(CHUNKS))
@@ -122,11 +122,11 @@ async def test_a_layer_is_told_while_those_behind_it_are_away(gated: Any) -> Non
     call = client.stub.FetchLayers(request(client, keys))
     for layer in range(1, SHAPE.layers):
         gate.open(CHUNKS)
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_MAX_S):
             said = await call.read()
         assert said.layers == layer, "and no more: the next layer's bytes are not there"
     gate.open(CHUNKS)
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         said = await call.read()
         if said.WhichOneof("said") == "layers":  # of the last one the answer may tell first
             assert said.layers == SHAPE.layers
@@ -138,7 +138,7 @@ async def test_a_caller_that_goes_away_leaves_the_memory_and_the_turn(gated: Any
     source, gate, client, keys = gated
     call = client.stub.FetchLayers(request(client, keys, timeout_ms=NEVER_MS))
     gate.open(CHUNKS)
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         assert (await call.read()).layers == 1
     call.cancel()
     gate.open(1000)
@@ -150,7 +150,7 @@ async def test_a_caller_that_goes_away_leaves_the_memory_and_the_turn(gated: Any
             assert error.code() is grpc.StatusCode.FAILED_PRECONDITION, "the region is the other call's, till it ends"
             return False
 
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         while not await fetched():
             await asyncio.sleep(0.01)
 
@@ -159,7 +159,7 @@ async def test_a_cancelled_stream_answers(gated: Any) -> None:
     source, gate, client, keys = gated
     call = client.stub.FetchLayers(request(client, keys, job_id="job", timeout_ms=NEVER_MS))
     gate.open(CHUNKS)
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         assert (await call.read()).layers == 1
         assert (await client.stub.Cancel(pb.CancelRequest(job_id="job"))).found
         answer = (await call.read()).answer
@@ -182,12 +182,12 @@ async def test_a_damaged_layer_is_never_told(redis: Server, layer: int) -> None:
         assert max(layers, default=0) <= leading_layers(there, np.ones_like(there)) <= layer
 
 
-async def test_a_destination_that_is_not_known_is_an_outcome(client: Client, storage: Server) -> None:
+async def test_a_registration_that_is_not_known_is_an_outcome(client: Client, storage: Server) -> None:
     keys = stored(storage)
     await client.register(SHAPE, CHUNKS)
-    part = client.part(keys, destination_id=client.destination ^ 1)
+    part = client.part(keys, memory_id=client.registration ^ 1)
     layers, answer = await streamed(client.stub.FetchLayers(request(client, keys, parts=[part])))
-    assert (layers, answer.outcome) == ([], pb.OUTCOME_UNKNOWN_DESTINATION)
+    assert (layers, answer.outcome) == ([], pb.OUTCOME_UNKNOWN_MEMORY)
 
 
 @pytest.mark.parametrize(

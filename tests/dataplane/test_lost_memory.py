@@ -34,7 +34,7 @@ class Shrinking:
         client.shape, client.segment = SHAPE, Segment(chunks * SHAPE.raw_bytes)
         client.segments.append(client.segment)
         self._file = os.open(client.segment.path, os.O_RDWR)
-        client.destination = (await client.stub.RegisterDestination(client.registration())).destination_id
+        client.registration = (await client.stub.RegisterMemory(client.registration())).memory_id
         return self
 
     def shrink(self, size: int = 0) -> None:
@@ -86,7 +86,7 @@ async def test_a_segment_that_shrinks_during_a_fetch_is_lost_and_nothing_else(
     mortal_storage: Server, tmp_path: Path, way: dict[str, object]
 ) -> None:
     fill(mortal_storage)
-    daemon = DaemonProcess(mortal_storage, tmp_path, command_timeout=NEVER_S, **way)
+    daemon = DaemonProcess(mortal_storage, tmp_path, command_timeout_s=NEVER_S, **way)
     async with served(daemon) as (shrinking, _):
         bad = shrinking.client
         await bad.lookup(KEYS)
@@ -96,7 +96,7 @@ async def test_a_segment_that_shrinks_during_a_fetch_is_lost_and_nothing_else(
         shrinking.shrink()
         mortal_storage.thaw()
         assert "is shorter now; register it again" in await refusal(fetch)
-        assert (await bad.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+        assert (await bad.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
 
 
 @ways
@@ -105,7 +105,7 @@ async def test_a_segment_that_shrinks_during_a_store_stores_nothing_of_it(
 ) -> None:
     fill(mortal_storage)
     fresh = keys_of(SHAPE, 4, seed=1)
-    daemon = DaemonProcess(mortal_storage, tmp_path, command_timeout=NEVER_S, **way)
+    daemon = DaemonProcess(mortal_storage, tmp_path, command_timeout_s=NEVER_S, **way)
     async with served(daemon) as (shrinking, _):
         bad = shrinking.client
         mortal_storage.freeze()
@@ -115,7 +115,7 @@ async def test_a_segment_that_shrinks_during_a_store_stores_nothing_of_it(
         mortal_storage.thaw()
         assert "is shorter now; register it again" in await refusal(store)
         assert not any(mortal_storage.has(key) for key in fresh)
-        assert (await bad.store(fresh)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+        assert (await bad.store(fresh)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
 
 
 @ways
@@ -124,7 +124,7 @@ async def test_a_segment_that_shrank_and_grew_again_without_room_is_survived(
 ) -> None:
     # What is behind the new end has no pages any more; they come, as zeros, with the first touch.
     fill(mortal_storage)
-    daemon = DaemonProcess(mortal_storage, tmp_path, command_timeout=NEVER_S, **way)
+    daemon = DaemonProcess(mortal_storage, tmp_path, command_timeout_s=NEVER_S, **way)
     async with served(daemon) as (shrinking, good):
         bad = shrinking.client
         shrinking.shrink()
@@ -144,4 +144,4 @@ async def test_a_segment_that_shrinks_before_its_first_use_is_refused_and_forgot
     async with served(daemon) as (shrinking, _):
         shrinking.shrink(SHAPE.raw_bytes * 2)
         assert "is shorter now" in await refusal(asyncio.ensure_future(shrinking.client.fetch(KEYS)))
-        assert (await shrinking.client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+        assert (await shrinking.client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY

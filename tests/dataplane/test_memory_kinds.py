@@ -40,17 +40,17 @@ def exported() -> Iterator[Exported]:
     made.export.close()
 
 
-def registration(client: Client, **memory: Any) -> pb.RegisterDestinationRequest:
+def registration(client: Client, **memory: Any) -> pb.RegisterMemoryRequest:
     """Return a registration of ``memory`` in place of the client's segment."""
     client.shape, client.segment = SHAPE, Segment(SIZE)
     client.segments.append(client.segment)
     request = client.registration(shared_memory=None)
-    return pb.RegisterDestinationRequest(**{field.name: value for field, value in request.ListFields()}, **memory)
+    return pb.RegisterMemoryRequest(**{field.name: value for field, value in request.ListFields()}, **memory)
 
 
 async def refusal(client: Client, **memory: Any) -> str:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await client.stub.RegisterDestination(registration(client, **memory))
+        await client.stub.RegisterMemory(registration(client, **memory))
     assert caught.value.code() == INVALID, caught.value
     return caught.value.details() or ""
 
@@ -79,7 +79,7 @@ async def test_exported_memory_is_checked(storage: Server, exported: Exported) -
             assert words in await refusal(client, exported_memory=exported.message(**changes))
         gpu = pb.CudaIpcMemory(handle=bytes(64), size=SIZE, device="0000:3b:00.0")
         assert "backend doca, takes shared_memory or exported_memory" in await refusal(client, cuda_ipc=gpu)
-        assert daemon.metrics.gauges["destinations"][1]() == 0
+        assert daemon.metrics.gauges["registrations"][1]() == 0
 
 
 async def test_exported_memory_is_stored_from_and_fetched_into(storage: Server, exported: Exported) -> None:
@@ -87,7 +87,7 @@ async def test_exported_memory_is_stored_from_and_fetched_into(storage: Server, 
     exported.memory[: 3 * SHAPE.raw_bytes] = np.frombuffer(b"".join(chunks), np.uint8)
     async with running(storage, backend="doca") as (_, client):
         request = registration(client, exported_memory=exported.message())
-        client.destination = (await client.stub.RegisterDestination(request)).destination_id
+        client.registration = (await client.stub.RegisterMemory(request)).memory_id
         stored = await client.store(KEYS)
         assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, 3), stored.detail
         exported.memory[:] = 0x77
@@ -101,13 +101,13 @@ async def test_exported_memory_is_stored_from_and_fetched_into(storage: Server, 
 async def test_memory_out_of_reach_is_a_miss_and_is_forgotten(storage: Server, exported: Exported, call: str) -> None:
     async with running(storage, backend="doca") as (_, client):
         request = registration(client, exported_memory=exported.message())
-        client.destination = (await client.stub.RegisterDestination(request)).destination_id
+        client.registration = (await client.stub.RegisterMemory(request)).memory_id
         assert (await client.store(KEYS[:2])).chunks == 2
         exported.export.close()
         answer = await (client.fetch(KEYS[:2]) if call == "fetch" else client.store(KEYS[2:]))
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_DEVICE, 0), answer.detail
         assert "accelerator" in answer.detail
-        assert (await client.fetch(KEYS[:2])).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+        assert (await client.fetch(KEYS[:2])).outcome == pb.OUTCOME_UNKNOWN_MEMORY
         await client.register(SHAPE, 2)
         assert (await client.fetch(KEYS[:2])).chunks == 2, "the daemon goes on"
 
@@ -121,7 +121,7 @@ async def test_exported_memory_whose_file_shrank_is_a_miss(storage: Server, call
         memory = pb.ExportedMemory(address=export.address, size=SIZE, descriptor=export.descriptor)
         async with running(storage, backend="doca") as (_, client):
             request = registration(client, exported_memory=memory)
-            client.destination = (await client.stub.RegisterDestination(request)).destination_id
+            client.registration = (await client.stub.RegisterMemory(request)).memory_id
             assert (await client.store(KEYS[:2])).chunks == 2
             file.truncate(0)
             answer = await (client.fetch(KEYS[:2]) if call == "fetch" else client.store(KEYS[2:]))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from dataplane_support import Client, Fetched, Found, Server, Stored, found, keys_of, kv, layout, make_record, running
-from machine import NEVER_MS, PATIENCE_MS, PATIENCE_S, free_port, until
+from machine import NEVER_MS, WAIT_MAX_MS, WAIT_MAX_S, free_port, until
 
 from dpu_dataplane.sources.outage import BACKOFF_MAX
 from shadowserve import record, resp
@@ -25,22 +25,22 @@ def put_all(server: Server) -> None:
 
 
 async def fetch_until(client: Client, outcome: int) -> Fetched:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         while (answer := await client.fetch(KEYS)).outcome != outcome:
             await asyncio.sleep(0.02)
     return answer
 
 
 async def lookup_until(client: Client, outcome: int) -> None:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         while (await client.lookup(KEYS, timeout_ms=1000)).outcome != outcome:
             await asyncio.sleep(0.02)
 
 
 async def assert_calls_fail_at_once(client: Client) -> None:
     """Storage is known to be away: if these waited for an attempt to reach it, they would take twice as long."""
-    async with asyncio.timeout(PATIENCE_S):
-        for _ in range(int(2 * PATIENCE_S / BACKOFF_MAX)):
+    async with asyncio.timeout(WAIT_MAX_S):
+        for _ in range(int(2 * WAIT_MAX_S / BACKOFF_MAX)):
             assert (await client.lookup(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
             assert (await client.store(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
 
@@ -93,10 +93,10 @@ async def test_storage_killed_in_the_middle_of_a_fetch(mortal_storage: Server) -
         await until(mortal_storage.asked)
         assert not fetch.done()
         mortal_storage.kill()
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_MAX_S):
             answer = await fetch
         assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
-        assert daemon.metrics.rounds == 2
+        assert daemon.metrics.batches == 2
 
 
 async def test_a_restart_between_two_fetches_goes_unnoticed(mortal_storage: Server) -> None:
@@ -114,7 +114,7 @@ async def test_a_restart_between_two_fetches_goes_unnoticed(mortal_storage: Serv
 @pytest.mark.parametrize("phase", ["lookup", "fetch", "store"])
 async def test_a_stalled_server_costs_a_call_its_deadline_and_no_more(mortal_storage: Server, phase: str) -> None:
     put_all(mortal_storage)
-    async with running(mortal_storage, command_timeout=1.0, connect_timeout=0.5) as (daemon, client):
+    async with running(mortal_storage, command_timeout_s=1.0, connect_timeout_s=0.5) as (daemon, client):
         await client.register(SHAPE, 6)
         await lookup_until(client, pb.OUTCOME_COMPLETE)
         mortal_storage.freeze()
@@ -158,7 +158,7 @@ async def test_a_server_that_accepts_and_never_answers_from_the_start() -> None:
 
     listener = await asyncio.start_server(ignore, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
-    async with running(f"127.0.0.1:{port}", connect_timeout=0.3) as (_, client):
+    async with running(f"127.0.0.1:{port}", connect_timeout_s=0.3) as (_, client):
         await client.register(SHAPE, 6)
         answer = await client.fetch(KEYS)
         assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
@@ -268,8 +268,8 @@ LIES: dict[str, tuple[Answer, list[int]]] = {
 @pytest.mark.parametrize("lie", LIES)
 async def test_a_server_that_lies_is_a_miss(liar: Liar, lie: str) -> None:
     answer_for, outcomes = LIES[lie]
-    silence = 0.5 if lie == "a bulk beyond every limit" else PATIENCE_S  # the rest of it never comes
-    async with running(f"127.0.0.1:{liar.port}", command_timeout=silence) as (_, client):
+    silence = 0.5 if lie == "a bulk beyond every limit" else WAIT_MAX_S  # the rest of it never comes
+    async with running(f"127.0.0.1:{liar.port}", command_timeout_s=silence) as (_, client):
         await client.register(SHAPE, 6)
         client.segment.memory[:] = 0x33
         liar.lie = answer_for
@@ -370,13 +370,13 @@ async def test_a_lookup_of_a_long_prompt_is_one_round_trip(liar: Liar) -> None:
         await until(lambda: daemon.metrics.gauges["storage_up"][1]() == 1)
         liar.commands.clear()
         request = pb.LookupRequest(
-            chains=[pb.KeyChain(keys=keys, namespace=shape.namespace) for keys in chains], timeout_ms=PATIENCE_MS
+            chains=[pb.KeyChain(keys=keys, namespace=shape.namespace) for keys in chains], timeout_ms=WAIT_MAX_MS
         )
         answer = found(await client.stub.Lookup(request), 512, 512)
         assert (answer.hits, answer.outcome) == ([500, 500], pb.OUTCOME_COMPLETE)
         assert liar.commands == [b"KV.META"] * 2, "one for each chain"
         # The fetch that follows needs no further question.
         await client.register(shape, 20)
-        fetched = await client.fetch(chains[0][:20], timeout_ms=PATIENCE_MS)
+        fetched = await client.fetch(chains[0][:20], timeout_ms=WAIT_MAX_MS)
         assert (fetched.outcome, fetched.chunks) == (pb.OUTCOME_COMPLETE, 20)
         assert len(asked) == 2

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from budget_support import moved, report
 from dataplane_support import Client, Fetched, Segment, Server, keys_of, kv, layout, running
-from machine import PATIENCE_MS, PATIENCE_S, until
+from machine import WAIT_MAX_MS, WAIT_MAX_S, until
 from test_tiers import cool, store, tiers_in, tiers_of
 
 from dpu_dataplane.server import Daemon
@@ -39,27 +39,27 @@ class Paged:
         self.memory = self.segment.memory
         self.memory[:WORD] = SPOILED
         self.blocks = np.random.default_rng(1).permutation(BLOCKS)[: CHUNKS * CHUNK_BLOCKS].tolist()
-        self.destination = 0
+        self.registration = 0
 
     async def register(self, shape: Any = SHAPE, **changes: Any) -> None:
         """Make it known, as it is or with changes of where its pages are."""
         fields = {"first": [layer * PAGE for layer in range(LAYERS)], "stride": LAYERS * PAGE, "blocks": BLOCKS}
-        request = pb.RegisterDestinationRequest(
+        request = pb.RegisterMemoryRequest(
             layouts=[layout_message(shape)],
             shared_memory=pb.SharedMemory(name=self.segment.name, size=self.segment.size),
             pages=pb.PagedMemory(**(fields | changes)),
         )
-        self.destination = (await self._client.stub.RegisterDestination(request)).destination_id
+        self.registration = (await self._client.stub.RegisterMemory(request)).memory_id
 
     async def fetch(self, keys: list[bytes] = KEYS, **changes: Any) -> Fetched:
         """Have chunks placed, one after the other from the first block on."""
         self._jobs += 1
         fields = {
             "job_id": f"pages-{self._jobs}",
-            "destination_id": self.destination,
+            "memory_id": self.registration,
             "keys": keys,
             "blocks": self.blocks[: len(keys) * CHUNK_BLOCKS],
-            "timeout_ms": PATIENCE_MS,
+            "timeout_ms": WAIT_MAX_MS,
             "progress": WORD,
         }
         if "progress" not in changes:
@@ -265,7 +265,7 @@ async def test_pages_of_another_shape_land_nowhere_once_they_were_read_in_their_
         count = CHUNKS * blocks * CHUNK_BLOCKS
         answer = await client.stub.FetchPages(
             pb.FetchPagesRequest(
-                job_id="wrong", destination_id=wrong.destination, keys=KEYS, blocks=range(count), timeout_ms=PATIENCE_MS
+                job_id="wrong", memory_id=wrong.registration, keys=KEYS, blocks=range(count), timeout_ms=WAIT_MAX_MS
             )
         )
         assert answer.outcome == pb.OUTCOME_ABSENT and not answer.delivered_bytes, answer
@@ -290,7 +290,7 @@ async def test_nothing_lands_in_pages_that_were_given_away_in_the_middle(
             loop.call_soon_threadsafe(begun.set)
 
         monkeypatch.setattr(disk.volume.device, "submit", hold)
-        timeout = 300 if way == "deadline" else PATIENCE_MS
+        timeout = 300 if way == "deadline" else WAIT_MAX_MS
         call = asyncio.ensure_future(paged.fetch(timeout_ms=timeout))
         await begun.wait()
         if way == "cancel":
@@ -310,7 +310,7 @@ async def test_nothing_lands_in_pages_that_were_given_away_in_the_middle(
             outcome = pb.OUTCOME_CANCELLED if way == "cancel" else pb.OUTCOME_DEADLINE
             assert (answer.chunks, answer.outcome) == (0, outcome)
         paged.assert_untouched()
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_MAX_S):
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):  # the memory is in use yet
                     paged.assert_right(await paged.fetch())
@@ -395,14 +395,14 @@ def test_where_pages_cannot_be_is_refused(tmp_path: Path) -> None:
                 "an odd word": {"progress": WORD + 2},
                 "a word outside": {"progress": WORD + 4096},
                 "no keys": {"keys": []},
-                "plain memory": {"destination_id": client.destination},
+                "plain memory": {"memory_id": client.registration},
             }.items():
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await paged.fetch(**({"keys": KEYS} | changes))  # type: ignore[arg-type]
                 assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT, name
             paged.assert_untouched()
-            answer = await paged.fetch(destination_id=12345)
-            assert answer.outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+            answer = await paged.fetch(memory_id=12345)
+            assert answer.outcome == pb.OUTCOME_UNKNOWN_MEMORY
 
     asyncio.run(refuse())
 
@@ -426,7 +426,7 @@ async def expected_pages(client: Client, daemon: Daemon) -> None:
             lasts_ms=60_000,
         )
     )
-    await until(lambda: daemon.metrics.promotions()["device"][0] > 0)
+    await until(lambda: daemon.metrics.prefetches()["device"][0] > 0)
 
 
 OTHERS = keys_of(SHAPE, 1, seed=7)
@@ -447,14 +447,14 @@ async def test_what_a_page_load_will_read_is_not_prefetched_into_memory(tmp_path
         with tiers.lock:
             items = [tiers.pool.peek(address_of(key)) for key in [*KEYS, *OTHERS]]
         assert [item is not None and item.value is not None for item in items] == [False] * CHUNKS + [True]
-        assert daemon.metrics.promotions()["device"][0] == items[-1].length  # type: ignore[union-attr]
+        assert daemon.metrics.prefetches()["device"][0] == items[-1].length  # type: ignore[union-attr]
         paged.close()
 
 
 async def test_prefetches_give_way_to_a_page_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom (F21): prefetches read from the device that a page load was waiting for."""
     async with stored(tmp_path) as (daemon, client, paged):
-        promoting = daemon._source._promoting  # type: ignore[attr-defined]
+        prefetching = daemon._source._prefetcher  # type: ignore[attr-defined]
         tiers = tiers_in(daemon)
         device = tiers.pool._core.disks[0].volume.device
         submit, held, begun = device.submit, [], asyncio.Event()
@@ -471,11 +471,11 @@ async def test_prefetches_give_way_to_a_page_load(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(device, "submit", hold)
         call = asyncio.ensure_future(paged.fetch())
         await begun.wait()
-        assert promoting._fetches == 1
+        assert prefetching._fetches == 1
         with tiers.lock:
             submit(held)
         paged.assert_right(await call)
-        assert promoting._fetches == 0
+        assert prefetching._fetches == 0
 
 
 async def test_pages_keep_to_the_rate_and_come_some_chunks_at_a_time(tmp_path: Path) -> None:

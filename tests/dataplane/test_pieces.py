@@ -21,10 +21,10 @@ from dataplane_support import (
     running,
     way_name,
 )
-from machine import NEVER_MS, PATIENCE_S, until
+from machine import NEVER_MS, WAIT_MAX_S, until
 
 from host_control.client import DataPlaneClient, FetchPart
-from host_control.destination import Destination
+from host_control.registered_memory import Registration
 from shadowserve import record
 from shadowserve.chunk import ChunkLayout
 from shadowserve.pieces import Flags, leading_chunks, leading_layers, pack, unpack
@@ -45,7 +45,7 @@ class Group:
         self.keys = keys_of(shape, count, seed)
         self.records = [make_record(shape, key, seed + index) for index, key in enumerate(self.keys)]
         self.segment: Segment
-        self.destination = 0
+        self.registration = 0
 
     def store(self, server: Server, *, without: Sequence[int] = ()) -> None:
         for index, (key, data) in enumerate(zip(self.keys, self.records, strict=True)):
@@ -54,7 +54,7 @@ class Group:
 
     async def register(self, client: Client) -> "Group":
         await client.register(self.shape, len(self.keys))
-        self.segment, self.destination = client.segment, client.destination
+        self.segment, self.registration = client.segment, client.registration
         self.segment.memory[:] = 0xEE
         return self
 
@@ -64,7 +64,7 @@ class Group:
 
     def part(self, pieces: Flags | None = None, **changes: Any) -> pb.FetchPart:
         fields = {
-            "destination_id": self.destination,
+            "memory_id": self.registration,
             "offset": 0,
             "length": self.segment.size,
             "keys": self.keys,
@@ -156,15 +156,15 @@ def _ranges(data: bytes, layers: Flags) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_what_one_round_has_no_room_for_is_asked_for_again(storage: Server, order: int) -> None:
+async def test_what_one_batch_has_no_room_for_is_asked_for_again(storage: Server, order: int) -> None:
     groups = [Group(shape, 6, 10 * seed) for seed, shape in enumerate(LARGE)]
     async with running(storage, decompression_buffer_bytes="1MiB", dma_source_buffer_bytes="1MiB") as (_, client):
         for group in groups:
             (await group.register(client)).store(storage)
         missing = [group.all for group in groups]
-        rounds = 0
+        batches = 0
         while any(each.any() for each in missing):
-            rounds += 1
+            batches += 1
             parts = [group.part(each) for group, each in zip(groups, missing, strict=True)]
             answer = await fetch(client, parts, order)
             there = [group.pieces(data) for group, data in zip(groups, answer.delivered, strict=True)]
@@ -173,12 +173,12 @@ async def test_what_one_round_has_no_room_for_is_asked_for_again(storage: Server
             ), "each call gets further, and brings nothing twice"
             missing = [theirs & ~mine for mine, theirs in zip(there, missing, strict=True)]
             left = any(each.any() for each in missing)
-            assert answer.outcome == (pb.OUTCOME_ROUND_FULL if left else pb.OUTCOME_COMPLETE), answer.detail
-            if rounds == 1 and order == pb.ORDER_LAYERS:
+            assert answer.outcome == (pb.OUTCOME_BATCH_FULL if left else pb.OUTCOME_COMPLETE), answer.detail
+            if batches == 1 and order == pb.ORDER_LAYERS:
                 assert leading_layers(there[0], groups[0].all) >= 1 and leading_chunks(there[0], groups[0].all) == 0
-            elif rounds == 1:
+            elif batches == 1:
                 assert leading_layers(there[0], groups[0].all) == 0 and leading_chunks(there[0], groups[0].all) >= 1
-        assert rounds > 2
+        assert batches > 2
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -188,19 +188,19 @@ async def test_a_host_asks_for_what_is_missing_until_all_is_there(storage: Serve
         group.store(storage)
 
     def run(address: str) -> tuple[list[str], list[bytes]]:
-        with contextlib.closing(DataPlaneClient(address, connect_timeout=PATIENCE_S)) as plane:
+        with contextlib.closing(DataPlaneClient(address, connect_timeout_s=WAIT_MAX_S)) as plane:
             memories = [
-                Destination(plane, [each.shape], len(each.keys) * each.shape.raw_bytes, PATIENCE_S) for each in groups
+                Registration(plane, [each.shape], len(each.keys) * each.shape.raw_bytes, WAIT_MAX_S) for each in groups
             ]
             try:
-                segments = [memory.acquire(PATIENCE_S) for memory in memories]
+                segments = [memory.acquire(WAIT_MAX_S) for memory in memories]
                 parts = [
-                    FetchPart.whole(group.shape, memory.destination_id, group.keys)
+                    FetchPart.whole(group.shape, memory.memory_id, group.keys)
                     for group, memory in zip(groups, memories, strict=True)
                 ]
-                reasons = ["round_full"]
-                while reasons[-1] == "round_full":
-                    answer = plane.start_fetch(f"job-{len(reasons)}", parts, PATIENCE_S, layerwise=layerwise).result()
+                reasons = ["batch_full"]
+                while reasons[-1] == "batch_full":
+                    answer = plane.start_fetch(f"job-{len(reasons)}", parts, WAIT_MAX_S, layerwise=layerwise).result()
                     reasons.append(answer.reason)
                     parts = [
                         replace(part, wanted=part.wanted & ~there)
@@ -214,7 +214,7 @@ async def test_a_host_asks_for_what_is_missing_until_all_is_there(storage: Serve
     small = {"decompression_buffer_bytes": "1MiB", "dma_source_buffer_bytes": "1MiB", "hosts_max": 2}
     async with running(storage, **small) as (daemon, _):
         reasons, found = await asyncio.to_thread(run, daemon.address)
-    assert reasons == ["round_full"] * (len(reasons) - 1) + ["complete"] and len(reasons) > 1
+    assert reasons == ["batch_full"] * (len(reasons) - 1) + ["complete"] and len(reasons) > 1
     for group, memory in zip(groups, found, strict=True):
         assert memory == b"".join(map(expected, [group.shape] * len(group.keys), group.keys, group.records))
 
@@ -266,7 +266,7 @@ async def test_malformed_parts_name_the_field(client: Client, storage: Server) -
     first, second = groups
     size = first.shape.raw_bytes
     apart = [first.part(keys=first.keys[:2], length=2 * size), first.part(offset=2 * size, length=2 * size)]
-    assert (await fetch(client, apart, 0)).outcome == pb.OUTCOME_ROUND_FULL  # the second's last chunks have no place
+    assert (await fetch(client, apart, 0)).outcome == pb.OUTCOME_BATCH_FULL  # the second's last chunks have no place
     for parts, order, words in (
         ([], 0, ["parts has 0"]),
         ([first.part()] * 65, 0, ["parts has 65"]),
@@ -295,8 +295,8 @@ async def test_more_pieces_than_a_call_may_name_are_refused_before_they_take_mem
         await client.stub.Fetch(client.fetch_request([bytes(32)] * 60000))
 
 
-async def test_one_unknown_destination_is_told_before_anything_moves(client: Client, storage: Server) -> None:
+async def test_one_unknown_memory_is_told_before_anything_moves(client: Client, storage: Server) -> None:
     first, second = await groups_of(client, storage)
-    answer = await fetch(client, [first.part(), second.part(destination_id=12345)], pb.ORDER_CHUNKS)
-    assert (answer.outcome, list(answer.delivered)) == (pb.OUTCOME_UNKNOWN_DESTINATION, [])
+    answer = await fetch(client, [first.part(), second.part(memory_id=12345)], pb.ORDER_CHUNKS)
+    assert (answer.outcome, list(answer.delivered)) == (pb.OUTCOME_UNKNOWN_MEMORY, [])
     assert "0000000000003039" in answer.detail and first.untouched(~first.all)

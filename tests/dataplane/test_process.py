@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 from dataplane_support import Client, DaemonProcess, Server, keys_of, kv, layout, make_record
-from machine import NEVER_MS, NEVER_S, PATIENCE_S, cores_of_threads, free_port, ignores, until
+from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, cores_of_threads, free_port, ignores, until
 
 from dpu_dataplane.config import DataPlaneConfig
 from shadowserve.errors import ConfigurationError
@@ -39,7 +39,7 @@ async def client_of(daemon: DaemonProcess) -> AsyncIterator[Client]:
 
 def metrics(port: int) -> str:
     """Return the page that Prometheus reads."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_MAX_S) as page:
         return str(page.read().decode())
 
 
@@ -66,7 +66,7 @@ async def test_sigterm_while_fetching_answers_and_exits(mortal_storage: Server, 
     for index, key in enumerate(KEYS):
         mortal_storage.put(key, make_record(SHAPE, key, index))
     port = free_port()
-    daemon = DaemonProcess(mortal_storage, tmp_path, command_timeout=NEVER_S, shutdown_time=2, metrics_port=port)
+    daemon = DaemonProcess(mortal_storage, tmp_path, command_timeout_s=NEVER_S, shutdown_timeout_s=2, metrics_port=port)
     async with client_of(daemon) as client:
         await client.register(SHAPE, 8)
         await client.lookup(KEYS)
@@ -90,7 +90,7 @@ async def test_cancelled_jobs_answer_though_the_daemon_stood_still_beyond_its_sh
 ) -> None:
     for index, key in enumerate(KEYS):
         mortal_storage.put(key, make_record(SHAPE, key, index))
-    daemon = DaemonProcess(mortal_storage, tmp_path, command_timeout=NEVER_S, shutdown_time=2)
+    daemon = DaemonProcess(mortal_storage, tmp_path, command_timeout_s=NEVER_S, shutdown_timeout_s=2)
     async with client_of(daemon) as client:
         await client.register(SHAPE, 4)
         await client.lookup(KEYS)
@@ -103,13 +103,13 @@ async def test_cancelled_jobs_answer_though_the_daemon_stood_still_beyond_its_sh
         await asyncio.sleep(2.5)
         daemon.process.send_signal(signal.SIGCONT)
         assert (await fetch).outcome == pb.OUTCOME_CANCELLED
-        assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) == 0
+        assert await asyncio.to_thread(daemon.process.wait, WAIT_MAX_S) == 0
 
 
 async def test_sigterm_lets_a_short_job_finish(mortal_storage: Server, tmp_path: Path) -> None:
     for index, key in enumerate(KEYS):
         mortal_storage.put(key, make_record(SHAPE, key, index))
-    daemon = DaemonProcess(mortal_storage, tmp_path, shutdown_time=NEVER_S)
+    daemon = DaemonProcess(mortal_storage, tmp_path, shutdown_timeout_s=NEVER_S)
     async with client_of(daemon) as client:
         await client.register(SHAPE, 4)
         await client.lookup(KEYS)
@@ -121,7 +121,7 @@ async def test_sigterm_lets_a_short_job_finish(mortal_storage: Server, tmp_path:
         mortal_storage.thaw()
         assert (await fetch).outcome == pb.OUTCOME_COMPLETE
         assert client.chunk(3) == kv(SHAPE, 3)
-        assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) == 0
+        assert await asyncio.to_thread(daemon.process.wait, WAIT_MAX_S) == 0
 
 
 async def test_a_killed_daemon_ends_calls_and_its_successor_asks_to_register(storage: Server, tmp_path: Path) -> None:
@@ -137,10 +137,10 @@ async def test_a_killed_daemon_ends_calls_and_its_successor_asks_to_register(sto
             await client.fetch(KEYS[:1])
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
     successor = DaemonProcess(storage, tmp_path, listen=f"127.0.0.1:{port}")
-    old = client.destination
+    old = client.registration
     async with client_of(successor) as client:
         await client.register(SHAPE, 1)
-        assert (await client.fetch(KEYS[:1], destination_id=old)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+        assert (await client.fetch(KEYS[:1], memory_id=old)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
         assert (await client.fetch(KEYS[:1])).outcome == pb.OUTCOME_COMPLETE
         assert successor.stop() == 0
 
@@ -149,7 +149,7 @@ def test_a_second_daemon_on_the_same_port_says_so(storage: Server, tmp_path: Pat
     first = DaemonProcess(storage, tmp_path)
     try:
         command = [sys.executable, "-m", "shadowserve_tools", "dpu", "--listen", first.address]
-        second = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+        second = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_MAX_S)
         assert second.returncode == 2
         assert "cannot listen" in second.stderr and first.address in second.stderr
         assert "Traceback" not in second.stderr
@@ -202,7 +202,7 @@ def test_on_few_cores_only_network_threads_are_held_to_one(monkeypatch: pytest.M
 )
 def test_a_configuration_that_cannot_be_used_names_the_key(flags: list[str], words: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "shadowserve_tools", "dpu", *flags], capture_output=True, text=True, timeout=PATIENCE_S
+        [sys.executable, "-m", "shadowserve_tools", "dpu", *flags], capture_output=True, text=True, timeout=WAIT_MAX_S
     )
     assert done.returncode == 2
     assert all(word in done.stderr for word in words), done.stderr
@@ -243,14 +243,14 @@ async def test_memory_does_not_grow_with_prompts_or_rounds(storage: Server, tmp_
             for _ in range(times):
                 assert list((await client.lookup(prompt)).hits) == [16]
                 answer = await client.fetch(prompt)
-                assert (answer.chunks, answer.outcome) == (16, pb.OUTCOME_ROUND_FULL)
+                assert (answer.chunks, answer.outcome) == (16, pb.OUTCOME_BATCH_FULL)
 
         await serve(5)
         settled = resident()
         await serve(60)
         grown = resident() - settled
         assert resident() < buffers + 200 * MIB
-        assert grown < 8 * MIB, f"{grown} bytes more after 60 more rounds"
+        assert grown < 8 * MIB, f"{grown} bytes more after 60 more batches"
         answer = await client.stub.Statistics(pb.StatisticsRequest())
         assert answer.resident_bytes < buffers + 200 * MIB
         assert answer.delivered_bytes == 65 * 16 * shape.raw_bytes

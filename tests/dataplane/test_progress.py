@@ -99,8 +99,8 @@ async def test_what_the_buffers_do_not_hold_is_not_said_to_be_there(storage: Ser
         await client.register(shape, len(keys), extra=64)
         word = Word(client, size)
         there = np.zeros((shape.layers, len(keys)), np.bool_)
-        outcomes = [pb.OUTCOME_ROUND_FULL]
-        while outcomes[-1] == pb.OUTCOME_ROUND_FULL:
+        outcomes = [pb.OUTCOME_BATCH_FULL]
+        while outcomes[-1] == pb.OUTCOME_BATCH_FULL:
             word.set(0)
             part = client.part(keys, length=size, wanted=pack(~there))
             asked = client.fetch_request([], parts=[part], order=pb.ORDER_LAYERS, progress=size)
@@ -182,8 +182,8 @@ async def test_a_word_where_none_can_be_is_refused(
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_of_more_chunks_than_a_round_counts_the_first_are_told(storage: Server) -> None:
-    """The C core counts 4,096 of a round; what is behind them is there with the answer."""
+async def test_of_more_chunks_than_a_batch_counts_the_first_are_told(storage: Server) -> None:
+    """The C core counts 4,096 of a batch; what is behind them is there with the answer."""
     count = 4200
     shape = layout(layers=1)
     async with running(storage) as (_, client):

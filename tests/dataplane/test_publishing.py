@@ -11,17 +11,17 @@ import grpc
 import numpy as np
 import pytest
 from dataplane_support import Client, DaemonProcess, Server, keys_of, kv, layout, running
-from machine import NEVER_S, PATIENCE_MS, PATIENCE_S, wait_for
+from machine import NEVER_S, WAIT_MAX_MS, WAIT_MAX_S, wait_for
 
 from dpu_dataplane.publishing import PENDING_KEYS_MAX, Publications
 from dpu_dataplane.server import Daemon
 from host_control.client import DataPlaneClient
-from host_control.destination import Destination
-from host_control.handover import Handover
+from host_control.disaggregation import Disaggregation
 from host_control.lookup import LookupAnswer, PrefixLookup
+from host_control.registered_memory import Registration
 from host_control.store import StoreQueue
 from shadowserve.errors import StorageRefusedError
-from shadowserve.keys import chain_links, record_keys
+from shadowserve.keys import prefix_chain, record_keys
 from shadowserve.pieces import leading, unpack
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -35,18 +35,18 @@ def numbered(count: int, first: int = 0) -> list[bytes]:
     return [index.to_bytes(32, "little") for index in range(first, first + count)]
 
 
-async def publish(client: Client, keys: list[bytes], lasts_ms: int = LASTS_MS, **more: Any) -> pb.AnnounceResponse:
-    request = pb.AnnounceRequest(keys=keys, lasts_ms=lasts_ms, timeout_ms=PATIENCE_MS, **more)
-    answer: pb.AnnounceResponse = await client.stub.Announce(request)
+async def publish(client: Client, keys: list[bytes], lasts_ms: int = LASTS_MS, **more: Any) -> pb.PublishResponse:
+    request = pb.PublishRequest(keys=keys, lasts_ms=lasts_ms, timeout_ms=WAIT_MAX_MS, **more)
+    answer: pb.PublishResponse = await client.stub.Publish(request)
     return answer
 
 
 async def pending(client: Client, keys: list[bytes] = KEYS) -> list[bool] | None:
     """Return which keys are pending, as a lookup says; None where it does not say."""
     chain = pb.KeyChain(keys=keys, namespace=SHAPE.namespace)
-    answer = await client.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=PATIENCE_MS, announced=True))
+    answer = await client.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=WAIT_MAX_MS, published=True))
     assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
-    return unpack(answer.announced[0], len(keys)).tolist() if answer.announced else None
+    return unpack(answer.published[0], len(keys)).tolist() if answer.published else None
 
 
 @contextlib.asynccontextmanager
@@ -113,14 +113,17 @@ async def test_tiers_alone_tell_of_what_is_pending_until_it_is_stored_or_withdra
         async def over() -> bool:
             return await pending(client) == [False] * 4
 
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_MAX_S):
             while not await over():
                 await asyncio.sleep(0.01)
         assert (await publish(client, KEYS, 60_001)).outcome == pb.OUTCOME_STORAGE_REFUSED
 
 
 async def test_what_a_host_had_pending_goes_with_it() -> None:
-    async with running("", tiers=TIERS, hosts_max=2, destination_idle=0.5) as (daemon, ours), another(daemon) as theirs:
+    async with (
+        running("", tiers=TIERS, hosts_max=2, registration_idle_s=0.5) as (daemon, ours),
+        another(daemon) as theirs,
+    ):
         await publish(theirs, KEYS)
         assert await pending(ours) == [True] * 4
         hosts = daemon.metrics.gauges["hosts"][1]
@@ -131,7 +134,7 @@ async def test_what_a_host_had_pending_goes_with_it() -> None:
                 seen[:] = await pending(ours) or []
             return hosts() == 1 and seen == [False] * 4
 
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_MAX_S):
             while not await look():
                 await asyncio.sleep(0.05)
 
@@ -160,7 +163,7 @@ async def test_plain_records_are_pending_at_their_own_data_plane_alone(tmp_path:
         server.kill()
 
 
-async def test_a_store_that_takes_no_announcements_is_told_of(tmp_path: Path) -> None:
+async def test_a_store_that_takes_no_publications_is_told_of(tmp_path: Path) -> None:
     server = Server("redis", tmp_path).start()
     try:
         async with running(server) as (_, client):
@@ -189,7 +192,7 @@ def test_what_is_over_takes_no_part_of_a_share() -> None:
 CHUNK = 16
 TOKENS = list(range(4 * CHUNK))
 MODEL = b"m" * 32
-LINKS = chain_links(MODEL, TOKENS, chunk_tokens=CHUNK)
+LINKS = prefix_chain(MODEL, TOKENS, chunk_tokens=CHUNK)
 RECORDS = record_keys(SHAPE.namespace, LINKS)
 
 
@@ -197,8 +200,8 @@ def lookup_of(client: DataPlaneClient) -> PrefixLookup:
     def rule(present: Any, tokens: int, tail_tokens: int = 0) -> int:
         return leading(present[0]) * CHUNK
 
-    assert client.wait_ready(PATIENCE_S)
-    return PrefixLookup(MODEL, [[(client, SHAPE.namespace)]], rule, chunk_tokens=CHUNK, timeout=PATIENCE_S)
+    assert client.wait_ready(WAIT_MAX_S)
+    return PrefixLookup(MODEL, [[(client, SHAPE.namespace)]], rule, chunk_tokens=CHUNK, timeout=WAIT_MAX_S)
 
 
 @pytest.mark.parametrize("stores", [True, False])
@@ -206,17 +209,17 @@ def test_a_decode_engine_waits_for_what_a_prefill_engine_of_the_same_tiers_publi
     tmp_path: Path, stores: bool
 ) -> None:
     daemon = DaemonProcess("", tmp_path, tiers=json.dumps(TIERS))
-    clients = [DataPlaneClient(daemon.address, connect_timeout=PATIENCE_S) for _ in range(2)]
+    clients = [DataPlaneClient(daemon.address, connect_timeout_s=WAIT_MAX_S) for _ in range(2)]
     prefill, decode = map(lookup_of, clients)
-    queue = StoreQueue(clients[0], Destination(clients[0], [SHAPE], 8 * SHAPE.raw_bytes, PATIENCE_S), timeout=NEVER_S)
+    queue = StoreQueue(clients[0], Registration(clients[0], [SHAPE], 8 * SHAPE.raw_bytes, WAIT_MAX_S), timeout=NEVER_S)
     try:
-        assert queue.wait_tried(PATIENCE_S), queue.details
-        prefill.submit("r", TOKENS, handover=Handover(announces=PATIENCE_S))
+        assert queue.wait_tried(WAIT_MAX_S), queue.details
+        prefill.submit("r", TOKENS, disaggregation=Disaggregation(publishes=WAIT_MAX_S))
         assert wait_for(lambda: prefill.poll("r")) == LookupAnswer(0, "complete")
         wait_for(
-            lambda: (clients[1].find([(SHAPE.namespace, RECORDS)], PATIENCE_S)().announced or [np.zeros(1)])[0].all()
+            lambda: (clients[1].find([(SHAPE.namespace, RECORDS)], WAIT_MAX_S)().published or [np.zeros(1)])[0].all()
         )
-        decode.submit("r", TOKENS, handover=Handover(waits=PATIENCE_S))
+        decode.submit("r", TOKENS, disaggregation=Disaggregation(waits=WAIT_MAX_S))
         wait_for(lambda: decode.poll("r") or decode._coming._waiting)
         assert decode.poll("r") is None, "it waits"
         if stores:
@@ -224,16 +227,16 @@ def test_a_decode_engine_waits_for_what_a_prefill_engine_of_the_same_tiers_publi
             def gather(index: int, chunk: Any) -> None:
                 chunk[:] = kv(SHAPE, index)
 
-            assert queue.offer(RECORDS, gather, announced=True) == len(RECORDS)
+            assert queue.offer(RECORDS, gather, published=True) == len(RECORDS)
             prefill.computed("r", LINKS)
             answer = wait_for(lambda: decode.poll("r"))
             assert (answer.tokens, answer.reason) == (len(TOKENS), "complete")
         else:
             prefill.forget("r")
             answer = wait_for(lambda: decode.poll("r"))
-            assert (answer.tokens, answer.reason) == (0, "announced_gone")
+            assert (answer.tokens, answer.reason) == (0, "published_gone")
     finally:
-        queue.close(PATIENCE_S)
+        queue.close(WAIT_MAX_S)
         for part in (prefill, decode, *clients):
             part.close()
         assert daemon.stop() == 0

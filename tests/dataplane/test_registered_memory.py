@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 import pytest
 from dataplane_support import Client, Segment, Server, config, keys_of, layout, running
-from machine import NEVER_S, PATIENCE_S
+from machine import NEVER_S, WAIT_MAX_S
 
 from dpu_dataplane.server import Daemon
 from host_control.client import DataPlaneClient
-from host_control.destination import Destination
 from host_control.manager import FetchJob, KVCacheManager
+from host_control.registered_memory import Registration
 from host_control.store import StoreQueue
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
@@ -29,12 +29,12 @@ INVALID, EXHAUSTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_
 
 
 @contextlib.contextmanager
-def worker(address: str) -> Iterator[tuple[Destination, Destination]]:
+def worker(address: str) -> Iterator[tuple[Registration, Registration]]:
     """Memory of one worker: to fetch into, and to store from."""
-    with contextlib.closing(DataPlaneClient(address, connect_timeout=PATIENCE_S)) as plane:
+    with contextlib.closing(DataPlaneClient(address, connect_timeout_s=WAIT_MAX_S)) as plane:
         with (
-            contextlib.closing(Destination(plane, GROUPS, SIZE, PATIENCE_S, progress=True)) as fetched,
-            contextlib.closing(Destination(plane, GROUPS, SIZE, PATIENCE_S)) as stored,
+            contextlib.closing(Registration(plane, GROUPS, SIZE, WAIT_MAX_S, progress=True)) as fetched,
+            contextlib.closing(Registration(plane, GROUPS, SIZE, WAIT_MAX_S)) as stored,
         ):
             yield fetched, stored
 
@@ -53,32 +53,32 @@ def store_and_fetch(address: str) -> None:
         for index in range(len(chunks) // size):
             fetched[part, first + index] = bytes(chunks[index * size : (index + 1) * size])
 
-    with contextlib.closing(DataPlaneClient(address, connect_timeout=PATIENCE_S)) as plane:
-        queue = StoreQueue(plane, Destination(plane, GROUPS, SIZE, PATIENCE_S), timeout=PATIENCE_S)
-        assert queue.wait_tried(PATIENCE_S), queue.details
+    with contextlib.closing(DataPlaneClient(address, connect_timeout_s=WAIT_MAX_S)) as plane:
+        queue = StoreQueue(plane, Registration(plane, GROUPS, SIZE, WAIT_MAX_S), timeout=WAIT_MAX_S)
+        assert queue.wait_tried(WAIT_MAX_S), queue.details
         for group in range(len(GROUPS)):
 
             def gather(index: int, chunk: Any, group: int = group) -> None:
                 chunk[:] = chunk_bytes(group, index)
 
             assert queue.offer(keys[group], gather, part=group) == CHUNKS
-        assert queue.flush(PATIENCE_S)
+        assert queue.flush(WAIT_MAX_S)
         counts = queue.take_counts()
         assert counts["stored"] == len(GROUPS) * CHUNKS, (counts, queue.details)
 
-        memory = Destination(plane, GROUPS, SIZE, PATIENCE_S, progress=True)
-        manager = KVCacheManager(plane, memory, scatter, fetch_timeout=NEVER_S)
+        memory = Registration(plane, GROUPS, SIZE, WAIT_MAX_S, progress=True)
+        manager = KVCacheManager(plane, memory, scatter, fetch_timeout_s=NEVER_S)
         manager.exchange([FetchJob(request_id="r", keys=tuple(map(tuple, keys)))])
         manager.wait(["r"])
         (result,) = manager.exchange()
         assert (result.reason, result.chunks) == ("complete", (CHUNKS,) * len(GROUPS)), result.detail
-        manager.close(PATIENCE_S)
-        queue.close(PATIENCE_S)
+        manager.close(WAIT_MAX_S)
+        queue.close(WAIT_MAX_S)
     assert fetched == {(g, c): chunk_bytes(g, c) for g in range(len(GROUPS)) for c in range(CHUNKS)}
 
 
 async def test_an_engine_of_six_groups_stores_and_fetches_where_eight_hosts_share_a_data_plane(storage: Server) -> None:
-    async with Daemon(config(storage, hosts_max=8, destinations_max=64)) as daemon:
+    async with Daemon(config(storage, hosts_max=8, registrations_max=64)) as daemon:
         await asyncio.to_thread(store_and_fetch, daemon.address)
 
 
@@ -87,7 +87,7 @@ async def test_eight_workers_of_six_groups_fit_the_defaults(storage: Server, hos
     def register(address: str) -> int:
         with contextlib.ExitStack() as stack:
             workers = [stack.enter_context(worker(address)) for _ in range(8)]
-            return len({each.acquire(PATIENCE_S) for pair in workers for each in pair})
+            return len({each.acquire(WAIT_MAX_S) for pair in workers for each in pair})
 
     async with Daemon(config(storage, hosts_max=hosts_max)) as daemon:
         assert await asyncio.to_thread(register, daemon.address) == 16
@@ -96,36 +96,36 @@ async def test_eight_workers_of_six_groups_fit_the_defaults(storage: Server, hos
 async def test_a_host_beyond_its_share_is_told_the_share_how_it_is_made_and_the_key_to_raise(storage: Server) -> None:
     def refused(address: str) -> str:
         with worker(address) as (fetched, stored):
-            fetched.acquire(PATIENCE_S)
+            fetched.acquire(WAIT_MAX_S)
             with pytest.raises(DataPlaneError) as caught:
-                stored.acquire(PATIENCE_S)
+                stored.acquire(WAIT_MAX_S)
             assert caught.value.outcome == "refused"
             return str(caught.value)
 
-    async with Daemon(config(storage, hosts_max=2, destinations_max=3)) as daemon:
+    async with Daemon(config(storage, hosts_max=2, registrations_max=3)) as daemon:
         message = await asyncio.to_thread(refused, daemon.address)
-    assert "its share is 1: destinations_max (3) divided by hosts_max (2)" in message, message
-    assert "raise destinations_max" in message and "running" not in message, message
-    async with Daemon(config(storage, hosts_max=2, destination_bytes_max=3 * SIZE)) as daemon:
+    assert "its share is 1: registrations_max (3) divided by hosts_max (2)" in message, message
+    assert "raise registrations_max" in message and "running" not in message, message
+    async with Daemon(config(storage, hosts_max=2, registered_bytes_max=3 * SIZE)) as daemon:
         message = await asyncio.to_thread(refused, daemon.address)
-    assert f"its share is {3 * SIZE // 2}: destination_bytes_max ({3 * SIZE}) divided by hosts_max (2)" in message
-    assert "raise destination_bytes_max" in message and "running" not in message, message
+    assert f"its share is {3 * SIZE // 2}: registered_bytes_max ({3 * SIZE}) divided by hosts_max (2)" in message
+    assert "raise registered_bytes_max" in message and "running" not in message, message
 
 
 async def test_memory_of_a_process_that_has_ended_gives_way_when_room_is_short(storage: Server) -> None:
     """Symptom: an engine that was started again a few times was refused until its predecessors' memory was idle."""
-    async with running(storage, destinations_max=2) as (_, client):
+    async with running(storage, registrations_max=2) as (_, client):
         await client.register(GROUPS[0], 1)
         await client.register(GROUPS[0], 1)
-        second = client.destination
+        second = client.registration
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.register(GROUPS[0], 1)
         assert caught.value.code() is EXHAUSTED
         client.segments[0].die()
         await client.register(GROUPS[0], 1)
         keys = keys_of(GROUPS[0], 1)
-        for destination in (client.destination, second):
-            assert (await client.fetch(keys, destination_id=destination)).outcome == pb.OUTCOME_ABSENT
+        for registration in (client.registration, second):
+            assert (await client.fetch(keys, memory_id=registration)).outcome == pb.OUTCOME_ABSENT
         for segment in client.segments:
             segment.unlink()
 
@@ -141,21 +141,21 @@ async def test_a_call_names_a_layout_of_the_registration_and_each_is_checked(cli
         assert caught.value.code() is code
         assert all(word in (caught.value.details() or "") for word in words), caught.value.details()
 
-    def registration(*shapes: ChunkLayout) -> pb.RegisterDestinationRequest:
+    def registration(*shapes: ChunkLayout) -> pb.RegisterMemoryRequest:
         return client.registration(layouts=[layout_message(shape) for shape in shapes])
 
-    await refused(client.stub.RegisterDestination(registration()), INVALID, "layouts has 0 entries")
-    await refused(client.stub.RegisterDestination(registration(*[small] * 257)), INVALID, "257", "1 to 256")
+    await refused(client.stub.RegisterMemory(registration()), INVALID, "layouts has 0 entries")
+    await refused(client.stub.RegisterMemory(registration(*[small] * 257)), INVALID, "257", "1 to 256")
     huge = layout(namespace=b"h" * 32, layers=40)
-    await refused(client.stub.RegisterDestination(registration(small, huge)), INVALID, f"{huge.raw_bytes}")
-    answer = await client.stub.RegisterDestination(registration(small, large))
+    await refused(client.stub.RegisterMemory(registration(small, huge)), INVALID, f"{huge.raw_bytes}")
+    answer = await client.stub.RegisterMemory(registration(small, large))
     assert list(answer.chunk_bytes) == [small.raw_bytes, large.raw_bytes]
-    client.destination = answer.destination_id
+    client.registration = answer.memory_id
     keys = keys_of(large, 4)
     await refused(client.stub.Fetch(client.fetch_request(keys, layout=2)), INVALID, "layout is 2", "2 layouts")
     await refused(client.stub.Store(client.store_request(keys, layout=7)), INVALID, "layout is 7")
     beyond = client.store_request(keys, layout=1, offset=large.dtype.itemsize)
-    await refused(client.stub.Store(beyond), INVALID, "end outside the destination")
+    await refused(client.stub.Store(beyond), INVALID, "end outside the registration")
     short = client.fetch_request(keys, layout=1, length=small.raw_bytes)
     await refused(client.stub.Fetch(short), INVALID, f"a chunk takes {large.raw_bytes}")
     stored = await client.store(keys, layout=1)
@@ -178,6 +178,6 @@ async def test_a_segment_that_shrinks_while_it_is_registered_is_the_callers_faul
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", shrinking)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await client.stub.RegisterDestination(client.registration())
+            await client.stub.RegisterMemory(client.registration())
     assert caught.value.code() is INVALID and "shorter" in (caught.value.details() or ""), caught.value.details()
     await client.register(GROUPS[0], 1)

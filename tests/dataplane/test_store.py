@@ -9,9 +9,9 @@ import pytest
 from dataplane_support import BACKEND, Client, Server, config, keys_of, kv, layout, make_record, running
 from machine import until
 
+from dpu_dataplane.batches import encoded_bound
 from dpu_dataplane.config import codec_name
 from dpu_dataplane.jobs import Job
-from dpu_dataplane.rounds import encoded_bound
 from dpu_dataplane.sources.source import Encoded
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout
@@ -195,9 +195,9 @@ async def test_chunks_are_encoded_while_those_before_them_are_put_and_each_is_it
         put, encoded = daemon._source.put, Counter[str]()
         encode = daemon._pipeline.encode
 
-        def count(round_: native.Round) -> native.Result:
-            encoded["chunks"] += len(round_.pieces)
-            return encode(round_)
+        def count(batch_: native.Batch) -> native.Result:
+            encoded["chunks"] += len(batch_.pieces)
+            return encode(batch_)
 
         async def slowly(job: Job, key: bytes, record: Encoded) -> tuple[native.Result, str]:
             number = keys.index(key)

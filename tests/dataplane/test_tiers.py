@@ -24,7 +24,7 @@ from dataplane_support import (
     make_record,
     running,
 )
-from machine import NEVER_MS, PATIENCE_S, until
+from machine import NEVER_MS, WAIT_MAX_S, until
 from prometheus_client import generate_latest
 
 from dpu_dataplane.server import Daemon
@@ -72,7 +72,7 @@ def assert_right(client: Client, answer: Fetched, count: int = 6) -> None:
 
 async def storage_away(client: Client, keys: Sequence[bytes]) -> None:
     """Wait until the daemon knows that storage is away; ``keys`` are none that its tiers have."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         while (await client.lookup(list(keys), timeout_ms=1000)).outcome != pb.OUTCOME_STORAGE_UNAVAILABLE:
             await asyncio.sleep(0.02)
 
@@ -88,7 +88,7 @@ async def store(
 
 
 async def fetch_all(client: Client, keys: Sequence[bytes]) -> None:
-    """Fetch chunks in as many rounds as it takes."""
+    """Fetch chunks in as many batches as it takes."""
     done = 0
     while done < len(keys):
         offset = done * SHAPE.raw_bytes
@@ -138,7 +138,7 @@ async def test_what_storage_had_is_kept_and_served_without_it(mortal_storage: Se
 
 @pytest.mark.parametrize("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_one_round_takes_each_chunk_from_the_nearest_that_has_it(
+async def test_one_batch_takes_each_chunk_from_the_nearest_that_has_it(
     storage: Server, tmp_path: Path, backend: str, order: int
 ) -> None:
     put_all(storage)
@@ -150,12 +150,12 @@ async def test_one_round_takes_each_chunk_from_the_nearest_that_has_it(
         for index in (1, 4):
             assert (await client.fetch([KEYS[index]])).chunks == 1
         metrics = daemon.metrics
-        rounds, before = metrics.rounds, metrics.tier_records.copy()
+        batches, before = metrics.batches, metrics.tier_records.copy()
         assert_right(client, await client.fetch(KEYS, order=order))
-        assert metrics.rounds == rounds + 1
+        assert metrics.batches == batches + 1
         assert metrics.tier_records - before == {"memory": 2, "device": 2, "kept": 2}
         assert_right(client, await client.fetch(KEYS, order=order))
-        assert metrics.rounds == rounds + 2 and metrics.tier_records["device"] == before["device"] + 2
+        assert metrics.batches == batches + 2 and metrics.tier_records["device"] == before["device"] + 2
 
 
 async def test_what_is_stored_goes_to_the_tier_and_to_storage(mortal_storage: Server) -> None:
@@ -304,7 +304,7 @@ async def test_a_device_that_stands_still_costs_its_patience_or_the_deadline(
     async with running(storage, tiers=tiers_on) as (daemon, client):
         await client.register(SHAPE, 6)
         assert_right(client, await client.fetch(KEYS))
-    async with running("" if alone else storage, tiers=tiers_on, command_timeout=0.5) as (daemon, client):
+    async with running("" if alone else storage, tiers=tiers_on, command_timeout_s=0.5) as (daemon, client):
         await client.register(SHAPE, 6)
         assert (await client.lookup(KEYS)).present == [[True] * 6], "heads are remembered from here on"
         await cool(daemon)
@@ -346,8 +346,8 @@ async def test_what_devices_cannot_take_is_dropped_and_counted(storage: Server, 
         assert records["memory"] > 0, "what was kept is served"
 
 
-async def test_nothing_is_evicted_under_a_round_that_reads_it(mortal_storage: Server, tmp_path: Path) -> None:
-    """A round holds chunks of memory while storage stands still; meanwhile everything else in the tier goes."""
+async def test_nothing_is_evicted_under_a_batch_that_reads_it(mortal_storage: Server, tmp_path: Path) -> None:
+    """A batch holds chunks of memory while storage stands still; meanwhile everything else in the tier goes."""
     put_all(mortal_storage)
     async with running(mortal_storage, tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (daemon, client):
         await client.register(SHAPE, 6)

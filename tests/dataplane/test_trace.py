@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 from dataplane_support import WAYS, Client, Server, keys_of, kv, layout, make_record, running, way_name
-from machine import NEVER_MS, PATIENCE_S
+from machine import NEVER_MS, WAIT_MAX_S
 from redis import Redis
 
 from shadowserve.proto import dataplane_pb2 as pb
@@ -58,18 +58,18 @@ async def test_every_slice_of_a_fetch_is_in_each_stage_once(
         (stage, chunk, chunk * slices + index) for stage in stages for chunk in range(3) for index in range(slices)
     )
     steps = [span.step for span in spans if span.core == -1]
-    assert steps == ["turn", "heads", "plan", "round", "fetch"]
+    assert steps == ["turn", "heads", "plan", "batch", "fetch"]
     whole = next(span for span in spans if span.step == "fetch")
     assert all(whole.begin_ns <= span.begin_ns <= span.end_ns <= whole.end_ns for span in spans)
-    assert {span.round for span in spans if span.core >= 0} == {1}
+    assert {span.batch for span in spans if span.core >= 0} == {1}
 
 
 async def test_a_recording_ends_with_its_fetches_and_the_next_begins_anew(client: Client, storage: Server) -> None:
     keys = await stored(client, storage, 1)
     twice = await recorded(client, keys, fetches=2)
     once = await recorded(client, keys)
-    assert {span.round for span in twice if span.core >= 0} == {1, 2}
-    assert {span.round for span in once if span.core >= 0} == {3}
+    assert {span.batch for span in twice if span.core >= 0} == {1, 2}
+    assert {span.batch for span in once if span.core >= 0} == {3}
 
 
 DECISION = pb.Decision(
@@ -142,7 +142,7 @@ async def test_one_recording_at_a_time_and_a_cancelled_one_makes_room(client: Cl
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "another recording" in (refused.value.details() or "")
     first.cancel()
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         while True:
             try:
                 assert await recorded(client, keys)
@@ -173,12 +173,12 @@ def commands(storage: Server) -> int:
         return int(statistics["total_commands_processed"])
 
 
-async def test_no_round_asks_storage_for_what_the_lookup_answered(storage: Server) -> None:
+async def test_no_batch_asks_storage_for_what_the_lookup_answered(storage: Server) -> None:
     async with running(storage, decompression_buffer_bytes="1MiB", connections=2) as (daemon, client):
         keys = await stored(client, storage, 9, vector_length=2048)
         assert list((await client.lookup(keys)).hits) == [9]
         assert (await client.fetch(keys)).chunks > 0  # connections are made, and kept
-        rounds, before = daemon.metrics.rounds, commands(storage)
+        batches, before = daemon.metrics.batches, commands(storage)
         between = commands(storage) - before  # what a question of this test costs
         done = 0
         while done < 9:
@@ -186,7 +186,7 @@ async def test_no_round_asks_storage_for_what_the_lookup_answered(storage: Serve
             answer = await client.fetch(keys[done:], offset=offset, length=client.segment.size - offset)
             assert answer.chunks > 0
             done += answer.chunks
-        assert daemon.metrics.rounds - rounds >= 3
+        assert daemon.metrics.batches - batches >= 3
         assert client.chunk(8) == kv(client.shape, 8)
         # Each chunk's two halves, once, and nothing else.
         assert commands(storage) - before == 2 * between + 2 * 9

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dataplane_support import Server
-from machine import PATIENCE_S
+from machine import WAIT_MAX_S
 
 from shadowserve import resp
 
@@ -36,7 +36,7 @@ class TlsServer(Server):
 
     def command(self, *words: bytes) -> bytes:
         with (
-            socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S) as plain,
+            socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_MAX_S) as plain,
             self.context.wrap_socket(plain, server_hostname="127.0.0.1") as sock,
         ):
             for command in ([(b"AUTH", self.password.encode())] if self.password else []) + [words]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from machine import NEVER_S, PATIENCE_S, PATIENT, free_port
+from machine import NEVER_S, PATIENT, WAIT_MAX_S, free_port
 
 from shadowserve_tools.processes import start_data_plane, start_storage
 
@@ -48,7 +48,7 @@ def families(text: str) -> set[str]:
 
 
 def scraped(port: int) -> set[str]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_MAX_S) as page:
         return families(page.read().decode())
 
 

@@ -37,7 +37,7 @@ def doctor(root: Path, *arguments: str) -> dict[str, Any]:
 
 def finding(root: Path, what: str, *arguments: str) -> tuple[str, str, str]:
     found = doctor(root, *arguments)["findings"][what]
-    return found["state"], found["found"], found["mend"]
+    return found["state"], found["found"], found["remedy"]
 
 
 def deployed(root: Path) -> Path:
@@ -79,8 +79,8 @@ def test_a_bluefield_knows_what_it_is(tmp_path: Path) -> None:
 def test_a_role_can_be_told(tmp_path: Path) -> None:
     assert {"XLIO", "image"} & set(doctor(bluefield(tmp_path), "--role", "storage")["findings"]) == set()
     (tmp_path / "bare").mkdir()
-    state, _, mend = finding(tmp_path / "bare", "image", "--role", "bluefield")
-    assert state == "failed" and "on the card" in mend
+    state, _, remedy = finding(tmp_path / "bare", "image", "--role", "bluefield")
+    assert state == "failed" and "on the card" in remedy
 
 
 def test_a_configuration_that_cannot_be_used_is_a_finding(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_without_a_file_the_doctor_reads_that_of_the_installed_service(tmp_path:
     found = doctor(tmp_path, "--role", "storage")["findings"]
     assert found["configuration"]["found"].endswith("/etc/shadowserve/storage.yaml")
     assert "127.0.0.1:1:" in found["storage server"]["found"]
-    assert found["storage server"]["mend"] == "systemctl start shadowserve-storage"
+    assert found["storage server"]["remedy"] == "systemctl start shadowserve-storage"
 
 
 # ---- A storage node --------------------------------------------------------------------------------------------------
@@ -124,8 +124,8 @@ def test_nvme_namespaces_are_there_with_the_rights_to_use_them(tmp_path: Path) -
     for name in ("ng0n1", "nvme0n1", "ng0n2"):
         write(tmp_path, f"dev/{name}", "")
     assert finding(tmp_path, "NVMe nvme0n1", "--role", "storage")[0] == "ok"
-    state, _, mend = finding(tmp_path, "NVMe nvme0n2", "--role", "storage")
-    assert state == "warning" and "nvme0n2" in mend
+    state, _, remedy = finding(tmp_path, "NVMe nvme0n2", "--role", "storage")
+    assert state == "warning" and "nvme0n2" in remedy
 
 
 def test_devices_and_memory_that_a_server_could_not_have_are_told(tmp_path: Path) -> None:
@@ -139,8 +139,8 @@ def test_devices_and_memory_that_a_server_could_not_have_are_told(tmp_path: Path
 
     def state(what: str, devices: str = "[]", budget: str = "1 GiB") -> tuple[str, str]:
         path.write_text(f"storage: {{memory_budget_bytes: {budget}, devices: {devices}}}")
-        found, _, mend = finding(tmp_path, what, "--role", "storage", "--config", str(path))
-        return found, mend
+        found, _, remedy = finding(tmp_path, what, "--role", "storage", "--config", str(path))
+        return found, remedy
 
     assert [state("memory", budget=f"{size} GiB")[0] for size in (1, 3, 9)] == ["ok", "warning", "failed"]
     found = {
@@ -164,7 +164,7 @@ def test_a_host_that_is_as_it_should_be(tmp_path: Path) -> None:
     assert {what: findings[what]["state"] for what in about_the_card} == dict.fromkeys(about_the_card, "ok")
     assert findings["card"]["found"] == f"BlueField-3 at {CARD}, NUMA node 0"  # and not its virtual function
     assert findings["GPU memory"]["found"] == "DMA-BUF, nvidia-peermem"
-    assert "on the card" in findings["data plane"]["mend"] and "storage server" not in findings
+    assert "on the card" in findings["data plane"]["remedy"] and "storage server" not in findings
 
 
 def remove(name: str) -> Callable[[Path], None]:
@@ -209,10 +209,10 @@ HOST_FAULTS = {
 
 @pytest.mark.parametrize("fault", HOST_FAULTS)
 def test_a_host_that_lacks_something_is_told_what_to_do(tmp_path: Path, fault: str) -> None:
-    change, what, state, mend = HOST_FAULTS[fault]
+    change, what, state, remedy = HOST_FAULTS[fault]
     change(host_with_card(tmp_path))
     found = finding(tmp_path, what)
-    assert found[0] == state and mend in found[2], found
+    assert found[0] == state and remedy in found[2], found
 
 
 def test_peermem_alone_is_enough(tmp_path: Path) -> None:
@@ -234,10 +234,10 @@ def test_acs_redirection_is_found_in_the_switch_between_card_and_gpu(
     tmp_path: Path, control: int, redirects: bool
 ) -> None:
     host_with_card(tmp_path, control=control)
-    state, found, mend = finding(tmp_path, f"ACS to GPU {GPU}")
+    state, found, remedy = finding(tmp_path, f"ACS to GPU {GPU}")
     assert state == ("warning" if redirects else "ok")
     for bridge in ("0000:3b:10.0", "0000:3b:11.0"):
-        assert (bridge in found and f"setpci -s {bridge}" in mend) == redirects
+        assert (bridge in found and f"setpci -s {bridge}" in remedy) == redirects
 
 
 def test_acs_above_the_switch_that_both_are_below_does_not_matter(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_a_card_that_is_as_it_should_be(tmp_path: Path, config: Path) -> None:
     assert findings["card"]["found"] == "BlueField-3 at 0000:03:00.0, 0000:03:00.1"
     assert findings["Arm cores"]["found"] == "16 x Cortex-A78AE"
     assert findings["DOCA"]["found"] == "3.0.0"
-    assert findings["data plane"]["mend"] == "systemctl start shadowserve-dpu"
+    assert findings["data plane"]["remedy"] == "systemctl start shadowserve-dpu"
 
 
 def test_a_doca_that_is_too_old(tmp_path: Path) -> None:
@@ -353,17 +353,17 @@ CARD_FAULTS = {
 
 @pytest.mark.parametrize("fault", CARD_FAULTS)
 def test_a_card_that_lacks_something_is_told_what_to_do(tmp_path: Path, config: Path, fault: str) -> None:
-    change, what, state, mend = CARD_FAULTS[fault]
+    change, what, state, remedy = CARD_FAULTS[fault]
     change(deployed(tmp_path))
     found = finding(tmp_path, what, "--config", str(config))
-    assert found[0] == state and mend in found[2], found
+    assert found[0] == state and remedy in found[2], found
 
 
 def test_xlio_must_know_the_port_that_storage_is_on(tmp_path: Path, config: Path) -> None:
     deployed(tmp_path)
     config.write_text("dpu: {storage: '127.0.0.1:7000'}\n")
-    state, found, mend = finding(tmp_path, "XLIO's rules", "--config", str(config))
-    assert state == "warning" and "[6380]" in found and "*:7000:*:*" in mend
+    state, found, remedy = finding(tmp_path, "XLIO's rules", "--config", str(config))
+    assert state == "warning" and "[6380]" in found and "*:7000:*:*" in remedy
 
 
 def test_a_core_that_the_card_does_not_have_is_found(tmp_path: Path, config: Path) -> None:
@@ -389,8 +389,8 @@ def test_reserved_huge_pages_count_as_those_on_demand_do(tmp_path: Path) -> None
 
 
 def test_a_card_whose_c_core_only_emulates_doca_is_no_use(tmp_path: Path) -> None:
-    state, found, mend = finding(bluefield(tmp_path / "card"), "accelerators")
-    assert state == "failed" and "without DOCA" in found and "scripts/bluefield/install" in mend
+    state, found, remedy = finding(bluefield(tmp_path / "card"), "accelerators")
+    assert state == "failed" and "without DOCA" in found and "scripts/bluefield/install" in remedy
     (tmp_path / "bare").mkdir()
     assert finding(tmp_path / "bare", "accelerators", "--role", "bluefield")[0] == "warning"
 
@@ -467,8 +467,8 @@ def test_certificates_that_are_missing_or_mixed_up_are_told_of(
     if content is not None:
         other = root / "etc/tls" / content
         (root / "etc/tls" / name).write_bytes(other.read_bytes() if other.exists() else content.encode())
-    state, found, mend = finding(root, what, "--config", str(config))
-    assert state == "failed" and message in found and "scripts/make-certificates" in mend
+    state, found, remedy = finding(root, what, "--config", str(config))
+    assert state == "failed" and message in found and "scripts/make-certificates" in remedy
 
 
 # ---- What is printed ------------------------------------------------------------------------------------------------

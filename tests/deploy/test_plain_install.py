@@ -154,5 +154,5 @@ def test_the_doctor_tells_of_a_shared_library_that_is_missing(tmp_path: Path, en
     assert done.returncode == 1 and "Traceback" not in done.stderr
     findings = {finding["what"]: finding for finding in json.loads(done.stdout)["findings"]}
     core = findings["C core"]
-    assert core["state"] == "failed" and f"{library[:-1]}9" in core["found"] and "apt-get install" in core["mend"]
-    assert not [finding for finding in findings.values() if "please report this" in finding["mend"]]
+    assert core["state"] == "failed" and f"{library[:-1]}9" in core["found"] and "apt-get install" in core["remedy"]
+    assert not [finding for finding in findings.values() if "please report this" in finding["remedy"]]

@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from machine import NEVER_S, PATIENCE_S, free_port, wait_for
+from machine import NEVER_S, WAIT_MAX_S, free_port, wait_for
 from throwaway import Throwaway
 
 import shadowserve
@@ -121,10 +121,10 @@ def test_what_the_container_runs_works_and_its_health_check_tells(tmp_path: Path
         )
         return done.returncode
 
-    with started("storage", command, tmp_path, environment=settings, timeout_s=PATIENCE_S) as child:
+    with started("storage", command, tmp_path, environment=settings, timeout_s=WAIT_MAX_S) as child:
         assert healthy() == 0
         child.process.send_signal(signal.SIGTERM)
-        assert child.process.wait(PATIENCE_S) == 0
+        assert child.process.wait(WAIT_MAX_S) == 0
     assert healthy() != 0
     lines = (tmp_path / "storage.log").read_text().splitlines()
     assert {"ready", "stopped"} <= {json.loads(line)["event"] for line in lines if line.startswith("{")}
@@ -193,7 +193,7 @@ def test_the_installer_from_the_first_look_to_the_last_trace(system: Throwaway, 
 
     command = (FOLDER / "shadowserve-storage.service").read_text().partition("ExecStart=")[2].splitlines()[0]
     inside = [*system.enter, "chroot", str(system.root), *command.split(), "--port", "0"]
-    with started("installed", inside, tmp_path, timeout_s=PATIENCE_S) as child:
+    with started("installed", inside, tmp_path, timeout_s=WAIT_MAX_S) as child:
         assert child.address.startswith("127.0.0.1:")
         child.process.send_signal(signal.SIGTERM)
         wait_for(lambda: child.process.poll() is not None)

@@ -81,7 +81,7 @@ def plain_outputs(
     """Return the greedy outputs of an engine without any cache, and the seeded ones, by the prompt's tokens.
 
     Only one engine can live in a process, and starting one takes seconds, so the outputs of every prompt that the
-    tests use are made up front; and for each that a hit can serve, it is shown that outputs tell.
+    tests use are synthetic front; and for each that a hit can serve, it is shown that outputs tell.
     """
     engine = make_engine(None, enable_prefix_caching=False)
     try:

@@ -25,7 +25,7 @@ import grpc
 _TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(_TESTS.parent), str(_TESTS), *(str(_TESTS / name) for name in ("host", "models"))]
 
-from machine import PATIENCE_S, free_port, wait_for  # noqa: E402
+from machine import WAIT_MAX_S, free_port, wait_for  # noqa: E402
 from scripted import ScriptedDataPlane  # noqa: E402
 from tiny_models import random_tokens, write_model  # noqa: E402
 
@@ -38,10 +38,10 @@ GENERATED: Final = 110
 _REQUESTS: Final = 50
 """Of one seed."""
 _DEADLINES: Final = {
-    "shadowserve.fetch_timeout": 2.0,
-    "shadowserve.lookup_timeout": 1.0,
-    "store_timeout": 2.0,
-    "connect_timeout": 2.0,
+    "shadowserve.fetch_timeout_s": 2.0,
+    "shadowserve.lookup_timeout_s": 1.0,
+    "store_timeout_s": 2.0,
+    "connect_timeout_s": 2.0,
 }
 """Short, since many of them are met."""
 _ENGINE: Final[dict[str, Any]] = {
@@ -64,10 +64,10 @@ class Faults:
     """What goes wrong outside of the engine; nothing here."""
 
     def turn(self, chance: random.Random) -> None:
-        """Perhaps break something, or mend it."""
+        """Perhaps break something, or remedy it."""
 
     def calm(self) -> None:
-        """Mend everything."""
+        """Remedy everything."""
 
 
 class Script(Faults):
@@ -91,7 +91,7 @@ class Script(Faults):
         elif kind == "refused":
             script.store_outcome = pb.OUTCOME_STORAGE_REFUSED
         elif kind == "away":
-            method = chance.choice(["Fetch", "Store", "Lookup", "RegisterDestination"])
+            method = chance.choice(["Fetch", "Store", "Lookup", "RegisterMemory"])
             script.abort[method] = grpc.StatusCode.UNAVAILABLE
         elif kind == "stalled":
             script.stall.add(chance.choice(["Fetch", "Store", "Lookup"]))
@@ -255,7 +255,7 @@ class Stress:
                 self.longest_s = max(self.longest_s, time.monotonic() - sent.since)
                 assert sent.answer == sent.right, f"seed {self._seed}: {name}: {sent}"
         now = time.monotonic()
-        late = [name for name, sent in self._sent.items() if now - sent.since > PATIENCE_S]
+        late = [name for name, sent in self._sent.items() if now - sent.since > WAIT_MAX_S]
         assert not late, f"seed {self._seed}: {late} do not end; {left_behind(self._engine)}"
 
     def _assert_idle(self) -> None:
@@ -277,13 +277,13 @@ def left_behind(engine: Any) -> dict[str, Any]:
     side, worker = engine.connector._scheduler, engine.worker
     kept: dict[str, Any] = {name: getattr(side, name) for name in _OF_SCHEDULER}
     kept |= {name: getattr(worker, name) for name in _OF_WORKER}
-    kept |= {"lookups": side._lookup._lookups, "announced": side._lookup._coming._announced}
+    kept |= {"lookups": side._lookup._lookups, "published": side._lookup._coming._published}
     kept |= {"waiting": side.waiting._entries, "begun": side.waiting._begun}
     if side._preemption is not None:
         kept |= {"held": side._preemption._held, "saved": side._preemption._saved}
-    if side._deciding is not None:
-        kept |= {name: getattr(side._deciding, name) for name in _OF_DECIDING}
-        kept["policy"] = side._deciding._policy._loads
+    if side._policy_runner is not None:
+        kept |= {name: getattr(side._policy_runner, name) for name in _OF_POLICY_RUNNER}
+        kept["policy"] = side._policy_runner._policy._loads
     for cut, manager in worker._managers.items():
         kept |= {f"{name} {cut}": getattr(manager, name) for name in _OF_MANAGER}
     return {name: list(value) for name, value in kept.items() if value}
@@ -294,7 +294,7 @@ _OF_WORKER: Final = (
     *("_results", "_synchronous", "layerwise", "_bad_blocks"),
     *("_failed_loads", "_ended", "_seconds", "_saves"),
 )
-_OF_DECIDING: Final = ("_waiting", "_loads", "_in_steps", "_load_seconds")
+_OF_POLICY_RUNNER: Final = ("_waiting", "_loads", "_in_steps", "_load_seconds")
 _OF_MANAGER: Final = ("_outstanding", "_fetching", "_completion", "_landed")
 
 
@@ -346,7 +346,7 @@ class Kind:
 _UNSHARED: Final = {"enable_prefix_caching": False}
 KINDS: Final = {
     "layers": Kind({"layer_order": True, "interference_budget": 0}),
-    "decides": Kind({"layer_order": True, "fetch_or_compute": True}),
+    "decides": Kind({"layer_order": True, "fetch_or_recompute": True}),
     "waits": Kind({"asynchronous_fetch": False}),
     "waits-windows": Kind({"asynchronous_fetch": False}, {"num_gpu_blocks_override": 260}, "gemma3"),
     "preempts": Kind(options=_UNSHARED),
@@ -354,7 +354,7 @@ KINDS: Final = {
     "windows": Kind(options={"num_gpu_blocks_override": 260}, family="gemma3"),
     "pages": Kind({"pages": True, "layer_order": True}, devices=2),
     "pages-preempts": Kind({"pages": True}, _UNSHARED, devices=2),
-    "tiers": Kind({"layer_order": True, "fetch_or_compute": True}, devices=1, storage=True),
+    "tiers": Kind({"layer_order": True, "fetch_or_recompute": True}, devices=1, storage=True),
     "tiers-preempts": Kind({"interference_budget": 0}, _UNSHARED, devices=0, storage=True),
 }
 

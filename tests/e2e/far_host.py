@@ -12,8 +12,8 @@ import numpy as np
 
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
-from host_control.destination import Destination
 from host_control.manager import FetchJob, KVCacheManager
+from host_control.registered_memory import RegisteredMemory
 from host_control.store import StoreQueue
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import DataPlaneError
@@ -43,9 +43,9 @@ class Host:
         self.client = client
         self.placed: dict[int, bytes] = {}
         size = 8 * SHAPE.raw_bytes
-        self.destination = Destination(client, [SHAPE], size)
-        self.manager = KVCacheManager(client, self.destination, self.scatter, fetch_timeout=timeout)
-        self.queue = StoreQueue(client, Destination(client, [SHAPE], size), timeout=timeout, retry_interval=0.2)
+        self.registration = RegisteredMemory(client, [SHAPE], size)
+        self.manager = KVCacheManager(client, self.registration, self.scatter, fetch_timeout_s=timeout)
+        self.queue = StoreQueue(client, RegisteredMemory(client, [SHAPE], size), timeout=timeout, retry_interval=0.2)
 
     def scatter(self, job: FetchJob, part: int, first: int, chunks: memoryview) -> None:
         for index in range(len(chunks) // SHAPE.raw_bytes):
@@ -82,14 +82,14 @@ class Host:
             "chunks": result.chunks[0],
             "reason": result.reason,
             "exact": all(exact) and len(self.placed) == result.chunks[0],
-            "retired": self.destination.retired,
+            "retired": self.registration.retired,
         }
 
 
 def main() -> None:
     config = HostConfig.load(sys.argv[1])
     with closing(config.client(0)) as client:
-        host = Host(client, config.fetch_timeout)
+        host = Host(client, config.fetch_timeout_s)
         print(json.dumps("ready"), flush=True)
         for line in sys.stdin:
             order = json.loads(line)

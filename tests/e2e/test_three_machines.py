@@ -73,7 +73,7 @@ class Machines:
     @contextmanager
     def far_host(self, certificates: Path, **keys: Any) -> Iterator[FarHost]:
         files = {"tls_ca": "ca.crt", "tls_cert": "client.crt", "tls_key": "client.key"}
-        section = {"data_plane": self.data_plane.address, "fetch_timeout": 60.0}
+        section = {"data_plane": self.data_plane.address, "fetch_timeout_s": 60.0}
         section |= {key: str(certificates / name) for key, name in files.items()}
         configuration = self.folder / f"{secrets.token_hex(4)}.yaml"
         configuration.write_text(json.dumps({"host": section | keys}))
@@ -150,7 +150,7 @@ def test_a_host_that_is_not_known_there_is_told_so(
 def test_a_link_that_fails_during_a_fetch_costs_its_deadline_and_is_found_again(
     machines: Machines, dpu_certificates: Path
 ) -> None:
-    with machines.far_host(dpu_certificates, fetch_timeout=3.0) as host:
+    with machines.far_host(dpu_certificates, fetch_timeout_s=3.0) as host:
         assert host.do("connect", timeout=60) == {"backend": "software"}
         stored(host, [5, 6])
         assert host.do("fetch", seeds=[5, 6])["exact"]

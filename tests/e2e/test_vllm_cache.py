@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
-from machine import NEVER_S, PATIENCE_S
+from machine import NEVER_S, WAIT_MAX_S
 
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -34,7 +34,7 @@ def shared_engine(plane: Any, make_engine: Callable[..., Any], cold_outputs: Any
     engine.stored = stored
     yield engine
     engine.close()
-    assert plane.destinations == 0, "an engine that has been closed leaves memory registered"
+    assert plane.registrations == 0, "an engine that has been closed leaves memory registered"
 
 
 @pytest.fixture
@@ -180,10 +180,10 @@ def test_an_engine_that_sleeps_holds_no_memory_and_loads_again_when_it_wakes(
     group = get_kv_transfer_group()
     engine.outputs([prompt(700)])
     engine.flush()
-    assert plane.destinations
+    assert plane.registrations
     for _ in range(2):
         group.unregister_kv_caches()
-    assert plane.destinations == 0
+    assert plane.registrations == 0
     engine.forget()
     assert engine.outputs([prompt(700)]) == reference([prompt(700)]), "asked for something all the same"
     engine.forget()
@@ -246,7 +246,7 @@ def test_failed_load_behind_a_local_prefix_is_recomputed(engine: Any, plane: Any
 def test_lying_answer_is_not_believed(engine: Any, plane: Any, reference: Any, prompt: Any, chunks: int) -> None:
     from scripted import pieces
 
-    layers = engine.worker._managers[0]._destination.shapes[0].layers
+    layers = engine.worker._managers[0]._registration.shapes[0].layers
 
     def lie(answer: pb.FetchResponse, request: pb.FetchRequest) -> pb.FetchResponse:
         return pb.FetchResponse(delivered=[pieces(layers, chunks, 3)], outcome=pb.OUTCOME_COMPLETE)
@@ -286,7 +286,7 @@ def test_stalled_call_costs_its_deadline(engine: Any, plane: Any, reference: Any
     begin = time.monotonic()
     with engine.impatient():
         assert engine.outputs(prompts) == reference(prompts)
-    assert time.monotonic() - begin < PATIENCE_S
+    assert time.monotonic() - begin < WAIT_MAX_S
     plane.script.unstall.set()
 
 
@@ -295,30 +295,30 @@ def test_memory_in_doubt_is_not_used_again(engine: Any, plane: Any, reference: A
     plane.script.write_after_stall = True
     with engine.impatient():
         assert engine.outputs([prompt(512)]) == reference([prompt(512)])
-    doubtful = {fetch.destination_id for fetch in plane.fetches}
+    doubtful = {fetch.memory_id for fetch in plane.fetches}
     engine.reset(plane)
     (output,) = engine.generate([prompt(512)])
     assert list(output.outputs[0].token_ids) == reference([prompt(512)])[0]
     assert output.num_cached_tokens == 511
-    assert doubtful.isdisjoint(fetch.destination_id for fetch in plane.fetches)
+    assert doubtful.isdisjoint(fetch.memory_id for fetch in plane.fetches)
 
 
 def test_restarted_daemon_is_used_at_once(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
-    plane.forget_destinations()
+    plane.forget_registrations()
     (output,) = engine.generate([prompt(512)])
     assert list(output.outputs[0].token_ids) == reference([prompt(512)])[0]
     assert output.num_cached_tokens == 511
-    assert plane.calls.count("RegisterDestination") >= 1
+    assert plane.calls.count("RegisterMemory") >= 1
 
 
 def test_abort_while_loading_frees_the_blocks_once_quiet(engine: Any, plane: Any, prompt: Any, reference: Any) -> None:
     from vllm import SamplingParams
 
     free = engine.free_blocks()
-    plane.script.fetch_delay = PATIENCE_S / 2
+    plane.script.fetch_delay = WAIT_MAX_S / 2
     llm_engine = engine.llm.llm_engine
     llm_engine.add_request("doomed", {"prompt_token_ids": prompt(1000)}, SamplingParams(max_tokens=4))
-    ends = time.monotonic() + PATIENCE_S
+    ends = time.monotonic() + WAIT_MAX_S
     while "Fetch" not in plane.calls:
         llm_engine.step()
         assert time.monotonic() < ends

@@ -41,7 +41,7 @@ def test_an_engine_stores_from_and_loads_into_exported_memory(
                 assert engine.outputs([prompt(31), tokens]) == reference([prompt(31), tokens])
             assert len(streams) == 2, "beside a request that runs, chunk by chunk"
             for part in (engine.worker._managers[0], engine.worker._store):  # to fetch into, and to store from
-                assert isinstance(part._destination.current, ExportedHostMemory)
+                assert isinstance(part._registration.current, ExportedHostMemory)
         finally:
             engine.close()
         assert " bytes of exported_memory, " in data_plane.log.read_text()

@@ -134,4 +134,4 @@ def test_a_plugin_that_fails_at_the_start_does_not_fail_the_engine(
         assert not {"Lookup", "Fetch", "Store"} & set(data_plane.calls)
     finally:
         engine.close()
-    assert data_plane.destinations == 0
+    assert data_plane.registrations == 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from answers import TOLERANCES, answer, answers, difference
-from machine import PATIENCE_S, wait_for
+from machine import WAIT_MAX_S, wait_for
 from scripted import Spoilt
 
 from shadowserve.proto import dataplane_pb2 as pb
@@ -53,7 +53,7 @@ def test_every_group_comes_back_from_the_store(
         take_over(engine, data_plane, prompts[1], expected[1], states=name == "qwen3_next")
     finally:
         engine.close()
-    assert data_plane.destinations == 0
+    assert data_plane.registrations == 0
 
 
 def take_over(engine: Any, plane: Any, prompt: list[int], expected: list[int], states: bool) -> None:
@@ -73,14 +73,14 @@ def take_over(engine: Any, plane: Any, prompt: list[int], expected: list[int], s
         full, _ = asked.most_common(1)[0]
         last = [fetch for fetch in plane.fetches if fetch.layout == full][-1].keys[-1]
         kept = plane.records.pop(last)
-        plane.announced[last] = int(1000 * PATIENCE_S)
+        plane.published[last] = int(1000 * WAIT_MAX_S)
         before = plane.calls.count("Fetch")
 
         def end(last: bytes = last, kept: Any = kept, comes: bool = comes, before: int = before) -> None:
             wait_for(lambda: plane.calls.count("Fetch") > before)
             if comes:
                 plane.records[last] = kept
-            del plane.announced[last]
+            del plane.published[last]
 
         with ThreadPoolExecutor(1) as other:
             ended = other.submit(end)
@@ -89,7 +89,7 @@ def take_over(engine: Any, plane: Any, prompt: list[int], expected: list[int], s
             ended.result()
         assert list(output.outputs[0].token_ids) == expected
         assert output.num_cached_tokens in hits
-        assert engine.counters().get("load_failures/announced_gone", 0) == int(not comes)
+        assert engine.counters().get("load_failures/published_gone", 0) == int(not comes)
 
 
 @pytest.mark.parametrize(("name", "options"), FAMILIES, ids=[name for name, _ in FAMILIES])

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from machine import PATIENCE_S, wait_for
+from machine import WAIT_MAX_S, wait_for
 
-from host_control.decision import Decision
-from host_control.slack.loading import LoadTable
-from host_control.slack.table import ComputeTable
+from host_control.fetch_policy import Decision
+from host_control.interference.loading import LoadTable
+from host_control.interference.table import ComputeTable
 from shadowserve.tier import Tier
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -25,7 +25,7 @@ LENGTHS = (31, 256, 257, 500, 513, 1000)
 @pytest.fixture(scope="module")
 def running(plane: Any, make_engine: Callable[..., Any], reference: Any) -> Iterator[Any]:
     """An engine that loads layer by layer; ``reference`` has shown that another prefix gives other outputs."""
-    engine = make_engine(plane.address, extra={"layer_order": True, "fetch_or_compute": True})
+    engine = make_engine(plane.address, extra={"layer_order": True, "fetch_or_recompute": True})
     yield engine
     engine.close()
 
@@ -33,7 +33,7 @@ def running(plane: Any, make_engine: Callable[..., Any], reference: Any) -> Iter
 @pytest.fixture(scope="module")
 def decides(running: Any) -> Any:
     """What has it decide."""
-    return running.connector._scheduler._deciding
+    return running.connector._scheduler._policy_runner
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def engine(running: Any, decides: Any, plane: Any, prompt: Any) -> Any:
 
     Whatever it thinks, it loads what is stored.
     """
-    running.connector._scheduler._deciding = None
+    running.connector._scheduler._policy_runner = None
     running.reset(plane, records=True)
     running.outputs([prompt(1000)])
     running.flush()
@@ -88,13 +88,13 @@ def deciding(engine: Any, decides: Any, plane: Any, monkeypatch: pytest.MonkeyPa
         chunk_tokens=256,
         step_tokens=policy._step_tokens,
         load_tokens_min=64,
-        fetch_timeout=PATIENCE_S,
+        fetch_timeout_s=WAIT_MAX_S,
     )
     for tokens in (300, 600, 900):
         table.observe("prompts", tokens, tokens * tokens / 2, tokens / 1000)
         policy.computed()
         policy.fetched(Decision(way="fetch", end_tokens=0, kind="fetch", load_tiers={Tier.STORAGE: 3e5}), 0.2)
-    side._deciding = decides
+    side._policy_runner = decides
     monkeypatch.setattr(side._timing, "table", table)
     plane.script.record_bytes = 100_000
     plane.decisions.clear()
@@ -117,7 +117,7 @@ def test_layers_are_taken_where_that_is_predicted_to_be_soonest_and_the_answer_i
     counted = deciding.counted_since()
     assert counted["decisions/layers"] == 1 and counted["loaded_tokens"] == 768
     side = deciding.connector._scheduler
-    policy = side._deciding._policy
+    policy = side._policy_runner._policy
     assert policy._loads == {}, "the link is free again"
     assert policy._fetching._lines[Tier.STORAGE]._last[-1][1] != 0.2, "what this load took is learnt"
     learnt = side._timing.table.predict("prompts", 600, 600 * 600 / 2)
@@ -127,7 +127,7 @@ def test_layers_are_taken_where_that_is_predicted_to_be_soonest_and_the_answer_i
 def test_where_layers_would_come_too_late_the_prompt_is_computed_and_the_answer_is_the_same(
     deciding: Any, plane: Any, reference: Any, prompt: Any
 ) -> None:
-    policy = deciding.connector._scheduler._deciding._policy
+    policy = deciding.connector._scheduler._policy_runner._policy
     for _ in range(3):
         policy.fetched(Decision(way="fetch", end_tokens=0, kind="fetch", load_tiers={Tier.STORAGE: 3e5}), 20.0)
     assert deciding.outputs([prompt(1000)]) == reference([prompt(1000)])
@@ -145,7 +145,7 @@ def test_layers_that_were_decided_for_and_fail_cost_no_token(
     assert plane.layerwise_calls == 1
     counted = deciding.counted_since()
     assert counted["decisions/layers"] == 1 and counted["load_failures/corrupt"] == 1
-    side = deciding.connector._scheduler._deciding
+    side = deciding.connector._scheduler._policy_runner
     line = side._policy._fetching._lines[Tier.STORAGE]
     assert side._loads == {} == side._policy._loads and line._last[-1][1] == 0.2
 
@@ -162,10 +162,10 @@ def test_a_layer_computes_while_the_next_ones_are_away(
         asked.release()
 
     monkeypatch.setattr(manager, "wait_layer", waited)
-    plane.script.before_layer = lambda layer: asked.acquire(timeout=PATIENCE_S)
+    plane.script.before_layer = lambda layer: asked.acquire(timeout=WAIT_MAX_S)
     begin = time.monotonic()
     assert engine.outputs([prompt(700)]) == reference([prompt(700)])
-    assert time.monotonic() - begin < PATIENCE_S, "it waited for layers that only computing brings"
+    assert time.monotonic() - begin < WAIT_MAX_S, "it waited for layers that only computing brings"
     assert plane.layerwise_calls == 1
 
 
@@ -220,11 +220,11 @@ def test_what_was_computed_behind_a_layer_that_failed_is_stored_as_it_is_compute
 
 def test_a_layer_that_never_comes_costs_the_deadline(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
     gone = threading.Event()
-    plane.script.before_layer = lambda layer: layer == 2 and gone.wait(PATIENCE_S)
+    plane.script.before_layer = lambda layer: layer == 2 and gone.wait(WAIT_MAX_S)
     begin = time.monotonic()
     with engine.impatient():
         assert engine.outputs([prompt(700)]) == reference([prompt(700)])
-    assert time.monotonic() - begin < PATIENCE_S
+    assert time.monotonic() - begin < WAIT_MAX_S
     gone.set()
 
 
@@ -242,10 +242,10 @@ def test_a_data_plane_that_forgets_the_memory_between_two_calls_costs_the_load(
     engine: Any, plane: Any, reference: Any, prompt: Any
 ) -> None:
     plane.script.round_layers = 1
-    plane.script.before_layer = lambda layer: plane.forget_destinations()
+    plane.script.before_layer = lambda layer: plane.forget_registrations()
     assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
     assert plane.layerwise_calls == 1, "the second one found no memory"
-    assert engine.counted_since()["load_failures/unknown_destination"] == 1
+    assert engine.counted_since()["load_failures/unknown_memory"] == 1
     plane.script.round_layers, plane.script.before_layer = 1 << 30, None
     engine.forget()
     spoil(engine)

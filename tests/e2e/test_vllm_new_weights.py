@@ -125,13 +125,13 @@ class Serving:
 
 def naming(serving: Serving, request_id: str) -> Callable[[list[int]], set[bytes]]:
     """Return the function from tokens to the keys of their chunks, as of now, of a request like this one."""
-    from shadowserve.keys import chain_links, record_keys
+    from shadowserve.keys import prefix_chain, record_keys
 
     scheduler = serving.engine.connector._scheduler
     (tracked,) = [one for name, one in scheduler._tracked.items() if name.startswith(request_id)]
     (((_, namespace),),) = scheduler._lookup._cuts[0]
     model, extra = scheduler._model, tracked.extra
-    return lambda tokens: set(record_keys(namespace, chain_links(model, tokens, chunk_tokens=CHUNK, extra=extra)))
+    return lambda tokens: set(record_keys(namespace, prefix_chain(model, tokens, chunk_tokens=CHUNK, extra=extra)))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from machine import PATIENCE_S, PATIENT, free_port, wait_for
+from machine import PATIENT, WAIT_MAX_S, free_port, wait_for
 from stack import Process
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -139,7 +139,7 @@ def test_what_another_request_loads_while_the_memory_is_replaced_is_not_lost(
         return answer
 
     def scatter_meanwhile(*arguments: Any) -> None:
-        copied.wait(PATIENCE_S)
+        copied.wait(WAIT_MAX_S)
         scatter(*arguments)
         scattered.set()
 

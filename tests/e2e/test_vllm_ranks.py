@@ -28,7 +28,7 @@ def test_two_ranks_store_load_and_recompute(
         outputs = engine.generate(prompts)
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
         assert [output.num_cached_tokens for output in outputs] == [256, 511, 512]
-        assert data_plane.destinations == 4
+        assert data_plane.registrations == 4
 
         # One rank's copy of the second chunk is gone after the lookup has seen it: both ranks recompute it.
         data_plane.script.lookup_hits = lambda hits: [2, 2, *hits[2:]]
@@ -40,7 +40,7 @@ def test_two_ranks_store_load_and_recompute(
         assert len(data_plane.fetches) == 2
     finally:
         engine.close()
-    wait_for(lambda: data_plane.destinations == 0)
+    wait_for(lambda: data_plane.registrations == 0)
 
 
 def test_each_rank_has_a_data_plane_of_its_own(
@@ -82,7 +82,7 @@ def test_each_rank_has_a_data_plane_of_its_own(
 
 
 def statistics(address: str) -> Any:
-    with closing(DataPlaneClient(address, connect_timeout=30)) as client:
+    with closing(DataPlaneClient(address, connect_timeout_s=30)) as client:
         return client.statistics()
 
 

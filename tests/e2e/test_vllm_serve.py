@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import NEVER_S, PATIENCE_S, wait_for
+from machine import NEVER_S, WAIT_MAX_S, wait_for
 from stack import Server
 from tiny_models import with_another_first_chunk
 
@@ -32,12 +32,12 @@ def test_serve_stores_loads_and_stops_on_sigterm(server: Server, data_plane: Any
     assert second["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
     assert server.metric("vllm:shadowserve_loaded_tokens_total") == 512
     wait_for(lambda: server.metric("vllm:shadowserve_stored_chunks_total") == 2)
-    wait_for(lambda: data_plane.destinations == 2)
+    wait_for(lambda: data_plane.registrations == 2)
     other = json.loads(server.call("/v1/completions", request | {"prompt": with_another_first_chunk(prompt(700))}))
     assert other["choices"][0]["token_ids"] != first["choices"][0]["token_ids"], "outputs tell one prefix from another"
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(2 * PATIENCE_S) in (0, -signal.SIGTERM), server.log.read_text()[-4000:]
-    wait_for(lambda: not data_plane.destinations)  # no memory is registered once the server has stopped
+    assert server.process.wait(2 * WAIT_MAX_S) in (0, -signal.SIGTERM), server.log.read_text()[-4000:]
+    wait_for(lambda: not data_plane.registrations)  # no memory is registered once the server has stopped
 
 
 @pytest.mark.parametrize(

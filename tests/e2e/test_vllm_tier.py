@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dataplane"))
 
 from dataplane_support import DaemonProcess, Server  # noqa: E402
 from identity_support import model_folder, tensors  # noqa: E402
-from machine import PATIENCE_S, free_port, wait_for  # noqa: E402
+from machine import WAIT_MAX_S, free_port, wait_for  # noqa: E402
 
 from host_control.config import HostConfig  # noqa: E402
 from shadowserve.keys import storage_key  # noqa: E402
@@ -142,14 +142,14 @@ def test_another_engine_has_what_one_has_computed(make: Callable[..., Any], stor
     assert counts(second)["fetched_bytes"] > 0.9 * stored["stored_bytes"]
 
 
-@pytest.mark.parametrize("announces", [True, False])
-def test_subscribers_hear_what_is_stored(make: Callable[..., Any], announces: bool) -> None:
-    tier = (engine := make(enable_kv_events=announces, locality="REMOTE")).tier
+@pytest.mark.parametrize("publishes", [True, False])
+def test_subscribers_hear_what_is_stored(make: Callable[..., Any], publishes: bool) -> None:
+    tier = (engine := make(enable_kv_events=publishes, locality="REMOTE")).tier
     keys = keys_of(engine, prompt(300))
     tier.submit_store(job(1, keys, [0, 1, 2, 3], load=False))
     assert outcome(tier).success
     heard = [(event.keys, event.medium.name, event.locality.name, event.removed) for event in tier.take_events()]
-    assert heard == ([(keys, "STORAGE", "REMOTE", False)] if announces else [])
+    assert heard == ([(keys, "STORAGE", "REMOTE", False)] if publishes else [])
 
 
 def test_what_one_engine_forgets_comes_back_from_the_tier(make: Callable[..., Any]) -> None:
@@ -271,7 +271,7 @@ def test_a_damaged_row_is_computed(make: Callable[..., Any], storage: Server) ->
 
 
 def test_an_engine_without_a_data_plane_computes(make: Callable[..., Any]) -> None:
-    engine = make(address="127.0.0.1:1", connect_timeout=0.2, lookup_timeout=0.2, store_timeout=0.2)
+    engine = make(address="127.0.0.1:1", connect_timeout_s=0.2, lookup_timeout_s=0.2, store_timeout_s=0.2)
     assert [engine.serve(prompt(300, seed)) for seed in range(3)] == [0, 0, 0]
     engine.settle()
     failed = counts(engine)
@@ -283,7 +283,7 @@ def test_a_store_that_does_not_answer_costs_a_lookup_its_deadline(make: Callable
     first = make()
     first.serve(prompt(300))
     first.settle()
-    engine = make(lookup_timeout=0.3, fetch_timeout=0.3, store_timeout=0.3)
+    engine = make(lookup_timeout_s=0.3, fetch_timeout_s=0.3, store_timeout_s=0.3)
     storage.freeze()
     assert engine.serve(prompt(300)) == 0
     engine.settle()
@@ -292,7 +292,7 @@ def test_a_store_that_does_not_answer_costs_a_lookup_its_deadline(make: Callable
 
 
 def test_a_load_that_does_not_end_fails_by_its_deadline(make: Callable[..., Any], storage: Server) -> None:
-    engine = make(fetch_timeout=0.5)
+    engine = make(fetch_timeout_s=0.5)
     engine.serve(prompt(300))
     engine.settle()
     keys = keys_of(engine, prompt(300))
@@ -308,7 +308,7 @@ def test_stores_behind_one_that_takes_too_long_are_given_up(
     make: Callable[..., Any], storage: Server, plane: DaemonProcess
 ) -> None:
     """vLLM keeps the rows of a job until its outcome: a slow store must not hold its CPU tier."""
-    engine = make(store_timeout=0.3)
+    engine = make(store_timeout_s=0.3)
     keys = keys_of(engine, prompt(300))
     storage.freeze()
     for number in range(6):
@@ -380,7 +380,7 @@ def test_after_a_call_to_the_workers_nothing_is_found_that_was_stored_before(mak
 
 
 def test_draining_ends_what_waits_and_what_runs(make: Callable[..., Any], storage: Server) -> None:
-    engine = make(store_timeout=1.0, fetch_timeout=PATIENCE_S)
+    engine = make(store_timeout_s=1.0, fetch_timeout_s=WAIT_MAX_S)
     engine.serve(prompt(300))
     engine.settle()
     keys, others = keys_of(engine, prompt(300)), keys_of(engine, prompt(300, seed=1))
@@ -410,7 +410,7 @@ def test_a_shutdown_waits_no_longer_than_it_may(
     make: Callable[..., Any], storage: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Symptom: it took a minute, which passed unseen."""
-    engine = make(close_timeout=0.3, store_timeout=PATIENCE_S, fetch_timeout=PATIENCE_S)
+    engine = make(close_timeout_s=0.3, store_timeout_s=WAIT_MAX_S, fetch_timeout_s=WAIT_MAX_S)
     engine.serve(prompt(300))
     engine.settle()
     keys = keys_of(engine, prompt(300))
@@ -421,7 +421,7 @@ def test_a_shutdown_waits_no_longer_than_it_may(
     monkeypatch.setattr(engine.tier._client, "_connect_timeout", 0.3)  # which memory's release may take
     began = time.monotonic()
     engine.tier.shutdown()
-    assert time.monotonic() - began < PATIENCE_S / 2 and storage.asked(), "nothing has been answered"
+    assert time.monotonic() - began < WAIT_MAX_S / 2 and storage.asked(), "nothing has been answered"
     storage.thaw()
 
 
@@ -486,7 +486,7 @@ def test_a_tier_that_no_connector_has_made_is_off(make: Callable[..., Any], plan
 def test_a_key_that_is_not_known_ends_the_start(make: Callable[..., Any]) -> None:
     from shadowserve.errors import ConfigurationError
 
-    with pytest.raises(ConfigurationError, match="lookup_timeout"):
+    with pytest.raises(ConfigurationError, match="lookup_timeout_s"):
         make(lookup_timeuot=1)
 
 
@@ -524,7 +524,7 @@ def test_its_counts_are_shown_beside_vllm_s_own(make: Callable[..., Any]) -> Non
 
 def metric(port: int, name: str) -> float:
     """Return what a data plane's metrics say under a name, labels included."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_MAX_S) as answer:
         lines = answer.read().decode().splitlines()
     return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} ")), 0.0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import PATIENCE_S, free_port, wait_for
+from machine import WAIT_MAX_S, free_port, wait_for
 from stack import Process, data_plane
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -56,7 +56,7 @@ def shared_engine(daemon: Process, make_engine: Callable[..., Any], first_output
 @pytest.fixture
 def engine(shared_engine: Any, prompt: Any) -> Any:
     """The second engine, with everything stored and everything running."""
-    ends = time.monotonic() + 2 * PATIENCE_S
+    ends = time.monotonic() + 2 * WAIT_MAX_S
     while True:
         shared_engine.forget()
         (output,) = shared_engine.generate([prompt(1000)])
@@ -102,7 +102,7 @@ def test_daemon_is_killed_while_it_loads(engine: Any, daemon: Process, reference
     llm_engine = engine.llm.llm_engine
     parameters = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
     llm_engine.add_request("r", {"prompt_token_ids": prompt(1000)}, parameters)
-    ends = time.monotonic() + PATIENCE_S
+    ends = time.monotonic() + WAIT_MAX_S
     while not any(str(request.status).endswith("WAITING_FOR_REMOTE_KVS") for request in _requests(engine)):
         if not engine.connector._scheduler._loading:
             present = engine.connector._scheduler._lookup.present(_id(engine))
@@ -136,7 +136,7 @@ def test_frozen_daemon_costs_a_deadline(engine: Any, daemon: Process, reference:
         begin = time.monotonic()
         with engine.impatient():
             assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
-        assert time.monotonic() - begin < PATIENCE_S
+        assert time.monotonic() - begin < WAIT_MAX_S
         assert failures(engine)
     finally:
         daemon.freeze(frozen=False)
@@ -157,7 +157,7 @@ def test_frozen_storage_costs_a_deadline(engine: Any, storage: Process, referenc
         begin = time.monotonic()
         with engine.impatient():
             assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
-        assert time.monotonic() - begin < PATIENCE_S
+        assert time.monotonic() - begin < WAIT_MAX_S
         assert failures(engine)
     finally:
         storage.freeze(frozen=False)
@@ -196,7 +196,7 @@ def test_wrong_kv_would_be_seen(engine: Any, reference: Any, prompt: Any) -> Non
 def test_absent_daemon_is_no_error(engine: Any, make_engine: Any, reference: Any, prompt: Any) -> None:
     """Last: it ends the engine of the other tests, for one process holds one engine."""
     engine.close()
-    alone = make_engine("127.0.0.1:1", extra={"connect_timeout": 0.5})
+    alone = make_engine("127.0.0.1:1", extra={"connect_timeout_s": 0.5})
     try:
         prompts = [prompt(512), prompt(700)]
         assert alone.outputs(prompts) == reference(prompts)

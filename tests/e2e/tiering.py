@@ -1,4 +1,4 @@
-"""vLLM's own scheduler over its OffloadingConnector and tiers, with a worker whose KV is made up: no CUDA is needed.
+"""vLLM's own scheduler over its OffloadingConnector and tiers, with a worker whose KV is synthetic: no CUDA is needed.
 
 The GPU is an array of blocks. What a step computes of a prompt is a function of its tokens, so that what comes back can
 be told from what should be there.
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from identity_support import engine_config
-from machine import PATIENCE_S, wait_for
+from machine import WAIT_MAX_S, wait_for
 
 BLOCK = 16
 CHUNK = 4 * BLOCK
@@ -18,11 +18,11 @@ TIER: dict[str, Any] = {
     "type": "ShadowServeTier",
     "module_path": "host_control.vllm.tier",
     "identity_cache": "none",
-    **dict.fromkeys(("connect_timeout", "lookup_timeout", "fetch_timeout", "store_timeout"), PATIENCE_S),
+    **dict.fromkeys(("connect_timeout_s", "lookup_timeout_s", "fetch_timeout_s", "store_timeout_s"), WAIT_MAX_S),
     "fetch_buffer_bytes": "8MiB",
     "store_buffer_bytes": "8MiB",
-    "breaker_backoff": 0.05,
-    "breaker_backoff_max": 0.2,
+    "breaker_backoff_s": 0.05,
+    "breaker_backoff_max_s": 0.2,
 }
 
 

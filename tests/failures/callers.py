@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import redis
-from machine import PATIENCE_S, wait_for
+from machine import WAIT_MAX_S, wait_for
 from outcomes import ABSENT, BOUND_S, Expected, Outcome, Tally
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from host_control.client import DataPlaneClient, FetchPart
-from host_control.destination import Destination
+from host_control.registered_memory import RegisteredMemory
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import ConfigurationError, DataPlaneError
-from shadowserve.keys import KVNamespace, ModelIdentity, chain_links, record_keys
+from shadowserve.keys import KVNamespace, ModelIdentity, prefix_chain, record_keys
 from shadowserve.pieces import leading
 
 _PAUSE_S: Final = 0.02
@@ -33,7 +33,7 @@ class Caller:
         expected: Expected,
         tally: Tally,
         *,
-        deadline_s: float = PATIENCE_S,
+        deadline_s: float = WAIT_MAX_S,
         silence: str = "",
         **options: Any,
     ) -> None:
@@ -179,7 +179,7 @@ def going_on(tally: Tally, works: Sequence[Callable[[], object]]) -> Iterator[No
     finally:
         stopped.set()
         for thread in threads:
-            thread.join(2 * PATIENCE_S + BOUND_S)
+            thread.join(2 * WAIT_MAX_S + BOUND_S)
             if thread.is_alive():
                 tally.note(Outcome.HANG, "a client's thread does not end")
     if failures:
@@ -217,7 +217,7 @@ class Prompt:
     def __init__(self, seed: str, chunks: int, shape: ChunkLayout = SHAPE, model: ModelIdentity = _MODEL) -> None:
         chance = random.Random(seed)
         tokens = [chance.randrange(1000) for _ in range(chunks * model.chunk_tokens)]
-        self.keys = record_keys(shape.namespace, chain_links(model.digest(), tokens, chunk_tokens=model.chunk_tokens))
+        self.keys = record_keys(shape.namespace, prefix_chain(model.digest(), tokens, chunk_tokens=model.chunk_tokens))
         # Exponents near one another and noise in the fraction, as KV has them.
         self.chunks = [_floats(f"{model.model}/{seed}/{number}", shape.raw_bytes) for number in range(chunks)]
         self.parents = [b"", *self.keys[:-1]]
@@ -246,23 +246,25 @@ class Host:
         plain: bool = False,
     ) -> None:
         self.tally, self._deadline_s, self._shape, self._plain = tally, deadline_s, shape, plain
-        self.client = DataPlaneClient(address, connect_timeout=deadline_s, backoff=0.02, backoff_max=0.2)
-        self._destination = Destination(self.client, [shape], chunks * shape.raw_bytes, connect_timeout=deadline_s)
+        self.client = DataPlaneClient(address, connect_timeout_s=deadline_s, backoff=0.02, backoff_max_s=0.2)
+        self._registration = RegisteredMemory(
+            self.client, [shape], chunks * shape.raw_bytes, connect_timeout_s=deadline_s
+        )
         self._jobs = 0
 
     def close(self) -> None:
         """Go without a word, as a host does that is lost."""
-        self._destination.retire(release=False)
+        self._registration.retire(release=False)
         self.client.close()
 
     def leave(self) -> None:
         """Have the data plane forget this host's memory, and go."""
-        self._destination.close()
+        self._registration.close()
         self.client.close()
 
     def _memory(self) -> memoryview | None:
         try:
-            memory = self._destination.acquire(self._deadline_s)
+            memory = self._registration.acquire(self._deadline_s)
         except (DataPlaneError, ConfigurationError) as error:
             reason = getattr(error, "outcome", "configuration")
             self.tally.note(Outcome.REFUSED, f"register: {reason}")
@@ -289,7 +291,7 @@ class Host:
         began = time.monotonic()
         answer = self.client.store(
             self._next_job(),
-            self._destination.destination_id,
+            self._registration.memory_id,
             0,
             prompt.keys,
             prompt.parents,
@@ -324,7 +326,7 @@ class Host:
         memory[:] = b"\xee" * len(memory)
         began = time.monotonic()
         try:
-            part = FetchPart.whole(self._shape, self._destination.destination_id, prompt.keys)
+            part = FetchPart.whole(self._shape, self._registration.memory_id, prompt.keys)
             call = self.client.start_fetch(self._next_job(), [part], self._deadline_s)
             answer = call.result()
         except DataPlaneError as error:
@@ -350,8 +352,8 @@ class Host:
         return arrived
 
     def _settle(self, reason: str, quiet: bool) -> None:
-        if not quiet or reason == "unknown_destination":
-            self._destination.retire(release=not quiet)
+        if not quiet or reason == "unknown_memory":
+            self._registration.retire(release=not quiet)
 
 
 __all__ = ["SHAPE", "Caller", "Host", "Prompt", "going_on", "load"]

@@ -17,7 +17,7 @@ import redis
 from callers import SHAPE, Caller, Prompt
 from cases import KEYS, Context, case
 from cases_clients import closed_by_server
-from machine import PATIENCE_S, free_port, wait_for
+from machine import WAIT_MAX_S, free_port, wait_for
 from nodes import MIB, REPOSITORY, DataPlane, Storage
 from outcomes import Outcome
 
@@ -46,11 +46,11 @@ class Node:
         return self.context.caller(self.port, username="alice", password="alice")
 
     def mallory(self, **options: Any) -> "redis.Redis":
-        return redis.Redis(port=self.port, username="mallory", password="mallory", socket_timeout=PATIENCE_S, **options)
+        return redis.Redis(port=self.port, username="mallory", password="mallory", socket_timeout=WAIT_MAX_S, **options)
 
     def connect(self) -> socket.socket:
         """Return a bare connection of mallory's; ConnectionError: there is no place for it."""
-        sock = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_MAX_S)
         try:
             sock.sendall(command("AUTH", "mallory", "mallory"))
             if sock.recv(16) != b"+OK\r\n":
@@ -124,7 +124,7 @@ def http_requests(context: Context) -> None:
         for request in HTTP:
             for harm in HARM:
                 for pieces in (1, 3):
-                    sock = socket.create_connection(("127.0.0.1", storage.port), timeout=PATIENCE_S)
+                    sock = socket.create_connection(("127.0.0.1", storage.port), timeout=WAIT_MAX_S)
                     whole = request % harm
                     with contextlib.suppress(OSError):
                         for number in range(pieces):
@@ -163,7 +163,7 @@ def unread_replies(context: Context) -> None:
 
 @case(
     "attack: requests that are refused in the end",
-    "keys of 500 MB, values above the whole budget, announced and half sent, by eight connections of each kind",
+    "keys of 500 MB, values above the whole budget, published and half sent, by eight connections of each kind",
     engines=OURS,
     repetitions=1,
     short=("memory",),
@@ -204,7 +204,7 @@ def idle_strangers(context: Context) -> None:
     with others_work(context, node.storage, [alice], bound_mib=64):
         for _ in range(200):
             with contextlib.suppress(OSError):
-                socks.append(socket.create_connection(("127.0.0.1", node.port), timeout=PATIENCE_S))
+                socks.append(socket.create_connection(("127.0.0.1", node.port), timeout=WAIT_MAX_S))
                 socks[-1].sendall(b"*2\r\n$4\r\nAU")
         for _ in range(120):
             with contextlib.suppress(OSError):
@@ -276,7 +276,7 @@ def flush_of_many(context: Context) -> None:
             flushing = threading.Thread(target=mallory.flushdb)
             flushing.start()
             while flushing.is_alive():
-                with urllib.request.urlopen(f"http://127.0.0.1:{metrics}/healthz", timeout=PATIENCE_S) as page:
+                with urllib.request.urlopen(f"http://127.0.0.1:{metrics}/healthz", timeout=WAIT_MAX_S) as page:
                     context.tally.note(Outcome.RIGHT if page.status == 200 else Outcome.WRONG, "healthz")
             context.tally.note(Outcome.RIGHT if mallory.dbsize() == 0 else Outcome.WRONG, "keys are left")
 
@@ -314,7 +314,7 @@ def scan_cursors(context: Context) -> None:
 
 def hosts_work(context: Context, address: str) -> contextlib.AbstractContextManager[None]:
     """Have a host store and fetch all the while, and be served right."""
-    host = context.host(address, deadline_s=PATIENCE_S)
+    host = context.host(address, deadline_s=WAIT_MAX_S)
     prompts = [Prompt(f"{context.seed}/{number}", 4) for number in range(3)]
     host.store_whole(prompts)
     turns = itertools.cycle(prompts)
@@ -343,13 +343,13 @@ def shrinking_segments(context: Context) -> None:
     prompt = Prompt(f"{context.seed}/attack", 8)
     with hosts_work(context, plane.address):
         for number in range(12):
-            evil = context.host(plane.address, deadline_s=PATIENCE_S)
+            evil = context.host(plane.address, deadline_s=WAIT_MAX_S)
             if number == 0:
                 assert evil.store(prompt) == 8
-            memory = evil._destination.acquire(PATIENCE_S)
+            memory = evil._registration.acquire(WAIT_MAX_S)
             descriptor = os.dup(memory._descriptor)  # type: ignore[attr-defined]
-            part = FetchPart.whole(SHAPE, evil._destination.destination_id, prompt.keys)
-            call = evil.client.start_fetch(f"evil-{number}", [part], PATIENCE_S)
+            part = FetchPart.whole(SHAPE, evil._registration.memory_id, prompt.keys)
+            call = evil.client.start_fetch(f"evil-{number}", [part], WAIT_MAX_S)
             os.ftruncate(descriptor, context.chance.choice((0, 4096, SHAPE.raw_bytes)))
             answer = call.result()
             os.close(descriptor)
@@ -368,11 +368,11 @@ def undecodable_messages(context: Context) -> None:
     plane = context.data_plane(context.storage().port)
     with hosts_work(context, plane.address), grpc.insecure_channel(plane.address) as channel:
         began = log_bytes(plane)
-        for method in ("Hello", "Lookup", "Fetch", "Store", "RegisterDestination", "Cancel"):
+        for method in ("Hello", "Lookup", "Fetch", "Store", "RegisterMemory", "Cancel"):
             call = channel.unary_unary(f"/shadowserve.v1.DataPlane/{method}")
             for _ in range(250):
                 try:
-                    call(b"\xff" * 40, timeout=PATIENCE_S)
+                    call(b"\xff" * 40, timeout=WAIT_MAX_S)
                     context.tally.note(Outcome.WRONG, f"{method}: nonsense was answered")
                 except grpc.RpcError as error:
                     said = error.code()  # type: ignore[attr-defined]
@@ -392,18 +392,18 @@ def hung_accelerator(context: Context) -> None:
     storage = context.storage()
     prompt = Prompt(f"{context.seed}/hang", 4)
     plane = context.data_plane(storage.port, codec="deflate")
-    assert context.host(plane.address, deadline_s=PATIENCE_S).store(prompt) == 4
+    assert context.host(plane.address, deadline_s=WAIT_MAX_S).store(prompt) == 4
     plane.kill()
     for tasks in ("decompress:1", "dma:1+"):
         hung = context.data_plane(
-            storage.port, environment={"DOCA_EMULATOR_HANG": tasks}, backend="doca", device_timeout=1
+            storage.port, environment={"DOCA_EMULATOR_HANG": tasks}, backend="doca", device_timeout_s=1
         )
         began = time.monotonic()
-        assert context.host(hung.address, deadline_s=PATIENCE_S).fetch(prompt) == 0
+        assert context.host(hung.address, deadline_s=WAIT_MAX_S).fetch(prompt) == 0
         context.tally.measure("longest_wait_s", time.monotonic() - began)
         wait_for(lambda hung=hung: not hung.alive)  # it ends by itself
         assert "it is given up" in hung.log.read_text()
-    assert plane.start() and context.host(plane.address, deadline_s=PATIENCE_S).fetch(prompt, stored=4) == 4
+    assert plane.start() and context.host(plane.address, deadline_s=WAIT_MAX_S).fetch(prompt, stored=4) == 4
 
 
 # ---- Devices

@@ -15,7 +15,7 @@ from callers import Host
 from cases import Context, case
 from cases_dataplane import CHUNKS, Work, prompts_of
 from faulty_s3 import BUCKET, LIES, Answer, FaultyS3, faulty_s3
-from machine import PATIENCE_S, wait_for
+from machine import WAIT_MAX_S, wait_for
 from nodes import MIB, DataPlane, Storage
 from outcomes import Tally
 
@@ -93,7 +93,7 @@ class _Bucket:
         with closing(Host(address, Tally())) as quiet:
             for prompt in self.prompts:
                 wait_for(lambda prompt=prompt: quiet.fetch(prompt) == CHUNKS)  # type: ignore[misc]
-        host = self.context.host(address, deadline_s=PATIENCE_S)
+        host = self.context.host(address, deadline_s=WAIT_MAX_S)
         for prompt in self.prompts:
             host.fetch(prompt, stored=CHUNKS)
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 from cases import Context, case
-from machine import PATIENCE_S
+from machine import WAIT_MAX_S
 from nodes import ENGINES, MIB, Storage
 from outcomes import Outcome
 
@@ -17,7 +17,7 @@ def _connect(port: int, receive_buffer: int | None = None) -> socket.socket:
     sock = socket.socket()
     if receive_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    sock.settimeout(PATIENCE_S)
+    sock.settimeout(WAIT_MAX_S)
     sock.connect(("127.0.0.1", port))
     return sock
 

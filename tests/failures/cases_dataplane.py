@@ -158,7 +158,7 @@ def host_killed(context: Context) -> None:
 def half_open_under_hosts(context: Context) -> None:
     storage = context.storage()
     proxy = context.proxy(storage.port)
-    plane = context.data_plane(proxy.port, command_timeout=1.0)
+    plane = context.data_plane(proxy.port, command_timeout_s=1.0)
     work = Work(context, plane.address)
     with work.running():
         context.pause(0.3, 0.6)

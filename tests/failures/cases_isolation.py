@@ -16,7 +16,7 @@ import redis
 from cases import Context, case
 from cases_attacks import OURS, Node, command
 from faulty_s3 import BUCKET, faulty_s3
-from machine import PATIENCE_S, wait_for
+from machine import WAIT_MAX_S, wait_for
 from nodes import MIB
 from outcomes import Outcome
 
@@ -58,7 +58,7 @@ class Prefix:
         """Store it, and see how long it takes alone; ``share_s`` is what it takes at a fair share of the link."""
         self.context = node.context
         self.records = records("alice", 8, 64 << 10)
-        self.redis = redis.Redis(port=node.port, username="alice", password="alice", socket_timeout=4 * PATIENCE_S)
+        self.redis = redis.Redis(port=node.port, username="alice", password="alice", socket_timeout=4 * WAIT_MAX_S)
         self.context.enter(contextlib.closing(self.redis))
         for key, value in self.records.items():
             self.redis.set(key, value)
@@ -150,13 +150,13 @@ def lasting_streams(context: Context) -> None:
 
 
 @case(
-    "attack: thousands that announce",
-    "two thousand connections of a tenant announce one key, and ask for hundreds of announced keys without an end",
+    "attack: thousands that publish",
+    "two thousand connections of a tenant publish one key, and ask for hundreds of published keys without an end",
     engines=("memory",),
     repetitions=1,
     short=("memory",),
 )
-def many_announcers(context: Context) -> None:
+def many_publishers(context: Context) -> None:
     node = Node(context, memory_budget_bytes=64 * MIB, memory_bytes=64 * MIB)
     prefix = Prefix(node)
     names = [f"kv:{number:064x}" for number in range(250)]
@@ -164,7 +164,7 @@ def many_announcers(context: Context) -> None:
         socks = _connections(context, node, 2000)
         for sock in socks:
             sock.setblocking(False)
-        for data in (command("KV.ANNOUNCE", "60000", *names[:8]), command("KV.ANNOUNCED", *names) * 4):
+        for data in (command("KV.PUBLISH", "60000", *names[:8]), command("KV.PUBLISHED", *names) * 4):
             for sock in socks:
                 with contextlib.suppress(OSError):
                     sock.send(data)
@@ -232,4 +232,4 @@ def cold_flood(context: Context) -> None:
         context.tally.note(Outcome.REFUSED, "cold reads of the other tenant are its own to wait for")
 
 
-__all__ = ["Prefix", "cold_flood", "large_layer_requests", "lasting_streams", "many_announcers"]
+__all__ = ["Prefix", "cold_flood", "large_layer_requests", "lasting_streams", "many_publishers"]

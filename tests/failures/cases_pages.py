@@ -54,7 +54,7 @@ class _Served:
         for pair in _pairs(self.prompts):
             self.engine.load(pair, losable=losable)
 
-    def mend(self, losable: str = "") -> None:
+    def repair(self, losable: str = "") -> None:
         """Store everything again, and have all of it right; where damage is latent, once a read has met all of it."""
         for _ in range(CHUNKS + 1 if losable else 1):
             self.engine.stores.store_whole(self.prompts)
@@ -124,7 +124,7 @@ def pages_reads_fail(context: Context) -> None:
     assert served.told.met
     served.told.clear()
     served.verify("its device has failed to read")
-    served.mend()
+    served.repair()
 
 
 @case(
@@ -148,7 +148,7 @@ def pages_device_gone(context: Context) -> None:
     served.told.clear()
     served.plane.start()
     served.verify("its device was gone")
-    served.mend()
+    served.repair()
 
 
 @case(
@@ -171,7 +171,7 @@ def pages_device_full(context: Context) -> None:
         served.load_for(1.0, "evicted to make room")
     served.engine.load(kept[-2:], losable="evicted to make room")
     served.verify("evicted to make room")
-    served.mend()
+    served.repair()
 
 
 @case(
@@ -194,7 +194,7 @@ def pages_no_space(context: Context) -> None:
     served.told.clear()
     served.plane.start()
     served.verify("its device could not be written")
-    served.mend()
+    served.repair()
 
 
 @case(
@@ -210,7 +210,7 @@ def pages_rotten(context: Context) -> None:
     for chosen in context.chance.sample(stored, 20):
         images.rot(chosen, context.chance)
         served.engine.load(served.some(2), losable="damaged on its device")
-    served.mend("damaged on its device")
+    served.repair("damaged on its device")
 
 
 @case(
@@ -225,7 +225,7 @@ def pages_misdirected(context: Context) -> None:
     for one, other in _pairs(context.chance.sample(stored, 12)):
         images.exchange(one, other)
         served.engine.load(served.some(2), losable="another record is in its place")
-    served.mend("another record is in its place")
+    served.repair("another record is in its place")
 
 
 @case(
@@ -277,7 +277,7 @@ def pages_device_silent(context: Context) -> None:
     wait_for(lambda: not served.told.held)
     context.pause(0.1, 0.4)
     served.engine.check()
-    served.mend()
+    served.repair()
 
 
 # ---- The engine, and the daemon
@@ -353,7 +353,7 @@ def pages_daemon_frozen(context: Context) -> None:
     served.plane.signal(signal.SIGCONT)
     context.pause(0.1, 0.4)
     served.engine.check()
-    served.mend()
+    served.repair()
 
 
 @case(
@@ -384,7 +384,7 @@ def pages_of_two_models(context: Context) -> None:
             served.engine.stores.store(prompt)
             served.engine.load([prompt], losable="its device fails to read")
     served.told.clear()
-    served.mend()
+    served.repair()
     other.stores.store_whole(theirs)
     other.load(theirs[:4])
     for mine, its in zip(served.prompts[:2], theirs, strict=False):

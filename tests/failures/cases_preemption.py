@@ -40,9 +40,9 @@ def _engine(context: Context, data_plane: str) -> contextlib.AbstractContextMana
         "chunk_tokens": 2 * BLOCK_TOKENS,
         "load_tokens_min": 1,
         "identity_cache": "none",
-        "fetch_timeout": _FETCH_TIMEOUT_S,
-        "breaker_backoff": 0.05,
-        "breaker_backoff_max": 0.2,
+        "fetch_timeout_s": _FETCH_TIMEOUT_S,
+        "breaker_backoff_s": 0.05,
+        "breaker_backoff_max_s": 0.2,
     }
     return started_engine(
         "engine",
@@ -109,7 +109,7 @@ class _Pressed:
         """Have the engine serve, again and again, for as long as the context lasts."""
         return self._context.beside(self.serve)
 
-    def mended(self) -> None:
+    def repaired(self) -> None:
         """Serve without a fault: what was preempted is loaded again."""
         ends = time.monotonic() + _SERVE_S
         while not (counted := self.serve())["restored_tokens"] or any(
@@ -135,7 +135,7 @@ def preempted_storage_killed(context: Context) -> None:
     pressed = _Pressed(context, context.data_plane(storage.port))
     with pressed.serving():
         context.kills(storage, 2, (0.3, 0.8), (0.3, 0.8))
-    pressed.mended()
+    pressed.repaired()
 
 
 @case(
@@ -152,7 +152,7 @@ def preempted_save_hangs(context: Context) -> None:
         proxy.silent = True
         time.sleep(4 * _FETCH_TIMEOUT_S)
         proxy.silent = False
-    pressed.mended()
+    pressed.repaired()
 
 
 @case(
@@ -169,7 +169,7 @@ def preempted_records_flip(context: Context) -> None:
     pressed.serve()
     proxy.flip_one_in = 0
     assert proxy.flipped
-    pressed.mended()
+    pressed.repaired()
 
 
 @case(
@@ -191,7 +191,7 @@ def preempted_records_rot(context: Context) -> None:
                     images.rot(stored, context.chance)
             time.sleep(0.02)
     assert rotten
-    pressed.mended()
+    pressed.repaired()
 
 
 @case(
@@ -205,7 +205,7 @@ def preempted_records_evicted(context: Context) -> None:
     pressed = _Pressed(context, plane)
     with pressed.serving(), _filling(context, plane):
         time.sleep(3)
-    pressed.mended()
+    pressed.repaired()
 
 
 @case(
@@ -219,7 +219,7 @@ def preempted_daemon_killed(context: Context) -> None:
     pressed = _Pressed(context, plane)
     with pressed.serving():
         context.kills(plane, 4, (0.1, 0.8), (0.0, 0.3))
-    pressed.mended()
+    pressed.repaired()
 
 
 @case(
@@ -237,7 +237,7 @@ def preempted_tiers_away(context: Context) -> None:
         del plane.options["tiers"]
         plane.start()
         context.pause(0.3, 0.8)
-    pressed.mended()
+    pressed.repaired()
 
 
 @case(
@@ -254,4 +254,4 @@ def preempted_daemon_frozen(context: Context) -> None:
             context.pause(0.1, 0.6)
             with plane.frozen():
                 time.sleep(2 * _FETCH_TIMEOUT_S)
-    pressed.mended()
+    pressed.repaired()

@@ -149,7 +149,7 @@ def tier_silent(context: Context) -> None:
 @contextlib.contextmanager
 def _waiting(context: Context, work: Work, address: str) -> Iterator[None]:
     """Have an engine's queue told to a data plane, of prompts that are fetched meanwhile, or never are."""
-    client = DataPlaneClient(address, backoff=0.02, backoff_max=0.2)
+    client = DataPlaneClient(address, backoff=0.02, backoff_max_s=0.2)
     keys = {f"{prompt.keys[0].hex()} {turn}": prompt.keys for turn in range(40) for prompt in work.prompts}
     queue = WaitingQueue(lambda name: {client: [(SHAPE.namespace, keys[name])]}, [client])
     names = itertools.cycle(context.chance.sample(list(keys), len(keys)))
@@ -181,7 +181,7 @@ def _waiting(context: Context, work: Work, address: str) -> Iterator[None]:
     repetitions=2,
     short=("memory",),
 )
-def promoting_device_fails(context: Context) -> None:
+def prefetching_device_fails(context: Context) -> None:
     faults = context.faults(_disk(context).parent)
     plane, work = _filled(context, faults=faults)
     faults.set(read_error=errno.EIO, one_in=3)
@@ -198,7 +198,7 @@ def promoting_device_fails(context: Context) -> None:
     engines=("memory",),
     repetitions=2,
 )
-def promoting_memory_short(context: Context) -> None:
+def prefetching_memory_short(context: Context) -> None:
     plane, work = _filled(context, 3 * _PROMPTS, "1MiB")
     with _waiting(context, work, plane.address):
         context.pause(0.8, 1.2)
@@ -206,13 +206,13 @@ def promoting_memory_short(context: Context) -> None:
 
 
 @case(
-    "announcements that lie",
+    "publications that lie",
     "of requests that never come, out of order, twice, for keys of another engine's model, while hosts store and fetch",
     engines=("memory",),
     repetitions=2,
     short=("memory",),
 )
-def promoting_told_lies(context: Context) -> None:
+def prefetching_told_lies(context: Context) -> None:
     plane, work = _filled(context)
     client = DataPlaneClient(plane.address)
     try:
@@ -251,7 +251,7 @@ def promoting_told_lies(context: Context) -> None:
     engines=("memory",),
     repetitions=2,
 )
-def promoting_daemon_killed(context: Context) -> None:
+def prefetching_daemon_killed(context: Context) -> None:
     plane, work = _filled(context)
     with _waiting(context, work, plane.address):
         context.kills(plane, 3, (0.2, 0.6))
@@ -265,7 +265,7 @@ def promoting_daemon_killed(context: Context) -> None:
     engines=("pool",),
     repetitions=2,
 )
-def promoting_storage_killed(context: Context) -> None:
+def prefetching_storage_killed(context: Context) -> None:
     storage = context.storage()
     plane = context.data_plane(storage.port, tiers=tiers("1MiB"))
     work = Work(context, plane.address, prompts_of(context, _PROMPTS))

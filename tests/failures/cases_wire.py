@@ -111,7 +111,7 @@ def flips_under_a_data_plane(context: Context) -> None:
     writer = context.host(sound.address)
     writer.store_whole(prompts)
     proxy = context.proxy(storage.port)
-    plane = context.data_plane(proxy.port, command_timeout=0.7, delete_corrupt="false")
+    plane = context.data_plane(proxy.port, command_timeout_s=0.7, delete_corrupt="false")
     host = context.host(plane.address, deadline_s=2)
     proxy.flip_one_in = 8
     for _ in range(12):

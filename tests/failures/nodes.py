@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 
 from faults import Faults
 from images import StoredObject, objects
-from machine import PATIENCE_S, free_port
+from machine import WAIT_MAX_S, free_port
 from preloaded import Preloaded
 
 REPOSITORY: Final = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ class _Node:
         assert self.process is not None and self.process.stdout is not None
         if self.process.stdout.readline().startswith("ready "):
             return True
-        self._ended(PATIENCE_S)
+        self._ended(WAIT_MAX_S)
         return False
 
     def start_only(self) -> None:
@@ -102,14 +102,14 @@ class _Node:
         """SIGKILL, and wait."""
         if self.process is not None:
             self.process.kill()
-            self._ended(PATIENCE_S)
+            self._ended(WAIT_MAX_S)
 
     def stop(self) -> bool:
         """SIGTERM; return whether it ended by itself in time."""
         if self.process is not None:
             self.signal(signal.SIGTERM)
             try:
-                self._ended(PATIENCE_S)
+                self._ended(WAIT_MAX_S)
             except subprocess.TimeoutExpired:
                 self.kill()
                 return False
@@ -203,7 +203,7 @@ class Storage(_Node):
 
     def stored(self) -> int:
         """Return how many keys it has."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S) as sock:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_MAX_S) as sock:
             sock.sendall(b"*1\r\n$6\r\nDBSIZE\r\n")
             return int(sock.recv(64)[1:])
 
@@ -226,10 +226,10 @@ class DataPlane(_Node):
         self.address = f"127.0.0.1:{self.port}"
         self.options |= {
             "listen": self.address,
-            "shutdown_time": 2.0,
-            "connect_timeout": 2.0,
-            "command_timeout": 2.0,
-            "quarantine_time": 0.1,
+            "shutdown_timeout_s": 2.0,
+            "connect_timeout_s": 2.0,
+            "command_timeout_s": 2.0,
+            "quarantine_s": 0.1,
             "decompression_buffer_bytes": "8MiB",
             "dequantization_buffer_bytes": "8MiB",
             "dma_source_buffer_bytes": "8MiB",

@@ -9,14 +9,14 @@ from typing import Any, Final
 import numpy as np
 import torch
 from callers import Host, Prompt
-from machine import PATIENCE_S
+from machine import WAIT_MAX_S
 from outcomes import BOUND_S, Outcome, Tally
 
 from host_control.client import DataPlaneClient
-from host_control.destination import Destination
 from host_control.manager import FetchJob, FetchResult, KVCacheManager
 from host_control.pages import PageDelivery, SharedPages
 from host_control.placing import Placed
+from host_control.registered_memory import RegisteredMemory
 from host_control.vllm.paging import PagePlacer
 from host_control.vllm.weights_watch import WeightsWatch
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
@@ -82,23 +82,25 @@ class PagedEngine:
         self._owners = np.zeros(_BLOCKS, np.uint64)
         self._free = set(range(_BLOCKS))
         self._number = 0
-        self._client = DataPlaneClient(address, connect_timeout=deadline_s, backoff=0.02, backoff_max=0.2)
+        self._client = DataPlaneClient(address, connect_timeout_s=deadline_s, backoff=0.02, backoff_max_s=0.2)
         self._delivery = PageDelivery(self._client, self.pages, shape.chunk, deadline_s)
         part: Any = SimpleNamespace(kernel_blocks=list, group=SimpleNamespace(index=0), record_blocks=_CHUNK_BLOCKS)
         watch = WeightsWatch(None)
         self._placer = _Placer(self._delivery, part, lambda: watch)
         self._manager = KVCacheManager(
             self._client,
-            Destination(self._client, [shape.chunk], 2 * CHUNKS * shape.chunk.raw_bytes, connect_timeout=deadline_s),
+            RegisteredMemory(
+                self._client, [shape.chunk], 2 * CHUNKS * shape.chunk.raw_bytes, connect_timeout_s=deadline_s
+            ),
             self._scatter,
             placer=self._placer,
-            fetch_timeout=deadline_s,
+            fetch_timeout_s=deadline_s,
         )
         self.stores = Host(address, tally, deadline_s=deadline_s, shape=shape.chunk, plain=True)
         self.give(list(self._free))
 
     def close(self) -> None:
-        self._manager.close(PATIENCE_S)
+        self._manager.close(WAIT_MAX_S)
         self._delivery.close()
         self.pages.renew()
         self.pages.close()

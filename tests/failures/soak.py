@@ -218,7 +218,7 @@ def leak_soak(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
     stopped = threading.Event()
     with contextlib.ExitStack() as ends:
         storage = Storage("pool", folder / "storage", memory_bytes=32 * MIB, scrub_bytes_per_s=4 * MIB)
-        plane = DataPlane(storage.port, folder / "dataplane", command_timeout=60, connect_timeout=60)
+        plane = DataPlane(storage.port, folder / "dataplane", command_timeout_s=60, connect_timeout_s=60)
         secure, context = _secure_server(folder / "secure")
         for process in (storage, plane, secure):
             ends.callback(process.close)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from machine import NEVER_S, PATIENCE_S
+from machine import NEVER_S, WAIT_MAX_S
 from nodes import MIB, Storage
 
 
@@ -31,7 +31,7 @@ def test_redis_benchmark_runs_over_a_pool_without_an_error(storage: Storage) -> 
 
 
 def _connect(storage: Storage) -> "redis.Redis":
-    return redis.Redis(port=storage.port, socket_timeout=PATIENCE_S)
+    return redis.Redis(port=storage.port, socket_timeout=WAIT_MAX_S)
 
 
 def test_redis_py_finds_after_a_kill_what_it_was_told_is_stored(storage: Storage) -> None:

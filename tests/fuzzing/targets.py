@@ -138,7 +138,7 @@ _PAGED: Any = SimpleNamespace(layouts=(_PAGES,), size=1 << 20, paging=Paging((0,
 
 def _grpc(data: bytes) -> None:
     kinds = (
-        *(pb.HelloRequest, pb.LookupRequest, pb.RegisterDestinationRequest, pb.FetchRequest, pb.StoreRequest),
+        *(pb.HelloRequest, pb.LookupRequest, pb.RegisterMemoryRequest, pb.FetchRequest, pb.StoreRequest),
         *(pb.ExpectRequest, pb.FetchPagesRequest),
     )
     kind = kinds[data[0] % len(kinds)] if data else kinds[0]
@@ -153,7 +153,7 @@ def _grpc(data: bytes) -> None:
             _VALIDATOR.chains(message.chains)
         elif isinstance(message, pb.ExpectRequest):
             _VALIDATOR.expected(message)
-        elif isinstance(message, pb.RegisterDestinationRequest):
+        elif isinstance(message, pb.RegisterMemoryRequest):
             layouts = _VALIDATOR.layouts(message.layouts)
             with contextlib.suppress(PagingError):
                 Paging.of(message.pages, layouts[0], _PAGED.size)
@@ -173,13 +173,13 @@ def _messages() -> list[bytes]:
     key = bytes(range(32))
     layout = pb.ChunkLayout(namespace=key, dtype="bfloat16", layers=4, kinds=2, vector_length=64, tokens=256)
     layout.quantizer, layout.bins, layout.value_bins, layout.scale_tokens = "binned", 32, 16, 1
-    part = pb.FetchPart(destination_id=1, offset=8, length=1 << 20, keys=[key, key], wanted=b"\xb5")
+    part = pb.FetchPart(memory_id=1, offset=8, length=1 << 20, keys=[key, key], wanted=b"\xb5")
     expected = pb.ExpectRequest(queue=b"queue", lasts_ms=1000, number=1, order=[1], begins_in_ms=[20])
     expected.arrivals.add(request=1).chains.add(namespace=key, keys=[key])
     return [
         b"\0" + pb.HelloRequest(protocol_version=1, record_version=2, host="host", process="1").SerializeToString(),
         b"\1" + pb.LookupRequest(chains=[pb.KeyChain(namespace=key, keys=[key, key])]).SerializeToString(),
-        b"\2" + pb.RegisterDestinationRequest(layouts=[layout]).SerializeToString(),
+        b"\2" + pb.RegisterMemoryRequest(layouts=[layout]).SerializeToString(),
         b"\3" + pb.FetchRequest(job_id="job", parts=[part, part], order=1, timeout_ms=1000).SerializeToString(),
         b"\4" + pb.StoreRequest(job_id="job", keys=[key], timeout_ms=1000).SerializeToString(),
         b"\5" + expected.SerializeToString(),
@@ -205,7 +205,7 @@ def _configurations() -> list[bytes]:
         b"storage:\n  port: 6380\n  memory_budget_bytes: 64 GiB\n  devices:\n    - /dev/nvme1n1\n    - path: /x\n"
         b"      size: 200 GiB\n  eviction: lru\n",
         b"storage:\n  s3:\n    bucket: kv\n    endpoint: https://x:9000\n    timeout_s: 5\n    object_bytes: 32 MiB\n",
-        b"dpu:\n  backend: doca\n  storage: [127.0.0.1:6380]\n  timeout_max: 30\n",
+        b"dpu:\n  backend: doca\n  storage: [127.0.0.1:6380]\n  timeout_max_s: 30\n",
         *(text[:400] for text in _files(_REPOSITORY / "configs", "*.yaml")),
     ]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import PATIENCE_S, wait_for
+from machine import WAIT_MAX_S, wait_for
 
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 
@@ -23,8 +23,8 @@ from scripted import ScriptedDataPlane  # noqa: E402
 
 from host_control.client import DataPlaneClient  # noqa: E402
 from host_control.config import HostConfig  # noqa: E402
-from host_control.destination import Destination  # noqa: E402
 from host_control.manager import KVCacheManager  # noqa: E402
+from host_control.registered_memory import RegisteredMemory  # noqa: E402
 
 CHUNK_TOKENS = 4
 # Where there is no Triton in this environment, test_layouts.py runs them in another process.
@@ -59,15 +59,15 @@ def shape() -> ChunkLayout:
 
 @pytest.fixture
 def client(plane: ScriptedDataPlane) -> Iterator[DataPlaneClient]:
-    client = DataPlaneClient(plane.address, backoff=0.02, backoff_max=0.1, connect_timeout=PATIENCE_S)
-    assert client.wait_ready(PATIENCE_S)
+    client = DataPlaneClient(plane.address, backoff=0.02, backoff_max_s=0.1, connect_timeout_s=WAIT_MAX_S)
+    assert client.wait_ready(WAIT_MAX_S)
     yield client
     client.close()
 
 
 @pytest.fixture
-def destination(client: DataPlaneClient, shape: ChunkLayout) -> Destination:
-    return Destination(client, [shape], 8 * shape.raw_bytes, connect_timeout=PATIENCE_S)
+def registration(client: DataPlaneClient, shape: ChunkLayout) -> RegisteredMemory:
+    return RegisteredMemory(client, [shape], 8 * shape.raw_bytes, connect_timeout_s=WAIT_MAX_S)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def make_side(plane: ScriptedDataPlane) -> Iterator[Callable[..., Any]]:
         **config: Any,
     ) -> Any:
         groups = groups or groups_of()
-        patient: dict[str, Any] = dict.fromkeys(("lookup_timeout", "connect_timeout"), PATIENCE_S)
+        patient: dict[str, Any] = dict.fromkeys(("lookup_timeout_s", "connect_timeout_s"), WAIT_MAX_S)
         patient["computing_cache"] = "none"
         settings = HostConfig(data_plane=plane.address, chunk_tokens=CHUNK, **(patient | config))
         logger = logging.getLogger("test")
@@ -125,7 +125,7 @@ def make_side(plane: ScriptedDataPlane) -> Iterator[Callable[..., Any]]:
         side.start({rank: handshake(rank, groups, quantized=quantized) for rank in range(ranks)})
         sides.append(side)
         for client in side._clients:  # an attempt to connect may fail where the machine stands still, so it has several
-            assert client.wait_ready(PATIENCE_S)
+            assert client.wait_ready(WAIT_MAX_S)
         return side
 
     yield make
@@ -142,20 +142,20 @@ def paged(shape: ChunkLayout) -> Paged:
 
 @pytest.fixture
 def make_manager(
-    client: DataPlaneClient, destination: Destination, paged: Paged
+    client: DataPlaneClient, registration: RegisteredMemory, paged: Paged
 ) -> Iterator[Callable[..., KVCacheManager]]:
     made = []
 
     def make(**options: Any) -> KVCacheManager:
-        if "fetch_timeout" in options:
-            destination.acquire(PATIENCE_S)  # so that a short one is the fetches' alone
-        manager = KVCacheManager(client, destination, paged, **{"fetch_timeout": PATIENCE_S, **options})
+        if "fetch_timeout_s" in options:
+            registration.acquire(WAIT_MAX_S)  # so that a short one is the fetches' alone
+        manager = KVCacheManager(client, registration, paged, **{"fetch_timeout_s": WAIT_MAX_S, **options})
         made.append(manager)
         return manager
 
     yield make
     for manager in made:
-        manager.close(PATIENCE_S)
+        manager.close(WAIT_MAX_S)
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def tick() -> None:
 
 
 def model_folder(folder: Path, *, weights: bytes | None = tensors(), **changes: Any) -> Path:
-    """Make a model's folder of the project's own one, with other configuration and made-up weights."""
+    """Make a model's folder of the project's own one, with other configuration and synthetic weights."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(ASSET / name, folder / name)

@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from machine import PATIENCE_S
+from machine import WAIT_MAX_S
 
 from host_control.manager import FetchJob, FetchResult, KVCacheManager
-from shadowserve.keys import chain_links, record_keys
+from shadowserve.keys import prefix_chain, record_keys
 
 CHUNK = 4
 MODEL = b"m" * 32
@@ -27,7 +27,7 @@ class Paged:
 
     def __call__(self, job: FetchJob, part: int, first: int, chunks: memoryview) -> None:
         self.waiting = True
-        assert self.gate.wait(PATIENCE_S)
+        assert self.gate.wait(WAIT_MAX_S)
         if self.failure is not None:
             raise self.failure
         for index in range(len(chunks) // self.chunk_bytes):
@@ -43,7 +43,7 @@ def prompt(tokens: int, seed: int) -> list[int]:
 
 
 def keys_of(tokens: list[int]) -> list[bytes]:
-    return record_keys(b"n" * 32, chain_links(MODEL, tokens, chunk_tokens=CHUNK))
+    return record_keys(b"n" * 32, prefix_chain(MODEL, tokens, chunk_tokens=CHUNK))
 
 
 def job(name: str, count: int, fill: Callable[[list[bytes]], None] | None = None) -> FetchJob:
@@ -53,7 +53,7 @@ def job(name: str, count: int, fill: Callable[[list[bytes]], None] | None = None
     return FetchJob(request_id=name, keys=(tuple(keys),))
 
 
-def collect(manager: KVCacheManager, count: int, timeout: float = PATIENCE_S) -> list[FetchResult]:
+def collect(manager: KVCacheManager, count: int, timeout: float = WAIT_MAX_S) -> list[FetchResult]:
     results: list[FetchResult] = []
     ends = time.monotonic() + timeout
     while len(results) < count:

@@ -8,7 +8,7 @@ from typing import Any
 from machine import wait_for
 from scripted import ScriptedDataPlane
 
-from shadowserve.keys import Extra, chain_links, record_keys
+from shadowserve.keys import Extra, prefix_chain, record_keys
 
 BLOCK, CHUNK = 16, 64
 MODEL = b"m" * 32
@@ -180,12 +180,12 @@ def step(
     )
 
 
-def links(tokens: list[int], extra: Extra | None = None) -> list[bytes]:
-    return chain_links(MODEL, tokens, chunk_tokens=CHUNK, extra=extra)
+def chunk_keys(tokens: list[int], extra: Extra | None = None) -> list[bytes]:
+    return prefix_chain(MODEL, tokens, chunk_tokens=CHUNK, extra=extra)
 
 
 def keys(rank: int, tokens: list[int], group: int = 0) -> list[bytes]:
-    return record_keys(namespace_of(rank, group), links(tokens))
+    return record_keys(namespace_of(rank, group), chunk_keys(tokens))
 
 
 def matched(side: Any, request: Request, local: int = 0) -> int:

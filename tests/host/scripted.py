@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import numpy as np
-from machine import PATIENCE_S, free_port
+from machine import WAIT_MAX_S, free_port
 
 from shadowserve import native
 from shadowserve.chunk import DType
@@ -62,9 +62,9 @@ class Script:
     """What goes wrong, changed by tests while the server runs."""
 
     fetch_delay: float = 0.0
-    round_chunks: int = 1 << 30
+    batch_chunks: int = 1 << 30
     """The buffers hold so many chunks."""
-    round_layers: int = 1 << 30
+    batch_layers: int = 1 << 30
     """In the order of layers: the buffers hold so many."""
     lookup_hits: Callable[[list[int]], list[int]] | None = None
     """Lies about hits."""
@@ -143,10 +143,10 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.decisions: list[pb.Decision] = []
         self.expected: list[pb.ExpectRequest] = []
         self.cancelled: set[str] = set()
-        self.announced: dict[bytes, int] | None = {}  # key -> for how long, in milliseconds; None: takes none
+        self.published: dict[bytes, int] | None = {}  # key -> for how long, in milliseconds; None: takes none
         self.entered = threading.Condition()
         self.session = os.urandom(16)
-        self._destinations: dict[int, list[_Memory]] = {}
+        self._registrations: dict[int, list[_Memory]] = {}
         self._server = grpc.server(
             futures.ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=64
         )
@@ -163,27 +163,27 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         stopped = self._server.stop(grace=None)
         self.script.unstall.set()  # not before: what has stalled would answer
         stopped.wait()
-        self.forget_destinations()
+        self.forget_registrations()
 
-    def forget_destinations(self) -> None:
-        self._destinations.clear()
+    def forget_registrations(self) -> None:
+        self._registrations.clear()
 
     def restarted(self) -> "ScriptedDataPlane":
         """Return a new data plane at the same address with the same records; the old one has been stopped."""
         return ScriptedDataPlane(self.address, self.records)
 
-    def wait_for_call(self, method: str, count: int = 1, timeout: float = PATIENCE_S) -> None:
+    def wait_for_call(self, method: str, count: int = 1, timeout: float = WAIT_MAX_S) -> None:
         with self.entered:
             assert self.entered.wait_for(lambda: self.calls.count(method) >= count, timeout), f"no {method} came"
 
     @property
-    def destinations(self) -> int:
-        return len(self._destinations)
+    def registrations(self) -> int:
+        return len(self._registrations)
 
     def forget_hosts(self) -> None:
         """Know nobody any more, as after a restart."""
         self.session = os.urandom(16)
-        self.forget_destinations()
+        self.forget_registrations()
 
     def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloResponse:
         self._enter("Hello", context)
@@ -225,11 +225,11 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             counts = [len(flags) for flags in present] + [0] * len(lies)
             sets = [first(lie, count) for lie, count in zip(lies, counts, strict=False)]
         coming = [
-            pack(np.array([key in (self.announced or {}) and key not in self.records for key in chain.keys], np.bool_))
+            pack(np.array([key in (self.published or {}) and key not in self.records for key in chain.keys], np.bool_))
             for chain in request.chains
         ]
-        told = coming if request.announced and self.announced is not None else []
-        answer = pb.LookupResponse(present=sets, announced=told, outcome=pb.OUTCOME_COMPLETE)
+        told = coming if request.published and self.published is not None else []
+        answer = pb.LookupResponse(present=sets, published=told, outcome=pb.OUTCOME_COMPLETE)
         answer.stored_bytes.extend(int(flags.sum()) * self.script.record_bytes for flags in present)
         for chain, packed in zip(request.chains, sets, strict=False):
             flags = np.unpackbits(np.frombuffer(packed, np.uint8), count=len(chain.keys), bitorder="little")
@@ -243,16 +243,16 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
     def _tier(self, key: bytes) -> int:
         return pb.TIER_COLD if key in self.script.cold else self.script.tiers.get(key, pb.TIER_STORAGE)
 
-    def Announce(self, request: pb.AnnounceRequest, context: Any) -> pb.AnnounceResponse:
-        self._enter("Announce", context)
-        for key in request.keys if self.announced is not None else ():
+    def Publish(self, request: pb.PublishRequest, context: Any) -> pb.PublishResponse:
+        self._enter("Publish", context)
+        for key in request.keys if self.published is not None else ():
             if request.lasts_ms:
-                self.announced[key] = request.lasts_ms  # type: ignore[index]
+                self.published[key] = request.lasts_ms  # type: ignore[index]
             else:
-                self.announced.pop(key, None)  # type: ignore[union-attr]
+                self.published.pop(key, None)  # type: ignore[union-attr]
         here = pb.REACH_DATA_PLANE if request.plain else pb.REACH_ALL
-        reach = pb.REACH_NONE if self.announced is None else here
-        return pb.AnnounceResponse(outcome=pb.OUTCOME_COMPLETE, reach=reach)
+        reach = pb.REACH_NONE if self.published is None else here
+        return pb.PublishResponse(outcome=pb.OUTCOME_COMPLETE, reach=reach)
 
     def Expect(self, request: pb.ExpectRequest, context: Any) -> pb.ExpectResponse:
         self._enter("Expect", context)
@@ -269,10 +269,8 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             self.entered.notify_all()
         return pb.StepAnswer(moved_bytes=self.moved_bytes)
 
-    def RegisterDestination(
-        self, request: pb.RegisterDestinationRequest, context: Any
-    ) -> pb.RegisterDestinationResponse:
-        self._enter("RegisterDestination", context)
+    def RegisterMemory(self, request: pb.RegisterMemoryRequest, context: Any) -> pb.RegisterMemoryResponse:
+        self._enter("RegisterMemory", context)
         memory = request.shared_memory
         assert request.layouts and all(len(layout.namespace) == 32 for layout in request.layouts)
         assert "/" not in memory.name
@@ -282,22 +280,20 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             mapping.guard = native.Guard(mapping)
         finally:
             os.close(descriptor)
-        destination_id = int.from_bytes(os.urandom(7), "little")
+        memory_id = int.from_bytes(os.urandom(7), "little")
         memories = [_Memory(mapping, layout) for layout in request.layouts]
-        self._destinations[destination_id] = memories
-        return pb.RegisterDestinationResponse(
-            destination_id=destination_id, chunk_bytes=[each.chunk_bytes for each in memories]
-        )
+        self._registrations[memory_id] = memories
+        return pb.RegisterMemoryResponse(memory_id=memory_id, chunk_bytes=[each.chunk_bytes for each in memories])
 
     def _memory(self, request: pb.FetchPart | pb.StoreRequest) -> _Memory | None:
         """Return the memory and layout that a call names."""
-        memories = self._destinations.get(request.destination_id)
+        memories = self._registrations.get(request.memory_id)
         return None if memories is None else memories[request.layout]
 
-    def ReleaseDestination(self, request: pb.ReleaseDestinationRequest, context: Any) -> pb.ReleaseDestinationResponse:
-        self._enter("ReleaseDestination", context)
-        self._destinations.pop(request.destination_id, None)
-        return pb.ReleaseDestinationResponse()
+    def ReleaseMemory(self, request: pb.ReleaseMemoryRequest, context: Any) -> pb.ReleaseMemoryResponse:
+        self._enter("ReleaseMemory", context)
+        self._registrations.pop(request.memory_id, None)
+        return pb.ReleaseMemoryResponse()
 
     def Fetch(self, request: pb.FetchRequest, context: Any) -> pb.FetchResponse:
         memories = [self._memory(part) for part in request.parts]
@@ -305,7 +301,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self._enter("Fetch", context)
         known = [memory for memory in memories if memory is not None]
         if len(known) < len(memories):
-            return pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION)
+            return pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_MEMORY)
         if "Fetch" in self.script.stall and self.script.write_after_stall:
             for part, memory in zip(request.parts, known, strict=True):
                 memory.mapping[part.offset : part.offset + part.length] = b"\xee" * part.length
@@ -325,7 +321,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.fetches.extend(request.parts)
         self._enter("FetchLayers", context)
         if memory is None:
-            yield pb.FetchLayersResponse(answer=pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION))
+            yield pb.FetchLayersResponse(answer=pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_MEMORY))
             return
         for said in self._deliver_layers(request, memory):
             if isinstance(said, int):
@@ -349,8 +345,8 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
                     answer.outcome = self.script.fail_outcome
                 elif key not in self.records:
                     answer.outcome = pb.OUTCOME_ABSENT
-                elif number >= self.script.round_chunks or begin + memory.chunk_bytes > part.offset + part.length:
-                    answer.outcome = pb.OUTCOME_ROUND_FULL
+                elif number >= self.script.batch_chunks or begin + memory.chunk_bytes > part.offset + part.length:
+                    answer.outcome = pb.OUTCOME_BATCH_FULL
                 if answer.outcome != pb.OUTCOME_COMPLETE:
                     break
                 memory.mapping[begin : begin + memory.chunk_bytes] = self.records[key]
@@ -385,8 +381,8 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             if request.job_id in self.cancelled or time.monotonic() > ends:
                 answer.outcome = pb.OUTCOME_CANCELLED if request.job_id in self.cancelled else pb.OUTCOME_DEADLINE
                 break
-            if there.any(axis=1).sum() >= self.script.round_layers:
-                answer.outcome = pb.OUTCOME_ROUND_FULL
+            if there.any(axis=1).sum() >= self.script.batch_layers:
+                answer.outcome = pb.OUTCOME_BATCH_FULL
                 break
             for chunk in np.flatnonzero(wanted[layer]).tolist():
                 if part.keys[chunk] not in self.records:
@@ -413,7 +409,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.stores.append(request)
         self._enter("Store", context)
         if memory is None:
-            return pb.StoreResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION)
+            return pb.StoreResponse(outcome=pb.OUTCOME_UNKNOWN_MEMORY)
         if self.script.store_outcome is not None:
             return pb.StoreResponse(outcome=self.script.store_outcome)
         stored = np.array([key not in self.script.not_storable for key in request.keys])
@@ -440,4 +436,4 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
 
     def Statistics(self, request: pb.StatisticsRequest, context: Any) -> pb.StatisticsResponse:
         self._enter("Statistics", context)
-        return pb.StatisticsResponse(version="scripted", backend="dict", destinations=len(self._destinations))
+        return pb.StatisticsResponse(version="scripted", backend="dict", registrations=len(self._registrations))

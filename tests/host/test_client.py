@@ -5,12 +5,12 @@ from typing import Any
 
 import grpc
 import pytest
-from machine import PATIENCE_S
+from machine import WAIT_MAX_S
 from scripted import ScriptedDataPlane, pieces
 
 from host_control.breaker import Breaker
 from host_control.client import DataPlaneClient, FetchAnswer, FetchPart
-from host_control.destination import Destination
+from host_control.registered_memory import RegisteredMemory
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
@@ -59,7 +59,7 @@ def test_lost_probe_does_not_close_the_door_for_good() -> None:
 def test_lookup_says_which_keys_of_each_chain_are_there(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:
     plane.records.update(dict.fromkeys([KEYS[0], KEYS[1], KEYS[3]], b""))
     chains = [(b"a" * 32, KEYS), (b"b" * 32, KEYS[3:]), (b"c" * 32, [])]
-    found = [flags.tolist() for flags in client.lookup(chains, PATIENCE_S)()]
+    found = [flags.tolist() for flags in client.lookup(chains, WAIT_MAX_S)()]
     assert found == [[True, True, False, True, False, False], [True, False, False], []]
 
 
@@ -69,7 +69,7 @@ def test_lookup_that_cannot_be_true_is_refused(
 ) -> None:
     plane.script.lookup_hits = lambda _: hits
     with pytest.raises(DataPlaneError) as error:
-        client.lookup([(b"a" * 32, KEYS)], PATIENCE_S)()
+        client.lookup([(b"a" * 32, KEYS)], WAIT_MAX_S)()
     assert error.value.outcome == "invalid_answer"
 
 
@@ -78,20 +78,20 @@ def test_a_lookup_says_how_large_the_records_are_where_the_data_plane_does(
 ) -> None:
     plane.records.update(dict.fromkeys(KEYS[:3], b""))
     chains = [(b"a" * 32, KEYS), (b"b" * 32, KEYS[2:])]
-    assert client.find(chains, PATIENCE_S)().stored_bytes == [0, 0]
+    assert client.find(chains, WAIT_MAX_S)().stored_bytes == [0, 0]
     plane.script.record_bytes = 100
-    assert client.find(chains, PATIENCE_S)().stored_bytes == [300, 100]
-    assert client.find(chains, PATIENCE_S)().cold_seconds == [0, 0]
+    assert client.find(chains, WAIT_MAX_S)().stored_bytes == [300, 100]
+    assert client.find(chains, WAIT_MAX_S)().cold_seconds == [0, 0]
     plane.script.cold_ms = 1500
     plane.script.cold.update(KEYS[:2])
-    assert client.find(chains, PATIENCE_S)().cold_seconds == [1.5, 0.0]
+    assert client.find(chains, WAIT_MAX_S)().cold_seconds == [1.5, 0.0]
 
 
 def test_a_lookup_says_where_each_record_is(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:
     plane.records.update(dict.fromkeys([*KEYS[:3], KEYS[4]], b""))
     plane.script.tiers = {KEYS[0]: Tier.MEMORY, KEYS[1]: Tier.DEVICE}
     plane.script.cold.add(KEYS[4])
-    (tiers,) = client.find([(b"a" * 32, KEYS)], PATIENCE_S)().tiers
+    (tiers,) = client.find([(b"a" * 32, KEYS)], WAIT_MAX_S)().tiers
     assert tiers.tolist() == [Tier.MEMORY, Tier.DEVICE, Tier.STORAGE, Tier.NONE, Tier.COLD, Tier.NONE]
 
 
@@ -113,7 +113,7 @@ def test_a_lookup_whose_parts_do_not_fit_is_refused(
     plane.records.update(dict.fromkeys(KEYS[:3], b""))
     plane.script.lookup_answer = lie
     with pytest.raises(DataPlaneError, match=words) as error:
-        client.find([(b"a" * 32, KEYS)], PATIENCE_S)()
+        client.find([(b"a" * 32, KEYS)], WAIT_MAX_S)()
     assert error.value.outcome == "invalid_answer"
 
 
@@ -133,26 +133,26 @@ def test_absent_daemon_opens_the_breaker_and_is_found_again() -> None:
     outcomes = []
     for _ in range(3):
         with pytest.raises(DataPlaneError) as error:
-            client.lookup([(b"a" * 32, KEYS)], PATIENCE_S)()
+            client.lookup([(b"a" * 32, KEYS)], WAIT_MAX_S)()
         outcomes.append(error.value.outcome)
     assert outcomes == ["unreachable", "unreachable", "breaker_open"]
     revived = plane.restarted()
     try:
-        assert client.wait_ready(PATIENCE_S)
+        assert client.wait_ready(WAIT_MAX_S)
         with pytest.raises(DataPlaneError, match="paused"):
-            client.lookup([(b"a" * 32, KEYS)], PATIENCE_S)()
+            client.lookup([(b"a" * 32, KEYS)], WAIT_MAX_S)()
         clock.now += 1.0
-        assert not client.lookup([(b"a" * 32, KEYS)], PATIENCE_S)()[0].any()
+        assert not client.lookup([(b"a" * 32, KEYS)], WAIT_MAX_S)()[0].any()
         assert not client.breakers["lookup"].open
     finally:
         client.close()
         revived.stop()
 
 
-def fetch(client: DataPlaneClient, destination: Destination, timeout: float = PATIENCE_S) -> FetchAnswer:
-    destination.acquire(PATIENCE_S)
-    (shape,), destination_id = destination.shapes, destination.destination_id
-    return client.start_fetch("job", [FetchPart.whole(shape, destination_id, KEYS)], timeout).result()
+def fetch(client: DataPlaneClient, registration: RegisteredMemory, timeout: float = WAIT_MAX_S) -> FetchAnswer:
+    registration.acquire(WAIT_MAX_S)
+    (shape,), memory_id = registration.shapes, registration.memory_id
+    return client.start_fetch("job", [FetchPart.whole(shape, memory_id, KEYS)], timeout).result()
 
 
 @pytest.mark.parametrize(
@@ -161,32 +161,34 @@ def fetch(client: DataPlaneClient, destination: Destination, timeout: float = PA
         (7, pb.OUTCOME_COMPLETE),
         (5, pb.OUTCOME_COMPLETE),
         (6, pb.OUTCOME_ABSENT),
-        (0, pb.OUTCOME_ROUND_FULL),
+        (0, pb.OUTCOME_BATCH_FULL),
         (3, pb.OUTCOME_UNSPECIFIED),
         (3, 77),
     ],
 )
 def test_fetch_answer_that_cannot_be_true_is_not_believed_and_not_quiet(
-    client: DataPlaneClient, plane: ScriptedDataPlane, destination: Destination, chunks: int, outcome: int
+    client: DataPlaneClient, plane: ScriptedDataPlane, registration: RegisteredMemory, chunks: int, outcome: int
 ) -> None:
     plane.script.fetch_answer = lambda answer, request: pb.FetchResponse(
-        delivered=[pieces(destination.shapes[0].layers, chunks, len(KEYS))], outcome=outcome
+        delivered=[pieces(registration.shapes[0].layers, chunks, len(KEYS))], outcome=outcome
     )
-    answer = fetch(client, destination)
+    answer = fetch(client, registration)
     assert (answer.chunks, answer.reason, answer.quiet) == ([0], "invalid_answer", False)
 
 
 def test_fetch_without_an_answer_is_not_quiet(
-    client: DataPlaneClient, plane: ScriptedDataPlane, destination: Destination
+    client: DataPlaneClient, plane: ScriptedDataPlane, registration: RegisteredMemory
 ) -> None:
     plane.script.stall.add("Fetch")
-    answer = fetch(client, destination, 0.05)
+    answer = fetch(client, registration, 0.05)
     assert (answer.chunks, answer.reason, answer.quiet) == ([0], "deadline", False)
 
 
-def test_refused_fetch_is_quiet(client: DataPlaneClient, plane: ScriptedDataPlane, destination: Destination) -> None:
+def test_refused_fetch_is_quiet(
+    client: DataPlaneClient, plane: ScriptedDataPlane, registration: RegisteredMemory
+) -> None:
     plane.script.abort["Fetch"] = grpc.StatusCode.RESOURCE_EXHAUSTED
-    answer = fetch(client, destination)
+    answer = fetch(client, registration)
     assert (answer.chunks, answer.reason, answer.quiet) == ([0], "refused", True)
 
 
@@ -195,7 +197,7 @@ def test_disagreement_about_the_chunk_size_is_found_at_registration(
 ) -> None:
     monkeypatch.setattr(ChunkLayout, "raw_bytes", property(lambda self: 1234))
     with pytest.raises(DataPlaneError, match="1234"):
-        Destination(client, [shape], 1 << 16, PATIENCE_S).acquire(PATIENCE_S)
+        RegisteredMemory(client, [shape], 1 << 16, WAIT_MAX_S).acquire(WAIT_MAX_S)
 
 
 def test_statistics(client: DataPlaneClient) -> None:

@@ -5,20 +5,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from machine import PATIENCE_S, wait_for
+from machine import WAIT_MAX_S, wait_for
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
-from host_control.handover import Arrived, Handover
+from host_control.disaggregation import Arrived, Disaggregation
 from host_control.lookup import LookupAnswer, PrefixLookup
-from shadowserve.keys import chain_links, record_keys
+from shadowserve.keys import prefix_chain, record_keys
 from shadowserve.pieces import leading
 from shadowserve.tier import Tier
 
 MODEL, NAMESPACE = b"m" * 32, b"n" * 32
 CHUNK, CHUNKS = 4, 6
 TOKENS = list(range(CHUNK * CHUNKS + 1))
-LINKS = chain_links(MODEL, TOKENS, chunk_tokens=CHUNK)
+LINKS = prefix_chain(MODEL, TOKENS, chunk_tokens=CHUNK)
 KEYS = record_keys(NAMESPACE, LINKS)
 NEVER_S = 60.0
 ALL = LookupAnswer(CHUNK * CHUNKS, "complete")
@@ -33,7 +33,7 @@ def make(client: DataPlaneClient, plane: ScriptedDataPlane) -> Iterator[Callable
     plane.script.cold_ms = 3000
 
     def make_lookup(**options: Any) -> PrefixLookup:
-        given = {"chunk_tokens": CHUNK, "timeout": PATIENCE_S, "loads_wait": True, "load_timeout": NEVER_S}
+        given = {"chunk_tokens": CHUNK, "timeout": WAIT_MAX_S, "loads_wait": True, "load_timeout": NEVER_S}
         groups = options.pop("groups", [NAMESPACE])
         made.append(
             PrefixLookup(
@@ -132,7 +132,7 @@ def test_where_no_load_may_wait_the_lookup_waits_until_all_is_near(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.brings = 0
-    lookup = make(loads_wait=False, timeout=PATIENCE_S)
+    lookup = make(loads_wait=False, timeout=WAIT_MAX_S)
     lookup.submit("r", TOKENS)
     wait_for(lambda: plane.prefetches > 1)
     assert lookup.poll("r") is None
@@ -156,7 +156,7 @@ def test_a_request_that_waits_for_nothing_has_what_is_near(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     lookup = make()
-    lookup.submit("r", TOKENS, handover=Handover(cold=False))
+    lookup.submit("r", TOKENS, disaggregation=Disaggregation(cold=False))
     assert wait(lambda: lookup.poll("r")) == LookupAnswer(2 * CHUNK, "complete")
     assert lookup.arrived("r") is None and plane.prefetches == 0
 
@@ -188,11 +188,11 @@ def test_what_is_cold_of_a_window_counts_as_far_as_a_load_needs_it(
 def test_what_others_still_store_and_what_is_cold_are_waited_for_together(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    assert plane.announced is not None
+    assert plane.published is not None
     del plane.records[KEYS[5]]
-    plane.announced[KEYS[5]] = 60_000
+    plane.published[KEYS[5]] = 60_000
     lookup = make()
-    lookup.submit("r", TOKENS, handover=Handover(waits=NEVER_S))
+    lookup.submit("r", TOKENS, disaggregation=Disaggregation(waits=NEVER_S))
     assert wait(lambda: lookup.poll("r")).tokens == CHUNK * CHUNKS
     assert lookup.arrived("r") == Arrived(2, "")
     lookup.begin_load("r", CHUNKS)
@@ -208,7 +208,7 @@ def test_a_lookup_that_was_too_slow_tells_what_is_stored_all_the_same(
     lookup = make(timeout=0.2)
     lookup.submit("r", TOKENS)
     answer = wait(lambda: lookup.poll("r"))
-    assert (answer.tokens, answer.reason) == (0, "deadline") and "lookup_timeout" in answer.detail
+    assert (answer.tokens, answer.reason) == (0, "deadline") and "lookup_timeout_s" in answer.detail
     assert lookup.present("r") is None
     plane.script.unstall.set()
     wait_for(lambda: lookup.present("r") is not None)

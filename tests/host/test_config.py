@@ -28,20 +28,20 @@ def test_unknown_key_names_the_nearest(spelled: str) -> None:
 
 def test_engine_wins_over_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "host.yaml"
-    file.write_text("host:\n  bins: 16\n  order: sjf\n  fetch_timeout: 3\n")
+    file.write_text("host:\n  bins: 16\n  order: sjf\n  fetch_timeout_s: 3\n")
     monkeypatch.setenv("SHADOWSERVE_CONFIG_FILE", str(file))
     monkeypatch.setenv("SHADOWSERVE_HOST_ORDER", "fifo")
-    config = HostConfig.from_engine({"fetch_timeout": 4})
-    assert (config.bins, config.order, config.fetch_timeout) == (16, "fifo", 4)
+    config = HostConfig.from_engine({"fetch_timeout_s": 4})
+    assert (config.bins, config.order, config.fetch_timeout_s) == (16, "fifo", 4)
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
         ("bins", 5),
-        ("fetch_timeout", 0),
+        ("fetch_timeout_s", 0),
         ("order", "lifo"),
-        ("breaker_backoff", 9),
+        ("breaker_backoff_s", 9),
         ("chunk_tokens", 0),
         ("value_bins", 258),
         ("scale_tokens", 257),

@@ -10,14 +10,14 @@ from typing import Any
 
 import grpc
 import pytest
-from machine import PATIENCE_S
+from machine import WAIT_MAX_S
 from scripted import ScriptedDataPlane
 
 import host_control.connection
 from host_control.client import DataPlaneClient, FetchPart
 from host_control.config import HostConfig
-from host_control.destination import Destination
 from host_control.lookup import PrefixLookup
+from host_control.registered_memory import RegisteredMemory
 from shadowserve import __version__
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
@@ -35,14 +35,14 @@ CHAINS = [(b"a" * 32, KEYS)]
 
 
 def test_hello_comes_first_and_says_who_we_are(plane: ScriptedDataPlane, shape: ChunkLayout) -> None:
-    with closing(DataPlaneClient(plane.address, connect_timeout=PATIENCE_S)) as client:
+    with closing(DataPlaneClient(plane.address, connect_timeout_s=WAIT_MAX_S)) as client:
         assert client.peer is None
-        assert not client.lookup(CHAINS, PATIENCE_S)()[0].any()
+        assert not client.lookup(CHAINS, WAIT_MAX_S)()[0].any()
         assert plane.calls == ["Hello", "Lookup"]
-        assert not client.lookup(CHAINS, PATIENCE_S)()[0].any()
+        assert not client.lookup(CHAINS, WAIT_MAX_S)()[0].any()
         assert plane.calls == ["Hello", "Lookup", "Lookup"], "once for a connection"
         assert client.peer is not None and client.peer.memory_kinds == ("shared_memory",)
-        Destination(client, [shape], 1 << 16).acquire(PATIENCE_S)
+        RegisteredMemory(client, [shape], 1 << 16).acquire(WAIT_MAX_S)
     first, second = plane.hellos
     assert (first.protocol_version, first.version) == (PROTOCOL_VERSION, __version__)
     assert first.host == second.host and len(first.host) == 32, "all processes of a machine say the same"
@@ -55,9 +55,9 @@ def test_hello_names_the_engine_whose_kv_moves_and_brings_what_other_engines_do_
 ) -> None:
     engine = engine_message(ModelIdentity(model="a model", dtype="bfloat16"), shape, paged=False)
     plane.differences = ["another engine has other chunks"]
-    with closing(HostConfig(data_plane=plane.address, connect_timeout=PATIENCE_S).client(0, engine)) as client:
-        client.connect(PATIENCE_S)
-        peer = client.connect(PATIENCE_S, shape)
+    with closing(HostConfig(data_plane=plane.address, connect_timeout_s=WAIT_MAX_S).client(0, engine)) as client:
+        client.connect(WAIT_MAX_S)
+        peer = client.connect(WAIT_MAX_S, shape)
     assert peer.differences == ("another engine has other chunks",)
     without, given = plane.hellos
     assert not without.HasField("engine") and given.engine == engine
@@ -67,29 +67,29 @@ def test_a_lookup_that_nobody_knows_the_host_of_is_asked_again(
     client: DataPlaneClient, plane: ScriptedDataPlane
 ) -> None:
     plane.records[KEYS[0]] = b""
-    assert client.lookup(CHAINS, PATIENCE_S)()[0].tolist() == [True, False, False]
+    assert client.lookup(CHAINS, WAIT_MAX_S)()[0].tolist() == [True, False, False]
     plane.forget_hosts()
     plane.calls.clear()
-    assert client.lookup(CHAINS, PATIENCE_S)()[0].tolist() == [True, False, False]
+    assert client.lookup(CHAINS, WAIT_MAX_S)()[0].tolist() == [True, False, False]
     assert plane.calls == ["Lookup", "Hello", "Lookup"]
 
 
-def test_a_fetch_and_a_store_of_an_unknown_host_have_an_unknown_destination(
-    client: DataPlaneClient, plane: ScriptedDataPlane, destination: Destination
+def test_a_fetch_and_a_store_of_an_unknown_host_have_an_unknown_memory(
+    client: DataPlaneClient, plane: ScriptedDataPlane, registration: RegisteredMemory
 ) -> None:
-    destination.acquire(PATIENCE_S)
+    registration.acquire(WAIT_MAX_S)
     plane.forget_hosts()
-    (shape,), destination_id = destination.shapes, destination.destination_id
-    part = FetchPart.whole(shape, destination_id, KEYS)
-    answer = client.start_fetch("job", [part], PATIENCE_S).result()
-    assert (answer.reason, answer.quiet) == ("unknown_destination", True)
-    stored = client.store("job", destination_id, 0, KEYS, [b""] * len(KEYS), PATIENCE_S)
-    assert (stored.reason, stored.quiet) == ("unknown_destination", True)
-    destination.retire(release=False)
-    destination.acquire(PATIENCE_S)
-    assert plane.calls[-2:] == ["Hello", "RegisterDestination"]
-    part = FetchPart.whole(shape, destination.destination_id, KEYS)
-    assert client.start_fetch("job", [part], PATIENCE_S).result().reason == "absent"
+    (shape,), memory_id = registration.shapes, registration.memory_id
+    part = FetchPart.whole(shape, memory_id, KEYS)
+    answer = client.start_fetch("job", [part], WAIT_MAX_S).result()
+    assert (answer.reason, answer.quiet) == ("unknown_memory", True)
+    stored = client.store("job", memory_id, 0, KEYS, [b""] * len(KEYS), WAIT_MAX_S)
+    assert (stored.reason, stored.quiet) == ("unknown_memory", True)
+    registration.retire(release=False)
+    registration.acquire(WAIT_MAX_S)
+    assert plane.calls[-2:] == ["Hello", "RegisterMemory"]
+    part = FetchPart.whole(shape, registration.memory_id, KEYS)
+    assert client.start_fetch("job", [part], WAIT_MAX_S).result().reason == "absent"
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED])
@@ -97,11 +97,11 @@ def test_a_refused_hello_is_a_reason_with_what_the_data_plane_says(
     plane: ScriptedDataPlane, shape: ChunkLayout, code: grpc.StatusCode
 ) -> None:
     plane.script.abort["Hello"] = code
-    with closing(DataPlaneClient(plane.address, connect_timeout=PATIENCE_S)) as client:
-        assert not client.wait_ready(PATIENCE_S)
+    with closing(DataPlaneClient(plane.address, connect_timeout_s=WAIT_MAX_S)) as client:
+        assert not client.wait_ready(WAIT_MAX_S)
         for call in (
-            lambda: client.lookup(CHAINS, PATIENCE_S)(),
-            lambda: Destination(client, [shape], 1 << 16, PATIENCE_S).acquire(PATIENCE_S),
+            lambda: client.lookup(CHAINS, WAIT_MAX_S)(),
+            lambda: RegisteredMemory(client, [shape], 1 << 16, WAIT_MAX_S).acquire(WAIT_MAX_S),
         ):
             with pytest.raises(DataPlaneError, match="as the script says") as error:
                 call()
@@ -115,7 +115,7 @@ def test_a_data_plane_that_knows_no_hello_is_of_an_older_release(plane: Scripted
         closing(DataPlaneClient(plane.address)) as client,
         pytest.raises(DataPlaneError, match="older release") as error,
     ):
-        client.connect(PATIENCE_S)
+        client.connect(WAIT_MAX_S)
     assert error.value.outcome == "refused"
 
 
@@ -138,27 +138,27 @@ def serving(folder: Path, authority: Path | None = None) -> Iterator[ScriptedDat
 
 @contextmanager
 def connecting(plane: ScriptedDataPlane, credentials: Credentials | None) -> Iterator[DataPlaneClient]:
-    with closing(DataPlaneClient(plane.address, credentials=credentials, connect_timeout=PATIENCE_S)) as client:
+    with closing(DataPlaneClient(plane.address, credentials=credentials, connect_timeout_s=WAIT_MAX_S)) as client:
         yield client
 
 
 def refusal(plane: ScriptedDataPlane, credentials: Credentials | None) -> str:
     """Return why there is no connection."""
     with connecting(plane, credentials) as client, pytest.raises(DataPlaneError) as error:
-        client.lookup(CHAINS, PATIENCE_S)()
+        client.lookup(CHAINS, WAIT_MAX_S)()
     assert error.value.outcome == "refused"
     return str(error.value)
 
 
 def test_lookups_pass_through_tls(certificates: Path) -> None:
     with serving(certificates) as plane, connecting(plane, own(certificates)) as client:
-        assert not client.lookup(CHAINS, PATIENCE_S)()[0].any()
+        assert not client.lookup(CHAINS, WAIT_MAX_S)()[0].any()
 
 
 def test_who_waits_for_a_data_plane_is_told_the_same(certificates: Path, foreign: Path) -> None:
     with serving(certificates) as plane, connecting(plane, own(foreign)) as client:
         with pytest.raises(DataPlaneError) as error:
-            client.connect(PATIENCE_S)
+            client.connect(WAIT_MAX_S)
         assert error.value.outcome == "refused" and str(error.value) == refusal(plane, own(foreign))
 
 
@@ -193,7 +193,7 @@ def test_a_data_plane_without_tls_is_told_from_one_that_is_away(plane: ScriptedD
     plane.stop()
     with connecting(plane, own(certificates)) as client:
         with pytest.raises(DataPlaneError, match="no data plane answers") as error:
-            client.lookup(CHAINS, PATIENCE_S)()
+            client.lookup(CHAINS, WAIT_MAX_S)()
     assert error.value.outcome == "unreachable"
 
 
@@ -213,11 +213,11 @@ def test_renewed_files_are_used_for_the_next_connection(certificates: Path, fore
         assert not client.wait_ready(1)
         for name in ("ca.crt", "client.crt", "client.key"):
             shutil.copy(certificates / name, folder)
-        assert client.wait_ready(PATIENCE_S)
+        assert client.wait_ready(WAIT_MAX_S)
         (folder / "client.key").write_text("rubbish")
         for _ in range(2):
             with pytest.raises(DataPlaneError, match="TLS: tls_key") as error:
-                client.connect(PATIENCE_S)
+                client.connect(WAIT_MAX_S)
             assert error.value.outcome == "refused"
 
 
@@ -254,7 +254,7 @@ def test_the_configuration_makes_the_client(certificates: Path) -> None:
         address, rank = f"{host}:{{rank}}{port[1:]}", int(port[0])
         config = HostConfig.load(flags=flags | {"data_plane": address}, environment={})
         with closing(config.client(rank)) as client:
-            assert client.wait_ready(PATIENCE_S)
+            assert client.wait_ready(WAIT_MAX_S)
 
 
 # ---- A data plane for each rank --------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def second() -> Iterator[ScriptedDataPlane]:
 
 
 def lookup_of(
-    clients: list[DataPlaneClient], wait: Callable[..., Any], tokens: int = 12, timeout: float = PATIENCE_S
+    clients: list[DataPlaneClient], wait: Callable[..., Any], tokens: int = 12, timeout: float = WAIT_MAX_S
 ) -> tuple[int, str]:
     held = list(zip(clients, [b"a" * 32, b"b" * 32], strict=True))
     lookup = PrefixLookup(
@@ -276,7 +276,7 @@ def lookup_of(
     )
     try:
         lookup.submit("request", list(range(tokens)))
-        answer = wait(lambda: lookup.poll("request"), PATIENCE_S)
+        answer = wait(lambda: lookup.poll("request"), WAIT_MAX_S)
         return answer.tokens // 4, answer.reason
     finally:
         lookup.close()
@@ -287,7 +287,7 @@ def test_a_lookup_asks_each_rank_s_data_plane_and_the_fewest_hits_count(
 ) -> None:
     for each, hits in ((plane, 3), (second, 2)):
         each.script.lookup_hits = lambda found, hits=hits: [hits] * len(found)  # type: ignore[misc]
-    with closing(DataPlaneClient(second.address, backoff=60, backoff_max=60)) as other:
+    with closing(DataPlaneClient(second.address, backoff=60, backoff_max_s=60)) as other:
         assert lookup_of([client, other], wait) == (2, "complete")
         assert lookup_of([client, client], wait) == (3, "complete")
         second.stop()

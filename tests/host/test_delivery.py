@@ -17,22 +17,22 @@ import grpc
 import pytest
 import torch
 from gpu_support import DEVICE, REAL, first_gpu
-from machine import PATIENCE_S, PATIENT, wait_for
+from machine import PATIENT, WAIT_MAX_S, wait_for
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.cuda import CudaError
 from host_control.delivery import Delivery, Gpu, SideStream, choose, on_gpu
-from host_control.destination import Destination, Memory
 from host_control.layouts import PagedLayout
 from host_control.manager import FetchJob, FetchResult, KVCacheManager
+from host_control.registered_memory import Memory, RegisteredMemory
 from host_control.segment import Segment
 from host_control.store import StoreQueue
 from shadowserve import native
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import ConfigurationError, DataPlaneError, NativeError
-from shadowserve.keys import KVNamespace, ModelIdentity, chain_links, record_keys
+from shadowserve.keys import KVNamespace, ModelIdentity, prefix_chain, record_keys
 from shadowserve_tools.processes import Child, start_data_plane, start_storage
 
 LAYERS, BLOCKS, HEADS, BLOCK, SIZE, CHUNK_BLOCKS = 2, 16, 2, 4, 8, 2
@@ -142,7 +142,7 @@ class Engine:
     Args:
         address: of the data plane.
         delivery: of chunks.
-        chunks: that a round of a fetch may hold.
+        chunks: that a batch of a fetch may hold.
     """
 
     def __init__(self, address: str, delivery: Delivery, chunks: int = 3) -> None:
@@ -158,18 +158,18 @@ class Engine:
                 tokens=CHUNK_TOKENS, quantizer=Quantizer.LOSSLESS,
             )
         )  # fmt: skip
-        links = chain_links(model.digest(), list(range(BLOCKS * BLOCK)), chunk_tokens=CHUNK_TOKENS)
-        self.keys = record_keys(shape.namespace, links)
-        self.client = DataPlaneClient(address, connect_timeout=PATIENCE_S)
-        self.fetched = Destination(
-            self.client, [shape], 2 * chunks * shape.raw_bytes, PATIENCE_S, delivery.fetch, progress=delivery.shared
+        chunk_keys = prefix_chain(model.digest(), list(range(BLOCKS * BLOCK)), chunk_tokens=CHUNK_TOKENS)
+        self.keys = record_keys(shape.namespace, chunk_keys)
+        self.client = DataPlaneClient(address, connect_timeout_s=WAIT_MAX_S)
+        self.fetched = RegisteredMemory(
+            self.client, [shape], 2 * chunks * shape.raw_bytes, WAIT_MAX_S, delivery.fetch, progress=delivery.shared
         )
         self.layers: list[tuple[int, int]] = []  # that were scattered at a time, of loads layer by layer
         self.manager = KVCacheManager(
-            self.client, self.fetched, self._scatter, scatter_layers=self._scatter_layers, fetch_timeout=PATIENCE_S
+            self.client, self.fetched, self._scatter, scatter_layers=self._scatter_layers, fetch_timeout_s=WAIT_MAX_S
         )  # fmt: skip
-        stored = Destination(self.client, [shape], 8 * shape.raw_bytes, PATIENCE_S, delivery.store)
-        self.queue = StoreQueue(self.client, stored, timeout=PATIENCE_S)
+        stored = RegisteredMemory(self.client, [shape], 8 * shape.raw_bytes, WAIT_MAX_S, delivery.store)
+        self.queue = StoreQueue(self.client, stored, timeout=WAIT_MAX_S)
 
     def _scatter(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
         count = len(chunks) // self.layout.chunk_bytes(CHUNK_TOKENS) * CHUNK_BLOCKS
@@ -193,9 +193,9 @@ class Engine:
         def gather(index: int, chunk: Any) -> None:
             self.layout.gather(chunk, range(index * CHUNK_BLOCKS, (index + 1) * CHUNK_BLOCKS))
 
-        assert self.queue.wait_tried(PATIENCE_S)
+        assert self.queue.wait_tried(WAIT_MAX_S)
         assert self.queue.offer(self.keys, gather) == len(self.keys) == BLOCKS // CHUNK_BLOCKS
-        assert self.queue.flush(2 * PATIENCE_S)
+        assert self.queue.flush(2 * WAIT_MAX_S)
         assert self.queue.take_counts()["stored"] == len(self.keys)
 
     def fetch(self, blocks: list[int], *, layerwise: bool = False) -> FetchResult:
@@ -209,8 +209,8 @@ class Engine:
         return result
 
     def close(self) -> None:
-        self.queue.close(PATIENCE_S)
-        self.manager.close(PATIENCE_S)
+        self.queue.close(WAIT_MAX_S)
+        self.manager.close(WAIT_MAX_S)
         self.client.close()
 
 
@@ -270,7 +270,7 @@ WAYS: dict[str, tuple[tuple[str, ...], Callable[[Gpu], Delivery]]] = {
 def test_kv_that_one_engine_stored_is_delivered_to_another(
     way: str, start: Any, make: Callable[..., Engine], fake_driver: Path
 ) -> None:
-    """In several rounds, each through the buffer that it arrives in, into other blocks than it came from."""
+    """In several batches, each through the buffer that it arrives in, into other blocks than it came from."""
     flags, delivery = WAYS[way]
     address, gpu = start(*flags).address, first_gpu(fake_driver)
     writer, reader = make(address, delivery(gpu)), make(address, delivery(gpu))
@@ -309,17 +309,17 @@ def test_engines_that_register_memory_again_after_an_idle_time_are_served(
 ) -> None:
     """Between the two no memory is registered, so only the data plane's own threads hold the GPU's context."""
     flags, delivery = WAYS[way]
-    address, gpu = start(*flags, "--destination-idle", "0.2").address, first_gpu(fake_driver)
+    address, gpu = start(*flags, "--registration-idle-s", "0.2").address, first_gpu(fake_driver)
     writer, reader = make(address, delivery(gpu)), make(address, delivery(gpu))
     writer.store()
     for blocks in (list(range(BLOCKS)), list(reversed(range(BLOCKS)))):
         result = reader.fetch(blocks)
-        while result.reason == "unknown_destination":  # forgotten before it was used
+        while result.reason == "unknown_memory":  # forgotten before it was used
             result = reader.fetch(blocks)
         assert result.complete, f"{result.reason}: {result.detail}"
         for wrote, read in zip(writer.caches, reader.caches, strict=True):
             assert torch.equal(read[blocks], wrote)
-        wait_for(lambda: reader.client.statistics().destinations == 0)
+        wait_for(lambda: reader.client.statistics().registrations == 0)
 
 
 @pytest.mark.parametrize("dmabuf", ["0", "1"])
@@ -360,7 +360,7 @@ def test_what_a_dpu_wrote_into_a_gpu_is_flushed_before_it_is_read(
     flushes = ctypes.CDLL(str(fake_driver)).fake_cuda_flushes
     before = flushes()
     assert reader.fetch(list(range(BLOCKS))).complete
-    assert flushes() - before == 3  # one for each round
+    assert flushes() - before == 3  # one for each batch
     for wrote, read in zip(writer.caches, reader.caches, strict=True):
         assert torch.equal(read, wrote)
 
@@ -457,16 +457,16 @@ class Borrowed(Segment):
 
 
 @pytest.fixture
-def borrowed(client: DataPlaneClient, shape: ChunkLayout) -> Destination:
+def borrowed(client: DataPlaneClient, shape: ChunkLayout) -> RegisteredMemory:
     make: Callable[[int], Memory] = Borrowed.create
-    return Destination(client, [shape], 8 * shape.raw_bytes, make=make)
+    return RegisteredMemory(client, [shape], 8 * shape.raw_bytes, make=make)
 
 
 def test_memory_stays_until_its_release_was_answered(
-    plane: ScriptedDataPlane, borrowed: Destination, client: DataPlaneClient
+    plane: ScriptedDataPlane, borrowed: RegisteredMemory, client: DataPlaneClient
 ) -> None:
     first: Any = borrowed.acquire(5)
-    plane.script.abort["ReleaseDestination"] = grpc.StatusCode.UNAVAILABLE
+    plane.script.abort["ReleaseMemory"] = grpc.StatusCode.UNAVAILABLE
     borrowed.retire(release=True)
     assert not first.closed and borrowed.current is None
     with pytest.raises(DataPlaneError, match="no data plane answers"):
@@ -478,16 +478,16 @@ def test_memory_stays_until_its_release_was_answered(
     borrowed.close()
 
 
-def test_memory_of_a_data_plane_that_is_another_now_goes_at_once(borrowed: Destination) -> None:
+def test_memory_of_a_data_plane_that_is_another_now_goes_at_once(borrowed: RegisteredMemory) -> None:
     first: Any = borrowed.acquire(5)
     borrowed.retire(release=False)
     assert first.closed
     borrowed.close()
 
 
-def test_kept_memory_outlives_its_destination(plane: ScriptedDataPlane, borrowed: Destination) -> None:
+def test_kept_memory_outlives_its_registration(plane: ScriptedDataPlane, borrowed: RegisteredMemory) -> None:
     first: Any = borrowed.acquire(5)
-    plane.script.abort["ReleaseDestination"] = grpc.StatusCode.UNAVAILABLE
+    plane.script.abort["ReleaseMemory"] = grpc.StatusCode.UNAVAILABLE
     borrowed.close()
     assert not first.closed
     first.close()

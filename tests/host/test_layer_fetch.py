@@ -6,13 +6,13 @@ from typing import Any
 
 import grpc
 import pytest
-from machine import PATIENCE_S
+from machine import WAIT_MAX_S
 from manager_support import collect, job
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
-from host_control.destination import Destination
 from host_control.manager import FetchJob, KVCacheManager
+from host_control.registered_memory import RegisteredMemory
 from shadowserve.chunk import ChunkLayout
 
 CHUNKS = 3
@@ -41,19 +41,19 @@ def pages(shape: ChunkLayout) -> Pages:
 
 
 @pytest.fixture(params=["word", "stream"])
-def destination(client: DataPlaneClient, shape: ChunkLayout, request: pytest.FixtureRequest) -> Destination:
+def registration(client: DataPlaneClient, shape: ChunkLayout, request: pytest.FixtureRequest) -> RegisteredMemory:
     progress = request.param == "word"
-    return Destination(client, [shape], 8 * shape.raw_bytes, connect_timeout=PATIENCE_S, progress=progress)
+    return RegisteredMemory(client, [shape], 8 * shape.raw_bytes, connect_timeout_s=WAIT_MAX_S, progress=progress)
 
 
 @pytest.fixture
-def manager(client: DataPlaneClient, destination: Destination, pages: Pages) -> Iterator[KVCacheManager]:
+def manager(client: DataPlaneClient, registration: RegisteredMemory, pages: Pages) -> Iterator[KVCacheManager]:
     def scatter(*_: Any) -> None:
         raise AssertionError("it was to come layer by layer")
 
-    manager = KVCacheManager(client, destination, scatter, scatter_layers=pages, fetch_timeout=PATIENCE_S)
+    manager = KVCacheManager(client, registration, scatter, scatter_layers=pages, fetch_timeout_s=WAIT_MAX_S)
     yield manager
-    manager.close(PATIENCE_S)
+    manager.close(WAIT_MAX_S)
 
 
 def layered(name: str, fill: Callable[[list[bytes]], None], chunks: int = CHUNKS) -> FetchJob:
@@ -61,8 +61,8 @@ def layered(name: str, fill: Callable[[list[bytes]], None], chunks: int = CHUNKS
     return FetchJob(request_id=name, keys=made.keys, layerwise=True)
 
 
-def is_streamed(destination: Destination) -> bool:
-    return destination.progress_offset is None
+def is_streamed(registration: RegisteredMemory) -> bool:
+    return registration.progress_offset is None
 
 
 def assert_right(plane: ScriptedDataPlane, pages: Pages, done: FetchJob, shape: ChunkLayout) -> None:
@@ -72,21 +72,21 @@ def assert_right(plane: ScriptedDataPlane, pages: Pages, done: FetchJob, shape: 
 
 
 def test_each_layer_is_scattered_as_it_is_told(
-    manager: KVCacheManager, plane: ScriptedDataPlane, destination: Destination, pages: Pages,
+    manager: KVCacheManager, plane: ScriptedDataPlane, registration: RegisteredMemory, pages: Pages,
     fill: Callable[[list[bytes]], None], shape: ChunkLayout,
 ) -> None:  # fmt: skip
     """The second layer only comes once the first one is scattered."""
     scattered = threading.Event()
     place = pages.__call__
     manager._scatter_layers = lambda *given: (place(*given), scattered.set())[0]
-    plane.script.before_layer = lambda layer: layer == 0 or scattered.wait(PATIENCE_S)
+    plane.script.before_layer = lambda layer: layer == 0 or scattered.wait(WAIT_MAX_S)
     wanted = layered("a", fill)
     manager.exchange([wanted])
     (result,) = collect(manager, 1)
     assert (result.reason, result.chunks) == ("complete", (CHUNKS,))
     assert pages.layers == [(0, 1), (1, 2)] and len(pages.bytes) == CHUNKS * shape.layers
     assert_right(plane, pages, wanted, shape)
-    assert plane.calls.count("FetchLayers" if is_streamed(destination) else "Fetch") == 1
+    assert plane.calls.count("FetchLayers" if is_streamed(registration) else "Fetch") == 1
 
 
 def test_what_is_whole_of_a_fetch_that_fails_is_used(
@@ -102,62 +102,67 @@ def test_what_is_whole_of_a_fetch_that_fails_is_used(
 
 
 def test_a_data_plane_that_dies_between_two_layers_costs_the_load_and_its_memory(
-    manager: KVCacheManager, plane: ScriptedDataPlane, destination: Destination, fill: Callable[[list[bytes]], None],
-    monkeypatch: pytest.MonkeyPatch,
+    manager: KVCacheManager, plane: ScriptedDataPlane, registration: RegisteredMemory,
+    fill: Callable[[list[bytes]], None], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     gone = threading.Event()
-    plane.script.before_layer = lambda layer: layer == 0 or gone.wait(PATIENCE_S)
+    plane.script.before_layer = lambda layer: layer == 0 or gone.wait(WAIT_MAX_S)
     manager.exchange([layered("a", fill)])
-    plane.wait_for_call("FetchLayers" if is_streamed(destination) else "Fetch")
-    memory = destination.current
-    monkeypatch.setattr(destination, "_connect_timeout", 0.2)  # nobody is there to answer
+    plane.wait_for_call("FetchLayers" if is_streamed(registration) else "Fetch")
+    memory = registration.current
+    monkeypatch.setattr(registration, "_connect_timeout", 0.2)  # nobody is there to answer
     stopping = threading.Thread(target=plane.stop)
     stopping.start()
     (result,) = collect(manager, 1)
     gone.set()
     stopping.join()
     assert (result.reason, result.chunks) == ("unreachable", (0,))
-    assert memory is not None and destination.current is None and destination.retired == 1, "it may still be written"
+    assert memory is not None and registration.current is None and registration.retired == 1, "it may still be written"
 
 
 def test_a_load_that_is_cancelled_between_two_layers_ends(
-    manager: KVCacheManager, plane: ScriptedDataPlane, destination: Destination, fill: Callable[[list[bytes]], None]
+    manager: KVCacheManager,
+    plane: ScriptedDataPlane,
+    registration: RegisteredMemory,
+    fill: Callable[[list[bytes]], None],
 ) -> None:
     reached, gone = threading.Event(), threading.Event()
 
     def before(layer: int) -> None:
         if layer:
             reached.set()
-            gone.wait(PATIENCE_S)
+            gone.wait(WAIT_MAX_S)
 
     plane.script.before_layer = before
     manager.exchange([layered("a", fill)])
-    assert reached.wait(PATIENCE_S)
+    assert reached.wait(WAIT_MAX_S)
     manager.exchange([], ["a"])
     plane.wait_for_call("Cancel")
     gone.set()
     (result,) = collect(manager, 1)
     assert (result.reason, result.chunks) == ("cancelled", (0,))
-    assert destination.retired == 0, "its answer says that it is quiet"
+    assert registration.retired == 0, "its answer says that it is quiet"
 
 
 @pytest.fixture
-def streamed(client: DataPlaneClient, shape: ChunkLayout, pages: Pages) -> Iterator[tuple[KVCacheManager, Destination]]:
-    destination = Destination(client, [shape], 8 * shape.raw_bytes, connect_timeout=PATIENCE_S)
-    manager = KVCacheManager(client, destination, pages, scatter_layers=pages, fetch_timeout=PATIENCE_S)
-    yield manager, destination
-    manager.close(PATIENCE_S)
+def streamed(
+    client: DataPlaneClient, shape: ChunkLayout, pages: Pages
+) -> Iterator[tuple[KVCacheManager, RegisteredMemory]]:
+    registration = RegisteredMemory(client, [shape], 8 * shape.raw_bytes, connect_timeout_s=WAIT_MAX_S)
+    manager = KVCacheManager(client, registration, pages, scatter_layers=pages, fetch_timeout_s=WAIT_MAX_S)
+    yield manager, registration
+    manager.close(WAIT_MAX_S)
 
 
 def test_a_stream_that_ends_without_an_answer_is_none(
     streamed: Any, plane: ScriptedDataPlane, fill: Callable[[list[bytes]], None]
 ) -> None:
-    manager, destination = streamed
+    manager, registration = streamed
     plane.script.answers_streams = False
     manager.exchange([layered("a", fill)])
     (result,) = collect(manager, 1)
     assert (result.reason, result.chunks) == ("invalid_answer", (CHUNKS,)), "what was said to be in place is"
-    assert destination.retired == 1, "nobody has said that it is quiet"
+    assert registration.retired == 1, "nobody has said that it is quiet"
 
 
 @pytest.mark.parametrize("said", [[7, 1 << 31], [2, 1, 0]], ids=["more than there are", "fewer than before"])
@@ -186,17 +191,17 @@ def test_a_daemon_that_does_not_know_the_memory_is_registered_with_again(
     manager, _ = streamed
     manager.exchange([layered("a", fill)])
     assert collect(manager, 1)[0].complete
-    plane.forget_destinations()
+    plane.forget_registrations()
     manager.exchange([layered("b", fill)])
     assert collect(manager, 1)[0].complete
-    assert plane.calls.count("RegisterDestination") == 2 and plane.calls.count("FetchLayers") == 3
+    assert plane.calls.count("RegisterMemory") == 2 and plane.calls.count("FetchLayers") == 3
 
 
 def test_a_refused_stream_is_quiet(
     streamed: Any, plane: ScriptedDataPlane, fill: Callable[[list[bytes]], None]
 ) -> None:
-    manager, destination = streamed
+    manager, registration = streamed
     plane.script.abort["FetchLayers"] = grpc.StatusCode.RESOURCE_EXHAUSTED
     manager.exchange([layered("a", fill)])
     (result,) = collect(manager, 1)
-    assert (result.reason, result.chunks) == ("refused", (0,)) and destination.retired == 0
+    assert (result.reason, result.chunks) == ("refused", (0,)) and registration.retired == 0

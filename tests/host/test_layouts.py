@@ -107,7 +107,7 @@ def test_scatter_puts_every_element_where_the_engine_reads_it(
 @pytest.mark.parametrize(("kind", "order"), CASES)
 @pytest.mark.parametrize("nowhere", [(), (0,), (0, 1, 2), (5,), (1, 4), (2, 3), range(6)], ids=str)
 @pytest.mark.parametrize(("mover", "reshaping_chunks"), [("native", 0), ("torch", 0), ("torch", 3), ("torch", 9)])
-def test_a_round_of_chunks_is_scattered_as_one_chunk_after_the_other(
+def test_a_batch_of_chunks_is_scattered_as_one_chunk_after_the_other(
     kind: LayoutKind, order: str, nowhere: Sequence[int], mover: Any, reshaping_chunks: int
 ) -> None:
     """However much of the device's memory there is to reorder it in."""

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from machine import PATIENCE_S
+from machine import WAIT_MAX_S
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
 from host_control.lookup import LookupAnswer, PrefixLookup
-from shadowserve.keys import Extra, chain_links, record_keys
+from shadowserve.keys import Extra, prefix_chain, record_keys
 from shadowserve.pieces import Flags, leading
 
 MODEL = b"m" * 32
@@ -28,7 +28,7 @@ def shortest(present: Sequence[Flags], tokens: int) -> int:
 def lookup_of(client: DataPlaneClient, *names: bytes, **options: Any) -> PrefixLookup:
     """Return the lookups of an engine with one group, of ranks that hold these."""
     held = [(client, name) for name in names or NAMESPACES]
-    return PrefixLookup(MODEL, [held], shortest, **{"chunk_tokens": CHUNK, "timeout": PATIENCE_S, **options})
+    return PrefixLookup(MODEL, [held], shortest, **{"chunk_tokens": CHUNK, "timeout": WAIT_MAX_S, **options})
 
 
 @pytest.fixture
@@ -42,12 +42,12 @@ def test_answer_is_the_fewest_hits_of_any_rank(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     tokens = list(range(22))
-    links = chain_links(MODEL, tokens, chunk_tokens=CHUNK)
-    first, second = (record_keys(namespace, links) for namespace in NAMESPACES)
+    chunk_keys = prefix_chain(MODEL, tokens, chunk_tokens=CHUNK)
+    first, second = (record_keys(namespace, chunk_keys) for namespace in NAMESPACES)
     plane.records.update(dict.fromkeys([*first[:4], *second[:3]], b""))
     lookup.submit("r", tokens)
     assert wait(lambda: lookup.poll("r")) == LookupAnswer(3 * CHUNK, "complete")
-    assert lookup.links("r") == links
+    assert lookup.chunk_keys("r") == chunk_keys
     (present,) = lookup.present("r") or []
     assert present.tolist() == [True, True, True, False, False]
     assert plane.calls.count("Lookup") == 1, "one round trip for all ranks"
@@ -56,8 +56,8 @@ def test_answer_is_the_fewest_hits_of_any_rank(
 def test_chunks_that_different_ranks_lack_are_no_hits_together(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    links = chain_links(MODEL, range(22), chunk_tokens=CHUNK)
-    first, second = (record_keys(namespace, links) for namespace in NAMESPACES)
+    chunk_keys = prefix_chain(MODEL, range(22), chunk_tokens=CHUNK)
+    first, second = (record_keys(namespace, chunk_keys) for namespace in NAMESPACES)
     plane.records.update(dict.fromkeys([*first[:1], *first[2:], *second[:3], *second[4:]], b""))
     lookup.submit("r", range(22))
     assert wait(lambda: lookup.poll("r")) == LookupAnswer(CHUNK, "complete"), "the rest lies behind a gap"
@@ -71,7 +71,7 @@ def test_ranks_that_hold_the_same_part_are_asked_for_once(
     """Of a latent, say, or of heads that several ranks share."""
     lookup = lookup_of(client, *[NAMESPACES[0]] * 4)
     try:
-        keys = record_keys(NAMESPACES[0], chain_links(MODEL, range(22), chunk_tokens=CHUNK))
+        keys = record_keys(NAMESPACES[0], prefix_chain(MODEL, range(22), chunk_tokens=CHUNK))
         plane.records.update(dict.fromkeys(keys[:3], b""))
         lookup.submit("r", range(22))
         assert wait(lambda: lookup.poll("r")) == LookupAnswer(3 * CHUNK, "complete")
@@ -92,12 +92,12 @@ def test_each_group_is_asked_for_in_one_round_trip_and_the_rule_is_told_of_each(
         told.append(([flags.tolist() for flags in present], tokens))
         return 7
 
-    lookup = PrefixLookup(MODEL, groups, rule, chunk_tokens=CHUNK, timeout=PATIENCE_S)
+    lookup = PrefixLookup(MODEL, groups, rule, chunk_tokens=CHUNK, timeout=WAIT_MAX_S)
     try:
-        links = chain_links(MODEL, range(14), chunk_tokens=CHUNK)
+        chunk_keys = prefix_chain(MODEL, range(14), chunk_tokens=CHUNK)
         stored = [[0, 1], [1, 2], [0, 2], [2], [1, 2]]
         for name, chunks in zip(parts, stored, strict=True):
-            plane.records.update(dict.fromkeys(record_keys(name, [links[chunk] for chunk in chunks]), b""))
+            plane.records.update(dict.fromkeys(record_keys(name, [chunk_keys[chunk] for chunk in chunks]), b""))
         lookup.submit("r", range(14))
         assert wait(lambda: lookup.poll("r")) == LookupAnswer(7, "complete")
         present = [[False, True, False], [True, False, True], [False, False, True]]
@@ -116,12 +116,12 @@ def test_a_rule_that_fails_is_a_miss_that_says_so(
     def rule(present: Sequence[Flags], tokens: int, tail_tokens: int = 0) -> int:
         raise AttributeError("no such attention group")
 
-    lookup = PrefixLookup(MODEL, [[(client, NAMESPACES[0])]], rule, chunk_tokens=CHUNK, timeout=PATIENCE_S)
+    lookup = PrefixLookup(MODEL, [[(client, NAMESPACES[0])]], rule, chunk_tokens=CHUNK, timeout=WAIT_MAX_S)
     try:
         lookup.submit("r", range(8))
         answer = wait(lambda: lookup.poll("r"))
         assert (answer.tokens, answer.reason) == (0, "internal") and "attention group" in answer.detail
-        assert len(lookup.links("r") or []) == 2, "it can still be stored"
+        assert len(lookup.chunk_keys("r") or []) == 2, "it can still be stored"
     finally:
         lookup.close()
 
@@ -129,7 +129,7 @@ def test_a_rule_that_fails_is_a_miss_that_says_so(
 def test_prompt_without_a_full_chunk_is_answered_at_once(lookup: PrefixLookup, plane: ScriptedDataPlane) -> None:
     lookup.submit("r", [1, 2, 3])
     assert lookup.poll("r") == LookupAnswer(0, "short")
-    assert lookup.links("r") == []
+    assert lookup.chunk_keys("r") == []
     assert "Lookup" not in plane.calls
 
 
@@ -154,17 +154,17 @@ def test_what_holds_for_a_request_separates_it(lookup: PrefixLookup, wait: Calla
     lookup.submit("a", tokens)
     lookup.submit("b", tokens, Extra(b"salt"))
     wait(lambda: lookup.poll("a") and lookup.poll("b"))
-    assert lookup.links("a") != lookup.links("b")
+    assert lookup.chunk_keys("a") != lookup.chunk_keys("b")
 
 
-def test_disabled_lookup_still_makes_links(
+def test_disabled_lookup_still_makes_chunk_keys(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     lookup = lookup_of(client, enabled=False)
     try:
         lookup.submit("r", list(range(8)))
         assert lookup.poll("r") == LookupAnswer(0, "disabled")
-        assert len(wait(lambda: lookup.links("r"))) == 2
+        assert len(wait(lambda: lookup.chunk_keys("r"))) == 2
         assert "Lookup" not in plane.calls
     finally:
         lookup.close()
@@ -185,17 +185,17 @@ def test_long_prompt_does_not_hold_the_engine(
         """Can be read once the engine's thread is back from submit and poll."""
 
         def __getitem__(self, index: Any) -> Any:
-            assert returned.wait(PATIENCE_S)
+            assert returned.wait(WAIT_MAX_S)
             return super().__getitem__(index)
 
     lookup = lookup_of(client, NAMESPACES[0], chunk_tokens=256)
     try:
         tokens = np.random.default_rng(1).integers(0, 128000, 131072).tolist()
         lookup.submit("r", Prompt(tokens))
-        assert lookup.poll("r") is None and lookup.links("r") is None
+        assert lookup.poll("r") is None and lookup.chunk_keys("r") is None
         returned.set()
         assert wait(lambda: lookup.poll("r")) == LookupAnswer(0, "complete")
-        assert lookup.links("r") == chain_links(MODEL, tokens)
+        assert lookup.chunk_keys("r") == prefix_chain(MODEL, tokens)
         assert plane.calls.count("Lookup") == 1
     finally:
         lookup.close()
@@ -206,10 +206,10 @@ def test_a_model_whose_every_group_forgets_has_hits(
 ) -> None:
     """The symptom was reason "internal" for each prompt of a model of windows alone."""
     namespace, tokens = b"w" * 32, list(range(12))
-    plane.records.update(dict.fromkeys(record_keys(namespace, chain_links(b"m" * 32, tokens, chunk_tokens=4)), b""))
+    plane.records.update(dict.fromkeys(record_keys(namespace, prefix_chain(b"m" * 32, tokens, chunk_tokens=4)), b""))
     lookup = PrefixLookup(
         b"m" * 32, [[(client, namespace)]], lambda present, _: 4 * int(present[0].sum()),
-        every=[False], chunk_tokens=4, timeout=PATIENCE_S,
+        every=[False], chunk_tokens=4, timeout=WAIT_MAX_S,
     )  # fmt: skip
     try:
         lookup.submit("r", tokens)

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from machine import NEVER_S, PATIENCE_S, wait_for
+from machine import NEVER_S, WAIT_MAX_S, wait_for
 from manager_support import Paged, collect, job, keys_of, prompt
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
-from host_control.destination import Destination
-from host_control.handover import Arrived
+from host_control.disaggregation import Arrived
 from host_control.manager import (
     FetchJob,
     FetchResult,
@@ -25,6 +24,7 @@ from host_control.manager import (
     first_in_first_out,
     shortest_job_first,
 )
+from host_control.registered_memory import RegisteredMemory
 from host_control.segment import Segment
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
@@ -59,7 +59,7 @@ def test_an_engine_that_loads_nothing_wakes_no_thread_with_its_steps(manager: KV
         time.sleep(0.05)
         return switches() == before
 
-    wait_for(lambda: manager._destination.current is not None and sleeps())
+    wait_for(lambda: manager._registration.current is not None and sleeps())
     before = switches()
     for _ in range(100):
         assert manager.exchange() == []
@@ -100,7 +100,7 @@ def test_waiting_for_jobs_ends_with_them_and_not_with_others(
 def test_waiting_ends_by_the_deadline(
     make_manager: Callable[..., KVCacheManager], plane: ScriptedDataPlane, fill: Callable[[list[bytes]], None]
 ) -> None:
-    manager = make_manager(fetch_timeout=0.3)
+    manager = make_manager(fetch_timeout_s=0.3)
     keys = keys_of(prompt(9, 0))
     fill(keys)
     plane.script.stall.add("Fetch")
@@ -155,9 +155,9 @@ def test_order_of_the_fetching_queue(
 def test_long_job_that_is_overtaken_ends_by_its_deadline(
     make_manager: Callable[..., KVCacheManager], fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
 ) -> None:
-    manager = make_manager(order=shortest_job_first, fetch_timeout=0.3)
+    manager = make_manager(order=shortest_job_first, fetch_timeout_s=0.3)
     plane.script.fetch_delay = 0.02
-    ends = time.monotonic() + PATIENCE_S
+    ends = time.monotonic() + WAIT_MAX_S
     overtaking = 0
     while not overtaking:  # a machine that stands still just then lets all of them run out of time
         manager.exchange([job("long", 4, fill), *(job(f"short{number}", 1, fill) for number in range(50))])
@@ -175,18 +175,18 @@ def test_order_that_fails_falls_back_to_the_oldest(
     assert [result.job.request_id for result in collect(manager, 2)] == ["a", "b"]
 
 
-# ---------------------------------------------------------------------- rounds
+# ---------------------------------------------------------------------- batches
 
 
-@pytest.mark.parametrize("round_chunks", [1, 2, 3, 100])
+@pytest.mark.parametrize("batch_chunks", [1, 2, 3, 100])
 def test_job_larger_than_the_buffers_runs_in_rounds(
     manager: KVCacheManager,
     fill: Callable[[list[bytes]], None],
     plane: ScriptedDataPlane,
     paged: Paged,
-    round_chunks: int,
+    batch_chunks: int,
 ) -> None:
-    plane.script.round_chunks = round_chunks
+    plane.script.batch_chunks = batch_chunks
     big = job("big", 11, fill)
     manager.exchange([big])
     (result,) = collect(manager, 1)
@@ -194,34 +194,34 @@ def test_job_larger_than_the_buffers_runs_in_rounds(
     for index, key in enumerate(big.keys[0]):
         assert paged.chunks["big", index] == plane.records[key]
     halves = {fetch.offset for fetch in plane.fetches}
-    assert len(halves) == 2, "rounds alternate between the halves of the destination"
+    assert len(halves) == 2, "batches alternate between the halves of the registration"
 
 
-def test_next_round_arrives_while_the_last_is_scattered(
+def test_next_batch_arrives_while_the_last_is_scattered(
     manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane, paged: Paged
 ) -> None:
     paged.gate.clear()
     manager.exchange([job("big", 8, fill)])
     plane.wait_for_call("Fetch", 2)
-    assert paged.chunks == {}, "the second round is under way before the first is in place"
+    assert paged.chunks == {}, "the second batch is under way before the first is in place"
     paged.gate.set()
     (result,) = collect(manager, 1)
     assert result.complete
 
 
-def test_a_prompt_that_fits_into_one_round_is_scattered_while_the_rest_of_it_arrives(
+def test_a_prompt_that_fits_into_one_batch_is_scattered_while_the_rest_of_it_arrives(
     client: DataPlaneClient,
     shape: ChunkLayout,
     fill: Callable[[list[bytes]], None],
     plane: ScriptedDataPlane,
     paged: Paged,
 ) -> None:
-    destination = Destination(client, [shape], 32 * shape.raw_bytes, connect_timeout=PATIENCE_S)
-    manager = KVCacheManager(client, destination, paged, round_bytes_min=2 * shape.raw_bytes)
+    registration = RegisteredMemory(client, [shape], 32 * shape.raw_bytes, connect_timeout_s=WAIT_MAX_S)
+    manager = KVCacheManager(client, registration, paged, batch_bytes_min=2 * shape.raw_bytes)
     paged.gate.clear()
     manager.exchange([job("a", 12, fill)])
     plane.wait_for_call("Fetch", 2)
-    assert paged.chunks == {}, "the second round is under way before the first is in place"
+    assert paged.chunks == {}, "the second batch is under way before the first is in place"
     paged.gate.set()
     (result,) = collect(manager, 1)
     manager.close()
@@ -254,7 +254,7 @@ class Pages:
     fails_at: int | None = None
 
     def __call__(self, job: FetchJob, part: int, first: int, chunks: memoryview) -> None:
-        assert self.gate.wait(PATIENCE_S)
+        assert self.gate.wait(WAIT_MAX_S)
         if part == self.fails_at:
             raise RuntimeError("no such block")
         size = self.chunk_bytes[part]
@@ -275,9 +275,9 @@ class Parts:
         self.plane, self.shapes = plane, shapes
         self.pages = Pages([shape.raw_bytes for shape in shapes])
         self.pages.gate.set()
-        self.destination = Destination(client, shapes, size, connect_timeout=PATIENCE_S)
+        self.registration = RegisteredMemory(client, shapes, size, connect_timeout_s=WAIT_MAX_S)
         self.manager = KVCacheManager(
-            client, self.destination, self.pages, fetch_timeout=PATIENCE_S, round_bytes_min=least
+            client, self.registration, self.pages, fetch_timeout_s=WAIT_MAX_S, batch_bytes_min=least
         )
 
     def job(self, name: str, *counts: int) -> FetchJob:
@@ -303,16 +303,16 @@ class Parts:
 
 @pytest.fixture
 def parts(client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout) -> Iterator[Parts]:
-    """Two parts, of which one's chunks are four times as large as the other's, and room for three of both a round."""
+    """Two parts, of which one's chunks are four times as large as the other's, and room for three of both a batch."""
     small = replace(shape, namespace=b"s" * 32, vector_length=shape.vector_length // 4)
     parts = Parts(client, plane, [shape, small], 2 * 3 * (shape.raw_bytes + small.raw_bytes))
     yield parts
-    parts.manager.close(PATIENCE_S)
+    parts.manager.close(WAIT_MAX_S)
 
 
 def asked(plane: ScriptedDataPlane, parts: Parts) -> list[tuple[int, int]]:
     """Return part and number of chunks of each part of each Fetch."""
-    assert {each.destination_id for each in plane.fetches} <= {parts.destination.destination_id}
+    assert {each.memory_id for each in plane.fetches} <= {parts.registration.memory_id}
     return [(each.layout, len(each.keys)) for each in plane.fetches]
 
 
@@ -327,12 +327,12 @@ def test_chunks_of_every_part_arrive_in_order_whatever_their_number(parts: Parts
         assert [chunk for each, chunk in parts.pages.order if each == part] == list(range(count))
 
 
-def test_parts_that_fit_into_a_round_come_with_one_fetch_side_by_side(parts: Parts, plane: ScriptedDataPlane) -> None:
+def test_parts_that_fit_into_a_batch_come_with_one_fetch_side_by_side(parts: Parts, plane: ScriptedDataPlane) -> None:
     large, small = parts.pages.chunk_bytes
     assert parts.fetched(parts.job("a", 1, 12)).complete
     first, second, *_ = plane.fetches
     assert plane.calls.count("Fetch") < len(plane.fetches), "one of them named both"
-    half = parts.destination.size // 2
+    half = parts.registration.size // 2
     for each, size in zip(
         plane.fetches, [parts.pages.chunk_bytes[part] for part, _ in asked(plane, parts)], strict=True
     ):
@@ -341,7 +341,7 @@ def test_parts_that_fit_into_a_round_come_with_one_fetch_side_by_side(parts: Par
     assert (first.offset, first.length) == (0, large) and (second.offset, second.length) == (large, 4 * small)
 
 
-def test_each_round_takes_half_of_the_bytes_that_are_left(parts: Parts, plane: ScriptedDataPlane) -> None:
+def test_each_batch_takes_half_of_the_bytes_that_are_left(parts: Parts, plane: ScriptedDataPlane) -> None:
     """Of all parts together; a chunk of the first has four times the bytes."""
     assert parts.fetched(parts.job("a", 2, 8)).complete
     assert asked(plane, parts) == [(0, 2), (1, 4), (1, 2), (1, 1), (1, 1)]
@@ -362,11 +362,11 @@ def test_what_is_missing_of_one_part_is_the_outcome_of_all(
     assert parts.fetched(parts.job("b", 2, 2)).complete, "the next one is not concerned"
 
 
-@pytest.mark.parametrize("round_chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("batch_chunks", [1, 2, 3, 4])
 def test_buffers_that_are_full_in_the_middle_of_the_second_part_make_another_round(
-    parts: Parts, plane: ScriptedDataPlane, round_chunks: int
+    parts: Parts, plane: ScriptedDataPlane, batch_chunks: int
 ) -> None:
-    plane.script.round_chunks = round_chunks
+    plane.script.batch_chunks = batch_chunks
     result = parts.fetched(parts.job("a", 2, 9))
     assert (result.chunks, result.reason) == ((2, 9), "complete")
 
@@ -395,10 +395,10 @@ def test_a_scatter_that_fails_for_one_part_counts_for_none_of_its_round(parts: P
 
 def test_a_daemon_that_has_restarted_is_registered_with_again(parts: Parts, plane: ScriptedDataPlane) -> None:
     assert parts.fetched(parts.job("a", 1, 1)).complete
-    before = parts.destination.destination_id
-    plane.forget_destinations()
+    before = parts.registration.memory_id
+    plane.forget_registrations()
     assert parts.fetched(parts.job("b", 2, 2)).complete
-    assert parts.destination.destination_id != before and plane.destinations == 1
+    assert parts.registration.memory_id != before and plane.registrations == 1
 
 
 def test_more_parts_than_a_fetch_may_name_come_with_several(
@@ -414,7 +414,7 @@ def test_more_parts_than_a_fetch_may_name_come_with_several(
         assert (result.chunks, result.reason) == ((1,) * count, "complete")
         assert named == [64, 6]
     finally:
-        parts.manager.close(PATIENCE_S)
+        parts.manager.close(WAIT_MAX_S)
 
 
 def test_a_job_that_wants_nothing_is_complete_without_a_fetch(parts: Parts, plane: ScriptedDataPlane) -> None:
@@ -423,13 +423,13 @@ def test_a_job_that_wants_nothing_is_complete_without_a_fetch(parts: Parts, plan
     assert "Fetch" not in plane.calls
 
 
-def test_a_destination_that_does_not_hold_two_of_the_largest_chunks_is_refused(
+def test_a_registration_that_does_not_hold_two_of_the_largest_chunks_is_refused(
     client: DataPlaneClient, shape: ChunkLayout
 ) -> None:
     small = replace(shape, namespace=b"s" * 32, vector_length=2)
-    destination = Destination(client, [small, shape], 2 * shape.raw_bytes - 1)
+    registration = RegisteredMemory(client, [small, shape], 2 * shape.raw_bytes - 1)
     with pytest.raises(ConfigurationError, match="fetch_buffer_bytes"):
-        KVCacheManager(client, destination, Pages([]))
+        KVCacheManager(client, registration, Pages([]))
 
 
 # ---------------------------------------------------------------------- one outcome, by the deadline
@@ -454,38 +454,38 @@ def test_chunks_before_the_failure_are_in_place(
 def test_stalled_daemon_costs_every_waiting_job_its_deadline_and_no_more(
     make_manager: Callable[..., KVCacheManager], fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
 ) -> None:
-    manager = make_manager(fetch_timeout=0.3)
+    manager = make_manager(fetch_timeout_s=0.3)
     plane.script.stall.add("Fetch")
-    count = int(2 * PATIENCE_S / 0.3)
+    count = int(2 * WAIT_MAX_S / 0.3)
     manager.exchange([job(f"{number}", 1, fill) for number in range(count)])
     results = collect(manager, count)  # one after the other they would take twice as long as it waits
     assert {result.reason for result in results} == {"deadline"}
-    assert all(result.seconds < PATIENCE_S for result in results)
+    assert all(result.seconds < WAIT_MAX_S for result in results)
 
 
 def test_memory_in_doubt_is_given_up(
     make_manager: Callable[..., KVCacheManager],
-    destination: Destination,
+    registration: RegisteredMemory,
     fill: Callable[[list[bytes]], None],
     plane: ScriptedDataPlane,
     paged: Paged,
 ) -> None:
     """The symptom would be chunk 0 of the second job full of 0xEE, written by the first, late fetch."""
-    manager = make_manager(fetch_timeout=0.5)
+    manager = make_manager(fetch_timeout_s=0.5)
     plane.script.stall.add("Fetch")
     plane.script.write_after_stall = True
     manager.exchange([job("a", 2, fill)])
     assert collect(manager, 1)[0].reason == "deadline"
     plane.script.stall.clear()
-    manager._fetch_timeout = PATIENCE_S
+    manager._fetch_timeout = WAIT_MAX_S
     second = job("b", 2, fill)
     manager.exchange([second])
     (result,) = collect(manager, 1)
     assert result.complete
     assert [paged.chunks["b", index] for index in range(2)] == [plane.records[key] for key in second.keys[0]]
     first, *_, last = plane.fetches
-    assert first.destination_id != last.destination_id
-    assert destination.retired == 1
+    assert first.memory_id != last.memory_id
+    assert registration.retired == 1
 
 
 def test_restarted_daemon_is_registered_with_again_within_the_job(
@@ -493,19 +493,19 @@ def test_restarted_daemon_is_registered_with_again_within_the_job(
 ) -> None:
     manager.exchange([job("a", 2, fill)])
     assert collect(manager, 1)[0].complete
-    plane.forget_destinations()
+    plane.forget_registrations()
     manager.exchange([job("b", 2, fill)])
     assert collect(manager, 1)[0].complete
-    assert plane.calls.count("RegisterDestination") == 2
+    assert plane.calls.count("RegisterMemory") == 2
 
 
 def test_daemon_that_never_knows_us_is_not_asked_forever(
     manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
 ) -> None:
-    plane.script.fetch_answer = lambda answer, request: pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION)
+    plane.script.fetch_answer = lambda answer, request: pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_MEMORY)
     manager.exchange([job("a", 2, fill)])
     (result,) = collect(manager, 1)
-    assert (result.chunks, result.reason) == ((0,), "unknown_destination")
+    assert (result.chunks, result.reason) == ((0,), "unknown_memory")
     assert plane.calls.count("Fetch") == 2
 
 
@@ -515,7 +515,7 @@ def test_daemon_that_brings_only_what_is_behind_a_gap_is_not_asked_forever(
     pieces = np.zeros((shape.layers, 2), np.bool_)
     pieces[:, 1] = True
     plane.script.fetch_answer = lambda answer, request: pb.FetchResponse(
-        delivered=[pack(pieces)], outcome=pb.OUTCOME_ROUND_FULL
+        delivered=[pack(pieces)], outcome=pb.OUTCOME_BATCH_FULL
     )
     manager.exchange([job("a", 2, fill)])
     (result,) = collect(manager, 1)
@@ -525,7 +525,7 @@ def test_daemon_that_brings_only_what_is_behind_a_gap_is_not_asked_forever(
 
 def test_daemon_that_dies_mid_fetch_and_comes_back(
     manager: KVCacheManager,
-    destination: Destination,
+    registration: RegisteredMemory,
     fill: Callable[[list[bytes]], None],
     plane: ScriptedDataPlane,
     monkeypatch: pytest.MonkeyPatch,
@@ -534,13 +534,13 @@ def test_daemon_that_dies_mid_fetch_and_comes_back(
     manager.exchange([job("a", 2, fill), job("b", 2, fill)])
     plane.wait_for_call("Fetch")
     with monkeypatch.context() as patch:
-        patch.setattr(destination, "_connect_timeout", 0.2)  # nobody is there to answer
+        patch.setattr(registration, "_connect_timeout", 0.2)  # nobody is there to answer
         plane.stop()
         results = collect(manager, 2)
     assert {result.reason for result in results} <= {"unreachable", "breaker_open"}
     revived = plane.restarted()
     try:
-        ends = time.monotonic() + PATIENCE_S
+        ends = time.monotonic() + WAIT_MAX_S
         for number in itertools.count():
             manager.exchange([job(f"c{number}", 1, fill)])
             (result,) = collect(manager, 1)
@@ -554,7 +554,7 @@ def test_daemon_that_dies_mid_fetch_and_comes_back(
 def test_absent_daemon_fails_jobs_at_once_after_a_while(
     shape: ChunkLayout, paged: Paged, leftovers: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = DataPlaneClient("127.0.0.1:1", failures=1, backoff=NEVER_S, backoff_max=NEVER_S, connect_timeout=0.1)
+    client = DataPlaneClient("127.0.0.1:1", failures=1, backoff=NEVER_S, backoff_max_s=NEVER_S, connect_timeout_s=0.1)
     attempts: list[float] = []
 
     def absent(timeout: float, shape: ChunkLayout) -> None:
@@ -562,14 +562,14 @@ def test_absent_daemon_fails_jobs_at_once_after_a_while(
         raise DataPlaneError("nobody is there", "unreachable")
 
     monkeypatch.setattr(client, "connect", absent)
-    manager = KVCacheManager(client, Destination(client, [shape], 8 * shape.raw_bytes, 0.1), paged)
+    manager = KVCacheManager(client, RegisteredMemory(client, [shape], 8 * shape.raw_bytes, 0.1), paged)
     try:
         manager.exchange([job(name, 2) for name in "abcdefgh"])
         assert {result.reason for result in collect(manager, 8)} <= {"unreachable", "breaker_open"}
         assert len(attempts) == 1, "the others do not wait for a connection"
         assert leftovers() == set()
     finally:
-        manager.close(PATIENCE_S)
+        manager.close(WAIT_MAX_S)
         client.close()
 
 
@@ -606,7 +606,7 @@ def test_cancel_mid_fetch_writes_nothing_and_ends_promptly(
     plane: ScriptedDataPlane,
     paged: Paged,
 ) -> None:
-    manager = make_manager(fetch_timeout=2 * NEVER_S)
+    manager = make_manager(fetch_timeout_s=2 * NEVER_S)
     plane.script.fetch_delay = NEVER_S
     manager.exchange([job("a", 2, fill)])
     plane.wait_for_call("Fetch")
@@ -634,20 +634,20 @@ def test_close_is_bounded_and_leaves_nothing(
     plane: ScriptedDataPlane,
     leftovers: Callable[[], set[str]],
 ) -> None:
-    manager = make_manager(fetch_timeout=2 * NEVER_S)
+    manager = make_manager(fetch_timeout_s=2 * NEVER_S)
     plane.script.fetch_delay = NEVER_S
     manager.exchange([job("a", 2, fill), job("b", 2, fill)])
     plane.wait_for_call("Fetch")
-    results = manager.close(PATIENCE_S)
+    results = manager.close(WAIT_MAX_S)
     assert {(result.job.request_id, result.reason) for result in results} == {("a", "closed"), ("b", "closed")}
-    assert plane.destinations == 0 and leftovers() == set()
+    assert plane.registrations == 0 and leftovers() == set()
 
 
 def test_memory_that_is_made_shorter_while_it_is_scattered_is_an_outcome_and_given_up(
-    manager: KVCacheManager, fill: Callable[[list[bytes]], None], paged: Paged, destination: Destination
+    manager: KVCacheManager, fill: Callable[[list[bytes]], None], paged: Paged, registration: RegisteredMemory
 ) -> None:
-    wait_for(lambda: destination.current)
-    memory = destination.current
+    wait_for(lambda: registration.current)
+    memory = registration.current
     assert isinstance(memory, Segment)
     paged.gate.clear()
     manager.exchange([job("a", 6, fill)])
@@ -661,4 +661,4 @@ def test_memory_that_is_made_shorter_while_it_is_scattered_is_an_outcome_and_giv
     manager.exchange([job("b", 6, fill)])
     (result,) = collect(manager, 1)
     assert (result.chunks, result.reason) == ((6,), "complete"), result.detail
-    assert destination.current is not memory and destination.retired == 1
+    assert registration.current is not memory and registration.retired == 1

@@ -1,16 +1,16 @@
-"""Rounds of which the data plane says meanwhile how far they are: what is there is scattered, the rest arrives."""
+"""Batches of which the data plane says meanwhile how far they are: what is there is scattered, the rest arrives."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from machine import PATIENCE_S, wait_for
+from machine import WAIT_MAX_S, wait_for
 from manager_support import Paged, collect, job
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
-from host_control.destination import Destination
 from host_control.manager import FetchJob, KVCacheManager
+from host_control.registered_memory import RegisteredMemory
 from shadowserve.chunk import ChunkLayout
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -19,14 +19,14 @@ CHUNKS = 6
 
 @pytest.fixture
 def following(client: DataPlaneClient, shape: ChunkLayout, paged: Paged) -> Iterator[KVCacheManager]:
-    """A manager with room for eight chunks in a round."""
-    destination = Destination(client, [shape], 16 * shape.raw_bytes, connect_timeout=PATIENCE_S, progress=True)
-    manager = KVCacheManager(client, destination, paged, fetch_timeout=PATIENCE_S, scatter_bytes_min=1)
+    """A manager with room for eight chunks in a batch."""
+    registration = RegisteredMemory(client, [shape], 16 * shape.raw_bytes, connect_timeout_s=WAIT_MAX_S, progress=True)
+    manager = KVCacheManager(client, registration, paged, fetch_timeout_s=WAIT_MAX_S, scatter_bytes_min=1)
     yield manager
-    manager.close(PATIENCE_S)
+    manager.close(WAIT_MAX_S)
 
 
-def test_what_has_arrived_of_a_round_is_scattered_while_the_rest_is_on_its_way(
+def test_what_has_arrived_of_a_batch_is_scattered_while_the_rest_is_on_its_way(
     following: KVCacheManager, plane: ScriptedDataPlane, paged: Paged, fill: Callable[[list[bytes]], None]
 ) -> None:
     def after(chunks: int) -> None:
@@ -49,8 +49,8 @@ def test_less_than_is_worth_it_waits_for_more(
     paged: Paged,
     fill: Callable[[list[bytes]], None],
 ) -> None:
-    destination = Destination(client, [shape], 16 * shape.raw_bytes, connect_timeout=PATIENCE_S, progress=True)
-    manager = KVCacheManager(client, destination, paged, scatter_bytes_min=3 * shape.raw_bytes)
+    registration = RegisteredMemory(client, [shape], 16 * shape.raw_bytes, connect_timeout_s=WAIT_MAX_S, progress=True)
+    manager = KVCacheManager(client, registration, paged, scatter_bytes_min=3 * shape.raw_bytes)
     seen: list[int] = []
 
     def after(chunks: int) -> None:
@@ -61,11 +61,11 @@ def test_less_than_is_worth_it_waits_for_more(
     plane.script.after_chunk = after
     manager.exchange([job("a", CHUNKS, fill)])
     assert collect(manager, 1)[0].complete
-    manager.close(PATIENCE_S)
+    manager.close(WAIT_MAX_S)
     assert seen == [0, 0, 3, 3, 3, 6]
 
 
-def test_a_prompt_larger_than_a_round_alternates_between_the_halves(
+def test_a_prompt_larger_than_a_batch_alternates_between_the_halves(
     following: KVCacheManager, plane: ScriptedDataPlane, paged: Paged, fill: Callable[[list[bytes]], None]
 ) -> None:
     whole = job("a", 20, fill)
@@ -90,7 +90,7 @@ def test_a_chunk_that_fails_leaves_what_was_there_before_it(
 def test_what_was_in_place_counts_though_no_answer_comes(
     following: KVCacheManager, plane: ScriptedDataPlane, paged: Paged, fill: Callable[[list[bytes]], None]
 ) -> None:
-    memory = following._destination.acquire(PATIENCE_S)
+    memory = following._registration.acquire(WAIT_MAX_S)
 
     def die(chunks: int) -> None:
         if chunks == 3:
@@ -102,7 +102,7 @@ def test_what_was_in_place_counts_though_no_answer_comes(
     (result,) = collect(following, 1)
     assert result.chunks == (3,) and not result.complete
     assert set(paged.chunks) == {("a", index) for index in range(3)}
-    assert following._destination.current is not memory, "who has not answered may still write there"
+    assert following._registration.current is not memory, "who has not answered may still write there"
 
 
 def test_what_was_said_before_an_answer_that_cannot_be_is_not_believed(
@@ -114,7 +114,7 @@ def test_what_was_said_before_an_answer_that_cannot_be_is_not_believed(
     assert (result.chunks, result.reason) == ((0,), "invalid_answer")
 
 
-def test_a_round_ends_early_where_its_job_is_cancelled(
+def test_a_batch_ends_early_where_its_job_is_cancelled(
     following: KVCacheManager, plane: ScriptedDataPlane, paged: Paged, fill: Callable[[list[bytes]], None]
 ) -> None:
     def cancel(chunks: int) -> None:
@@ -152,15 +152,15 @@ def test_chunks_of_every_part_arrive_whatever_their_number(
             placed[part, first + index] = bytes(chunks[index * size :][:size])
 
     size = 6 * (shape.raw_bytes + small.raw_bytes)
-    destination = Destination(client, [shape, small], size, connect_timeout=PATIENCE_S, progress=True)
-    manager = KVCacheManager(client, destination, scatter, scatter_bytes_min=1)
+    registration = RegisteredMemory(client, [shape, small], size, connect_timeout_s=WAIT_MAX_S, progress=True)
+    manager = KVCacheManager(client, registration, scatter, scatter_bytes_min=1)
     keys = tuple(tuple(bytes([part, chunk]) + bytes(30) for chunk in range(count)) for part, count in enumerate(counts))
     for part, names in enumerate(keys):
         for chunk, key in enumerate(names):
             plane.records[key] = bytes([1 + part * 50 + chunk]) * (shape, small)[part].raw_bytes
     manager.exchange([FetchJob(request_id="a", keys=keys)])
     (result,) = collect(manager, 1)
-    manager.close(PATIENCE_S)
+    manager.close(WAIT_MAX_S)
     assert (result.chunks, result.reason) == (counts, "complete")
     assert placed == {
         (part, chunk): plane.records[key] for part, names in enumerate(keys) for chunk, key in enumerate(names)

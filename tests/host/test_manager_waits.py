@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from machine import NEVER_S, PATIENCE_S, wait_for
+from machine import NEVER_S, WAIT_MAX_S, wait_for
 from manager_support import Paged, collect, job
 from scripted import ScriptedDataPlane
 
-from host_control.handover import Arrived
+from host_control.disaggregation import Arrived
 from host_control.manager import FetchJob, KVCacheManager
 
 Fill = Callable[[list[bytes]], None]
@@ -92,7 +92,7 @@ def test_nobody_waits_for_the_end_of_a_job_that_has_to_be_told_of_more(
 
 
 @pytest.mark.parametrize("there", [0, 1, 3])
-@pytest.mark.parametrize("reason", ["announced_gone", "announced_late", "storage_unavailable"])
+@pytest.mark.parametrize("reason", ["published_gone", "published_late", "storage_unavailable"])
 def test_what_never_arrives_ends_the_job_with_what_has(
     manager: KVCacheManager,
     plane: ScriptedDataPlane,
@@ -128,7 +128,7 @@ def test_who_is_aborted_while_it_waits_ends_at_once_and_nothing_is_written_for_i
 def test_who_waits_ends_by_its_deadline_with_what_is_in_place(
     make_manager: Callable[..., KVCacheManager], plane: ScriptedDataPlane, fill: Fill
 ) -> None:
-    manager = make_manager(fetch_timeout=0.3)
+    manager = make_manager(fetch_timeout_s=0.3)
     manager.exchange([coming(plane, fill, "mine", 4, there=2)])
     (result,) = collect(manager, 1)
     assert result.reason == "deadline" and result.chunks in ((2,), (0,))  # 0 where the machine stood still meanwhile
@@ -163,4 +163,4 @@ def test_who_waits_when_the_engine_ends_ends_with_it(
 ) -> None:
     manager.exchange([coming(plane, fill, "mine", 4, there=2)])
     waits(manager, plane, 1)
-    assert [result.reason for result in manager.close(PATIENCE_S)] == ["closed"]
+    assert [result.reason for result in manager.close(WAIT_MAX_S)] == ["closed"]

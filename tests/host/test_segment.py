@@ -18,20 +18,20 @@ from scripted import ScriptedDataPlane
 
 from host_control import segment as module
 from host_control.client import DataPlaneClient
-from host_control.destination import Destination
+from host_control.registered_memory import RegisteredMemory
 from host_control.segment import Segment
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
 
 def test_name_is_gone_once_registered(
-    plane: ScriptedDataPlane, destination: Destination, leftovers: Callable[[], set[str]]
+    plane: ScriptedDataPlane, registration: RegisteredMemory, leftovers: Callable[[], set[str]]
 ) -> None:
-    segment = destination.acquire(5)
-    assert plane.destinations == 1
+    segment = registration.acquire(5)
+    assert plane.registrations == 1
     assert leftovers() == set()
     segment.memory[0] = 7
-    assert destination.acquire(5) is segment
+    assert registration.acquire(5) is segment
 
 
 def test_the_engine_does_not_wait_for_pages_when_it_first_copies_there() -> None:
@@ -45,43 +45,43 @@ def test_the_engine_does_not_wait_for_pages_when_it_first_copies_there() -> None
     assert faults < size // mmap.PAGESIZE // 4, "each costs microseconds, on the engine's thread"
 
 
-def test_retired_memory_is_not_handed_out_again(plane: ScriptedDataPlane, destination: Destination) -> None:
-    first = destination.acquire(5)
+def test_retired_memory_is_not_handed_out_again(plane: ScriptedDataPlane, registration: RegisteredMemory) -> None:
+    first = registration.acquire(5)
     view = first.memory[:16]
-    first_id = destination.destination_id
-    destination.retire(release=True, wait=True)
-    second = destination.acquire(5)
-    assert second is not first and destination.destination_id != first_id
+    first_id = registration.memory_id
+    registration.retire(release=True, wait=True)
+    second = registration.acquire(5)
+    assert second is not first and registration.memory_id != first_id
     second.memory[:16] = b"\1" * 16
     assert bytes(view) == bytes(16), "a view of retired memory stays what it was"
-    assert plane.destinations == 1
+    assert plane.registrations == 1
 
 
 @pytest.fixture
-def two(client: DataPlaneClient, shape: ChunkLayout) -> Destination:
+def two(client: DataPlaneClient, shape: ChunkLayout) -> RegisteredMemory:
     """Memory for chunks of two shapes."""
-    return Destination(client, [shape, replace(shape, namespace=b"s" * 32, layers=1)], 1 << 16)
+    return RegisteredMemory(client, [shape, replace(shape, namespace=b"s" * 32, layers=1)], 1 << 16)
 
 
 def test_memory_of_several_shapes_is_one_region_of_registered_memory(
-    plane: ScriptedDataPlane, two: Destination
+    plane: ScriptedDataPlane, two: RegisteredMemory
 ) -> None:
     segment = two.acquire(5)
-    first = two.destination_id
-    assert plane.destinations == plane.calls.count("RegisterDestination") == 1
-    assert two.acquire(5) is segment and plane.destinations == 1
+    first = two.memory_id
+    assert plane.registrations == plane.calls.count("RegisterMemory") == 1
+    assert two.acquire(5) is segment and plane.registrations == 1
     two.retire(release=True, wait=True)
-    assert two.current is None and plane.destinations == 0 and plane.calls.count("ReleaseDestination") == 1
+    assert two.current is None and plane.registrations == 0 and plane.calls.count("ReleaseMemory") == 1
     two.acquire(5)
-    assert plane.destinations == 1 and two.destination_id != first
+    assert plane.registrations == 1 and two.memory_id != first
     two.close()
-    assert plane.destinations == 0
+    assert plane.registrations == 0
 
 
 def test_a_refused_registration_leaves_no_memory(
     client: DataPlaneClient,
     plane: ScriptedDataPlane,
-    two: Destination,
+    two: RegisteredMemory,
     leftovers: Callable[[], set[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -93,17 +93,19 @@ def test_a_refused_registration_leaves_no_memory(
         with pytest.raises(DataPlaneError, match="as the test says"):
             two.acquire(5)
     assert two.current is None
-    wait_for(lambda: plane.destinations == 0)
+    wait_for(lambda: plane.registrations == 0)
     assert leftovers() == set()
     two.acquire(5)
-    assert plane.destinations == 1
+    assert plane.registrations == 1
 
 
 def test_memory_without_a_hold_stays_until_it_was_released(
     client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout
 ) -> None:
     """What is written there after it was closed would hit whoever has that memory then."""
-    two = Destination(client, [shape, replace(shape, namespace=b"s" * 32, layers=1)], 1 << 16, make=Borrowed.create)
+    two = RegisteredMemory(
+        client, [shape, replace(shape, namespace=b"s" * 32, layers=1)], 1 << 16, make=Borrowed.create
+    )
     first: Any = two.acquire(5)
     release = client.release
     client.release = lambda number, wait: False  # type: ignore[method-assign]
@@ -113,7 +115,7 @@ def test_memory_without_a_hold_stays_until_it_was_released(
     assert not first.closed
     client.release = release  # type: ignore[method-assign]
     assert two.acquire(5) is not first and first.closed
-    assert plane.calls.count("ReleaseDestination") == 1, "it is not released twice"
+    assert plane.calls.count("ReleaseMemory") == 1, "it is not released twice"
     two.close()
 
 
@@ -129,14 +131,14 @@ class Borrowed(Segment):
 
 
 def test_no_data_plane_makes_no_segment(shape: object, leftovers: Callable[[], set[str]]) -> None:
-    client = DataPlaneClient("127.0.0.1:1", failures=1, backoff=9, backoff_max=9)
+    client = DataPlaneClient("127.0.0.1:1", failures=1, backoff=9, backoff_max_s=9)
     try:
-        destination = Destination(client, [shape], 1 << 16, connect_timeout=0.1)  # type: ignore[arg-type]
+        registration = RegisteredMemory(client, [shape], 1 << 16, connect_timeout_s=0.1)  # type: ignore[arg-type]
         with pytest.raises(DataPlaneError) as error:
-            destination.acquire(1)
+            registration.acquire(1)
         assert error.value.outcome == "unreachable"
         with pytest.raises(DataPlaneError) as error:
-            destination.acquire(1)
+            registration.acquire(1)
         assert error.value.outcome == "breaker_open"
         assert leftovers() == set()
     finally:

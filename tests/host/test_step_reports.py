@@ -4,11 +4,11 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from machine import PATIENCE_S, wait_for
+from machine import WAIT_MAX_S, wait_for
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
-from host_control.slack.beside import Beside
+from host_control.interference.beside import Beside
 from host_control.step_reports import Sample, StepReports
 
 RATE = 100 << 20
@@ -29,7 +29,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def reports(client: DataPlaneClient, clock: Clock) -> Iterator[StepReports]:
-    client.connect(PATIENCE_S)
+    client.connect(WAIT_MAX_S)
     reports = StepReports([client], 0.02, clock=clock)
     yield reports
     reports.close()

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from machine import NEVER_S, PATIENCE_S, wait_for
+from machine import NEVER_S, WAIT_MAX_S, wait_for
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
-from host_control.destination import Destination
+from host_control.registered_memory import RegisteredMemory
 from host_control.segment import Segment
 from host_control.store import StoreQueue
 from shadowserve.chunk import ChunkLayout
@@ -28,18 +28,18 @@ def gather(index: int, chunk: memoryview) -> None:
 
 
 @pytest.fixture
-def queue(client: DataPlaneClient, destination: Destination) -> Iterator[StoreQueue]:
-    queue = StoreQueue(client, destination, batch_chunks=3, timeout=PATIENCE_S, recent_keys=16, retry_interval=0.02)
-    assert queue.wait_tried(PATIENCE_S)
+def queue(client: DataPlaneClient, registration: RegisteredMemory) -> Iterator[StoreQueue]:
+    queue = StoreQueue(client, registration, batch_chunks=3, timeout=WAIT_MAX_S, recent_keys=16, retry_interval=0.02)
+    assert queue.wait_tried(WAIT_MAX_S)
     yield queue
-    queue.close(PATIENCE_S)
+    queue.close(WAIT_MAX_S)
 
 
 def test_chunks_are_stored_in_order_with_what_was_gathered(
     queue: StoreQueue, plane: ScriptedDataPlane, shape: ChunkLayout
 ) -> None:
     assert queue.offer(keys(5), gather) == 5
-    assert queue.flush(PATIENCE_S)
+    assert queue.flush(WAIT_MAX_S)
     assert [key for request in plane.stores for key in request.keys] == keys(5)
     assert max(len(request.keys) for request in plane.stores) <= 3
     assert [plane.records[key][0] for key in keys(5)] == [100, 101, 102, 103, 104]
@@ -52,7 +52,7 @@ def test_each_chunk_is_stored_with_the_one_before_it(queue: StoreQueue, plane: S
     first, *rest = keys(5)
     assert queue.offer([first], gather) == 1
     assert queue.offer(rest, gather, previous=first) == 4
-    assert queue.flush(PATIENCE_S)
+    assert queue.flush(WAIT_MAX_S)
     pairs = [pair for request in plane.stores for pair in zip(request.keys, request.parents, strict=True)]
     assert pairs == list(zip(keys(5), [b"", *keys(4)], strict=True))
 
@@ -60,7 +60,7 @@ def test_each_chunk_is_stored_with_the_one_before_it(queue: StoreQueue, plane: S
 def test_what_is_not_for_long_is_stored_apart_and_with_its_time(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
     queue.offer(keys(2), gather)
     queue.offer(keys(1, 2), gather, previous=keys(2)[-1], lasts_s=1.5)
-    assert queue.flush(PATIENCE_S)
+    assert queue.flush(WAIT_MAX_S)
     assert [(list(request.keys), request.lasts_ms) for request in plane.stores][-1] == (keys(1, 2), 1500)
     assert all(not request.lasts_ms for request in plane.stores[:-1])
 
@@ -75,7 +75,7 @@ def test_it_tells_how_much_of_what_was_staged_is_settled(
     plane.wait_for_call("Store")
     assert (queue.staged, queue.settled) == (5, 0)
     plane.script.unstall.set()
-    assert queue.flush(PATIENCE_S)
+    assert queue.flush(WAIT_MAX_S)
     assert (queue.staged, queue.settled) == (5, 5)
 
 
@@ -86,7 +86,7 @@ def test_what_is_offered_together_is_one_call_up_to_a_whole_batch(queue: StoreQu
         plane.wait_for_call("Store")
         for key in keys(2, start=3):
             assert queue.offer([key], gather, chained=False) == 1
-    assert queue.flush(PATIENCE_S)
+    assert queue.flush(WAIT_MAX_S)
     assert [list(request.keys) for request in plane.stores] == [keys(3), keys(2, start=3)]
 
 
@@ -94,7 +94,7 @@ def test_known_chunks_are_not_gathered_again(queue: StoreQueue, plane: ScriptedD
     queue.remember(keys(2))
     assert queue.offer(keys(3), gather) == 1
     assert queue.offer(keys(3), gather) == 0
-    assert queue.flush(PATIENCE_S)
+    assert queue.flush(WAIT_MAX_S)
     assert list(plane.records) == keys(1, 2)
     queue.forget(keys(1))
     assert queue.offer(keys(1), gather) == 1
@@ -104,11 +104,11 @@ def test_chunk_that_was_evicted_is_stored_again(queue: StoreQueue, plane: Script
     """The symptom would be a store that was restarted empty and stays empty, for its clients believe it full."""
     before = time.monotonic()
     assert queue.offer(keys(2), gather) == 2
-    assert queue.flush(PATIENCE_S)
+    assert queue.flush(WAIT_MAX_S)
     plane.records.clear()
     assert queue.offer(keys(2), gather, absent_since=before) == 0, "looked up before it was stored"
     assert queue.offer(keys(2), gather, absent_since=time.monotonic()) == 2
-    assert queue.flush(PATIENCE_S)
+    assert queue.flush(WAIT_MAX_S)
     assert list(plane.records) == keys(2)
 
 
@@ -120,7 +120,7 @@ def test_memory_of_recent_keys_is_bounded(queue: StoreQueue) -> None:
 def test_slots_are_used_again(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
     for start in range(0, 60, 6):
         assert queue.offer(keys(6, start), gather) == 6
-        assert queue.flush(PATIENCE_S)
+        assert queue.flush(WAIT_MAX_S)
     assert len(plane.records) == 60
 
 
@@ -129,10 +129,10 @@ def test_full_staging_drops_the_rest_of_the_prompt_without_waiting(queue: StoreQ
     begin = time.monotonic()
     assert queue.offer(keys(11), gather) == 8
     assert queue.offer(keys(1, 11), gather, previous=keys(11)[-1], anchored=False) == 0
-    assert time.monotonic() - begin < PATIENCE_S, "the deadline of a store that makes no room"
+    assert time.monotonic() - begin < WAIT_MAX_S, "the deadline of a store that makes no room"
     assert queue.take_counts() == {"dropped_full": 1, "dropped_gap": 3}
     plane.script.unstall.set()
-    assert queue.flush(PATIENCE_S)
+    assert queue.flush(WAIT_MAX_S)
     assert queue.offer(keys(1, 11), gather, previous=keys(8)[-1], anchored=False) == 1, "behind a stored chunk"
 
 
@@ -149,13 +149,13 @@ def test_chunks_that_were_not_stored_are_counted_and_may_be_offered_again(
 ) -> None:
     plane.script.store_outcome = outcome
     queue.offer(keys(1), gather)
-    assert queue.flush(PATIENCE_S)
+    assert queue.flush(WAIT_MAX_S)
     assert queue.take_counts()[f"dropped_{reason}"] == 1
     plane.script.store_outcome = None
-    ends = time.monotonic() + PATIENCE_S
+    ends = time.monotonic() + WAIT_MAX_S
     while not plane.records:
         queue.offer(keys(1), gather)
-        assert queue.flush(PATIENCE_S)
+        assert queue.flush(WAIT_MAX_S)
         assert time.monotonic() < ends
         time.sleep(0.005)
 
@@ -169,7 +169,7 @@ def test_a_chunk_that_was_not_stored_costs_those_around_it_nothing(
     plane.wait_for_call("Store")
     queue.offer(keys(4), gather)  # the three behind the first go in one call
     plane.script.unstall.set()
-    assert queue.flush(PATIENCE_S)
+    assert queue.flush(WAIT_MAX_S)
     assert [len(request.keys) for request in plane.stores] == [1, 3]
     counts = queue.take_counts()
     assert (counts["stored"], counts["dropped_not_storable"]) == (3, 1)
@@ -178,41 +178,41 @@ def test_a_chunk_that_was_not_stored_costs_those_around_it_nothing(
 
 
 def test_restarted_daemon_loses_nothing_that_waits(
-    queue: StoreQueue, plane: ScriptedDataPlane, destination: Destination
+    queue: StoreQueue, plane: ScriptedDataPlane, registration: RegisteredMemory
 ) -> None:
-    plane.forget_destinations()
+    plane.forget_registrations()
     assert queue.offer(keys(5), gather) == 5
-    assert queue.flush(PATIENCE_S)
+    assert queue.flush(WAIT_MAX_S)
     assert list(plane.records) == keys(5)
     assert [plane.records[key][0] for key in keys(5)] == [100, 101, 102, 103, 104]
-    assert destination.retired == 1
+    assert registration.retired == 1
 
 
 def test_stalled_store_gives_its_memory_up_and_keeps_what_waits(
-    client: DataPlaneClient, plane: ScriptedDataPlane, destination: Destination
+    client: DataPlaneClient, plane: ScriptedDataPlane, registration: RegisteredMemory
 ) -> None:
-    queue = StoreQueue(client, destination, batch_chunks=2, timeout=PATIENCE_S)
+    queue = StoreQueue(client, registration, batch_chunks=2, timeout=WAIT_MAX_S)
     try:
-        assert queue.wait_tried(PATIENCE_S)
+        assert queue.wait_tried(WAIT_MAX_S)
         plane.script.stall.add("Store")
         queue._timeout = 0.1
         assert queue.offer(keys(6), gather) == 6
         plane.wait_for_call("Store")
-        queue._timeout = PATIENCE_S  # of the stores that follow
+        queue._timeout = WAIT_MAX_S  # of the stores that follow
         plane.script.stall.clear()
-        assert queue.flush(PATIENCE_S)
+        assert queue.flush(WAIT_MAX_S)
         dropped = queue.take_counts()["dropped_deadline"]
         assert 1 <= dropped <= 2
         assert len(plane.records) >= 6 - dropped
-        assert destination.retired == 1
+        assert registration.retired == 1
     finally:
-        queue.close(PATIENCE_S)
+        queue.close(WAIT_MAX_S)
 
 
 def test_memory_that_is_made_shorter_costs_what_waits_in_it_and_nothing_else(
-    queue: StoreQueue, plane: ScriptedDataPlane, destination: Destination
+    queue: StoreQueue, plane: ScriptedDataPlane, registration: RegisteredMemory
 ) -> None:
-    memory = destination.current
+    memory = registration.current
     assert isinstance(memory, Segment)
 
     def shrinking(index: int, chunk: memoryview) -> None:
@@ -220,12 +220,12 @@ def test_memory_that_is_made_shorter_costs_what_waits_in_it_and_nothing_else(
         gather(index, chunk)
 
     assert queue.offer(keys(1), shrinking) == 1
-    assert queue.flush(PATIENCE_S)
+    assert queue.flush(WAIT_MAX_S)
     assert plane.records == {}, "zeros are no KV"
     assert queue.take_counts()["dropped_no_memory"] == 1
-    wait_for(lambda: destination.current not in (None, memory))
+    wait_for(lambda: registration.current not in (None, memory))
     assert queue.offer(keys(2), gather) == 2
-    assert queue.flush(PATIENCE_S)
+    assert queue.flush(WAIT_MAX_S)
     assert [plane.records[key][0] for key in keys(2)] == [100, 101]
 
 
@@ -236,11 +236,11 @@ def test_memory_that_is_made_shorter_costs_what_waits_in_it_and_nothing_else(
 def parts(client: DataPlaneClient, shape: ChunkLayout) -> Iterator[StoreQueue]:
     """Room for four chunks of each of two parts, of which one's are half as large."""
     small = replace(shape, namespace=b"s" * 32, vector_length=shape.vector_length // 2)
-    destination = Destination(client, [shape, small], 4 * (shape.raw_bytes + small.raw_bytes))
-    queue = StoreQueue(client, destination, batch_chunks=3, timeout=PATIENCE_S, retry_interval=0.02)
-    assert queue.wait_tried(PATIENCE_S)
+    registration = RegisteredMemory(client, [shape, small], 4 * (shape.raw_bytes + small.raw_bytes))
+    queue = StoreQueue(client, registration, batch_chunks=3, timeout=WAIT_MAX_S, retry_interval=0.02)
+    assert queue.wait_tried(WAIT_MAX_S)
     yield queue
-    queue.close(PATIENCE_S)
+    queue.close(WAIT_MAX_S)
 
 
 def test_chunks_of_two_parts_wait_apart_and_are_stored_as_their_own(
@@ -252,11 +252,11 @@ def test_chunks_of_two_parts_wait_apart_and_are_stored_as_their_own(
     assert parts.offer(keys(1, 20), gather) == 0 == parts.offer(keys(1, 70), gather, part=1)
     assert parts.take_counts() == {"dropped_full": 2}
     plane.script.unstall.set()
-    assert parts.flush(PATIENCE_S)
+    assert parts.flush(WAIT_MAX_S)
     for number, part in ((0, 0), (50, 1)):
         for index, key in enumerate(keys(4, number)):
             assert plane.records[key] == bytes([100 + number + index]) * (shape.raw_bytes >> part)
-    assert {request.destination_id for request in plane.stores} == {parts._destination.destination_id}
+    assert {request.memory_id for request in plane.stores} == {parts._registration.memory_id}
     named = {request.layout: [] for request in plane.stores}  # type: ignore[var-annotated]
     for request in plane.stores:
         named[request.layout] += list(request.keys)
@@ -274,9 +274,9 @@ def test_a_part_that_is_full_leaves_the_other_its_room(parts: StoreQueue, plane:
     assert parts.offer(keys(6), gather) == 4
     assert parts.offer(keys(4, 50), gather, part=1) == 4
     plane.script.unstall.set()
-    assert parts.flush(PATIENCE_S)
+    assert parts.flush(WAIT_MAX_S)
     assert parts.offer(keys(6)[4:], gather, previous=keys(4)[-1]) == 2, "slots of the part are used again"
-    assert parts.flush(PATIENCE_S)
+    assert parts.flush(WAIT_MAX_S)
     assert len(plane.records) == 10
 
 
@@ -284,7 +284,7 @@ def test_chunks_that_need_none_before_them_have_no_gap(parts: StoreQueue, plane:
     """Of a window or a state each is of use alone: what is dropped of them, or unknown before them, is no matter."""
     unknown = keys(1, 90)[0]
     assert parts.offer(keys(1, 50), gather, part=1, chained=False, previous=unknown, anchored=False) == 1
-    assert parts.flush(PATIENCE_S)
+    assert parts.flush(WAIT_MAX_S)
     (request,) = plane.stores
     assert list(request.parents) == [b""]
 
@@ -294,7 +294,7 @@ def test_chunks_that_need_none_before_them_have_no_gap(parts: StoreQueue, plane:
         gather(index, chunk)
 
     assert parts.offer(keys(3, 60), failing, part=1, chained=False) == 2
-    assert parts.flush(PATIENCE_S)
+    assert parts.flush(WAIT_MAX_S)
     assert set(plane.records) == {*keys(1, 50), keys(3, 60)[0], keys(3, 60)[2]}
     counts = parts.take_counts()
     assert counts["dropped_gather_failed"] == 1 and "dropped_gap" not in counts
@@ -305,23 +305,23 @@ def test_chunks_that_need_none_before_them_have_no_gap(parts: StoreQueue, plane:
 def test_chunks_of_two_parts_survive_a_daemon_that_restarts(
     parts: StoreQueue, plane: ScriptedDataPlane, shape: ChunkLayout
 ) -> None:
-    plane.forget_destinations()
+    plane.forget_registrations()
     assert parts.offer(keys(3), gather) == 3 == parts.offer(keys(3, 50), gather, part=1)
-    assert parts.flush(PATIENCE_S)
+    assert parts.flush(WAIT_MAX_S)
     assert [plane.records[key] for key in keys(3)] == [bytes([100 + index]) * shape.raw_bytes for index in range(3)]
     assert {len(plane.records[key]) for key in keys(3, 50)} == {shape.raw_bytes // 2}
 
 
 def test_absent_daemon_costs_the_engine_nothing(shape: ChunkLayout) -> None:
-    client = DataPlaneClient("127.0.0.1:1", failures=1, backoff=NEVER_S, backoff_max=NEVER_S)
-    destination = Destination(client, [shape], 8 * shape.raw_bytes, connect_timeout=0.05)
-    queue = StoreQueue(client, destination, retry_interval=0.02)
+    client = DataPlaneClient("127.0.0.1:1", failures=1, backoff=NEVER_S, backoff_max_s=NEVER_S)
+    registration = RegisteredMemory(client, [shape], 8 * shape.raw_bytes, connect_timeout_s=0.05)
+    queue = StoreQueue(client, registration, retry_interval=0.02)
     gathered = []
     try:
-        assert not queue.wait_tried(PATIENCE_S)
+        assert not queue.wait_tried(WAIT_MAX_S)
         begin = time.monotonic()
         assert queue.offer(keys(100), lambda index, chunk: gathered.append(index)) == 0
-        assert time.monotonic() - begin < PATIENCE_S
+        assert time.monotonic() - begin < WAIT_MAX_S
         assert gathered == []
         counts = queue.take_counts()
         assert counts.pop("dropped_gap") == 99
@@ -330,16 +330,18 @@ def test_absent_daemon_costs_the_engine_nothing(shape: ChunkLayout) -> None:
         begin = time.monotonic()
         queue.close(1)
         client.close()
-        assert time.monotonic() - begin < PATIENCE_S
+        assert time.monotonic() - begin < WAIT_MAX_S
 
 
-def test_close_stores_what_waits(client: DataPlaneClient, plane: ScriptedDataPlane, destination: Destination) -> None:
-    queue = StoreQueue(client, destination, timeout=PATIENCE_S)
-    assert queue.wait_tried(PATIENCE_S)
+def test_close_stores_what_waits(
+    client: DataPlaneClient, plane: ScriptedDataPlane, registration: RegisteredMemory
+) -> None:
+    queue = StoreQueue(client, registration, timeout=WAIT_MAX_S)
+    assert queue.wait_tried(WAIT_MAX_S)
     queue.offer(keys(6), gather)
-    queue.close(PATIENCE_S)
+    queue.close(WAIT_MAX_S)
     assert list(plane.records) == keys(6)
-    assert plane.destinations == 0
+    assert plane.registrations == 0
 
 
 def test_offers_from_the_engine_while_storing(
@@ -360,28 +362,28 @@ def test_offers_from_the_engine_while_storing(
 
     thread = threading.Thread(target=engine)
     thread.start()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive() and queue.flush(PATIENCE_S)
+    thread.join(WAIT_MAX_S)
+    assert not thread.is_alive() and queue.flush(WAIT_MAX_S)
     assert {key[0]: record[0] for key, record in plane.records.items()} == {number: number for number in range(200)}
 
 
 def test_what_is_dropped_is_withdrawn_where_others_wait_for_it(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
     """The symptom would be engines that wait for their deadline for a chunk that nobody stores."""
-    assert plane.announced is not None
-    plane.announced.update(dict.fromkeys(keys(12), 60_000))
+    assert plane.published is not None
+    plane.published.update(dict.fromkeys(keys(12), 60_000))
     plane.script.not_storable = {keys(12)[1]}
     plane.script.stall.add("Store")
-    assert queue.offer(keys(10), gather, announced=True) == 8
-    wait_for(lambda: list(plane.announced or ()) == [*keys(8), *keys(2, 10)])
+    assert queue.offer(keys(10), gather, published=True) == 8
+    wait_for(lambda: list(plane.published or ()) == [*keys(8), *keys(2, 10)])
     plane.script.unstall.set()
-    assert queue.flush(PATIENCE_S)
-    wait_for(lambda: keys(12)[1] not in (plane.announced or ()))
-    assert keys(12)[0] in plane.announced, "what is stored needs no word of ours"
-    before = plane.calls.count("Announce")
+    assert queue.flush(WAIT_MAX_S)
+    wait_for(lambda: keys(12)[1] not in (plane.published or ()))
+    assert keys(12)[0] in plane.published, "what is stored needs no word of ours"
+    before = plane.calls.count("Publish")
     assert queue.offer(keys(2, 20), lambda index, chunk: 1 // 0, previous=keys(1)[0]) == 0
-    assert queue.offer(keys(2, 10), lambda index, chunk: 1 // 0, previous=keys(1)[0], announced=True) == 0
-    wait_for(lambda: not set(keys(2, 10)) & set(plane.announced or ()))
-    assert plane.calls.count("Announce") == before + 1, "whoever waits for nothing is told nothing"
+    assert queue.offer(keys(2, 10), lambda index, chunk: 1 // 0, previous=keys(1)[0], published=True) == 0
+    wait_for(lambda: not set(keys(2, 10)) & set(plane.published or ()))
+    assert plane.calls.count("Publish") == before + 1, "whoever waits for nothing is told nothing"
 
 
 def test_a_part_is_stored_as_two_shapes_from_the_same_slots(
@@ -389,14 +391,14 @@ def test_a_part_is_stored_as_two_shapes_from_the_same_slots(
 ) -> None:
     """As of chunks that are quantized, and lossless where a preempted request is saved."""
     other = replace(shape, namespace=b"o" * 32)
-    destination = Destination(client, [shape, other], 4 * shape.raw_bytes)
-    queue = StoreQueue(client, destination, parts=1)
+    registration = RegisteredMemory(client, [shape, other], 4 * shape.raw_bytes)
+    queue = StoreQueue(client, registration, parts=1)
     try:
-        assert queue.wait_tried(PATIENCE_S)
+        assert queue.wait_tried(WAIT_MAX_S)
         with queue.together():
             assert queue.offer(keys(2), gather) == 2
             assert queue.offer(keys(3, 50), gather, shape=1) == 2, "there are four slots"
-        assert queue.flush(PATIENCE_S)
+        assert queue.flush(WAIT_MAX_S)
     finally:
         queue.close()
     assert {key for call in plane.stores if call.layout == 0 for key in call.keys} == set(keys(2))
@@ -407,4 +409,4 @@ def test_a_part_is_stored_as_two_shapes_from_the_same_slots(
 def test_shapes_of_one_part_have_the_same_size(client: DataPlaneClient, shape: ChunkLayout) -> None:
     small = replace(shape, vector_length=shape.vector_length // 2)
     with pytest.raises(ValueError, match="parts"):
-        StoreQueue(client, Destination(client, [shape, small], 4 * shape.raw_bytes), parts=1)
+        StoreQueue(client, RegisteredMemory(client, [shape, small], 4 * shape.raw_bytes), parts=1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from machine import PATIENCE_S
+from machine import WAIT_MAX_S
 from scripted import ScriptedDataPlane
 
 from host_control import waiting
@@ -79,7 +79,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def queue(client: DataPlaneClient, known: dict[str, bool], clock: Clock) -> Iterator[WaitingQueue]:
-    client.connect(PATIENCE_S)
+    client.connect(WAIT_MAX_S)
 
     def look(request_id: str) -> Chains | None:
         return {client: [(NAMESPACE, keys_of(request_id))]} if known.get(request_id, True) else None
@@ -113,7 +113,7 @@ def test_a_queue_is_told_in_its_order_and_what_has_begun_leaves_it(
 def test_priorities_come_before_the_order_of_arrival(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    client.connect(PATIENCE_S)
+    client.connect(WAIT_MAX_S)
     queue = WaitingQueue(lambda name: {client: [(NAMESPACE, keys_of(name))]}, [client], by_priority=True)
     told = Told(plane)
     for name, priority in (("a", 2), ("b", 1), ("c", 2), ("d", 0)):
@@ -174,7 +174,7 @@ def test_while_a_message_is_under_way_the_next_one_gathers_what_happens(
         queue.arrived(f"r{number}")
         queue.begun(f"r{number}")
     queue.arrived("b")
-    assert time.monotonic() - begin < PATIENCE_S / 10, "the engine's thread waits for nobody"
+    assert time.monotonic() - begin < WAIT_MAX_S / 10, "the engine's thread waits for nobody"
     plane.script.stall.clear()
     plane.script.unstall.set()
     told = Told(plane)
@@ -205,7 +205,7 @@ def test_a_data_plane_that_has_restarted_is_told_everything_once_it_is_known_aga
     plane.forget_hosts()
     queue.arrived("b")
     wait(lambda: client.peer is None)
-    client.connect(PATIENCE_S)
+    client.connect(WAIT_MAX_S)
     wait(lambda: told.read() == ["a", "b"])
     assert plane.expected[-1].whole
 
@@ -225,7 +225,7 @@ def test_a_data_plane_that_makes_no_use_of_it_is_told_no_more(
         time.sleep(0.05)
     assert plane.calls.count("Expect") == 1
     plane.script.abort.clear()
-    client.connect(PATIENCE_S)  # another one, perhaps
+    client.connect(WAIT_MAX_S)  # another one, perhaps
     wait(lambda: plane.calls.count("Expect") == 2)
 
 
@@ -247,7 +247,7 @@ def test_a_data_plane_that_fails_is_not_stormed(
 def test_long_queues_and_long_prompts_go_in_messages_of_bounded_size(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    client.connect(PATIENCE_S)
+    client.connect(WAIT_MAX_S)
     many = [index.to_bytes(32, "little") for index in range(3000)]
     queue = WaitingQueue(lambda name: {client: [(NAMESPACE, many)]}, [client])
     for number in range(2000):

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from answers import LOGPROBS, TOLERANCES, Answer, answer, answers, difference, of_output, prefill_of
-from machine import PATIENCE_S, wait_for
+from machine import WAIT_MAX_S, wait_for
 from prompts import Plan
 from redis import Redis
 from stack import Process, data_plane
@@ -40,7 +40,7 @@ _FEWER_BLOCKS: Final = (2.6, 2.2, 1.8, 1.5, 1.25, 1.1)
 """Of what one request takes: the first share that makes several drive each other out will do."""
 
 
-_FOUND_AGAIN_S: Final = 10 * PATIENCE_S
+_FOUND_AGAIN_S: Final = 10 * WAIT_MAX_S
 """One question, in which nothing fails, may last as long as the deadlines of a lookup, a fetch and a store together."""
 
 
@@ -187,7 +187,7 @@ def steps_of(engine: Any, prompt: list[int], tokens: int) -> Iterator[list[Any]]
     core = engine.llm.llm_engine
     options = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": LOGPROBS}
     core.add_request("asked", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=tokens, **options))
-    ends = time.monotonic() + 5 * PATIENCE_S
+    ends = time.monotonic() + 5 * WAIT_MAX_S
     while core.has_unfinished_requests():
         yield [output for output in core.step() if output.finished]
         assert time.monotonic() < ends, "a request does not end"
@@ -347,7 +347,7 @@ class Served:
             core.abort_request(["asked"])
             if loads:
                 self.stack.plane.freeze(frozen=False)
-            ends = time.monotonic() + PATIENCE_S
+            ends = time.monotonic() + WAIT_MAX_S
             while self.engine.scheduler.requests:
                 core.engine_core.engine_core.step()
                 assert time.monotonic() < ends, "an aborted request does not end"

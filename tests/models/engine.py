@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from machine import PATIENCE_S, wait_for
+from machine import WAIT_MAX_S, wait_for
 from tiny_models import with_another_first_chunk
 
-__all__ = ["BLOCK", "IMPATIENCE_S", "PATIENT", "Engine"]
+__all__ = ["BLOCK", "IMWAIT_MAX_S", "PATIENT", "Engine"]
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -28,13 +28,13 @@ os.environ.update(
 BLOCK: Final = 32
 # An engine in the same process can keep the scripted data plane from its turn for seconds, and so can the machine.
 PATIENT: Final = {
-    "connect_timeout": PATIENCE_S,
-    "shadowserve.fetch_timeout": PATIENCE_S,
-    "shadowserve.lookup_timeout": PATIENCE_S,
-    "store_timeout": PATIENCE_S,
-    "close_timeout": PATIENCE_S,
+    "connect_timeout_s": WAIT_MAX_S,
+    "shadowserve.fetch_timeout_s": WAIT_MAX_S,
+    "shadowserve.lookup_timeout_s": WAIT_MAX_S,
+    "store_timeout_s": WAIT_MAX_S,
+    "close_timeout_s": WAIT_MAX_S,
 }
-IMPATIENCE_S: Final = 1.0
+IMWAIT_MAX_S: Final = 1.0
 
 
 @contextmanager
@@ -71,8 +71,8 @@ class Engine:
                 "kv_connector_extra_config": {
                     "data_plane": data_plane,
                     **PATIENT,
-                    "breaker_backoff": 0.05,
-                    "breaker_backoff_max": 0.2,
+                    "breaker_backoff_s": 0.05,
+                    "breaker_backoff_max_s": 0.2,
                     "identity_cache": "none",  # not the user's own
                     **extra,
                 },
@@ -144,7 +144,7 @@ class Engine:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
             store = get_kv_transfer_group()._worker._store
-            return store is None or bool(store.flush(2 * PATIENCE_S))
+            return store is None or bool(store.flush(2 * WAIT_MAX_S))
 
         assert all(self.llm.collective_rpc(flush))
 
@@ -157,8 +157,8 @@ class Engine:
             parts.append((self.connector._scheduler._preemption, "_timeout"))
         with pytest.MonkeyPatch.context() as patch:
             for part, name in parts:
-                assert getattr(part, name) == PATIENCE_S
-                patch.setattr(part, name, IMPATIENCE_S)
+                assert getattr(part, name) == WAIT_MAX_S
+                patch.setattr(part, name, IMWAIT_MAX_S)
             yield
 
     @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cells import CELLS
-from machine import PATIENCE_S
+from machine import WAIT_MAX_S
 from published import PUBLISHED, found
 from tiny_models import FAMILIES
 
@@ -64,7 +64,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """End a family's process, so that it ends what it has started; then whatever is left."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(PATIENCE_S)
+        process.wait(WAIT_MAX_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import machine
-from machine import PATIENCE_S, PATIENT, free_port, wait_for
+from machine import PATIENT, WAIT_MAX_S, free_port, wait_for
 
 __all__ = ["ROOT", "Process", "Server", "data_plane"]
 
@@ -73,7 +73,7 @@ class Process:
         if not self.killed:
             self._process.send_signal(signal.SIGCONT)
             self._process.send_signal(signal.SIGTERM)
-            assert self._process.wait(PATIENCE_S) == 0
+            assert self._process.wait(WAIT_MAX_S) == 0
         self._close()
 
     def _close(self) -> None:
@@ -148,7 +148,7 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
-    def call(self, path: str, body: dict[str, Any] | None = None, timeout: float = PATIENCE_S) -> str:
+    def call(self, path: str, body: dict[str, Any] | None = None, timeout: float = WAIT_MAX_S) -> str:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=timeout) as answer:

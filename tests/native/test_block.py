@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from machine import PATIENCE_S, wait_for
+from machine import WAIT_MAX_S, wait_for
 
 from shadowserve import native
 from shadowserve.block import Operation, OperationKind, Priority
@@ -60,19 +60,19 @@ def loop(tmp_path: Path) -> Iterator[Path]:
     backing.write_bytes(b"")
     os.truncate(backing, SIZE)
     made = subprocess.run(
-        ["losetup", "--find", "--show", str(backing)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        ["losetup", "--find", "--show", str(backing)], capture_output=True, text=True, timeout=WAIT_MAX_S, check=False
     )
     if made.returncode != 0:
         pytest.skip(f"no loop device can be made here: {made.stderr.strip()}")
     try:
         yield Path(made.stdout.strip())
     finally:
-        subprocess.run(["losetup", "--detach", made.stdout.strip()], check=True, timeout=PATIENCE_S)
+        subprocess.run(["losetup", "--detach", made.stdout.strip()], check=True, timeout=WAIT_MAX_S)
 
 
 @pytest.fixture(params=ACCESSES, ids=lambda access: access.name.lower())
 def device(request: pytest.FixtureRequest, path: Path) -> Iterator[BlockDevice]:
-    with BlockDevice(path, size=SIZE, access=request.param, busy_wait_s=PATIENCE_S) as opened:
+    with BlockDevice(path, size=SIZE, access=request.param, busy_wait_s=WAIT_MAX_S) as opened:
         yield opened
 
 
@@ -87,7 +87,7 @@ def perform(device: BlockDevice, *operations: Operation) -> list[Operation]:
     device.submit(operations)
     ended: list[Operation] = []
     while len(ended) < len(operations):
-        readable, _, _ = select.select([device.fileno()], [], [], PATIENCE_S)
+        readable, _, _ = select.select([device.fileno()], [], [], WAIT_MAX_S)
         assert readable, "nothing ended"
         ended += device.completed()
     return ended
@@ -156,7 +156,7 @@ def test_what_is_not_aligned_or_outside_is_refused(device: BlockDevice, memory: 
 
 
 def test_too_many_operations_are_refused_at_once(path: Path, memory: Memory) -> None:
-    with BlockDevice(path, size=SIZE, operations_max=4, busy_wait_s=PATIENCE_S) as device:
+    with BlockDevice(path, size=SIZE, operations_max=4, busy_wait_s=WAIT_MAX_S) as device:
         reads = [operation(OperationKind.READ, 0, 4096, memory.address + 4096 * i) for i in range(5)]
         with pytest.raises(BusyError):
             device.submit(reads)
@@ -166,7 +166,7 @@ def test_too_many_operations_are_refused_at_once(path: Path, memory: Memory) -> 
 
 def test_closing_gives_back_every_operation(path: Path, memory: Memory) -> None:
     for access in ACCESSES:
-        device = BlockDevice(path, size=SIZE, access=access, queue_depth=1, busy_wait_s=PATIENCE_S)
+        device = BlockDevice(path, size=SIZE, access=access, queue_depth=1, busy_wait_s=WAIT_MAX_S)
         reads = [operation(OperationKind.READ, 0, 1 << 20, memory.address) for _ in range(200)]
         device.submit(reads)
         device.close()
@@ -184,7 +184,7 @@ def test_threads_may_go_on_while_a_device_is_closed(device: BlockDevice, memory:
     begun = threading.Barrier(4)
 
     def read_on(mine: list[Operation]) -> None:
-        begun.wait(PATIENCE_S)
+        begun.wait(WAIT_MAX_S)
         while True:
             read = operation(OperationKind.READ, 0, 4096, memory.address)
             try:
@@ -199,11 +199,11 @@ def test_threads_may_go_on_while_a_device_is_closed(device: BlockDevice, memory:
     threads = [threading.Thread(target=read_on, args=(mine,)) for mine in submitted]
     for thread in threads:
         thread.start()
-    begun.wait(PATIENCE_S)
+    begun.wait(WAIT_MAX_S)
     wait_for(lambda: all(len(mine) > 20 for mine in submitted))
     device.close()
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(WAIT_MAX_S)
     taken += device.completed()
     assert {id(item) for item in taken} == {id(item) for mine in submitted for item in mine}
     assert len(taken) == sum(map(len, submitted)), "each once"
@@ -245,33 +245,33 @@ def small_file_system(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(folder)]
-    mounted = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    mounted = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_MAX_S, check=False)
     if mounted.returncode != 0:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     try:
         yield folder
     finally:
-        subprocess.run(["umount", str(folder)], check=True, timeout=PATIENCE_S)
+        subprocess.run(["umount", str(folder)], check=True, timeout=WAIT_MAX_S)
 
 
 def test_a_device_that_is_mounted_is_refused(loop: Path, tmp_path: Path) -> None:
-    subprocess.run(["mkfs.ext4", "-q", str(loop)], check=True, timeout=PATIENCE_S)
+    subprocess.run(["mkfs.ext4", "-q", str(loop)], check=True, timeout=WAIT_MAX_S)
     folder = tmp_path / "mounted"
     folder.mkdir()
-    subprocess.run(["mount", str(loop), str(folder)], check=True, timeout=PATIENCE_S)
+    subprocess.run(["mount", str(loop), str(folder)], check=True, timeout=WAIT_MAX_S)
     try:
         for access in (BlockAccess.AUTO, *ACCESSES):
             with pytest.raises(DeviceError, match="it is mounted") as caught:
                 BlockDevice(loop, access=access, busy_wait_s=0)
             assert caught.value.errno == errno.EBUSY
     finally:
-        subprocess.run(["umount", str(folder)], check=True, timeout=PATIENCE_S)
+        subprocess.run(["umount", str(folder)], check=True, timeout=WAIT_MAX_S)
 
 
 def test_a_device_is_not_larger_than_it_is(loop: Path) -> None:
     with pytest.raises(DeviceError, match="No space left"):
         BlockDevice(loop, size=SIZE + 4096)
-    with BlockDevice(loop, size=SIZE // 2, busy_wait_s=PATIENCE_S) as device:
+    with BlockDevice(loop, size=SIZE // 2, busy_wait_s=WAIT_MAX_S) as device:
         assert device.capacity_bytes == SIZE // 2
 
 
@@ -291,7 +291,7 @@ def test_a_device_can_be_opened_after_its_process_was_killed(device: BlockDevice
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"open\n"
         holder.kill()
-    with BlockDevice(path, access=BlockAccess[name], busy_wait_s=PATIENCE_S) as again:
+    with BlockDevice(path, access=BlockAccess[name], busy_wait_s=WAIT_MAX_S) as again:
         assert again.capacity_bytes == SIZE
 
 
@@ -323,7 +323,7 @@ def test_memory_that_may_not_be_locked_is_used_unregistered() -> None:
     try:
         os.chown(path, 65534, 65534)
         command = [sys.executable, "-c", NOBODY, str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_MAX_S, check=False)
     finally:
         path.unlink()
     assert done.returncode == 0, done.stderr

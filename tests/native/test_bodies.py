@@ -1,4 +1,4 @@
-"""Rounds whose bodies lie in this process, through the binding: read in place, and kept until the round is over."""
+"""Batches whose bodies lie in this process, through the binding: read in place, and kept until the batch is over."""
 
 import mmap
 import socket
@@ -20,10 +20,10 @@ CHUNK_BYTES = SLICES * SLICE_BYTES
 DATA = np.random.default_rng(11).integers(0, 256, (CHUNKS, CHUNK_BYTES), np.uint8)
 
 
-def make_round(
+def make_batch(
     target: NDArray[np.uint8], bodies: dict[int, Any], deadline_ns: int = 2**62, groups: int = 1
-) -> native.Round:
-    """A round of what was stored without quantizer and codec: a body is what is delivered. Groups share the target."""
+) -> native.Batch:
+    """A batch of what was stored without quantizer and codec: a body is what is delivered. Groups share the target."""
     pieces, slices = np.zeros(CHUNKS, native.PIECE_DTYPE), np.zeros(CHUNKS * SLICES, native.SLICE_DTYPE)
     pieces["codec"], pieces["slice_count"], pieces["body_length"] = native.Codec.NONE, SLICES, CHUNK_BYTES
     pieces["group"], pieces["chunk"] = np.divmod(np.arange(CHUNKS), CHUNKS // groups)
@@ -43,10 +43,10 @@ def make_round(
         for part in np.split(target, groups)
     ]
     pieces["origin"][list(bodies)] = Origin.AWAITED
-    round_ = native.Round(pieces=pieces, slices=slices, groups=parts, deadline_ns=deadline_ns)
+    batch_ = native.Batch(pieces=pieces, slices=slices, groups=parts, deadline_ns=deadline_ns)
     for index, body in bodies.items():
-        round_.supply(index, body)
-    return round_
+        batch_.supply(index, body)
+    return batch_
 
 
 @pytest.fixture
@@ -63,12 +63,12 @@ def test_bodies_of_any_buffer_are_delivered_without_a_socket_or_room(target: NDA
     shared[:] = DATA[1].tobytes()
     bodies = {0: DATA[0].tobytes(), 1: shared, 2: DATA[2], 3: memoryview(bytearray(DATA[3]))}
     with make_pipeline(decompression_bytes=1) as pipeline:
-        round_ = make_round(target, bodies)
+        batch_ = make_batch(target, bodies)
         with pytest.raises(BufferError):
             shared.close()  # while it may be read
-        assert pipeline.fetch(round_) is Result.OK
-        assert round_.received_bytes == 0
-        round_.release()
+        assert pipeline.fetch(batch_) is Result.OK
+        assert batch_.received_bytes == 0
+        batch_.release()
         shared.close()
     assert (target.reshape(DATA.shape) == DATA).all()
 
@@ -91,11 +91,11 @@ def test_bodies_and_what_a_server_sends_make_one_round(target: NDArray[np.uint8]
     thread.start()
     try:
         with make_pipeline() as pipeline:
-            round_ = make_round(target, {0: DATA[0], 3: DATA[3]})
-            assert pipeline.fetch(round_, [near.fileno()]) is Result.OK
-            assert 2 * CHUNK_BYTES <= round_.received_bytes < 2 * CHUNK_BYTES + 1000
-            assert round_.sockets_in_sync
-            round_.release()
+            batch_ = make_batch(target, {0: DATA[0], 3: DATA[3]})
+            assert pipeline.fetch(batch_, [near.fileno()]) is Result.OK
+            assert 2 * CHUNK_BYTES <= batch_.received_bytes < 2 * CHUNK_BYTES + 1000
+            assert batch_.sockets_in_sync
+            batch_.release()
     finally:
         near.close()
         thread.join()
@@ -107,10 +107,10 @@ def test_a_damaged_body_fails_its_chunk_and_those_behind(target: NDArray[np.uint
     bad = DATA.copy()
     bad[2, 5000] ^= 1
     with make_pipeline() as pipeline:
-        round_ = make_round(target, dict(enumerate(bad)))
-        assert pipeline.fetch(round_) is Result.CHECKSUM
-        assert round_.results[:3] == [Result.OK, Result.OK, Result.CHECKSUM]
-        round_.release()
+        batch_ = make_batch(target, dict(enumerate(bad)))
+        assert pipeline.fetch(batch_) is Result.CHECKSUM
+        assert batch_.results[:3] == [Result.OK, Result.OK, Result.CHECKSUM]
+        batch_.release()
     assert (target.reshape(DATA.shape)[:2] == DATA[:2]).all()
 
 
@@ -118,23 +118,23 @@ def test_a_damaged_body_costs_its_own_group_alone(target: NDArray[np.uint8]) -> 
     bad = DATA.copy()
     bad[0, 5000] ^= 1
     with make_pipeline() as pipeline:
-        round_ = make_round(target, dict(enumerate(bad)), groups=2)
-        assert pipeline.fetch(round_) is Result.CHECKSUM
-        assert round_.results[0] is Result.CHECKSUM and round_.results[2:] == [Result.OK, Result.OK]
-        round_.release()
-        assert pipeline.fetch(round_) is Result.BAD_ARGUMENT, "it has let go of its groups"
+        batch_ = make_batch(target, dict(enumerate(bad)), groups=2)
+        assert pipeline.fetch(batch_) is Result.CHECKSUM
+        assert batch_.results[0] is Result.CHECKSUM and batch_.results[2:] == [Result.OK, Result.OK]
+        batch_.release()
+        assert pipeline.fetch(batch_) is Result.BAD_ARGUMENT, "it has let go of its groups"
     assert (target.reshape(DATA.shape)[2:] == DATA[2:]).all()
 
 
 def test_a_body_of_another_length_is_refused(target: NDArray[np.uint8]) -> None:
     with pytest.raises(NativeError, match="a body of 5 bytes for piece 1, which has 12288") as caught:
-        make_round(target, {1: b"short"})
+        make_batch(target, {1: b"short"})
     assert caught.value.result is Result.BAD_ARGUMENT
 
 
 def test_a_chunk_that_nobody_has_needs_a_socket(target: NDArray[np.uint8]) -> None:
     with make_pipeline() as pipeline:
-        round_ = make_round(target, {0: DATA[0]})
-        assert pipeline.fetch(round_) is Result.BAD_ARGUMENT
-        round_.release()
+        batch_ = make_batch(target, {0: DATA[0]})
+        assert pipeline.fetch(batch_) is Result.BAD_ARGUMENT
+        batch_.release()
     assert not target.any()

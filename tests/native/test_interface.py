@@ -1,4 +1,4 @@
-"""shadowserve.native against the header: enums, structs, errors, loading, rounds."""
+"""shadowserve.native against the header: enums, structs, errors, loading, batches."""
 
 import mmap
 import os
@@ -138,8 +138,8 @@ def test_calls_release_the_gil() -> None:
     assert after > before
 
 
-def make_round(destination: bytearray | bytes | mmap.mmap, **changes: object) -> native.Round:
-    """Return a round with one empty piece."""
+def make_batch(destination: bytearray | bytes | mmap.mmap, **changes: object) -> native.Batch:
+    """Return a batch with one empty piece."""
     group = native.Group(quantizer=Quantizer.LOSSLESS, dtype=DType.BFLOAT16, vector_length=64, destination=destination)
     arguments = {
         "pieces": np.zeros(1, native.PIECE_DTYPE),
@@ -148,21 +148,21 @@ def make_round(destination: bytearray | bytes | mmap.mmap, **changes: object) ->
         "deadline_ns": 1,
         **changes,
     }
-    return native.Round(**arguments)  # type: ignore[arg-type]
+    return native.Batch(**arguments)  # type: ignore[arg-type]
 
 
-def test_a_round_knows_whether_its_destination_is_writable() -> None:
-    assert make_round(bytearray(64)).writable
-    assert not make_round(bytes(64)).writable
+def test_a_batch_knows_whether_its_destination_is_writable() -> None:
+    assert make_batch(bytearray(64)).writable
+    assert not make_batch(bytes(64)).writable
 
 
-def test_a_round_holds_its_memory_until_released() -> None:
+def test_a_batch_holds_its_memory_until_released() -> None:
     memory = mmap.mmap(-1, 4096)
-    round = make_round(memory)
+    batch = make_batch(memory)
     with pytest.raises(BufferError):
         memory.close()
-    round.release()
-    round.release()
+    batch.release()
+    batch.release()
     memory.close()
 
 
@@ -175,9 +175,9 @@ def test_a_round_holds_its_memory_until_released() -> None:
         {"pieces": np.zeros((1, 1), native.PIECE_DTYPE)},
     ],
 )
-def test_a_round_takes_only_its_own_arrays(changes: dict[str, object]) -> None:
+def test_a_batch_takes_only_its_own_arrays(changes: dict[str, object]) -> None:
     with pytest.raises(NativeError, match="_DTYPE") as caught:
-        make_round(bytearray(64), **changes)
+        make_batch(bytearray(64), **changes)
     assert caught.value.result == Result.BAD_ARGUMENT
 
 
@@ -193,7 +193,7 @@ def test_a_pipeline_counts_and_closes() -> None:
         assert all(stage.items == 0 for stage in pipeline.statistics().values())
         assert pipeline.locked_bytes == 0
         with pytest.raises(NativeError, match="read-only"):
-            pipeline.fetch(make_round(bytes(64)), [])
+            pipeline.fetch(make_batch(bytes(64)), [])
     pipeline.close()
     with pytest.raises(NativeError, match="closed"):
         pipeline.statistics()

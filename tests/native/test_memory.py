@@ -98,9 +98,9 @@ def stored(pipeline: native.Pipeline, destination: Any) -> tuple[Result, list[in
     group = native.Group(
         quantizer=Quantizer.PASSTHROUGH, dtype=DType.UINT8, vector_length=SLICE_BYTES // 16, destination=destination
     )
-    round_ = native.Round(pieces=pieces, slices=slices, groups=[group], deadline_ns=2**62)
-    result = pipeline.encode(round_)
-    round_.release()
+    batch_ = native.Batch(pieces=pieces, slices=slices, groups=[group], deadline_ns=2**62)
+    result = pipeline.encode(batch_)
+    batch_.release()
     return result, [int(crc) for crc in slices["decoded_crc32"]]
 
 

@@ -273,7 +273,7 @@ def test_a_record_removed_while_it_is_written_is_not_in_the_bucket_afterwards(
 
 
 def test_what_was_removed_is_not_found_again_by_a_tail_that_was_read_before(bucket: FaultyS3, open_node: Opens) -> None:
-    node = open_node(index_ttl_s=1.0, gather_s=0.5)  # time to look before the next list mends it
+    node = open_node(index_ttl_s=1.0, gather_s=0.5)  # time to look before the next list repairs it
     gate = threading.Event()
     late: list[Asked] = []
 

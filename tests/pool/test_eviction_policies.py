@@ -87,7 +87,7 @@ def test_every_policy_keeps_its_budget_and_what_is_pinned_and_gives_up_all_else(
                 tier.pin(key, key not in tier.pinned)
             case 6:
                 number = chance.randrange(12)
-                tier.next_use.announce(number, 1, chance.sample(KEYS, chance.randint(0, 30)), LATER_S)
+                tier.next_use.publish(number, 1, chance.sample(KEYS, chance.randint(0, 30)), LATER_S)
                 waiting = [each for each in waiting if each != number] + [number]
             case 7 if waiting:
                 tier.next_use.withdraw(waiting.pop(chance.randrange(len(waiting))))
@@ -104,8 +104,8 @@ def test_what_nobody_waits_for_goes_first_then_what_runs_last_from_its_end(make:
     tier = make(1 << 30)
     for key in KEYS[:20]:
         tier.put(key, 1)
-    tier.next_use.announce("second", 1, KEYS[5:10], LATER_S)
-    tier.next_use.announce("first", 1, KEYS[0:7], LATER_S)  # shares two keys
+    tier.next_use.publish("second", 1, KEYS[5:10], LATER_S)
+    tier.next_use.publish("first", 1, KEYS[0:7], LATER_S)  # shares two keys
     tier.next_use.order(["first", "never heard of", "second"])
     gone = [tier.evict() for _ in range(20)]
     assert set(gone[:10]) == set(KEYS[10:20])
@@ -113,14 +113,14 @@ def test_what_nobody_waits_for_goes_first_then_what_runs_last_from_its_end(make:
     assert tier.evict() is None
 
 
-def test_a_shared_key_goes_as_late_as_the_first_that_needs_it_whoever_was_announced_first(
+def test_a_shared_key_goes_as_late_as_the_first_that_needs_it_whoever_was_published_first(
     make: Callable[[int], Tier],
 ) -> None:
     tier = make(1 << 30)
     for key in KEYS[:3]:
         tier.put(key, 1)
-    tier.next_use.announce("early", 1, [KEYS[0], KEYS[1]], LATER_S)
-    tier.next_use.announce("late", 1, [KEYS[0], KEYS[2]], LATER_S)
+    tier.next_use.publish("early", 1, [KEYS[0], KEYS[1]], LATER_S)
+    tier.next_use.publish("late", 1, [KEYS[0], KEYS[2]], LATER_S)
     assert [tier.evict() for _ in range(2)] == [KEYS[2], KEYS[1]]
     tier.next_use.withdraw("early")  # it runs: its key is the policy's again, as is what only "late" still needs
     assert tier.evict() == KEYS[0]
@@ -131,7 +131,7 @@ def test_room_for_a_request_is_never_made_by_itself_or_by_one_that_runs_before(m
     for key in KEYS[:6]:
         tier.put(key, 1)
     for number, name in enumerate(["a", "b", "c"]):
-        tier.next_use.announce(name, 1, KEYS[2 * number : 2 * number + 2], LATER_S)
+        tier.next_use.publish(name, 1, KEYS[2 * number : 2 * number + 2], LATER_S)
     assert [tier.evict("b"), tier.evict("b"), tier.evict("b")] == [KEYS[5], KEYS[4], None]
     assert tier.evict("a") == KEYS[3] and tier.evict("c") is None
 
@@ -140,20 +140,20 @@ def test_a_request_that_never_comes_keeps_nothing_beyond_its_time(make: Callable
     tier = make(1 << 30)
     tier.put(KEYS[0], 1)
     tier.put(KEYS[1], 1)
-    tier.next_use.announce("gone", 1, [KEYS[0]], until_s=50)
-    tier.next_use.announce("there", 1, [KEYS[1]], LATER_S)
+    tier.next_use.publish("gone", 1, [KEYS[0]], until_s=50)
+    tier.next_use.publish("there", 1, [KEYS[1]], LATER_S)
     slot = tier.index.victim(60)
     assert slot and tier.index.read(slot).key == KEYS[0]
 
 
-def test_what_comes_after_its_request_was_announced_is_held_once_it_is_announced_again(
+def test_what_comes_after_its_request_was_published_is_held_once_it_is_published_again(
     make: Callable[[int], Tier],
 ) -> None:
     tier = make(1 << 30)
-    tier.next_use.announce("waits", 1, KEYS[:2], LATER_S)
+    tier.next_use.publish("waits", 1, KEYS[:2], LATER_S)
     tier.put(KEYS[0], 1)
     tier.put(KEYS[9], 1)
-    tier.next_use.announce("waits", 1, KEYS[:2], LATER_S)
+    tier.next_use.publish("waits", 1, KEYS[:2], LATER_S)
     tier.use(KEYS[9])
     assert [tier.evict(), tier.evict(), tier.evict()] == [KEYS[9], KEYS[0], None]
 
@@ -163,7 +163,7 @@ def test_pins_of_others_are_neither_used_nor_ended(make: Callable[[int], Tier]) 
     for key in KEYS[:2]:
         tier.put(key, 1)
     tier.pin(KEYS[0], True)
-    tier.next_use.announce("r", 1, KEYS[:2], LATER_S)
+    tier.next_use.publish("r", 1, KEYS[:2], LATER_S)
     tier.pin(KEYS[1], True)  # pinned while it is waited for
     tier.next_use.withdraw("r")
     assert tier.evict() is None
@@ -177,7 +177,7 @@ def test_devices_and_tenants_give_their_own() -> None:
     for tenant in (1, 2):
         for number, key in enumerate(KEYS[:4]):
             index.insert(tenant, key, device=number % 2, length=1, now_s=1)
-        next_use.announce(tenant, tenant, KEYS[:4], LATER_S)
+        next_use.publish(tenant, tenant, KEYS[:4], LATER_S)
     found = [index.read(next_use.victim(1, device=0, tenant=1)).key]
     index.evict(index.find(1, found[0]))
     found.append(index.read(next_use.victim(1, device=1, tenant=1)).key)
@@ -191,8 +191,8 @@ def test_devices_and_tenants_give_their_own() -> None:
 def test_requests_beyond_the_bound_are_not_noted() -> None:
     index = Index(10, IndexPolicy.LRU, seed=1)
     next_use = NextUse(index)
-    assert all(next_use.announce(number, 0, [], LATER_S) for number in range(REQUESTS_MAX))
-    assert not next_use.announce("one more", 0, [], LATER_S) and next_use.announce(5, 0, [], LATER_S)
+    assert all(next_use.publish(number, 0, [], LATER_S) for number in range(REQUESTS_MAX))
+    assert not next_use.publish("one more", 0, [], LATER_S) and next_use.publish(5, 0, [], LATER_S)
     assert len(next_use) == REQUESTS_MAX and next_use.victim(1, device=ANY) == 0
     index.close()
 
@@ -204,7 +204,7 @@ def test_a_full_device_gives_what_runs_last_and_keeps_the_rest() -> None:
         driver.put(key, b"x" * 20_000)
     with driver.lock:
         for name, some in (("next", KEYS[:10]), ("last", KEYS[10:20])):
-            driver.store.next_use.announce(name, 0, some, 1 << 31)
+            driver.store.next_use.publish(name, 0, some, 1 << 31)
     for number in range(1_600):  # several times what the device holds
         driver.put(b"once %d" % number, b"y" * 20_000)
     assert all(driver.peek(key) is not None for key in keys[:20]) and driver.peek(b"once 0") is None
@@ -224,8 +224,8 @@ def test_a_pool_keeps_what_is_waited_for_and_gives_what_runs_last() -> None:
             pool.put(address, b"x" * 10_000)
         parsed = [parse_key(address)[1] for address in addresses]
         until_s = 1 << 31
-        pool.next_use.announce("next", 0, parsed[:20], until_s)
-        pool.next_use.announce("last", 0, parsed[20:40], until_s)
+        pool.next_use.publish("next", 0, parsed[:20], until_s)
+        pool.next_use.publish("last", 0, parsed[20:40], until_s)
         for address in addresses[40:240]:  # twice what there is room for
             pool.put(address, b"x" * 10_000)
         assert all(pool.peek(address) is not None for address in addresses[:40])

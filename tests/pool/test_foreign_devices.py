@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from golden_volume import VALUES
-from machine import PATIENCE_S
+from machine import WAIT_MAX_S
 from pool_support import configuration
 from simulated_device import SimulatedDevice
 from store_driver import Driver
@@ -68,14 +68,14 @@ def loop(tmp_path: Path) -> Iterator[Path]:
     backing.write_bytes(b"")
     os.truncate(backing, 320 * MIB)
     made = subprocess.run(
-        ["losetup", "--find", "--show", str(backing)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        ["losetup", "--find", "--show", str(backing)], capture_output=True, text=True, timeout=WAIT_MAX_S, check=False
     )
     if made.returncode != 0:
         pytest.skip(f"no loop device can be made here: {made.stderr.strip()}")
     try:
         yield Path(made.stdout.strip())
     finally:
-        subprocess.run(["losetup", "--detach", made.stdout.strip()], check=True, timeout=PATIENCE_S)
+        subprocess.run(["losetup", "--detach", made.stdout.strip()], check=True, timeout=WAIT_MAX_S)
 
 
 # ---- Truncated
@@ -260,14 +260,14 @@ def test_what_a_tool_made_on_a_block_device_is_not_formatted_over(tool: str, loo
     path = os.environ["PATH"] + ":/usr/sbin:/sbin"
     if (program := shutil.which(tool, path=path)) is None:
         pytest.skip(f"{tool} is not installed")
-    subprocess.run([program, str(loop)], check=True, capture_output=True, timeout=PATIENCE_S)
+    subprocess.run([program, str(loop)], check=True, capture_output=True, timeout=WAIT_MAX_S)
     refused(loop, {"mkfs.ext4": "ext", "mkfs.xfs": "XFS", "mkfs.btrfs": "Btrfs", "mkswap": "swap"}[tool])
 
 
 def test_an_old_superblock_of_ours_behind_a_new_file_system_does_not_bring_the_server_to_write_over_it(
     volume: Path,
 ) -> None:
-    """Symptom: the copy at 1 MiB was sound, so that the server 'mended' the first one: it wrote over the other's."""
+    """Symptom: the copy at 1 MiB was sound, so that the server 'repaired' the first one: it wrote over the other's."""
     with volume.open("r+b") as file:
         file.write(bytes(BLOCK_BYTES))
         file.seek(1080)
@@ -289,11 +289,11 @@ def test_an_old_superblock_of_ours_behind_a_new_file_system_does_not_bring_the_s
 def test_a_mounted_device_is_not_formatted_even_when_forced(how: str, loop: Path, tmp_path: Path) -> None:
     if shutil.which("mkfs.ext4", path=os.environ["PATH"] + ":/usr/sbin:/sbin") is None:
         pytest.skip("mkfs.ext4 is not installed")
-    subprocess.run(["/usr/sbin/mkfs.ext4", "-q", str(loop)], check=True, timeout=PATIENCE_S)
+    subprocess.run(["/usr/sbin/mkfs.ext4", "-q", str(loop)], check=True, timeout=WAIT_MAX_S)
     where = tmp_path / "mounted"
     where.mkdir()
     if subprocess.run(
-        ["mount", str(loop), str(where)], capture_output=True, timeout=PATIENCE_S, check=False
+        ["mount", str(loop), str(where)], capture_output=True, timeout=WAIT_MAX_S, check=False
     ).returncode:
         pytest.skip("nothing can be mounted here")
     try:
@@ -302,7 +302,7 @@ def test_a_mounted_device_is_not_formatted_even_when_forced(how: str, loop: Path
         assert done.exit_code == 1 and ("mounted" in done.output or "loop device" in done.output), done.output
         assert (where / "file").read_bytes() == b"x"
     finally:
-        subprocess.run(["umount", str(where)], check=True, timeout=PATIENCE_S)
+        subprocess.run(["umount", str(where)], check=True, timeout=WAIT_MAX_S)
 
 
 def test_a_file_that_is_there_keeps_its_size_when_it_is_to_be_formatted(tmp_path: Path) -> None:

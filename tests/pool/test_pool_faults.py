@@ -334,7 +334,7 @@ def test_objects_dropped_for_a_block_of_the_log_that_rotted_in_both_copies_are_c
     assert found.lost["unproven"] == found.lost_keys > 0
     messages = [record.getMessage() for record in caplog.records]
     assert f"objects_lost device=simulated0 unproven={found.lost_keys} unnamed=0 overlapping=0" in messages
-    assert "log_mended device=simulated0 blocks=1" in messages
+    assert "log_repaired device=simulated0 blocks=1" in messages
     pool.stop()
     pool = Driver(simulated_pool([device.restart()], clock_ms=Clock()))
     assert not pool_statistics(pool).lost, "counters are since the start"

@@ -67,7 +67,7 @@ LAYERS: list[tuple[type[Section], str, Any, Any, Any]] = [
     (DataPlaneConfig, "net_cores", [1], [2], [-1, -1]),
     (HostConfig, "lookup_threads", 3, 4, 5),
     (HostConfig, "data_plane", "a:1", "b:2", "c:3"),
-    (HostConfig, "store_timeout", 2.5, 3.5, 4.5),
+    (HostConfig, "store_timeout_s", 2.5, 3.5, 4.5),
 ]
 
 

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from machine import PATIENCE_S, wait_for
+from machine import WAIT_MAX_S, wait_for
 from prometheus_client import CollectorRegistry, Gauge
 
 from shadowserve import systemd
@@ -21,7 +21,7 @@ Get = Callable[..., tuple[int, str, str]]
 
 def request(port: int, path: str, accept: str = "", method: str = "GET") -> tuple[int, str, str]:
     """Return status, content type and body."""
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_MAX_S)) as connection:
         connection.request(method, path, headers={"Accept": accept} if accept else {})
         response = connection.getresponse()
         return response.status, response.getheader("Content-Type", ""), response.read().decode()
@@ -76,7 +76,7 @@ def test_a_collector_that_fails_is_an_error_and_not_the_end(endpoint: Endpoint) 
 
 
 def test_connections_that_ask_nothing_neither_block_nor_pile_up(endpoint: Endpoint) -> None:
-    held = [socket.create_connection(("127.0.0.1", endpoint.port), PATIENCE_S) for _ in range(140)]
+    held = [socket.create_connection(("127.0.0.1", endpoint.port), WAIT_MAX_S) for _ in range(140)]
     try:
         assert held[0].recv(1) == b""  # beyond the limit of one address: the first makes way
     finally:
@@ -100,7 +100,7 @@ def test_300_slow_connections_that_come_back_delay_no_answer(endpoint: Endpoint,
         held: list[socket.socket] = []
         while not stopped.is_set():
             with contextlib.suppress(OSError):
-                held.append(socket.create_connection(("127.0.0.1", endpoint.port), PATIENCE_S))
+                held.append(socket.create_connection(("127.0.0.1", endpoint.port), WAIT_MAX_S))
                 held[-1].sendall(b"GET /healthz HTTP/1.1\r\nHost: ")
             if len(held) > 100:
                 held.pop(0).close()
@@ -129,7 +129,7 @@ def test_metrics_that_nobody_reads_and_checks_that_take_long_keep_no_probe_waiti
     class Large:
         def collect(self) -> Iterator[Gauge]:
             looked.release()
-            go_on.wait(PATIENCE_S)
+            go_on.wait(WAIT_MAX_S)
             return iter(())
 
     registry.register(Large())  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ def test_metrics_that_nobody_reads_and_checks_that_take_long_keep_no_probe_waiti
     try:
         go_on.clear()
         for _ in range(30):
-            held.append(socket.create_connection(("127.0.0.1", endpoint.port), PATIENCE_S))
+            held.append(socket.create_connection(("127.0.0.1", endpoint.port), WAIT_MAX_S))
             held[-1].sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
         assert request(endpoint.port, "/healthz")[0] == 200
         assert b" 503 " in held[-1].recv(1 << 12), "beyond what may wait it is told so"
@@ -170,7 +170,7 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.
     """What stands in for systemd."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
-        listener.settimeout(PATIENCE_S)
+        listener.settimeout(WAIT_MAX_S)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         yield listener
 
@@ -199,7 +199,7 @@ def test_the_watchdog_is_fed_while_all_is_well(manager: socket.socket, monkeypat
         assert manager.recv(1024) == b"WATCHDOG=1"
         well.clear()
         asked.clear()
-        assert asked.wait(PATIENCE_S)
+        assert asked.wait(WAIT_MAX_S)
         watchdog.close()
         manager.setblocking(False)
         with pytest.raises(BlockingIOError):

@@ -22,11 +22,11 @@ from shadowserve.keys import (
     Input,
     KVNamespace,
     ModelIdentity,
-    chain_links,
     chain_of,
+    prefix_chain,
     record_keys,
     storage_key,
-    tail_link,
+    tail_chunk_key,
 )
 
 MODEL = ModelIdentity(model="a/model", dtype="bfloat16")
@@ -89,7 +89,7 @@ TOKENS = list(range(1000))
 
 
 def reference_links(model: bytes, tokens: list[int], chunk_tokens: int, extra: Extra) -> list[bytes]:
-    """The chain as the docstring of chain_links defines it, one token at a time."""
+    """The chain as the docstring of prefix_chain defines it, one token at a time."""
     links = []
     previous = hashlib.sha256(b"shadowserve chain 2\0" + model).digest()
     for start in range(0, len(tokens) - chunk_tokens + 1, chunk_tokens):
@@ -116,13 +116,13 @@ def test_the_digests_are_frozen() -> None:
 
 
 def test_the_chain_is_frozen() -> None:
-    assert [link.hex() for link in chain_links(MODEL.digest(), TOKENS)] == GOLDEN_LINKS
-    salted = chain_links(MODEL.digest(), range(9), chunk_tokens=4, extra=Extra(b"salt"))
+    assert [link.hex() for link in prefix_chain(MODEL.digest(), TOKENS)] == GOLDEN_LINKS
+    salted = prefix_chain(MODEL.digest(), range(9), chunk_tokens=4, extra=Extra(b"salt"))
     assert [link.hex() for link in salted] == GOLDEN_LINKS_SALTED
 
 
 def test_the_keys_of_records_are_frozen() -> None:
-    links = chain_links(MODEL.digest(), TOKENS)
+    links = prefix_chain(MODEL.digest(), TOKENS)
     assert [key.hex() for key in record_keys(named(), links)] == GOLDEN_KEYS
     before = b"shadowserve record 4\0" + named()
     end = hashlib.sha256(before + links[0][24:]).digest()[:8]
@@ -132,12 +132,12 @@ def test_the_keys_of_records_are_frozen() -> None:
 
 def test_keys_of_one_namespace_end_alike_if_their_prompts_begin_alike_and_not_otherwise() -> None:
     other = named(replace(NAMESPACE, heads=(8, 16)))
-    links = chain_links(MODEL.digest(), TOKENS)
-    branched = chain_links(MODEL.digest(), [*TOKENS[:300], *TOKENS], after=links[:1])
-    ends = {chain_of(key) for key in record_keys(named(), [*links, *branched, tail_link(
+    links = prefix_chain(MODEL.digest(), TOKENS)
+    branched = prefix_chain(MODEL.digest(), [*TOKENS[:300], *TOKENS], after=links[:1])
+    ends = {chain_of(key) for key in record_keys(named(), [*links, *branched, tail_chunk_key(
         MODEL.digest(), TOKENS, 100, after=links)])}  # fmt: skip
     assert len(ends) == 1 and len({*links, *branched}) == len(links) + len(branched) - 1
-    elsewhere = chain_links(MODEL.digest(), TOKENS[1:])
+    elsewhere = prefix_chain(MODEL.digest(), TOKENS[1:])
     assert len({chain_of(key) for key in record_keys(named(), [links[2], elsewhere[2]])}) == 2
     assert not ends & {chain_of(key) for key in record_keys(other, links)}, "ranks and groups are spread"
 
@@ -160,7 +160,7 @@ def test_the_digests_are_those_of_canonical_json() -> None:
 @pytest.mark.parametrize("name", [field.name for field in fields(ModelIdentity)])
 def test_each_field_of_a_model_changes_every_link(name: str) -> None:
     changed = replace(MODEL, **{name: OTHER_MODEL[name]})
-    assert not set(chain_links(changed.digest(), TOKENS)) & set(chain_links(MODEL.digest(), TOKENS))
+    assert not set(prefix_chain(changed.digest(), TOKENS)) & set(prefix_chain(MODEL.digest(), TOKENS))
 
 
 def test_each_part_of_a_models_kv_in_each_form_has_a_name_of_its_own() -> None:
@@ -176,7 +176,7 @@ def test_each_part_of_a_models_kv_in_each_form_has_a_name_of_its_own() -> None:
     last = named(layout=replace(LAYOUT, tokens=LAYOUT.tokens // 2))  # of a window
     names = [named(), fewer, last, *(named(part) for part in parts), *(named(layout=form) for form in forms)]
     assert len(set(names)) == len(names)
-    links = chain_links(MODEL.digest(), TOKENS)
+    links = prefix_chain(MODEL.digest(), TOKENS)
     assert len({key for name in names for key in record_keys(name, links)}) == len(names) * len(links)
 
 
@@ -211,10 +211,10 @@ def test_keys_equal_the_definition_and_extend_those_of_every_prefix(
 ) -> None:
     extra = Extra(request, tuple(sorted(inputs)))
     model = MODEL.digest()
-    keys = chain_links(model, tokens, chunk_tokens=chunk_tokens, extra=extra)
+    keys = prefix_chain(model, tokens, chunk_tokens=chunk_tokens, extra=extra)
     assert keys == reference_links(model, tokens, chunk_tokens, extra)
     for length in range(len(tokens) + 1):
-        shorter = chain_links(model, tokens[:length], chunk_tokens=chunk_tokens, extra=extra)
+        shorter = prefix_chain(model, tokens[:length], chunk_tokens=chunk_tokens, extra=extra)
         assert shorter == keys[: length // chunk_tokens]
 
 
@@ -223,8 +223,8 @@ def test_keys_equal_the_definition_and_extend_those_of_every_prefix(
 def test_a_changed_token_changes_its_chunk_and_all_later_ones_only(position: int, token: int) -> None:
     tokens = list(range(8 * 16))
     tokens[position] = token if token != position else token + 1
-    before = chain_links(MODEL.digest(), list(range(8 * 16)), chunk_tokens=16)
-    after = chain_links(MODEL.digest(), tokens, chunk_tokens=16)
+    before = prefix_chain(MODEL.digest(), list(range(8 * 16)), chunk_tokens=16)
+    after = prefix_chain(MODEL.digest(), tokens, chunk_tokens=16)
     changed = position // 16
     assert after[:changed] == before[:changed]
     assert not set(after[changed:]) & set(before)
@@ -233,9 +233,9 @@ def test_a_changed_token_changes_its_chunk_and_all_later_ones_only(position: int
 @pytest.mark.parametrize("known", range(5))
 def test_a_chain_goes_on_behind_known_keys(known: int) -> None:
     model = MODEL.digest()
-    keys = chain_links(model, TOKENS, chunk_tokens=200, extra=Extra(b"x", (Input(300, 300, bytes(32)),)))
+    keys = prefix_chain(model, TOKENS, chunk_tokens=200, extra=Extra(b"x", (Input(300, 300, bytes(32)),)))
     assert (
-        chain_links(
+        prefix_chain(
             model, TOKENS, chunk_tokens=200, extra=Extra(b"x", (Input(300, 300, bytes(32)),)), after=keys[:known]
         )
         == keys
@@ -243,27 +243,27 @@ def test_a_chain_goes_on_behind_known_keys(known: int) -> None:
 
 
 def test_more_known_keys_than_chunks_are_cut() -> None:
-    keys = chain_links(MODEL.digest(), TOKENS)
-    assert chain_links(MODEL.digest(), TOKENS[:600], after=keys) == keys[:2]
+    keys = prefix_chain(MODEL.digest(), TOKENS)
+    assert prefix_chain(MODEL.digest(), TOKENS[:600], after=keys) == keys[:2]
 
 
 def test_known_keys_are_not_changed() -> None:
-    known = chain_links(MODEL.digest(), TOKENS[:256])
-    chain_links(MODEL.digest(), TOKENS, after=known)
+    known = prefix_chain(MODEL.digest(), TOKENS[:256])
+    prefix_chain(MODEL.digest(), TOKENS, after=known)
     assert len(known) == 1
 
 
 @pytest.mark.parametrize("length", [0, 1, DEFAULT_CHUNK_TOKENS - 1])
 def test_a_prompt_without_a_full_chunk_has_no_keys(length: int) -> None:
-    assert chain_links(MODEL.digest(), TOKENS[:length]) == []
+    assert prefix_chain(MODEL.digest(), TOKENS[:length]) == []
 
 
 def test_namespace_and_extra_keys_separate_equal_prompts() -> None:
     chains = [
-        chain_links(MODEL.digest(), TOKENS),
-        chain_links(replace(MODEL, tenant_salt="other").digest(), TOKENS),
-        chain_links(MODEL.digest(), TOKENS, extra=Extra(b"adapter")),
-        chain_links(MODEL.digest(), TOKENS, extra=Extra(b"adapter\0")),
+        prefix_chain(MODEL.digest(), TOKENS),
+        prefix_chain(replace(MODEL, tenant_salt="other").digest(), TOKENS),
+        prefix_chain(MODEL.digest(), TOKENS, extra=Extra(b"adapter")),
+        prefix_chain(MODEL.digest(), TOKENS, extra=Extra(b"adapter\0")),
     ]
     assert len({key for chain in chains for key in chain}) == 4 * len(chains[0])
 
@@ -275,23 +275,23 @@ def test_an_image_changes_the_chunks_from_its_own_on_and_not_the_text_before_it(
     offset: int, length: int, same: int
 ) -> None:
     model, tokens = MODEL.digest(), list(range(1024))
-    text = chain_links(model, tokens)
+    text = prefix_chain(model, tokens)
     chains = [
-        chain_links(model, tokens, extra=Extra(b"", (Input(offset, length, bytes([one] * 32)),))) for one in (1, 2)
+        prefix_chain(model, tokens, extra=Extra(b"", (Input(offset, length, bytes([one] * 32)),))) for one in (1, 2)
     ]
     for chain in chains:
         assert chain[:same] == text[:same]
     assert len({link for chain in (text, *chains) for link in chain[same:]}) == 3 * (4 - same)
-    salted = chain_links(model, tokens, extra=Extra(b"adapter", (Input(offset, length, bytes(32)),)))
+    salted = prefix_chain(model, tokens, extra=Extra(b"adapter", (Input(offset, length, bytes(32)),)))
     assert not set(salted) & set(text), "what holds for the request holds for all of it"
 
 
 def test_an_image_counts_by_its_place_and_its_length_and_not_by_its_place_in_a_list() -> None:
     one, other = Input(10, 20, b"1" * 32), Input(40, 2, b"2" * 32)
     sets = [(one, other), (one,), (replace(one, offset=11), other), (replace(one, length=21), other)]
-    assert len({chain_links(MODEL.digest(), TOKENS, extra=Extra(b"", each))[0] for each in sets}) == len(sets)
-    turned = chain_links(MODEL.digest(), TOKENS, extra=Extra(b"", (other, one)))
-    assert turned == chain_links(MODEL.digest(), TOKENS, extra=Extra(b"", (one, other)))
+    assert len({prefix_chain(MODEL.digest(), TOKENS, extra=Extra(b"", each))[0] for each in sets}) == len(sets)
+    turned = prefix_chain(MODEL.digest(), TOKENS, extra=Extra(b"", (other, one)))
+    assert turned == prefix_chain(MODEL.digest(), TOKENS, extra=Extra(b"", (one, other)))
 
 
 @pytest.mark.parametrize("given", [(-1, 1, bytes(32)), (0, 0, bytes(32)), (0, 1, bytes(31))])
@@ -303,31 +303,31 @@ def test_an_input_that_is_nowhere_in_a_prompt_has_no_name(given: tuple[int, int,
 @pytest.mark.parametrize("dtype", ["<u4", ">u4", "<i4", "<i8", ">i8", "<u8", "<u2"])
 def test_arrays_of_any_integer_type_have_the_keys_of_the_list(dtype: str) -> None:
     array = np.array(TOKENS, dtype=dtype)
-    assert chain_links(MODEL.digest(), array) == chain_links(MODEL.digest(), TOKENS)
-    assert chain_links(MODEL.digest(), np.repeat(array, 2)[::2]) == chain_links(MODEL.digest(), TOKENS)
+    assert prefix_chain(MODEL.digest(), array) == prefix_chain(MODEL.digest(), TOKENS)
+    assert prefix_chain(MODEL.digest(), np.repeat(array, 2)[::2]) == prefix_chain(MODEL.digest(), TOKENS)
 
 
 @pytest.mark.parametrize("token", [-1, 2**32, 2**63, 2**70, -(2**40)])
 def test_a_token_that_does_not_fit_is_refused_and_not_wrapped_around(token: int) -> None:
     with pytest.raises(OverflowError):
-        chain_links(MODEL.digest(), [*TOKENS[:255], token])
+        prefix_chain(MODEL.digest(), [*TOKENS[:255], token])
 
 
 @pytest.mark.parametrize("token", [-1, 2**32, 2**40 + 5])
 def test_an_array_with_a_token_that_does_not_fit_is_refused_and_not_wrapped_around(token: int) -> None:
     with pytest.raises(OverflowError):
-        chain_links(MODEL.digest(), np.array([*TOKENS[:255], token], dtype=np.int64))
+        prefix_chain(MODEL.digest(), np.array([*TOKENS[:255], token], dtype=np.int64))
 
 
 def test_tokens_that_are_no_integers_are_refused() -> None:
     with pytest.raises(TypeError):
-        chain_links(MODEL.digest(), [1.5] * 256)  # type: ignore[list-item]
+        prefix_chain(MODEL.digest(), [1.5] * 256)  # type: ignore[list-item]
     with pytest.raises(TypeError):
-        chain_links(MODEL.digest(), np.full(256, 1.5))
+        prefix_chain(MODEL.digest(), np.full(256, 1.5))
 
 
 def test_the_largest_token_fits() -> None:
-    assert chain_links(MODEL.digest(), [2**32 - 1] * 256) == reference_links(
+    assert prefix_chain(MODEL.digest(), [2**32 - 1] * 256) == reference_links(
         MODEL.digest(), [2**32 - 1] * 256, 256, Extra()
     )
 
@@ -335,21 +335,21 @@ def test_the_largest_token_fits() -> None:
 @pytest.mark.parametrize("size", [0, 31, 33, 64])
 def test_a_namespace_of_another_length_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match="32 bytes"):
-        chain_links(bytes(size), TOKENS)
+        prefix_chain(bytes(size), TOKENS)
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, -1])
 def test_a_chunk_without_tokens_is_refused(chunk_tokens: int) -> None:
     with pytest.raises(ValueError, match="at least one token"):
-        chain_links(MODEL.digest(), TOKENS, chunk_tokens=chunk_tokens)
+        prefix_chain(MODEL.digest(), TOKENS, chunk_tokens=chunk_tokens)
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "4242"])
 def test_keys_are_the_same_in_every_process(seed: str) -> None:
     program = (
-        "from shadowserve.keys import ModelIdentity, chain_links\n"
+        "from shadowserve.keys import ModelIdentity, prefix_chain\n"
         "model = ModelIdentity(model='a/model', dtype='bfloat16').digest()\n"
-        "print(model.hex(), *[link.hex() for link in chain_links(model, range(1000))])"
+        "print(model.hex(), *[link.hex() for link in prefix_chain(model, range(1000))])"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -364,10 +364,10 @@ def test_keys_are_the_same_in_every_process(seed: str) -> None:
 
 def test_a_tail_has_a_link_of_its_own_tokens_and_of_all_before_them() -> None:
     tokens = list(range(22))
-    links = chain_links(MODEL.digest(), tokens, chunk_tokens=8)
+    links = prefix_chain(MODEL.digest(), tokens, chunk_tokens=8)
 
     def link(tokens: list[int], size: int, **named: Any) -> bytes:
-        return tail_link(MODEL.digest(), tokens, size, chunk_tokens=8, **{"after": links, **named})
+        return tail_chunk_key(MODEL.digest(), tokens, size, chunk_tokens=8, **{"after": links, **named})
 
     text = b"shadowserve tail 2\0" + links[1] + np.arange(16, 20, dtype="<u4").tobytes() + struct.pack("<I", 0)
     definition = hashlib.sha256(text).digest()[:24] + links[0][24:]
@@ -376,12 +376,12 @@ def test_a_tail_has_a_link_of_its_own_tokens_and_of_all_before_them() -> None:
     image = Input(17, 2, bytes(32))
     others = [
         link(tokens, 5),
-        link([9, *tokens[1:]], 4, after=chain_links(MODEL.digest(), [9, *tokens[1:]], chunk_tokens=8)),
+        link([9, *tokens[1:]], 4, after=prefix_chain(MODEL.digest(), [9, *tokens[1:]], chunk_tokens=8)),
         link([*tokens[:19], 9], 4),
         link(tokens, 4, extra=Extra(b"salt")),
         link(tokens, 4, extra=Extra(inputs=(image,))),
-        chain_links(MODEL.digest(), tokens[16:20], chunk_tokens=4)[0],
-        chain_links(MODEL.digest(), tokens, chunk_tokens=4)[4],
+        prefix_chain(MODEL.digest(), tokens[16:20], chunk_tokens=4)[0],
+        prefix_chain(MODEL.digest(), tokens, chunk_tokens=4)[4],
     ]
     assert len({link(tokens, 4), *links, *others}) == 1 + len(links) + len(others)
     assert link(tokens, 4, extra=Extra(inputs=(Input(20, 2, bytes(32)),))) == link(tokens, 4), "an image behind it"
@@ -389,6 +389,6 @@ def test_a_tail_has_a_link_of_its_own_tokens_and_of_all_before_them() -> None:
 
 @pytest.mark.parametrize(("count", "size"), [(22, 0), (22, 8), (19, 4), (15, 4)])
 def test_a_tail_that_the_prompt_does_not_have_has_no_link(count: int, size: int) -> None:
-    links = chain_links(MODEL.digest(), list(range(16)), chunk_tokens=8)
+    links = prefix_chain(MODEL.digest(), list(range(16)), chunk_tokens=8)
     with pytest.raises(ValueError, match="a tail of"):
-        tail_link(MODEL.digest(), list(range(count)), size, chunk_tokens=8, after=links)
+        tail_chunk_key(MODEL.digest(), list(range(count)), size, chunk_tokens=8, after=links)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from machine import PATIENCE_S
+from machine import WAIT_MAX_S
 
 from shadowserve.tls import diagnose
 
@@ -37,7 +37,7 @@ def resetting_port() -> Iterator[int]:
     yield listener.getsockname()[1]
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
-    thread.join(PATIENCE_S)
+    thread.join(WAIT_MAX_S)
 
 
 def test_a_connection_reset_before_the_handshake_leaves_no_open_socket(
@@ -49,12 +49,12 @@ def test_a_connection_reset_before_the_handshake_leaves_no_open_socket(
         connection = connect(*arguments, **options)
         poll = select.poll()
         poll.register(connection, select.POLLERR | select.POLLHUP)
-        assert poll.poll(1000 * PATIENCE_S)
+        assert poll.poll(1000 * WAIT_MAX_S)
         return connection
 
     monkeypatch.setattr(socket, "create_connection", connect_and_be_reset)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResourceWarning)
-        assert diagnose("127.0.0.1", resetting_port, None, PATIENCE_S) == ""
+        assert diagnose("127.0.0.1", resetting_port, None, WAIT_MAX_S) == ""
         gc.collect()
     assert not [str(each.message) for each in caught]

@@ -37,7 +37,7 @@ class StartTrouble:
         return any(fault.met for _, fault in self._faults)
 
     def __enter__(self) -> None:
-        what = self._chance.choice(("power", "power", "log", "superblock", "mending", "flush"))
+        what = self._chance.choice(("power", "power", "log", "superblock", "repairing", "flush"))
         device = self._chance.choice(self._devices)
         if what == "power":
             self._left = self._chance.randint(1, self._chance.choice(_OPERATIONS))
@@ -45,7 +45,7 @@ class StartTrouble:
                 each.before = self._count
         elif what == "flush":
             self._fail(device, OperationKind.FLUSH, after=0)
-        elif what == "mending":
+        elif what == "repairing":
             self._fail(device, OperationKind.WRITE, after=self._chance.randrange(3))
         elif what == "superblock":
             first = self._chance.choice(SUPERBLOCK_OFFSETS) // _BLOCK_BYTES

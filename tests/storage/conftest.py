@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from machine import PATIENCE_S, free_port, wait_for
+from machine import WAIT_MAX_S, free_port, wait_for
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pool"))
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports by path, so that folders need no __init__.py
@@ -58,7 +58,7 @@ def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
         def listens() -> bool:
             assert process.poll() is None, "redis-server did not start"
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), PATIENCE_S):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), WAIT_MAX_S):
                 return True
             return False
 
@@ -66,4 +66,4 @@ def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         yield port
     finally:
         process.terminate()
-        process.wait(PATIENCE_S)
+        process.wait(WAIT_MAX_S)

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Self
 
-from machine import PATIENCE_S, wait_for
+from machine import WAIT_MAX_S, wait_for
 from storage_support import Client
 
 from shadowserve.pool.memory_pool import MemoryPool
@@ -128,7 +128,7 @@ class Served:
 
     def __init__(self, **config: Any) -> None:
         self.store = SlowStore()
-        self._config = StorageConfig(port=0, **({"shutdown_timeout_s": PATIENCE_S} | config))
+        self._config = StorageConfig(port=0, **({"shutdown_timeout_s": WAIT_MAX_S} | config))
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._clients: list[Client] = []
@@ -155,12 +155,12 @@ class Served:
 
     def wait(self) -> None:
         """Wait for the end."""
-        self._thread.join(PATIENCE_S)
+        self._thread.join(WAIT_MAX_S)
         assert not self._thread.is_alive()
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._ready.wait(PATIENCE_S)
+        assert self._ready.wait(WAIT_MAX_S)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Self
 
-from machine import PATIENCE_S, wait_for
+from machine import WAIT_MAX_S, wait_for
 from preloaded import Preloaded
 
 from shadowserve import native, record
@@ -21,7 +21,7 @@ from shadowserve.keys import storage_key
 from shadowserve.resp import NEED_DATA, LargeBulk, ReplyReader, Value, encode_command
 
 REPOSITORY = Path(__file__).parents[2]
-TIMEOUT_S = PATIENCE_S
+TIMEOUT_S = WAIT_MAX_S
 
 
 class Child:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from machine import PATIENCE_S, free_port, wait_for
+from machine import WAIT_MAX_S, free_port, wait_for
 from storage_support import Child, Client
 from test_against_redis import commands_of, converse
 
@@ -165,7 +165,7 @@ def test_a_file_that_redis_has_saved_is_ours_and_the_reverse(start: Callable[...
 
         def listens() -> bool:
             assert process.poll() is None, "redis-server does not take the file"
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), PATIENCE_S):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), WAIT_MAX_S):
                 return True
             return False
 
@@ -175,7 +175,7 @@ def test_a_file_that_redis_has_saved_is_ours_and_the_reverse(start: Callable[...
             assert reference.call("ACL", "SAVE") == b"OK"
     finally:
         process.terminate()
-        process.wait(PATIENCE_S)
+        process.wait(WAIT_MAX_S)
     with child.client() as client:
         loaded = client.call("ACL", "LOAD")
         assert not isinstance(loaded, ErrorReply)

@@ -49,7 +49,7 @@ EXPIRING: dict[str, Words] = {
     "expire persist": lambda key: [("EXPIRE", key, 10**6), ("PERSIST", key)],
 }
 ALL = {**REPLACING, **EXPIRING, **REMOVING}
-CHANGES_NO_VALUE = {"kv.announce", "kv.pin", "kv.unpin"}
+CHANGES_NO_VALUE = {"kv.publish", "kv.pin", "kv.unpin"}
 RECORDS = {what: Chain(f"record of {what}", 1) for what in ALL}
 
 

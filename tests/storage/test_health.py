@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import NEVER_S, PATIENCE_S, wait_for
+from machine import NEVER_S, WAIT_MAX_S, wait_for
 from storage_support import Child
 
 from shadowserve.clock import wall_clock_ms
@@ -116,7 +116,7 @@ def manager(tmp_path: Path) -> Iterator[socket.socket]:
     """What stands in for systemd: reads what it is told."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
-        listener.settimeout(PATIENCE_S)
+        listener.settimeout(WAIT_MAX_S)
         yield listener
 
 
@@ -150,5 +150,5 @@ def test_probes_do_not_wait_for_each_other(start: Callable[..., Child]) -> None:
     for asker in askers:
         asker.start()
     for asker in askers:
-        asker.join(PATIENCE_S)
+        asker.join(WAIT_MAX_S)
     assert statuses == [200] * 8

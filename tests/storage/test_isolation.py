@@ -6,7 +6,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from machine import NEVER_S, PATIENCE_S, wait_for
+from machine import NEVER_S, WAIT_MAX_S, wait_for
 from slow_store import Served
 from storage_support import Child, Client
 from test_client_memory import MIB, Weighed
@@ -15,10 +15,10 @@ from test_shaper import MBIT, Run, Sent, shared
 
 from shadowserve.resp import ErrorReply, encode_command
 from storage_kv.access.memory import Account, Bound
-from storage_kv.announcements import Announcements
 from storage_kv.clients.event_loop import EventLoop
 from storage_kv.clients.workers import Workers
 from storage_kv.egress import Demand
+from storage_kv.publications import Publications
 from storage_kv.session import Session
 from storage_kv.shaper import Flow
 from storage_kv.turns import Turns
@@ -233,7 +233,7 @@ def test_a_loop_serves_a_tenant_whatever_waits_of_another() -> None:
     wait_for(lambda: len(served) > 1)
     waiting = len(served)
     loop.call_threadsafe(last, other)
-    assert done.wait(PATIENCE_S)
+    assert done.wait(WAIT_MAX_S)
     thread.join()
     loop.close()
     assert served.index("other") < waiting + 500, "it waited for a part of one turn of the others, not for all of them"
@@ -248,7 +248,7 @@ def test_the_check_of_a_record_waits_for_no_crowd_of_another_tenant() -> None:
 
     def check_of(name: str) -> Callable[[], None]:
         def work() -> None:
-            assert go_on.wait(PATIENCE_S)
+            assert go_on.wait(WAIT_MAX_S)
             order.append(name)
 
         return work
@@ -257,7 +257,7 @@ def test_the_check_of_a_record_waits_for_no_crowd_of_another_tenant() -> None:
     done.append(workers.submit(other, check_of("other")))
     go_on.set()
     for each in done:
-        each.result(PATIENCE_S)
+        each.result(WAIT_MAX_S)
     workers.stop()
     assert order.index("other") <= 2
     assert workers.submit(crowd, check_of("late")).cancelled()
@@ -348,32 +348,32 @@ def test_two_tenants_with_half_each_leave_room_for_a_third() -> None:
     assert not accounts[2].admit(200)
 
 
-# ---- Announcements
+# ---- Publications
 
 
-def test_of_thousands_that_announce_a_key_those_few_are_noted_that_last_longest() -> None:
-    """2,000 announcers of a key made another tenant wait for 1.7 s: each look went through all of them."""
-    announcements = Announcements(lambda: 2)
+def test_of_thousands_that_publish_a_key_those_few_are_noted_that_last_longest() -> None:
+    """2,000 publishers of a key made another tenant wait for 1.7 s: each look went through all of them."""
+    publications = Publications(lambda: 2)
     key = (1, b"key")
     for client in range(2000):
-        announcements.announce(client, [key], 0, 10_000 + client % 1000)
-    assert announcements.until_ms(key, 5000) == 10_999
-    noted = [client for client in range(2000) if announcements.withdraw(client, [key])]
+        publications.publish(client, [key], 0, 10_000 + client % 1000)
+    assert publications.until_ms(key, 5000) == 10_999
+    noted = [client for client in range(2000) if publications.withdraw(client, [key])]
     assert 2 <= len(noted) <= 8 and {999, 1999} <= set(noted)
-    assert announcements.until_ms(key, 5000) == 0
-    for client in range(2000):  # and what a gone one had announced makes room for one that is there
-        announcements.announce(client, [key], 0, 20_000)
-        announcements.leave(client)
-    announcements.announce(5000, [key], 0, 15_000)
-    assert announcements.until_ms(key, 5000) == 15_000
+    assert publications.until_ms(key, 5000) == 0
+    for client in range(2000):  # and what a gone one had published makes room for one that is there
+        publications.publish(client, [key], 0, 20_000)
+        publications.leave(client)
+    publications.publish(5000, [key], 0, 15_000)
+    assert publications.until_ms(key, 5000) == 15_000
 
 
-def test_two_tenants_that_announce_all_they_may_leave_room_for_a_third(begin: Callable[..., Child]) -> None:
+def test_two_tenants_that_publish_all_they_may_leave_room_for_a_third(begin: Callable[..., Child]) -> None:
     child = begin()
     for name in ("ann", "bob"):
         for turn in range(2):
             client = login(child, name)
             for part in range(4):
-                client.call("KV.ANNOUNCE", 60_000, *(f"{turn} {part} {number}" for number in range(4096)))
+                client.call("KV.PUBLISH", 60_000, *(f"{turn} {part} {number}" for number in range(4096)))
     eve = login(child, "eve")
-    assert eve.call("KV.ANNOUNCE", 60_000, *(f"e{number}" for number in range(500))) == 500
+    assert eve.call("KV.PUBLISH", 60_000, *(f"e{number}" for number in range(500))) == 500

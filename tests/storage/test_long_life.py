@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import PATIENCE_S, wait_for
+from machine import WAIT_MAX_S, wait_for
 from slow_store import Served
 from storage_support import make_record
 
@@ -53,7 +53,7 @@ class Lasting(Served):
         return self.server.addresses[0][1]
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), PATIENCE_S)
+        return socket.create_connection(("127.0.0.1", self.port), WAIT_MAX_S)
 
 
 def _reset(sock: socket.socket) -> None:

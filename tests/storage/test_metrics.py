@@ -47,7 +47,7 @@ def shown() -> Statistics:
             DeviceStatistics(name="nvme1n1", state="gone", errors=3, quarantined_bytes=1, scrubbed_bytes=1000),
         ),
         memory_bytes=1 << 20,
-        promotions=2,
+        prefetches=2,
         copies_dropped=3,
         evictions={"budget": 5, "quota": 1},
         held_back=4,

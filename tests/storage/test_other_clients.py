@@ -6,7 +6,7 @@ import subprocess
 from typing import Any
 
 import pytest
-from machine import PATIENCE_S
+from machine import WAIT_MAX_S
 from storage_support import Child
 
 LIBRARIES = ["redis", "valkey"]
@@ -129,7 +129,7 @@ def run(*arguments: str, given: str = "") -> str:
     program = shutil.which(arguments[0])
     assert program, f"install the system package redis-tools, which has {arguments[0]}"
     done = subprocess.run(
-        [program, *arguments[1:]], input=given, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+        [program, *arguments[1:]], input=given, capture_output=True, text=True, timeout=WAIT_MAX_S, check=True
     )
     return done.stdout + done.stderr
 
@@ -174,6 +174,6 @@ def test_redis_benchmark(name: str, shared_server: Child) -> None:
 def test_redis_benchmark_stops_at_the_first_test_that_needs_another_command(shared_server: Child) -> None:
     done = subprocess.run(
         ["redis-benchmark", "-p", str(shared_server.port), "-n", "20", "-q"],
-        **{"capture_output": True, "text": True, "timeout": PATIENCE_S},
+        **{"capture_output": True, "text": True, "timeout": WAIT_MAX_S},
     )
     assert done.returncode and "unknown command 'INCR'" in done.stdout + done.stderr

@@ -81,10 +81,10 @@ def test_a_pin_is_short_and_longer_ones_are_refused(start: Callable[..., Child])
     client.call("SET", "a", "x")
     assert client.call("KV.PIN", 600, "a") == 1
     assert client.call("KV.PIN", 601, "a") == (
-        b"ERR invalid pin time in 'kv.pin' command: 0 to 600 seconds (pin_seconds_max)"
+        b"ERR invalid pin time in 'kv.pin' command: 0 to 600 seconds (pin_max_s)"
     )
     assert client.call("KV.PIN", 365 * 86_400, "a").startswith(b"ERR invalid pin time")
-    assert client.call("CONFIG", "SET", "pin_seconds_max", 3600) == b"OK" and client.call("KV.PIN", 3600, "a") == 1
+    assert client.call("CONFIG", "SET", "pin_max_s", 3600) == b"OK" and client.call("KV.PIN", 3600, "a") == 1
     assert client.call("KV.PIN", 0, "a") == 1 and client.call("KV.PIN", 60, "none") == 0
     assert client.call("CONFIG", "SET", "pin_share_of_tenant", 0) == b"OK"
     assert client.call("KV.PIN", 60, "none", "a").endswith(b"Of this command's keys 0 are pinned")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from machine import PATIENCE_S, free_port
+from machine import WAIT_MAX_S, free_port
 from storage_support import REPOSITORY, Child, make_record
 
 from shadowserve.errors import StorageUnavailableError
@@ -89,7 +89,7 @@ def test_watching_ends_in_order_on_an_interrupt(server: Child) -> None:
     ) as watching:
         assert watching.stdout is not None and watching.stdout.readline()
         watching.send_signal(signal.SIGINT)
-        _, errors = watching.communicate(timeout=PATIENCE_S)
+        _, errors = watching.communicate(timeout=WAIT_MAX_S)
     assert watching.returncode in (0, 1) and "Traceback" not in errors
 
 
@@ -126,7 +126,7 @@ def test_a_server_that_hangs_up_on_us_before_we_ask_is_heard(start: Callable[...
     context = Login(host="127.0.0.1", port=child.port, tls_ca=str(certificates / "ca.crt")).context()
 
     async def ask_as_it_closes() -> None:
-        client = RespClient("a server", PATIENCE_S)
+        client = RespClient("a server", WAIT_MAX_S)
         await client.open("127.0.0.1", child.port, [], context, "127.0.0.1")
         assert client._transport is not None
         while not client._transport.is_closing():

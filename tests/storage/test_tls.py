@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from machine import NEVER_S, PATIENCE_S, wait_for
+from machine import NEVER_S, WAIT_MAX_S, wait_for
 from storage_support import REPOSITORY, TIMEOUT_S, Child, Client, make_record
 
 from shadowserve.resp import encode_command
@@ -316,7 +316,7 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(flags: list[str], te
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
-        timeout=PATIENCE_S,
+        timeout=WAIT_MAX_S,
     )
     assert ran.returncode != 0 and text in ran.stderr
 

@@ -61,7 +61,7 @@ SMALL = {
         *("--documents", "1", "--lengths", "4", "--requests", "2", "--repeats", "1", "--rounds", "3"),
         *("--rounds-max", "3", "--phase-steps", "2"),
     ],
-    "slack": [
+    "budget": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
         *("--documents", "1", "--read-chunks", "8", "--chunk-kib", "256", "--turns", "1", "--learning", "1"),
         *("--rounds", "6", "--rounds-max", "6", "--phase-steps", "2"),
@@ -70,7 +70,7 @@ SMALL = {
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
         *("--documents", "1", "--output-tokens", "4", "--requests", "2", "--unloaded", "1", "--repeats", "1"),
     ],
-    "handover": [
+    "disaggregation": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
         *("--documents", "2", "--output-tokens", "4"),
     ],
@@ -232,7 +232,7 @@ RATIOS = {
         "tpot_gain_over_in_engine",
         "ttft_gain_over_in_engine",
     },
-    "slack": {
+    "budget": {
         *("mixed_over_reads_alone", "mixed_over_reads_alone_any_order"),
         *(
             f"{moved}{ratio}"
@@ -256,7 +256,7 @@ RATIOS = {
         *("no_af_tpot", "no_cp_ttft", "no_mm_ttft"),
         *("no_mm_card_ttft", "no_mm_card_ttft_least", "no_mm_card_ttft_largest"),
     },
-    "handover": {f"handover_ttft_over_{other}" for other in ("warm_hit", "hit_beside_storing", "prefill")},
+    "disaggregation": {f"disaggregation_ttft_over_{other}" for other in ("warm_hit", "hit_beside_storing", "prefill")},
     "layers": {
         f"{ratio}{of}"
         for ratio in ("chunkwise_over_layerwise", "remote_over_local", "chunkwise_over_layerwise_local")
@@ -267,8 +267,8 @@ RATIOS = {
         *("all_over_better", "healed_with_prompt"),
     },
     "queue": {
-        *("promoted_over_resident", "promoted_over_fetched"),
-        *("ssd_promoted_over_resident", "ssd_promoted_over_fetched"),
+        *("prefetched_over_resident", "prefetched_over_fetched"),
+        *("ssd_prefetched_over_resident", "ssd_prefetched_over_fetched"),
     },
     "oversubscription": {
         *("throughput_2x_over_1x", "throughput_2x_over_recompute", "throughput_1x_over_off", "equal_answers"),
@@ -281,7 +281,7 @@ RATIOS = {
     },
 }
 LIMITS = {
-    "handover": {"handover_ttft_over_warm_hit"},
+    "disaggregation": {"disaggregation_ttft_over_warm_hit"},
     "interference": {"decode_step_slowdown", "tpot_gain_over_in_engine", "ttft_gain_over_in_engine"},
     "oversubscription": {"throughput_2x_over_recompute"},
     "serving": {"ttft_over_recompute"},
@@ -304,7 +304,7 @@ LACKING = {
 }
 
 
-BY_NIGHT = {"ablation", "decide", "handover", "oversubscription", "queue", "slack"}
+BY_NIGHT = {"ablation", "decide", "disaggregation", "oversubscription", "queue", "budget"}
 """A quarter of a minute each, or more; 'serving', 'layers' and 'interference' have what most of them stand on."""
 if os.environ.get("TEST_NIGHTLY"):
     BY_NIGHT = set()

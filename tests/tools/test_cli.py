@@ -91,7 +91,7 @@ def test_a_flag_says_what_it_takes() -> None:
         ("dpu", "--storage HOST:PORT  [default: 127.0.0.1:6380]"),
         ("dpu", "--fused [auto|true|false]  [default: auto]"),
         ("dpu", "--poll-interval-us MICROSECONDS  [default: 10; at most 1000000]"),
-        ("dpu", "--quarantine-time SECONDS  [default: 300.0; above 0, at most 86400]"),
+        ("dpu", "--quarantine-s SECONDS  [default: 300.0; above 0, at most 86400]"),
         ("dpu", "--net-cores [auto|CORES]  [default: auto]"),
     ):
         assert f"  {flag}\n" in shown[program]
@@ -248,10 +248,10 @@ def test_the_doctor_reports_findings_that_a_script_can_read() -> None:
     assert {"Python", "system", "C core", "shared memory", "storage server", "data plane"} <= set(findings)
     assert {"codec none", "codec deflate", "codec lz4", "codec zstd", "codec kvrans"} <= set(findings)
     for finding in report["findings"]:
-        assert set(finding) == {"what", "state", "found", "mend"}
+        assert set(finding) == {"what", "state", "found", "remedy"}
         assert finding["state"] in ("ok", "warning", "failed")
         assert finding["found"]
-        assert finding["mend"] or finding["state"] == "ok"
+        assert finding["remedy"] or finding["state"] == "ok"
     assert done.exit_code == any(finding["state"] == "failed" for finding in report["findings"])
 
 
@@ -262,7 +262,7 @@ def test_the_doctor_finds_what_it_needs_to_run_these_tests() -> None:
 
 def found_by_doctor(*arguments: str) -> dict[str, tuple[str, str, str]]:
     findings = json.loads(run("doctor", "--json", *arguments).output)["findings"]
-    return {each["what"]: (each["state"], each["found"], each["mend"]) for each in findings}
+    return {each["what"]: (each["state"], each["found"], each["remedy"]) for each in findings}
 
 
 @pytest.mark.parametrize(
@@ -275,8 +275,8 @@ def found_by_doctor(*arguments: str) -> dict[str, tuple[str, str, str]]:
     ],
 )
 def test_a_program_that_does_not_run_is_a_warning_with_the_command_that_starts_it(address: str, command: str) -> None:
-    state, _, mend = found_by_doctor("--storage", address)["storage server"]
-    assert (state, mend) == ("warning", command)
+    state, _, remedy = found_by_doctor("--storage", address)["storage server"]
+    assert (state, remedy) == ("warning", command)
 
 
 def test_the_doctor_looks_where_the_configuration_says(tmp_path: Path) -> None:
@@ -289,12 +289,12 @@ def test_the_doctor_looks_where_the_configuration_says(tmp_path: Path) -> None:
     )
     for role in ("host", "data-plane", "storage"):
         found = found_by_doctor("--role", role, "--config", str(file))
-        state, address, mend = found["storage server"]
-        assert (state, mend) == ("warning", f"shadowserve storage --config {file}")
+        state, address, remedy = found["storage server"]
+        assert (state, remedy) == ("warning", f"shadowserve storage --config {file}")
         assert f"127.0.0.1:{ports[0]}" in address
         if role != "storage":
-            state, address, mend = found["data plane"]
-            assert (state, mend) == ("warning", f"shadowserve dpu --config {file}")
+            state, address, remedy = found["data plane"]
+            assert (state, remedy) == ("warning", f"shadowserve dpu --config {file}")
             assert f"127.0.0.1:{ports[1]}" in address
 
 

@@ -51,7 +51,7 @@ def doctor(*arguments: str) -> Found:
     done = CliRunner().invoke(main, ["doctor", "--json", *arguments])
     findings = json.loads(done.output)["findings"]
     assert done.exit_code == any(each["state"] == "failed" for each in findings)
-    return {each["what"]: (each["state"], each["found"], each["mend"]) for each in findings}
+    return {each["what"]: (each["state"], each["found"], each["remedy"]) for each in findings}
 
 
 def on_host(storage: str, plane: str, **keys: Any) -> Found:
@@ -72,12 +72,12 @@ def test_what_runs_is_named_with_its_release(storage: Child, plane: Child) -> No
 def test_two_swapped_ports_are_two_faults_with_the_remedy(storage: Child, plane: Child) -> None:
     """Symptom: with the ports of storage node and data plane swapped the doctor said 'ok' twice."""
     found = on_host(plane.address, storage.address)
-    state, what, mend = found["storage server"]
+    state, what, remedy = found["storage server"]
     assert state == "failed" and "gRPC server, such as a data plane" in what
-    assert "--storage" in mend and "'data_plane' of the engine" in mend
-    state, what, mend = found["data plane"]
+    assert "--storage" in remedy and "'data_plane' of the engine" in remedy
+    state, what, remedy = found["data plane"]
     assert state == "failed" and "Redis' protocol, such as a storage node" in what
-    assert "'data_plane' of the engine" in mend and "'storage' of section 'dpu'" in mend
+    assert "'data_plane' of the engine" in remedy and "'storage' of section 'dpu'" in remedy
 
 
 def test_a_server_whose_password_is_missing_or_wrong_is_a_fault(
@@ -188,8 +188,8 @@ def test_tls_is_spoken_where_it_is_configured(tmp_path: Path, certificates: Path
         mine = {"tls_ca": "ca.crt", "tls_cert": "client.crt", "tls_key": "client.key"}
         keys = {key: str(certificates / name) for key, name in mine.items()}
         assert on_host("127.0.0.1:1", plane.address, **keys)["data plane"][0] == "ok"
-        state, found, mend = on_host("127.0.0.1:1", plane.address)["data plane"]
-        assert state == "failed" and "set tls_ca" in found and mend
+        state, found, remedy = on_host("127.0.0.1:1", plane.address)["data plane"]
+        assert state == "failed" and "set tls_ca" in found and remedy
         file.write_text(json.dumps({"dpu": {"listen": plane.address} | given}))
         assert doctor("--config", str(file))["data plane"][0] == "ok"
 

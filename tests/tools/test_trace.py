@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from host_control.client import DataPlaneClient
-from host_control.decision import Decision
+from host_control.fetch_policy import Decision
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.tier import Tier
 from shadowserve_tools import main

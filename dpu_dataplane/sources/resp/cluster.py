@@ -400,11 +400,11 @@ class ServerCluster:
             return iter([error] * len(questions))
         return iter([[next(answers) for _ in range(1 + each.asking)][-1] for each in questions])
 
-    async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
-        """Return False: no server that can be part of a cluster takes announcements."""
+    async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
+        """Return False: no server that can be part of a cluster takes publications."""
         return False
 
-    async def announced(self, keys: Sequence[bytes]) -> Flags | None:
+    async def published(self, keys: Sequence[bytes]) -> Flags | None:
         """Return None, likewise."""
         return None
 

@@ -83,7 +83,7 @@ class Threshold:
         self._rates: deque[float] = deque([0.0], _ROUNDS)
 
     def note(self, received_bytes: int, seconds: float) -> None:
-        """Take note of what a round has received, and how long it took."""
+        """Take note of what a batch has received, and how long it took."""
         self._rates.append(received_bytes / max(seconds, 1e-6))
 
     def bytes_min(self, latency_s: float) -> float:

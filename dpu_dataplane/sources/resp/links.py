@@ -57,7 +57,7 @@ class Link:
         return self.sock.fileno()
 
     def is_quiet(self) -> bool:
-        """Return whether the connection stands and has nothing to say, as between two rounds."""
+        """Return whether the connection stands and has nothing to say, as between two batches."""
         if self.session is not None and self.session.has_pending:
             return False
         try:
@@ -160,7 +160,7 @@ class Link:
 
 
 class Dialer:
-    """Makes connections to storage servers: with TLS if so configured, greeted, within ``connect_timeout``.
+    """Makes connections to storage servers: with TLS if so configured, greeted, within ``connect_timeout_s``.
 
     Raises:
         ConfigurationError: TLS is wanted and cannot be had.
@@ -168,19 +168,19 @@ class Dialer:
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self.username, self.password = config.storage_username, config.storage_password.get_secret_value()
-        self.connect_timeout, self.command_timeout = config.connect_timeout, config.command_timeout
+        self.connect_timeout_s, self.command_timeout_s = config.connect_timeout_s, config.command_timeout_s
         self.tls = StorageTls(config) if config.storage_tls_ca else None
 
     async def open_questions(self, node: Node) -> RespClient:
         """Return a connection for questions.
 
         Raises:
-            StorageUnavailableError, StorageRefusedError: within ``connect_timeout``.
+            StorageUnavailableError, StorageRefusedError: within ``connect_timeout_s``.
         """
         context, name = None, None
         if self.tls is not None:
             context, name = self.tls.contexts()[0], self.tls.name_of(node.host)
-        client = RespClient(str(node), self.command_timeout, AnswerReader())
+        client = RespClient(str(node), self.command_timeout_s, AnswerReader())
         async with self.deadline("connect", str(node)):
             return await client.open(node.host, node.port, self.greeting(replica=node.replica), context, name)
 
@@ -188,7 +188,7 @@ class Dialer:
         """Return a link that is ready for the C core.
 
         Raises:
-            StorageUnavailableError, StorageRefusedError: within ``connect_timeout``.
+            StorageUnavailableError, StorageRefusedError: within ``connect_timeout_s``.
         """
         async with self.deadline("connect", str(node)):
             link = Link(node, await self._connect(node))
@@ -229,11 +229,11 @@ class Dialer:
     async def deadline(self, operation: str, name: str) -> AsyncIterator[None]:
         """Bound an attempt to connect, and turn what it raises into StorageError."""
         try:
-            async with asyncio.timeout(self.connect_timeout):
+            async with asyncio.timeout(self.connect_timeout_s):
                 yield
         except TimeoutError as error:
             raise StorageUnavailableError(
-                f"{operation} to storage {name}: no answer for {self.connect_timeout:g} s; is it stalled?"
+                f"{operation} to storage {name}: no answer for {self.connect_timeout_s:g} s; is it stalled?"
             ) from error
         except ssl.SSLError as error:
             host = name.rpartition(":")[0].strip("[]")

@@ -80,7 +80,7 @@ class Puts:
                     self._executor,
                     functools.partial(
                         self._pipeline.put,
-                        record.round,
+                        record.batch,
                         record.position,
                         record.head,
                         link.fileno(),

@@ -1,4 +1,4 @@
-"""An order's bytes, from the node that has each piece: one round, or with a cluster as many as its nodes make of it.
+"""An order's bytes, from the node that has each piece: one batch, or with a cluster as many as its nodes make of it.
 
 Layer by layer, all from one server, they come in one stream where that pays (layers.py).
 
@@ -136,7 +136,7 @@ class Ranges:
         )
 
     async def _step(self, job: Job, course: _Course, todo: list[int]) -> list[int]:
-        """Run one round over as many of ``todo`` as can be had; return what is left of it."""
+        """Run one batch over as many of ``todo`` as can be had; return what is left of it."""
         links, batch, rest = await self._reach(job, course, todo)
         if not batch:
             return course.useful(rest)
@@ -152,7 +152,7 @@ class Ranges:
             else:
                 course.fail(index, result)
         if failure is not Result.OK and (results == Result.SKIPPED).all():
-            course.fail(batch[0], failure)  # what ended the round was no piece's
+            course.fail(batch[0], failure)  # what ended the batch was no piece's
         return course.useful(again + rest)
 
     def _redirect(self, course: _Course, index: int) -> bool:
@@ -187,7 +187,7 @@ class Ranges:
             elif node is None:
                 lacking = f"storage {self._servers.name}: no node has the slot of this key"
                 course.fail(index, Result.DISCONNECTED, StorageUnavailableError(lacking))
-            elif node in wanted or len(wanted) < NODES_MAX:  # what more have is fetched in the next round
+            elif node in wanted or len(wanted) < NODES_MAX:  # what more have is fetched in the next batch
                 wanted.setdefault(node, []).append(index)
             else:
                 rest.append(index)
@@ -219,26 +219,26 @@ class Ranges:
         pieces["node"] = [0 if course.supplied[index] else numbers[course.nodes[index]] for index in batch]
         pieces["asking"] = [course.asking[index] for index in batch]
         used = [link for each in links.values() for link in each]
-        round_ = course.order.make_round(pieces)
+        batch_ = course.order.make_batch(pieces)
         if request is not None:
             used = used[:1]
-            round_.ask_by_layers(request.command, request.layers, request.keys)
+            batch_.ask_by_layers(request.command, request.layers, request.keys)
         began_s = time.monotonic()
         try:
-            with job.interruptible(round_.cancel):
+            with job.interruptible(batch_.cancel):
                 result = await asyncio.get_running_loop().run_in_executor(
-                    self._executor, self._fetch, round_, used, len(links)
+                    self._executor, self._fetch, batch_, used, len(links)
                 )
         finally:
-            self._take_note(round_, time.monotonic() - began_s, used, request)
-            round_.release()
-            if not round_.sockets_in_sync and not self._servers.clustered:
+            self._take_note(batch_, time.monotonic() - began_s, used, request)
+            batch_.release()
+            if not batch_.sockets_in_sync and not self._servers.clustered:
                 self._links.close()  # in a cluster those that are out of step, which are disconnected, are found so
         for index, text in zip(batch, pieces["error"], strict=True):
             if text:
                 course.texts[index] = bytes(text).decode("utf-8", "replace")
-        self._metrics.rounds += 1
-        course.done.received_bytes += round_.received_bytes
+        self._metrics.batches += 1
+        course.done.received_bytes += batch_.received_bytes
         return result, pieces["result"]
 
     def _layer_request(self, order: Order, batch: Sequence[int], links: dict[Node, list[Link]]) -> LayerRequest | None:
@@ -267,23 +267,23 @@ class Ranges:
         return "" if used[0].takes_layers else "no_layer_requests"
 
     def _take_note(
-        self, round_: native.Round, seconds: float, links: Sequence[Link], request: LayerRequest | None
+        self, batch_: native.Batch, seconds: float, links: Sequence[Link], request: LayerRequest | None
     ) -> None:
-        """Learn from a round how fast the link is, and whether one request was understood."""
+        """Learn from a batch how fast the link is, and whether one request was understood."""
         if self._threshold is not None:
-            self._threshold.note(round_.received_bytes, seconds)
+            self._threshold.note(batch_.received_bytes, seconds)
         if request is None:
             return
-        if (refusal := round_.refusal) is None:
-            self._metrics.layer_rounds += 1
+        if (refusal := batch_.refusal) is None:
+            self._metrics.layer_batches += 1
         elif not refusal.startswith(("OOM", "TIMEOUT")):  # these are about the size of this one
             [link] = links
             _logger.info("storage %s does not answer KV.LAYERS (%s): it is asked for ranges", link.node, refusal)
             link.takes_layers = False
 
-    def _fetch(self, round_: native.Round, links: Sequence[Link], nodes: int) -> Result:
+    def _fetch(self, batch_: native.Batch, links: Sequence[Link], nodes: int) -> Result:
         sessions = [link.session for link in links]
         encrypted = any(session is not None for session in sessions)
         return self._pipeline.fetch(
-            round_, [link.fileno() for link in links], sessions=sessions if encrypted else (), nodes=nodes
+            batch_, [link.fileno() for link in links], sessions=sessions if encrypted else (), nodes=nodes
         )

@@ -1,8 +1,8 @@
-"""Records as they are stored, from a server into memory of the caller: nothing is decoded, and no round waits for it.
+"""Records as they are stored, from a server into memory of the caller: nothing is decoded, and no batch waits for it.
 
 Bytes go from the socket to where they are to lie, on a thread that does not hold the interpreter meanwhile. Each
-question has a connection to itself, apart from those of rounds, so that one that is given up in the middle of an answer
-costs no round its connection.
+question has a connection to itself, apart from those of batches, so that one that is given up in the middle of an
+answer costs no batch its connection.
 """
 
 import asyncio

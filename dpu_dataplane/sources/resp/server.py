@@ -2,8 +2,8 @@
 often (``outage.py``), so that an outage costs a request nothing and ends within some 5 s of the server's return, a
 short one sooner.
 
-Where ``KV.META`` is unknown, the same question is asked as one pipeline of STRLEN and GETRANGE. Where ``KV.ANNOUNCE``
-is, nothing is announced; where ``KV.PREFETCH`` is, nothing is cold.
+Where ``KV.META`` is unknown, the same question is asked as one pipeline of STRLEN and GETRANGE. Where ``KV.PUBLISH``
+is, nothing is published; where ``KV.PREFETCH`` is, nothing is cold.
 """
 
 import asyncio
@@ -106,13 +106,13 @@ class OneServer:
             self._has_meta = False
         return await self._meta_by_ranges(control, names)
 
-    async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
-        """Announce keys; see :meth:`Source.announce`."""
-        return await self._ask_some([b"KV.ANNOUNCE", b"%d" % lasts_ms], keys) is not None
+    async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
+        """Publish keys; see :meth:`Source.publish`."""
+        return await self._ask_some([b"KV.PUBLISH", b"%d" % lasts_ms], keys) is not None
 
-    async def announced(self, keys: Sequence[bytes]) -> Flags | None:
-        """Return which keys are announced; see :meth:`Source.announced`."""
-        left = await self._numbers(b"KV.ANNOUNCED", keys)
+    async def published(self, keys: Sequence[bytes]) -> Flags | None:
+        """Return which keys are published; see :meth:`Source.published`."""
+        left = await self._numbers(b"KV.PUBLISHED", keys)
         return None if left is None else left > 0
 
     async def heads(self, keys: Sequence[bytes]) -> Sequence[Found]:

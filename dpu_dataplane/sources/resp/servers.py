@@ -59,12 +59,12 @@ class Servers(Protocol):
         """Return what is stored under each key."""
         ...
 
-    async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
-        """Tell it that keys will be stored; return whether it takes announcements."""
+    async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
+        """Tell it that keys will be stored; return whether it takes publications."""
         ...
 
-    async def announced(self, keys: Sequence[bytes]) -> Flags | None:
-        """Return which keys are announced; None where it is not told."""
+    async def published(self, keys: Sequence[bytes]) -> Flags | None:
+        """Return which keys are published; None where it is not told."""
         ...
 
     async def heads(self, keys: Sequence[bytes]) -> Sequence[Found]:

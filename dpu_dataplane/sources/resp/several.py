@@ -139,21 +139,21 @@ class SeveralServers:
                 found[index] = each
         return found
 
-    async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
-        """Tell each server of its keys; return whether one of them takes announcements."""
-        answers = await self._ask(keys, lambda server, mine: server.announce(mine, lasts_ms))
+    async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
+        """Tell each server of its keys; return whether one of them takes publications."""
+        answers = await self._ask(keys, lambda server, mine: server.publish(mine, lasts_ms))
         return any(taken for _, taken in answers)
 
-    async def announced(self, keys: Sequence[bytes]) -> Flags | None:
-        """Return which keys are announced; None where no server takes announcements."""
-        answers = await self._ask(keys, lambda server, mine: server.announced(mine))
+    async def published(self, keys: Sequence[bytes]) -> Flags | None:
+        """Return which keys are published; None where no server takes publications."""
+        answers = await self._ask(keys, lambda server, mine: server.published(mine))
         if all(flags is None for _, flags in answers):
             return None
-        announced = np.zeros(len(keys), np.bool_)
+        published = np.zeros(len(keys), np.bool_)
         for some, flags in answers:
             if flags is not None:
-                announced[some] = flags
-        return announced
+                published[some] = flags
+        return published
 
     async def heads(self, keys: Sequence[bytes]) -> Sequence[Found]:
         """Return as find() does, but wait for what is cold."""

@@ -69,13 +69,13 @@ class RespSource(Source):
         """Ask for lengths and heads, all nodes at the same time."""
         return await self._servers.find(keys)
 
-    async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
-        """Say KV.ANNOUNCE, where that is known."""
-        return await self._servers.announce(keys, lasts_ms)
+    async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
+        """Say KV.PUBLISH, where that is known."""
+        return await self._servers.publish(keys, lasts_ms)
 
-    async def announced(self, keys: Sequence[bytes]) -> Flags | None:
-        """Ask with KV.ANNOUNCED, where that is known."""
-        return await self._servers.announced(keys)
+    async def published(self, keys: Sequence[bytes]) -> Flags | None:
+        """Ask with KV.PUBLISHED, where that is known."""
+        return await self._servers.published(keys)
 
     async def heads(self, keys: Sequence[bytes]) -> Sequence[Found]:
         """Ask for lengths and heads, and wait for what a node reads from object storage."""
@@ -90,7 +90,7 @@ class RespSource(Source):
         return await self._ranges.run(job, order)
 
     async def receive(self, job: Job, key: bytes, first: int, memory: memoryview) -> Result:
-        """GETRANGE, apart from all rounds."""
+        """GETRANGE, apart from all batches."""
         return await self._receiving.run(job, key, first, memory)
 
     async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:

@@ -1,4 +1,4 @@
-"""Tiers above another source: what is near is taken from there, in the same rounds as what is not.
+"""Tiers above another source: what is near is taken from there, in the same batches as what is not.
 
 What comes from below stays above, what is stored goes to both. The source below has the last word on what is stored;
 while it is away the tiers serve alone.
@@ -17,7 +17,7 @@ from dpu_dataplane.sources.source import Cold, Delivered, Encoded, Expected, Fou
 from dpu_dataplane.sources.tiers.alone import deliver_near
 from dpu_dataplane.sources.tiers.keeping import Keeping
 from dpu_dataplane.sources.tiers.pages import DevicePages
-from dpu_dataplane.sources.tiers.promoting import Promoting
+from dpu_dataplane.sources.tiers.prefetcher import Prefetcher
 from dpu_dataplane.sources.tiers.supplies import Supplies
 from dpu_dataplane.sources.tiers.tiers import Tiers
 from shadowserve import native
@@ -36,7 +36,7 @@ class TiersAbove(Source):
     Args:
         tiers: with the pool.
         below: the other one.
-        promoting: from devices and from below into the pool's memory.
+        prefetching: from devices and from below into the pool's memory.
         pipeline: that bytes go to.
         fetching: thread for its calls that fetch.
         metrics: to count in.
@@ -50,7 +50,7 @@ class TiersAbove(Source):
         self,
         tiers: Tiers,
         below: Source,
-        promoting: Promoting,
+        prefetching: Prefetcher,
         pipeline: native.Pipeline,
         fetching: Executor,
         metrics: Metrics,
@@ -58,10 +58,10 @@ class TiersAbove(Source):
         drain_s: float,
     ) -> None:
         self.name = below.name
-        self.placing = DevicePages(tiers, promoting, budget, metrics)
+        self.placing = DevicePages(tiers, prefetching, budget, metrics)
         self._tiers = tiers
         self._below = below
-        self._promoting = promoting
+        self._prefetcher = prefetching
         self._pipeline = pipeline
         self._fetching = fetching
         self._metrics = metrics
@@ -76,11 +76,11 @@ class TiersAbove(Source):
         """Open the pool, and begin to reach the source below."""
         await self._tiers.start()
         await self._below.start()
-        self._promoting.start()
+        self._prefetcher.start()
 
     async def close(self) -> None:
         """Close both."""
-        await self._promoting.close()
+        await self._prefetcher.close()
         await self._below.close()
         await self._tiers.close(self._drain_s)
 
@@ -121,13 +121,13 @@ class TiersAbove(Source):
             await self._tiers.await_heads(reads)
             return found
 
-    async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
+    async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
         """Tell the source below."""
-        return await self._below.announce(keys, lasts_ms)
+        return await self._below.publish(keys, lasts_ms)
 
-    async def announced(self, keys: Sequence[bytes]) -> Flags | None:
+    async def published(self, keys: Sequence[bytes]) -> Flags | None:
         """Ask the source below."""
-        return await self._below.announced(keys)
+        return await self._below.published(keys)
 
     async def heads(self, keys: Sequence[bytes]) -> Sequence[Found]:
         """Find, and have the source below wait for what it has in object storage alone."""
@@ -144,18 +144,18 @@ class TiersAbove(Source):
 
     def expect(self, requests: Sequence[Expected]) -> None:
         """Have what they fetch brought into memory, from devices and from below."""
-        self._promoting.expect(requests)
+        self._prefetcher.expect(requests)
 
     async def receive(self, job: Job, key: bytes, first: int, memory: memoryview) -> Result:
         """Have the source below hand it out."""
         return await self._below.receive(job, key, first, memory)
 
     async def deliver(self, job: Job, order: Order) -> Delivered:
-        """Deliver from both in the same rounds; what the pool turns out not to have, from below."""
-        async with self._promoting.giving_way(job, order.keys):
+        """Deliver from both in the same batches; what the pool turns out not to have, from below."""
+        async with self._prefetcher.giving_way(job, order.keys):
             while True:
                 with Supplies(self._tiers, order, self._metrics) as supplies:
-                    self._promoting.note_use(supplies.resident)
+                    self._prefetcher.note_use(supplies.resident)
                     done = await self._deliver(job, supplies)
                     supplies.count(done)
                     lost = supplies.lost(done.results)
@@ -171,7 +171,7 @@ class TiersAbove(Source):
         keeping = Keeping(self._tiers, supplies, supplies.order.found)
         done: Delivered | None = None
         try:
-            done = await self._below.deliver(job, replace(supplies.order, make_round=supplies.make_round))
+            done = await self._below.deliver(job, replace(supplies.order, make_batch=supplies.make_batch))
         except StorageError as error:
             if not supplies.near.any():
                 raise

@@ -11,7 +11,7 @@ from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.source import Delivered, Encoded, Expected, Failure, Found, Order, Source
 from dpu_dataplane.sources.tiers.pages import DevicePages
-from dpu_dataplane.sources.tiers.promoting import Promoting
+from dpu_dataplane.sources.tiers.prefetcher import Prefetcher
 from dpu_dataplane.sources.tiers.supplies import Supplies
 from dpu_dataplane.sources.tiers.tiers import Tiers
 from shadowserve import native
@@ -39,13 +39,13 @@ async def deliver_near(
     useful = [index for index in range(len(table)) if groups[index] not in ends or chunks[index] < ends[groups[index]]]
     if useful:
         pieces = table[useful]
-        round_ = supplies.make_round(pieces)
+        batch_ = supplies.make_batch(pieces)
         try:
-            with job.interruptible(round_.cancel):
-                await asyncio.get_running_loop().run_in_executor(fetching, pipeline.fetch, round_)
+            with job.interruptible(batch_.cancel):
+                await asyncio.get_running_loop().run_in_executor(fetching, pipeline.fetch, batch_)
         finally:
-            round_.release()
-        metrics.rounds += 1
+            batch_.release()
+        metrics.batches += 1
         done.results[useful] = pieces["result"]
     for index in np.flatnonzero(~supplies.near).tolist():
         if chunks[index] == ends[groups[index]]:
@@ -61,7 +61,7 @@ class TiersAlone(Source):
 
     Args:
         tiers: with the pool.
-        promoting: from its devices into its memory.
+        prefetching: from its devices into its memory.
         pipeline: that bytes go to.
         fetching: thread for its calls that fetch.
         metrics: to count in.
@@ -74,7 +74,7 @@ class TiersAlone(Source):
     def __init__(
         self,
         tiers: Tiers,
-        promoting: Promoting,
+        prefetching: Prefetcher,
         pipeline: native.Pipeline,
         fetching: Executor,
         metrics: Metrics,
@@ -82,9 +82,9 @@ class TiersAlone(Source):
         drain_s: float,
     ) -> None:
         self.name = tiers.name
-        self.placing = DevicePages(tiers, promoting, budget, metrics)
+        self.placing = DevicePages(tiers, prefetching, budget, metrics)
         self._tiers = tiers
-        self._promoting = promoting
+        self._prefetcher = prefetching
         self._pipeline = pipeline
         self._fetching = fetching
         self._metrics = metrics
@@ -99,13 +99,13 @@ class TiersAlone(Source):
     async def start(self) -> None:
         """Open the pool."""
         await self._tiers.start()
-        self._promoting.start()
+        self._prefetcher.start()
         self._open = True
 
     async def close(self) -> None:
         """Close the pool."""
         self._open = False
-        await self._promoting.close()
+        await self._prefetcher.close()
         await self._tiers.close(self._drain_s)
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
@@ -116,13 +116,13 @@ class TiersAlone(Source):
 
     def expect(self, requests: Sequence[Expected]) -> None:
         """Have devices bring what they fetch."""
-        self._promoting.expect(requests)
+        self._prefetcher.expect(requests)
 
     async def deliver(self, job: Job, order: Order) -> Delivered:
-        """Run one round, without a socket."""
-        async with self._promoting.giving_way(job, order.keys):
+        """Run one batch, without a socket."""
+        async with self._prefetcher.giving_way(job, order.keys):
             with Supplies(self._tiers, order, self._metrics) as supplies:
-                self._promoting.note_use(supplies.resident)
+                self._prefetcher.note_use(supplies.resident)
                 done = await deliver_near(job, supplies, self._pipeline, self._fetching, self._metrics)
                 supplies.count(done)
         return done.of(len(order.pieces))

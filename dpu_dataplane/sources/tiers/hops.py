@@ -5,7 +5,7 @@ import time
 from collections.abc import Hashable
 from typing import Final, NamedTuple
 
-from shadowserve.pool.promotion import Hop
+from shadowserve.pool.prefetch_policy import Hop
 
 __all__ = ["UNKNOWN", "Carried", "Carrier"]
 

@@ -27,7 +27,7 @@ from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.placing import PageOrder, Placed, Placing
 from dpu_dataplane.sources.source import Stored
-from dpu_dataplane.sources.tiers.promoting import Promoting
+from dpu_dataplane.sources.tiers.prefetcher import Prefetcher
 from dpu_dataplane.sources.tiers.tiers import Tiers, begins_in_blocks, parts_of
 from shadowserve import native
 from shadowserve.block import Operation, OperationKind, Pages, Priority
@@ -60,14 +60,14 @@ class DevicePages(Placing):
 
     Args:
         tiers: with the pool.
-        promoting: into its memory: it gives way to these reads, too.
+        prefetching: into its memory: it gives way to these reads, too.
         budget: that they are held to.
         metrics: to count in.
     """
 
-    def __init__(self, tiers: Tiers, promoting: Promoting, budget: InterferenceBudget, metrics: Metrics) -> None:
+    def __init__(self, tiers: Tiers, prefetching: Prefetcher, budget: InterferenceBudget, metrics: Metrics) -> None:
         self._tiers = tiers
-        self._promoting = promoting
+        self._prefetcher = prefetching
         self._budget = budget
         self._metrics = metrics
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
@@ -84,7 +84,7 @@ class DevicePages(Placing):
         known = await self._learn(order)
         lent = self._lend(order.keys, known)
         try:
-            async with self._promoting.giving_way(job, order.keys):
+            async with self._prefetcher.giving_way(job, order.keys):
                 placed = await self._read(job, order, lent, known)
             for index in placed.rotten:  # or it is another record by now, of the same key
                 self._known.pop(order.keys[index], None)

@@ -1,7 +1,7 @@
-"""What a pool has of an order, brought into the rounds that deliver it.
+"""What a pool has of an order, brought into the batches that deliver it.
 
 What is in memory is held there and read where it lies. What is on devices is asked for once for each record, all at the
-same time, and goes into the round as it comes, while everything else goes on. The pool checks what devices bring before
+same time, and goes into the batch as it comes, while everything else goes on. The pool checks what devices bring before
 anybody sees it. All of it stays where it is until the order is over.
 """
 
@@ -68,7 +68,7 @@ class Supplies:
         self._whole = order
         self._records: list[_Record] = []
         self._lock = threading.Lock()  # of what follows
-        self._round: native.Round | None = None
+        self._batch: native.Batch | None = None
         self._positions: dict[int, int] = {}
         self._over = False
         self._patience: asyncio.TimerHandle | None = None
@@ -118,7 +118,7 @@ class Supplies:
         self._metrics.tier_records["device"] += len(waiting)
 
     def _cut(self) -> None:
-        """Leave out what does not fit its record, and what is more than a round may hold that waits for devices.
+        """Leave out what does not fit its record, and what is more than a batch may hold that waits for devices.
 
         With more of the memory in its hands it might wait for itself: devices read to where nothing else is.
         """
@@ -134,7 +134,7 @@ class Supplies:
         count = len(table)
         if not all(record.come for record in self._records):
             least = int((held > 0).argmax()) + 1
-            count = max(least, int(np.searchsorted(np.cumsum(held), self._tiers.round_bytes_max, "right")))
+            count = max(least, int(np.searchsorted(np.cumsum(held), self._tiers.batch_bytes_max, "right")))
         if count < len(table):
             self.near = self.near[:count]
             self.order = replace(self._whole, keys=self._whole.keys[:count], pieces=table[:count])
@@ -185,8 +185,8 @@ class Supplies:
         self._watch(missing)
 
     def _supply(self, record: _Record) -> None:
-        """Tell the round where a record's pieces are, with our lock held."""
-        if self._round is None:
+        """Tell the batch where a record's pieces are, with our lock held."""
+        if self._batch is None:
             return
         table = self.order.pieces
         for index in record.indexes:
@@ -197,24 +197,24 @@ class Supplies:
             if record.view is not None:
                 begin = int(table[index]["record_offset"]) - record.begin
                 body = record.view[begin : begin + int(table[index]["body_length"])]
-            self._round.supply(position, body)
+            self._batch.supply(position, body)
 
-    def make_round(self, pieces: npt.NDArray[np.void]) -> native.Round:
-        """Make a round of some of the order's pieces: the pool's come by themselves, also while it runs.
+    def make_batch(self, pieces: npt.NDArray[np.void]) -> native.Batch:
+        """Make a batch of some of the order's pieces: the pool's come by themselves, also while it runs.
 
-        A round that was made before is over then.
+        A batch that was made before is over then.
         """
         of = {int(first): index for index, first in enumerate(self.order.pieces["slice_first"].tolist())}
         indexes = [of[int(first)] for first in pieces["slice_first"].tolist()]
         with self._lock:
-            self._round = None
+            self._batch = None
             pieces["origin"] = np.where(self.near[indexes], Origin.AWAITED, Origin.SERVER)
-            made = self._whole.make_round(pieces)
+            made = self._whole.make_batch(pieces)
             self._positions = {index: position for position, index in enumerate(indexes)}
             for index, place in self.places.items():
                 if index in self._positions:
                     made.leave(self._positions[index], place)
-            self._round = made
+            self._batch = made
             for record in self._records:
                 if record.come:
                     self._supply(record)
@@ -246,7 +246,7 @@ class Supplies:
         if self._patience is not None:
             self._patience.cancel()
         with self._lock:
-            self._over, self._round = True, None
+            self._over, self._batch = True, None
             leases = [record.lease for record in self._records]
         held: Sequence[_Record] = [record for record in self._records if record.is_held]
         self._tiers.release(leases)

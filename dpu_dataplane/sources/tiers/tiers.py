@@ -38,7 +38,7 @@ __all__ = ["Tiers", "address_of", "begins_in_blocks", "parts_of"]
 
 _ENTRY_OVERHEAD: Final = 300  # bytes of objects around one remembered head
 _ROUND_SHARE: Final = 4
-"""Of the memory, a quarter is held by one round that waits for devices: a half may receive and wait to be written, and
+"""Of the memory, a quarter is held by one batch that waits for devices: a half may receive and wait to be written, and
 what is left makes up for places that are too small."""
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,8 @@ class Tiers:
         has_devices: whether the pool has more than memory.
         pool: once started.
         lock: of the pool.
-        patience: seconds that a device may take to bring heads, or the next record of a round.
-        round_bytes_max: of records that a round holds which waits for devices.
+        patience: seconds that a device may take to bring heads, or the next record of a batch.
+        batch_bytes_max: of records that a batch holds which waits for devices.
     """
 
     pool: Pool
@@ -115,7 +115,7 @@ class Tiers:
         self._loop: asyncio.AbstractEventLoop
         self.lock = threading.Lock()
         self.has_devices = bool(config.devices)
-        self.round_bytes_max = int(config.memory_budget_bytes) // _ROUND_SHARE
+        self.batch_bytes_max = int(config.memory_budget_bytes) // _ROUND_SHARE
         devices = ", ".join(str(device.path) for device in config.devices)
         self.name = f"tiers of {int(config.memory_budget_bytes) >> 20} MiB{devices and ' and '}{devices}"
 
@@ -324,7 +324,7 @@ class Tiers:
             wait: for room, within the job's time; else what there is no room for now is dropped.
         """
         if not self.has(key):
-            length = int(record.round.pieces[record.position]["body_length"])
+            length = int(record.batch.pieces[record.position]["body_length"])
             memory = await self._await_room(job, len(record.head) + length, wait)
             if memory is None:
                 self.note_dropped()
@@ -338,7 +338,7 @@ class Tiers:
 
     async def _copy(self, record: Encoded, memory: memoryview) -> None:
         memory[: len(record.head)] = record.head
-        copy = partial(self._pipeline.copy_body, record.round, record.position, memory[len(record.head) :])
+        copy = partial(self._pipeline.copy_body, record.batch, record.position, memory[len(record.head) :])
         await self._loop.run_in_executor(self._storing, copy)
 
     async def _await_room(self, job: Job, size: int, wait: bool) -> memoryview | None:

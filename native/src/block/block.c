@@ -363,7 +363,7 @@ enum ss_result ss_block_submit(struct ss_block *block, const struct ss_block_ope
 }
 
 /* Makes the descriptor readable if it was not and there are completions. With the lock held. */
-static void announce(struct ss_block *block, uint32_t completed_before) {
+static void publish(struct ss_block *block, uint32_t completed_before) {
     if (completed_before == 0 && block->schedule.completed.count > 0) {
         (void)!eventfd_write(block->completion_fd, 1);
     }
@@ -373,7 +373,7 @@ struct ss_request *ss_block_next_request(struct ss_block *block) {
     uint32_t completed = block->schedule.completed.count;
     struct ss_request *request = ss_schedule_next(&block->schedule, ss_block_now());
 
-    announce(block, completed);
+    publish(block, completed);
     return request;
 }
 
@@ -403,7 +403,7 @@ int ss_block_finish_request(struct ss_block *block, struct ss_request *request, 
         error = ENODEV;
     }
     ss_schedule_done(&block->schedule, request, error, ss_block_now());
-    announce(block, completed);
+    publish(block, completed);
     return 0;
 }
 
@@ -461,7 +461,7 @@ int ss_block_check_next(struct ss_block *block) {
     } else {
         ss_schedule_checked(&block->schedule, entry, verdict);
     }
-    announce(block, completed);
+    publish(block, completed);
     return 1;
 }
 
@@ -517,7 +517,7 @@ enum ss_result ss_block_stop(struct ss_block *block, uint32_t timeout_ms) {
     pthread_mutex_lock(&block->lock);
     uint32_t completed = block->schedule.completed.count;
     ss_schedule_stop(&block->schedule, ss_block_now());
-    announce(block, completed);
+    publish(block, completed);
     block->is_stopped = 1;
     block->is_stuck = !threads_end(block, timeout_ms);
     enum ss_result result = block->is_stuck ? SS_DEADLINE : SS_OK;

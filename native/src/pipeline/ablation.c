@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * ablation.c - what a round does where a part of the design is switched off, to measure what that part is
+ * ablation.c - what a batch does where a part of the design is switched off, to measure what that part is
  * good for (ShadowServe section 6.4)
  *
  * No chunked pipeline: pieces go one by one through the stages, and each stage has the machine to itself. Slices that
  * are through with a stage are not handed on; the last one of their piece hands on all of them. The piece behind is
- * asked for when this one is delivered, and a failure ends the round.
+ * asked for when this one is delivered, and a failure ends the batch.
  *
  * No memory management: a piece's buffers are mapped, touched and locked when it is asked for, with the pages that any
  * allocation gets, registered with the device where there is one, and unmapped when it was delivered. One piece at a
@@ -31,8 +31,8 @@ struct ablation {
     pthread_mutex_t mapping;  /* held for as long as registering takes */
     pthread_mutex_t lock;     /* of 'places', for moments */
     _Atomic uint32_t barrier; /* slices of the open piece that are still in their stage */
-    uint32_t piece_count;     /* of the last round */
-    struct place places[SS_ROUND_PIECES_MAX][PLACES];
+    uint32_t piece_count;     /* of the last batch */
+    struct place places[SS_BATCH_PIECES_MAX][PLACES];
 };
 
 static struct ablation *ablation_of(const struct ss_pipeline *pipeline) {
@@ -75,7 +75,7 @@ static void piece_unmap(struct ss_pipeline *pipeline, uint32_t piece) {
     pipeline->piece_states[piece].stored = NULL;
 }
 
-/* Unmaps what is left of the last round: where it failed. */
+/* Unmaps what is left of the last batch: where it failed. */
 static void pieces_unmap(struct ss_pipeline *pipeline) {
     for (uint32_t i = 0; i < ablation_of(pipeline)->piece_count; i++) {
         piece_unmap(pipeline, i);
@@ -86,7 +86,7 @@ static enum ss_result piece_map(struct ss_pipeline *pipeline, uint32_t piece) {
     struct ablation *ablation = ablation_of(pipeline);
     struct ss_piece_state *state = &pipeline->piece_states[piece];
     int fused = pipeline->options.fused != 0;
-    const uint64_t sizes[PLACES] = {pipeline->fetch.round->pieces[piece].body_length, fused ? 0 : state->symbols_bytes,
+    const uint64_t sizes[PLACES] = {pipeline->fetch.batch->pieces[piece].body_length, fused ? 0 : state->symbols_bytes,
                                     fused ? 0 : state->symbols_bytes * state->group->symbol_bytes};
     struct place places[PLACES] = {0};
     enum ss_result result = SS_OK;
@@ -127,10 +127,10 @@ static void *ablation_memory_at(void *argument, const uint8_t *address) {
 
 /* ---- No chunked pipeline ------------------------------------------------------------------------------------- */
 
-/* Sends all slices of a piece to the next stage. The caller still counts as work, so the round cannot end meanwhile. */
+/* Sends all slices of a piece to the next stage. The caller still counts as work, so the batch cannot end meanwhile. */
 static void piece_push(struct ss_pipeline *pipeline, struct ss_queue *queue, uint32_t index) {
     struct ss_fetch *fetch = &pipeline->fetch;
-    const struct ss_piece *piece = &fetch->round->pieces[index];
+    const struct ss_piece *piece = &fetch->batch->pieces[index];
     struct ss_item items[PUSH_MAX];
     uint64_t decoded = 0;
     uint32_t count = 0;
@@ -141,7 +141,7 @@ static void piece_push(struct ss_pipeline *pipeline, struct ss_queue *queue, uin
     atomic_fetch_add(&fetch->work, piece->slice_count);
     for (uint32_t slice = piece->slice_first; slice < piece->slice_first + piece->slice_count; slice++) {
         items[count++] = (struct ss_item){.decoded_before = decoded, .piece = index, .slice = slice};
-        decoded += fetch->round->slices[slice].decoded_length;
+        decoded += fetch->batch->slices[slice].decoded_length;
         if (count == PUSH_MAX || slice + 1 == piece->slice_first + piece->slice_count) {
             ss_queue_push(queue, items, count);
             count = 0;
@@ -152,10 +152,10 @@ static void piece_push(struct ss_pipeline *pipeline, struct ss_queue *queue, uin
 /* Opens the first piece from 'index' on that is of use; wakes also where there is none: nothing is to wait any more. */
 static void piece_open(struct ss_pipeline *pipeline, uint32_t index) {
     struct ss_fetch *fetch = &pipeline->fetch;
-    while (index < fetch->round->piece_count && !ss_piece_useful(&pipeline->piece_states[index])) {
+    while (index < fetch->batch->piece_count && !ss_piece_useful(&pipeline->piece_states[index])) {
         index++; /* no source begins it */
     }
-    if (index < fetch->round->piece_count) {
+    if (index < fetch->batch->piece_count) {
         atomic_store(&fetch->open_pieces, index + 1);
     }
     ss_fetch_wake_net(pipeline);
@@ -193,8 +193,8 @@ static void ablation_close(struct ss_pipeline *pipeline) {
 
 static void ablation_begin(struct ss_pipeline *pipeline) {
     pieces_unmap(pipeline);
-    ablation_of(pipeline)->piece_count = pipeline->fetch.round->piece_count;
-    atomic_store(&pipeline->fetch.open_pieces, pipeline->fetch.round->piece_count);
+    ablation_of(pipeline)->piece_count = pipeline->fetch.batch->piece_count;
+    atomic_store(&pipeline->fetch.open_pieces, pipeline->fetch.batch->piece_count);
     if (pipeline->options.memory_management) {
         ss_executor_flow.begin(pipeline);
     }
@@ -238,7 +238,7 @@ static void ablation_part_done(struct ss_pipeline *pipeline, uint32_t piece, uin
     }
     if (left == 0) {
         piece_open(pipeline, piece + 1);
-    } else if (left == pipeline->fetch.round->pieces[piece].slice_count) { /* that was the last answer */
+    } else if (left == pipeline->fetch.batch->pieces[piece].slice_count) { /* that was the last answer */
         piece_push(pipeline, &pipeline->decompress_queue, piece);
     }
 }
@@ -248,7 +248,7 @@ static enum ss_result ablation_failure(struct ss_pipeline *pipeline, enum ss_res
     if (pipeline->options.chunked_pipeline) {
         return result;
     }
-    for (uint32_t i = 0; i < fetch->round->group_count; i++) {
+    for (uint32_t i = 0; i < fetch->batch->group_count; i++) {
         ss_group_ends(&fetch->groups[i], 0); /* what is before it in the list is there */
     }
     ss_fetch_wake_net(pipeline);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * buffer.c - memory that is there before the first round: mapped, in huge pages where possible, touched, locked
+ * buffer.c - memory that is there before the first batch: mapped, in huge pages where possible, touched, locked
  */
 #define _GNU_SOURCE 1
 #include <errno.h>

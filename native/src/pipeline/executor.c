@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * executor.c - how a round goes through the pipeline: buffers that are there before it, and slices that are handed on
+ * executor.c - how a batch goes through the pipeline: buffers that are there before it, and slices that are handed on
  * as they come
  */
 #include "pipeline/internal.h"
@@ -27,10 +27,10 @@ static void buffers_close(struct ss_pipeline *pipeline) {
 
 /* Places each piece in each buffer; all may be asked for at once. */
 static void pieces_place(struct ss_pipeline *pipeline) {
-    const struct ss_round *round = pipeline->fetch.round;
+    const struct ss_batch *batch = pipeline->fetch.batch;
     uint8_t *dma_source = pipeline->dma_source.data;
-    for (uint32_t i = 0; i < round->piece_count; i++) {
-        const struct ss_piece *piece = &round->pieces[i];
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        const struct ss_piece *piece = &batch->pieces[i];
         struct ss_piece_state *state = &pipeline->piece_states[i];
         if (ss_piece_origin(piece) == SS_ORIGIN_SERVER && piece->memory != NULL && pipeline->capabilities.reads_plain) {
             state->stored = (uint8_t *)(uintptr_t)piece->memory;
@@ -43,12 +43,12 @@ static void pieces_place(struct ss_pipeline *pipeline) {
             dma_source += state->symbols_bytes * state->group->symbol_bytes;
         }
     }
-    atomic_store(&pipeline->fetch.open_pieces, round->piece_count);
+    atomic_store(&pipeline->fetch.open_pieces, batch->piece_count);
 }
 
 /* What lies in memory is decoded there, if it can be; nobody writes to it. */
 static enum ss_result piece_find(struct ss_pipeline *pipeline, uint32_t index) {
-    const struct ss_piece *piece = &pipeline->fetch.round->pieces[index];
+    const struct ss_piece *piece = &pipeline->fetch.batch->pieces[index];
     if (ss_piece_origin(piece) == SS_ORIGIN_MEMORY && pipeline->capabilities.reads_plain) {
         pipeline->piece_states[index].stored = (uint8_t *)(uintptr_t)piece->memory;
     }

@@ -12,7 +12,7 @@
 /* Slices handed to the next stage at a time. */
 enum { PUSH_MAX = 64 };
 
-/* Between two looks whether a round that is held back has ended. */
+/* Between two looks whether a batch that is held back has ended. */
 #define PACE_LOOK_NS 5000000ULL
 
 static const struct ss_source *const sources[SS_SOURCE_COUNT] = {&ss_source_resp, &ss_source_memory};
@@ -30,7 +30,7 @@ enum ss_result ss_sources_create(struct ss_worker *worker) {
     const struct ss_pipeline_options *options = &worker->pipeline->options;
     const struct ss_source_limits limits = {.nodes_max = options->nodes_max,
                                             .requests_in_flight = options->requests_in_flight,
-                                            .pieces_max = SS_ROUND_PIECES_MAX};
+                                            .pieces_max = SS_BATCH_PIECES_MAX};
     for (int i = 0; i < SS_SOURCE_COUNT; i++) {
         worker->sources[i] = sources[i]->create(&limits);
         if (worker->sources[i] == NULL) {
@@ -84,15 +84,15 @@ uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t piece) {
 }
 
 /*
- * Waits until a slice of a round with a rate may be handed on: each takes the time that its delivered bytes have at
+ * Waits until a slice of a batch with a rate may be handed on: each takes the time that its delivered bytes have at
  * that rate, from the moment at which the one before it had its own. What was not used of a moment is gone, so that
- * nothing ever goes faster. What waits holds no lock, and a round that ends early is waited for no longer than between
+ * nothing ever goes faster. What waits holds no lock, and a batch that ends early is waited for no longer than between
  * two looks.
  */
 static void wait_for_pace(struct ss_pipeline *pipeline, uint32_t piece, const struct ss_slice *slice) {
     struct ss_fetch *fetch = &pipeline->fetch;
     uint64_t bytes = (uint64_t)slice->decoded_length * pipeline->piece_states[piece].group->symbol_bytes;
-    uint64_t lasts_ns = bytes * 1000000000ULL / fetch->round->rate;
+    uint64_t lasts_ns = bytes * 1000000000ULL / fetch->batch->rate;
     uint64_t now_ns = ss_now_ns();
     uint64_t free_ns = atomic_load(&fetch->pace_ns);
     uint64_t due_ns;
@@ -111,16 +111,16 @@ void ss_feed_slices(const struct ss_feed *feed, uint32_t piece, uint32_t slice_f
                     uint64_t decoded_before) {
     struct ss_pipeline *pipeline = pipeline_of(feed);
     struct ss_item items[PUSH_MAX];
-    const uint32_t most = feed->round->rate > 0 ? 1 : PUSH_MAX;
+    const uint32_t most = feed->batch->rate > 0 ? 1 : PUSH_MAX;
     while (count > 0) {
         uint32_t filled = 0;
-        if (feed->round->rate > 0) {
-            wait_for_pace(pipeline, piece, &feed->round->slices[slice_first]);
+        if (feed->batch->rate > 0) {
+            wait_for_pace(pipeline, piece, &feed->batch->slices[slice_first]);
         }
         for (; filled < count && filled < most; filled++) {
             uint32_t slice = slice_first + filled;
             items[filled] = (struct ss_item){.decoded_before = decoded_before, .piece = piece, .slice = slice};
-            decoded_before += feed->round->slices[slice].decoded_length;
+            decoded_before += feed->batch->slices[slice].decoded_length;
         }
         pipeline->executor->pass(pipeline, SS_STAGE_NET, items, filled);
         slice_first += filled;
@@ -133,7 +133,7 @@ uint32_t ss_feed_arrived(const struct ss_feed *feed, uint32_t piece, struct ss_a
     uint64_t decoded_before = arrival->decoded;
     uint32_t count = 0;
     while (arrival->passed < arrival->slice_count) {
-        const struct ss_slice *slice = &feed->round->slices[first + count];
+        const struct ss_slice *slice = &feed->batch->slices[first + count];
         uint64_t end = arrival->stored + slice->scales_length + slice->encoded_length;
         if (end > received) {
             break;
@@ -194,7 +194,7 @@ static void wait_for_sources(struct ss_worker *worker, const int *over) {
             count += sources[i]->watch(worker->sources[i], &polled[count]);
         }
     }
-    (void)poll(polled, count, -1); /* the round's owner keeps the time and writes the event */
+    (void)poll(polled, count, -1); /* the batch's owner keeps the time and writes the event */
     if (polled[0].revents & POLLIN) {
         uint64_t events;
         ssize_t drained = read(worker->wake_event, &events, sizeof events);
@@ -205,7 +205,7 @@ static void wait_for_sources(struct ss_worker *worker, const int *over) {
 /* Gives each source its turns until all are over. */
 static void sources_run(struct ss_worker *worker) {
     const struct ss_fetch *fetch = &worker->pipeline->fetch;
-    const struct ss_feed feed = {.round = fetch->round,
+    const struct ss_feed feed = {.batch = fetch->batch,
                                  .sockets = fetch->sockets,
                                  .nodes = fetch->node_count,
                                  .thread = worker->index,

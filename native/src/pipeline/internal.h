@@ -2,26 +2,26 @@
 /*
  * internal.h - what the pipeline's files share
  *
- *   pipeline.c  buffers, threads, the life of a round
- *   round.c     checks a round before any byte moves; failures and their order
+ *   pipeline.c  buffers, threads, the life of a batch
+ *   batch.c     checks a batch before any byte moves; failures and their order
  *   feed.c      the network threads, which drive the sources (sources/source.h)
  *   stages.c    decompress, dequantize, DMA, or all of it fused
  *   trace.c     what each thread did when, on request
  *   executor.c  how slices and buffers are handed on; ablation.c has what this is compared with
- *   memory.c    what rounds deliver to and store from, made known to the backend
+ *   memory.c    what batches deliver to and store from, made known to the backend
  *   store.c     the way back: quantize, compress, and the put
  *
- * Threads. A round belongs to the thread that called ss_pipeline_fetch(), which sleeps until the round is quiet and
- * is the only one that looks at the clock. Stage threads live as long as the pipeline. What they share in a round is
- * in struct ss_fetch: plain fields are written before the round is announced (under the pipeline's lock) and only read
+ * Threads. A batch belongs to the thread that called ss_pipeline_fetch(), which sleeps until the batch is quiet and
+ * is the only one that looks at the clock. Stage threads live as long as the pipeline. What they share in a batch is
+ * in struct ss_fetch: plain fields are written before the batch is published (under the pipeline's lock) and only read
  * until it is quiet; the others are atomic.
  *
  * Quiet. 'work' counts the net threads that have not finished and the slices that have been pushed and not retired.
- * A slice that moves to the next queue stays counted, so zero means that nothing touches the round any more.
+ * A slice that moves to the next queue stays counted, so zero means that nothing touches the batch any more.
  *
  * A device that never ends what it was given would keep its slices counted for ever. The thread that waits for it gives
  * it up in the end (stages.c): its slices fail, and none is given to it any more, by any thread. No thread of ours then
- * touches the round; whether the device does, nobody can say, so what it could reach is kept until the process ends.
+ * touches the batch; whether the device does, nobody can say, so what it could reach is kept until the process ends.
  */
 #ifndef SS_PIPELINE_INTERNAL_H
 #define SS_PIPELINE_INTERNAL_H
@@ -36,19 +36,19 @@
 #include "sources/source.h"
 
 /*
- * Pieces in one round: 4 Mi tokens in chunks of 256, over any context there is; in one layer's pieces, some gigabytes.
+ * Pieces in one batch: 4 Mi tokens in chunks of 256, over any context there is; in one layer's pieces, some gigabytes.
  * And groups, of which models have a few. Bounds what is allocated up front.
  */
-enum { SS_ROUND_PIECES_MAX = 16384, SS_ROUND_GROUPS_MAX = 64 };
+enum { SS_BATCH_PIECES_MAX = 16384, SS_BATCH_GROUPS_MAX = 64 };
 
-/* Layers that a round can tell the progress of: above what a record has of them. */
-enum { SS_ROUND_LAYERS_MAX = 4096 };
+/* Layers that a batch can tell the progress of: above what a record has of them. */
+enum { SS_BATCH_LAYERS_MAX = 4096 };
 
 /* Limits on the options, so that a typing error is an error and not a machine that swaps. */
 enum { SS_THREADS_MAX = 256, SS_QUEUE_DEPTH_MAX = 1 << 20, SS_REQUESTS_IN_FLIGHT_MAX = 4096 };
 enum { SS_TRACE_EVENTS_MAX = 1 << 24, SS_POLL_INTERVAL_US_MAX = 1000000 };
 
-/* Nodes of one round: what one poll() of a network thread looks at. */
+/* Nodes of one batch: what one poll() of a network thread looks at. */
 enum { SS_NODES_MAX = 256 };
 
 /* Sources that there are. */
@@ -56,7 +56,7 @@ enum { SS_SOURCE_COUNT = 2 };
 
 /*
  * Slices that a stage thread takes at a time at most: what it hands on at a time, and no more than it can start. What
- * it holds nobody else can take, however long it is kept from its core; and at the end of a round the others idle then.
+ * it holds nobody else can take, however long it is kept from its core; and at the end of a batch the others idle then.
  */
 enum { SS_POP_MAX = 4 };
 
@@ -77,7 +77,7 @@ struct ss_counters {
     _Atomic uint64_t busy_ns;
 };
 
-/* A group of the fetch round that is running. */
+/* A group of the fetch batch that is running. */
 struct ss_group_state {
     const struct ss_group *group;
     uint32_t symbol_bytes;   /* dequantized bytes for each byte of symbols */
@@ -97,19 +97,19 @@ struct ss_piece_state {
     uint8_t *dma_source; /* likewise */
 };
 
-/* How far the layers are of a round that tells of it. */
+/* How far the layers are of a batch that tells of it. */
 struct ss_progress {
-    uint32_t leading; /* from the round's first layer on, that lack nothing; under the pipeline's progress_lock */
-    _Atomic uint32_t missing[SS_ROUND_LAYERS_MAX]; /* pieces of each layer that are not in place */
+    uint32_t leading; /* from the batch's first layer on, that lack nothing; under the pipeline's progress_lock */
+    _Atomic uint32_t missing[SS_BATCH_LAYERS_MAX]; /* pieces of each layer that are not in place */
 };
 
-/* The fetch round that is running. */
+/* The fetch batch that is running. */
 struct ss_fetch {
-    struct ss_round *round;
+    struct ss_batch *batch;
     const int32_t *sockets;
     uint32_t node_count;
     uint32_t net_threads;          /* that take part; so many sockets there are to each node */
-    uint32_t number;               /* of the round */
+    uint32_t number;               /* of the batch */
     _Atomic uint32_t abort_result; /* SS_DEADLINE or SS_CANCELLED: everything unfinished ends */
     _Atomic uint32_t broken;       /* a connection is lost or out of step: do not wait for useless answers */
     _Atomic uint32_t out_of_sync;  /* a socket holds half an answer */
@@ -118,14 +118,14 @@ struct ss_fetch {
     _Atomic uint64_t work;
     _Atomic uint64_t received_bytes;
     _Atomic uint64_t delivered_bytes;
-    _Atomic uint64_t pace_ns; /* of a round with a rate: when the next slice may be handed on */
-    struct ss_group_state groups[SS_ROUND_GROUPS_MAX];
+    _Atomic uint64_t pace_ns; /* of a batch with a rate: when the next slice may be handed on */
+    struct ss_group_state groups[SS_BATCH_GROUPS_MAX];
     struct ss_progress progress;
 };
 
 /* The encode call that is running. */
 struct ss_store {
-    struct ss_round *round;
+    struct ss_batch *batch;
     _Atomic uint32_t next_piece;
     _Atomic uint32_t first_failed;
     uint32_t threads_running; /* under the pipeline's lock */
@@ -180,17 +180,17 @@ struct ss_pipeline {
     struct ss_worker *workers; /* net, decompress, dequantize, dma, store, in this order */
     uint32_t worker_count;
     struct ss_piece_state *piece_states;
-    uint32_t *fetch_order; /* scratch for checking a round */
+    uint32_t *fetch_order; /* scratch for checking a batch */
     uint32_t *encode_order;
 
     pthread_mutex_t progress_lock;
     pthread_mutex_t lock;
     pthread_cond_t net_go;     /* fetch_generation went up, or stopping */
     pthread_cond_t store_go;   /* encode_generation went up, or stopping */
-    pthread_cond_t quiet;      /* the fetch round's work is 0 */
+    pthread_cond_t quiet;      /* the fetch batch's work is 0 */
     pthread_cond_t store_done; /* the encode call's threads are done */
     pthread_cond_t ready;      /* threads_ready went up */
-    pthread_cond_t fetch_over; /* no fetch round is active, or an encode round was cancelled */
+    pthread_cond_t fetch_over; /* no fetch batch is active, or an encode batch was cancelled */
     uint64_t fetch_generation;
     uint64_t encode_generation;
     uint32_t threads_ready;
@@ -208,7 +208,7 @@ struct ss_pipeline {
 
     struct ss_destination *kept; /* released after the device was given up; under the lock */
 
-    struct ss_pipeline *next; /* in the list that ss_round_cancel() walks */
+    struct ss_pipeline *next; /* in the list that ss_batch_cancel() walks */
 };
 
 /* ---- pipeline.c ---- */
@@ -228,10 +228,10 @@ uint64_t ss_thread_ns(void); /* CPU time of the calling thread */
 void ss_counters_add(struct ss_counters *counters, uint64_t items, uint64_t input_bytes, uint64_t output_bytes,
                      uint64_t busy_ns);
 
-/* ss_fetch_done() takes 'count' off the round's work and tells the round's owner when that was the last. */
+/* ss_fetch_done() takes 'count' off the batch's work and tells the batch's owner when that was the last. */
 void ss_fetch_done(struct ss_pipeline *pipeline, uint64_t count);
 
-/* ss_fetch_wake_net() makes every net thread of the round look around. */
+/* ss_fetch_wake_net() makes every net thread of the batch look around. */
 void ss_fetch_wake_net(struct ss_pipeline *pipeline);
 
 /* ---- buffer.c ---- */
@@ -243,14 +243,14 @@ void ss_fetch_wake_net(struct ss_pipeline *pipeline);
 enum ss_result ss_buffer_map(struct ss_buffer *buffer, uint64_t size, int huge, int lock, uint64_t *locked_bytes);
 void ss_buffer_unmap(struct ss_buffer *buffer);
 
-/* ---- round.c ---- */
+/* ---- batch.c ---- */
 
-enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_round *round, const int32_t *sockets,
+enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_batch *batch, const int32_t *sockets,
                               uint32_t socket_count);
-enum ss_result ss_encode_check(struct ss_pipeline *pipeline, const struct ss_round *round);
+enum ss_result ss_encode_check(struct ss_pipeline *pipeline, const struct ss_batch *batch);
 
-/* ss_fetch_begin() fills pipeline->fetch for a round that was checked; the caller announces it. */
-void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_round *round, const int32_t *sockets,
+/* ss_fetch_begin() fills pipeline->fetch for a batch that was checked; the caller publishes it. */
+void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_batch *batch, const int32_t *sockets,
                     uint32_t socket_count);
 
 /*
@@ -268,7 +268,7 @@ void ss_fetch_refused(struct ss_pipeline *pipeline, uint32_t piece, const char *
 /* ss_group_ends() makes a group's chunks from 'chunk' on useless. */
 void ss_group_ends(struct ss_group_state *group, uint32_t chunk);
 
-/* ss_fetch_abort() ends the round early with SS_DEADLINE or SS_CANCELLED; the first caller wins. */
+/* ss_fetch_abort() ends the batch early with SS_DEADLINE or SS_CANCELLED; the first caller wins. */
 void ss_fetch_abort(struct ss_pipeline *pipeline, enum ss_result result);
 
 /* ss_piece_useful() returns whether all that failed leaves a piece of use. */
@@ -279,7 +279,7 @@ static inline int ss_piece_useful(const struct ss_piece_state *state) {
 /* ss_fetch_drops() returns whether work on 'piece' is of no use any more. */
 int ss_fetch_drops(struct ss_pipeline *pipeline, uint32_t piece);
 
-/* ss_fetch_finish() writes the results of a quiet round and returns the round's. */
+/* ss_fetch_finish() writes the results of a quiet batch and returns the batch's. */
 enum ss_result ss_fetch_finish(struct ss_pipeline *pipeline);
 
 /* ss_piece_part_done() counts a slice that was delivered, or an answer that ended well. */
@@ -287,9 +287,9 @@ void ss_piece_part_done(struct ss_pipeline *pipeline, uint32_t piece);
 
 /* ---- progress.c ---- */
 
-int ss_progress_is_valid(const struct ss_round *round);
+int ss_progress_is_valid(const struct ss_batch *batch);
 
-/* ss_progress_begin() begins to count the layers of the fetch round that was checked. */
+/* ss_progress_begin() begins to count the layers of the fetch batch that was checked. */
 void ss_progress_begin(struct ss_pipeline *pipeline);
 
 /* ss_progress_piece() is told of a piece of which nothing is missing any more. */
@@ -297,9 +297,9 @@ void ss_progress_piece(struct ss_pipeline *pipeline, uint32_t piece);
 
 /* ---- memory.c ---- */
 
-/* ss_round_memory_check() returns SS_OK where the round's destinations can be reached; 'plain': memory that nobody
+/* ss_batch_memory_check() returns SS_OK where the batch's destinations can be reached; 'plain': memory that nobody
  * registered, too. */
-enum ss_result ss_round_memory_check(const struct ss_pipeline *pipeline, const struct ss_round *round, int plain);
+enum ss_result ss_batch_memory_check(const struct ss_pipeline *pipeline, const struct ss_batch *batch, int plain);
 
 /* ---- feed.c ---- */
 
@@ -329,13 +329,13 @@ void *ss_dequantize_thread(void *worker);
 
 /* ---- executor.c, ablation.c ---- */
 
-/* How a round's pieces are placed, and how their slices go from stage to stage. */
+/* How a batch's pieces are placed, and how their slices go from stage to stage. */
 struct ss_executor {
-    /* open() makes the buffers of fetch rounds, once the device is there; close() frees what it made, all or part. */
+    /* open() makes the buffers of fetch batches, once the device is there; close() frees what it made, all or part. */
     enum ss_result (*open)(struct ss_pipeline *pipeline);
     void (*close)(struct ss_pipeline *pipeline);
 
-    /* begin() places the pieces of a round, and opens those that may be asked for. */
+    /* begin() places the pieces of a batch, and opens those that may be asked for. */
     void (*begin)(struct ss_pipeline *pipeline);
 
     /*
@@ -344,7 +344,7 @@ struct ss_executor {
      */
     enum ss_result (*make_place)(struct ss_pipeline *pipeline, uint32_t piece);
 
-    /* pass() takes slices of one piece that are through with 'stage', and not with the round. */
+    /* pass() takes slices of one piece that are through with 'stage', and not with the batch. */
     void (*pass)(struct ss_pipeline *pipeline, enum ss_stage stage, const struct ss_item *items, uint32_t count);
 
     /* part_done() is told of each slice that was delivered, and of each answer that ended, with what is 'left'. */

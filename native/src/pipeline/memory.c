@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * memory.c - memory that rounds deliver to and store from, made known to the backend
+ * memory.c - memory that batches deliver to and store from, made known to the backend
  *
  * An engine reaches only what was registered with its device, and registering pins pages and fills tables, so it is
- * done once for all rounds (ShadowServe section 4.3). A CPU reaches whatever is in its process.
+ * done once for all batches (ShadowServe section 4.3). A CPU reaches whatever is in its process.
  */
 #include <errno.h>
 #include <stdlib.h>
@@ -71,12 +71,12 @@ uint8_t *ss_destination_address(const struct ss_destination *destination) {
     return destination->address;
 }
 
-enum ss_result ss_round_memory_check(const struct ss_pipeline *pipeline, const struct ss_round *round, int plain) {
-    for (uint32_t i = 0; i < round->group_count; i++) {
-        const struct ss_group *group = &round->groups[i];
+enum ss_result ss_batch_memory_check(const struct ss_pipeline *pipeline, const struct ss_batch *batch, int plain) {
+    for (uint32_t i = 0; i < batch->group_count; i++) {
+        const struct ss_group *group = &batch->groups[i];
         const struct ss_destination *registered = group->registered;
         if (registered == NULL) {
-            if (!plain && round->piece_count > 0) {
+            if (!plain && batch->piece_count > 0) {
                 return SS_BAD_ARGUMENT;
             }
             continue;

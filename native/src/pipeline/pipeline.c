@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * pipeline.c - buffers, threads and the life of a round
+ * pipeline.c - buffers, threads and the life of a batch
  *
  * Everything is made in ss_pipeline_create() and kept until ss_pipeline_destroy() (ShadowServe sections 4.2 and 4.3):
- * a round only moves bytes between what is there. See internal.h for who may touch what, and when.
+ * a batch only moves bytes between what is there. See internal.h for who may touch what, and when.
  */
 #define _GNU_SOURCE 1
 #include "pipeline/internal.h"
@@ -20,7 +20,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Pipelines that ss_round_cancel() looks through. Taken before any pipeline's own lock. */
+/* Pipelines that ss_batch_cancel() looks through. Taken before any pipeline's own lock. */
 static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct ss_pipeline *registry;
 
@@ -176,9 +176,9 @@ static enum ss_result create_queues(struct ss_pipeline *pipeline) {
     if (result == SS_OK && !options->fused) {
         result = ss_queue_init(&pipeline->dma_queue, options->queue_depth, options->dma_threads);
     }
-    pipeline->piece_states = calloc(SS_ROUND_PIECES_MAX, sizeof *pipeline->piece_states);
-    pipeline->fetch_order = calloc(SS_ROUND_PIECES_MAX, sizeof *pipeline->fetch_order);
-    pipeline->encode_order = calloc(SS_ROUND_PIECES_MAX, sizeof *pipeline->encode_order);
+    pipeline->piece_states = calloc(SS_BATCH_PIECES_MAX, sizeof *pipeline->piece_states);
+    pipeline->fetch_order = calloc(SS_BATCH_PIECES_MAX, sizeof *pipeline->fetch_order);
+    pipeline->encode_order = calloc(SS_BATCH_PIECES_MAX, sizeof *pipeline->encode_order);
     if (pipeline->piece_states == NULL || pipeline->fetch_order == NULL || pipeline->encode_order == NULL) {
         return SS_NO_MEMORY;
     }
@@ -331,7 +331,7 @@ static enum ss_result start_worker(struct ss_worker *worker) {
 }
 
 /*
- * A thread makes its decoders and its channel itself, since they belong to it. The first round is not to meet one that
+ * A thread makes its decoders and its channel itself, since they belong to it. The first batch is not to meet one that
  * has yet to.
  */
 static enum ss_result wait_until_ready(struct ss_pipeline *pipeline) {
@@ -515,7 +515,7 @@ void ss_pipeline_destroy(struct ss_pipeline *pipeline) {
     free(pipeline);
 }
 
-/* ---- A fetch round ------------------------------------------------------------------------------------------- */
+/* ---- A fetch batch ------------------------------------------------------------------------------------------- */
 
 static struct timespec timespec_of(uint64_t time_ns) {
     uint64_t seconds = time_ns / 1000000000ULL;
@@ -523,9 +523,9 @@ static struct timespec timespec_of(uint64_t time_ns) {
                              .tv_nsec = (long)(time_ns % 1000000000ULL)};
 }
 
-/* Sleeps until the round is quiet, and ends it when its time is over. */
+/* Sleeps until the batch is quiet, and ends it when its time is over. */
 static void wait_until_quiet(struct ss_pipeline *pipeline) {
-    struct timespec deadline = timespec_of(pipeline->fetch.round->deadline_ns);
+    struct timespec deadline = timespec_of(pipeline->fetch.batch->deadline_ns);
     int late = 0;
     pthread_mutex_lock(&pipeline->lock);
     while (atomic_load(&pipeline->fetch.work) > 0) {
@@ -539,23 +539,23 @@ static void wait_until_quiet(struct ss_pipeline *pipeline) {
     pthread_mutex_unlock(&pipeline->lock);
 }
 
-static void mark_pieces(struct ss_round *round, enum ss_result result) {
-    for (uint32_t i = 0; round->pieces != NULL && i < round->piece_count; i++) {
-        round->pieces[i].result = result;
+static void mark_pieces(struct ss_batch *batch, enum ss_result result) {
+    for (uint32_t i = 0; batch->pieces != NULL && i < batch->piece_count; i++) {
+        batch->pieces[i].result = result;
     }
-    round->received_bytes = 0;
-    round->delivered_bytes = 0;
-    round->sockets_in_sync = 1; /* nothing was sent */
+    batch->received_bytes = 0;
+    batch->delivered_bytes = 0;
+    batch->sockets_in_sync = 1; /* nothing was sent */
 }
 
-/* Announces the round to the net threads. */
-static void announce(struct ss_pipeline *pipeline, struct ss_round *round, const int32_t *sockets,
-                     uint32_t socket_count) {
+/* Publishes the batch to the net threads. */
+static void publish(struct ss_pipeline *pipeline, struct ss_batch *batch, const int32_t *sockets,
+                    uint32_t socket_count) {
     pthread_mutex_lock(&pipeline->lock);
-    ss_fetch_begin(pipeline, round, sockets, socket_count);
-    if (__atomic_load_n(&round->cancelled, __ATOMIC_SEQ_CST)) {
+    ss_fetch_begin(pipeline, batch, sockets, socket_count);
+    if (__atomic_load_n(&batch->cancelled, __ATOMIC_SEQ_CST)) {
         ss_fetch_abort(pipeline, SS_CANCELLED);
-    } else if (ss_now_ns() >= round->deadline_ns) {
+    } else if (ss_now_ns() >= batch->deadline_ns) {
         ss_fetch_abort(pipeline, SS_DEADLINE);
     }
     pipeline->fetch_generation++;
@@ -563,9 +563,9 @@ static void announce(struct ss_pipeline *pipeline, struct ss_round *round, const
     pthread_mutex_unlock(&pipeline->lock);
 }
 
-enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_round *round, const int32_t *sockets,
+enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_batch *batch, const int32_t *sockets,
                                  uint32_t socket_count) {
-    if (pipeline == NULL || round == NULL) {
+    if (pipeline == NULL || batch == NULL) {
         return SS_BAD_ARGUMENT;
     }
     pthread_mutex_lock(&pipeline->lock);
@@ -573,22 +573,22 @@ enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_round *
     pipeline->fetch_active = 1;
     pthread_mutex_unlock(&pipeline->lock);
     if (taken) {
-        return SS_BAD_ARGUMENT; /* the other round's memory is not touched: it may be this very one */
+        return SS_BAD_ARGUMENT; /* the other batch's memory is not touched: it may be this very one */
     }
-    enum ss_result result = ss_fetch_check(pipeline, round, sockets, socket_count);
+    enum ss_result result = ss_fetch_check(pipeline, batch, sockets, socket_count);
     if (result == SS_OK && atomic_load(&pipeline->given_up)) {
         result = SS_DEVICE;
     }
     if (result == SS_OK) {
-        announce(pipeline, round, sockets, socket_count);
+        publish(pipeline, batch, sockets, socket_count);
         wait_until_quiet(pipeline);
         result = ss_fetch_finish(pipeline);
     } else {
-        mark_pieces(round, result);
+        mark_pieces(batch, result);
     }
     int error = result == SS_OS_ERROR ? atomic_load(&pipeline->fetch.os_error) : 0;
     pthread_mutex_lock(&pipeline->lock);
-    pipeline->fetch.round = NULL;
+    pipeline->fetch.batch = NULL;
     pipeline->fetch_active = 0;
     pthread_cond_broadcast(&pipeline->fetch_over);
     pthread_mutex_unlock(&pipeline->lock);
@@ -598,12 +598,12 @@ enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_round *
     return result;
 }
 
-void ss_round_cancel(struct ss_round *round) {
-    __atomic_store_n(&round->cancelled, 1, __ATOMIC_SEQ_CST);
+void ss_batch_cancel(struct ss_batch *batch) {
+    __atomic_store_n(&batch->cancelled, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_lock(&registry_lock);
     for (struct ss_pipeline *pipeline = registry; pipeline != NULL; pipeline = pipeline->next) {
         pthread_mutex_lock(&pipeline->lock);
-        if (pipeline->fetch.round == round) {
+        if (pipeline->fetch.batch == batch) {
             ss_fetch_abort(pipeline, SS_CANCELLED);
         }
         pthread_cond_broadcast(&pipeline->fetch_over); /* a store thread that lets fetches go first */
@@ -612,14 +612,14 @@ void ss_round_cancel(struct ss_round *round) {
     pthread_mutex_unlock(&registry_lock);
 }
 
-void ss_round_supply(struct ss_round *round, uint32_t piece, const uint8_t *memory) {
-    struct ss_piece *supplied = &round->pieces[piece];
+void ss_batch_supply(struct ss_batch *batch, uint32_t piece, const uint8_t *memory) {
+    struct ss_piece *supplied = &batch->pieces[piece];
     supplied->memory = memory;
     __atomic_store_n(&supplied->origin, memory != NULL ? SS_ORIGIN_MEMORY : SS_ORIGIN_NOWHERE, __ATOMIC_SEQ_CST);
     pthread_mutex_lock(&registry_lock);
     for (struct ss_pipeline *pipeline = registry; pipeline != NULL; pipeline = pipeline->next) {
         pthread_mutex_lock(&pipeline->lock);
-        if (pipeline->fetch.round == round) {
+        if (pipeline->fetch.batch == batch) {
             ss_fetch_wake_net(pipeline);
         }
         pthread_mutex_unlock(&pipeline->lock);

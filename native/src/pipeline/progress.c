@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * progress.c - how many leading layers of a round in layer order are in place, in a word that another process sees
+ * progress.c - how many leading layers of a batch in layer order are in place, in a word that another process sees
  *
  * Whoever waits for a layer must not need a call for it: the word lies in the memory that the layers go to. It is
- * written with release order behind what it speaks of, and only while the round runs, so a quiet round is quiet here
+ * written with release order behind what it speaks of, and only while the batch runs, so a quiet batch is quiet here
  * too. It is never read here: it belongs to whoever waits, who may write what they like.
  */
 #define _GNU_SOURCE 1
@@ -15,10 +15,10 @@
 
 #include "pipeline/internal.h"
 
-int ss_progress_is_valid(const struct ss_round *round) {
-    return round->progress == NULL ||
-           ((uintptr_t)round->progress % sizeof *round->progress == 0 && round->layers_first <= round->layers_end &&
-            round->layers_end - round->layers_first <= SS_ROUND_LAYERS_MAX);
+int ss_progress_is_valid(const struct ss_batch *batch) {
+    return batch->progress == NULL ||
+           ((uintptr_t)batch->progress % sizeof *batch->progress == 0 && batch->layers_first <= batch->layers_end &&
+            batch->layers_end - batch->layers_first <= SS_BATCH_LAYERS_MAX);
 }
 
 void ss_progress_tell(uint32_t *progress, uint32_t layers) {
@@ -29,40 +29,40 @@ void ss_progress_tell(uint32_t *progress, uint32_t layers) {
 /* Moves on over layers that lack nothing, and tells of it. */
 static void advance(struct ss_pipeline *pipeline) {
     struct ss_progress *progress = &pipeline->fetch.progress;
-    const struct ss_round *round = pipeline->fetch.round;
-    uint32_t count = round->layers_end - round->layers_first;
+    const struct ss_batch *batch = pipeline->fetch.batch;
+    uint32_t count = batch->layers_end - batch->layers_first;
     pthread_mutex_lock(&pipeline->progress_lock);
     uint32_t before = progress->leading;
     while (progress->leading < count && atomic_load(&progress->missing[progress->leading]) == 0) {
         progress->leading++;
     }
     if (progress->leading > before) {
-        ss_progress_tell(round->progress, round->layers_first + progress->leading);
+        ss_progress_tell(batch->progress, batch->layers_first + progress->leading);
     }
     pthread_mutex_unlock(&pipeline->progress_lock);
 }
 
 /* Returns where a piece's layer is counted, NULL where it is not. */
 static _Atomic uint32_t *counted(struct ss_pipeline *pipeline, uint32_t piece) {
-    const struct ss_round *round = pipeline->fetch.round;
-    uint32_t layer = round->pieces[piece].layer;
-    if (round->progress == NULL || layer < round->layers_first || layer >= round->layers_end) {
+    const struct ss_batch *batch = pipeline->fetch.batch;
+    uint32_t layer = batch->pieces[piece].layer;
+    if (batch->progress == NULL || layer < batch->layers_first || layer >= batch->layers_end) {
         return NULL;
     }
-    return &pipeline->fetch.progress.missing[layer - round->layers_first];
+    return &pipeline->fetch.progress.missing[layer - batch->layers_first];
 }
 
 void ss_progress_begin(struct ss_pipeline *pipeline) {
-    const struct ss_round *round = pipeline->fetch.round;
+    const struct ss_batch *batch = pipeline->fetch.batch;
     struct ss_progress *progress = &pipeline->fetch.progress;
-    if (round->progress == NULL) {
+    if (batch->progress == NULL) {
         return;
     }
     progress->leading = 0;
-    for (uint32_t i = 0; i < round->layers_end - round->layers_first; i++) {
+    for (uint32_t i = 0; i < batch->layers_end - batch->layers_first; i++) {
         atomic_store(&progress->missing[i], 0);
     }
-    for (uint32_t i = 0; i < round->piece_count; i++) {
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
         _Atomic uint32_t *missing = counted(pipeline, i);
         if (missing != NULL) {
             atomic_fetch_add(missing, 1);

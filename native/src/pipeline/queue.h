@@ -17,7 +17,7 @@
 /* One slice on its way. Its offsets are summed up once, by the thread that received it. */
 struct ss_item {
     uint64_t decoded_before; /* bytes of symbols of the piece's slices before this one */
-    uint32_t piece;          /* index in the round */
+    uint32_t piece;          /* index in the batch */
     uint32_t slice;          /* likewise */
 };
 

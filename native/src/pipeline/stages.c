@@ -12,7 +12,7 @@
  * turns, takes the first poll for the news that no more are there to be started.
  *
  * A device that owes works and completes none for 'device_timeout_ms' is given up. It takes microseconds for one, so
- * seconds mean that it never will, and without an end the round, and with it the daemon, would wait for ever.
+ * seconds mean that it never will, and without an end the batch, and with it the daemon, would wait for ever.
  */
 #define _GNU_SOURCE 1
 #include <stdlib.h>
@@ -70,11 +70,11 @@ static const struct ss_group_state *item_group(const struct ss_pipeline *pipelin
 }
 
 static const struct ss_piece *item_piece(const struct ss_pipeline *pipeline, const struct ss_item *item) {
-    return &pipeline->fetch.round->pieces[item->piece];
+    return &pipeline->fetch.batch->pieces[item->piece];
 }
 
 static const struct ss_slice *item_slice(const struct ss_pipeline *pipeline, const struct ss_item *item) {
-    return &pipeline->fetch.round->slices[item->slice];
+    return &pipeline->fetch.batch->slices[item->slice];
 }
 
 static const uint8_t *item_stored(const struct ss_pipeline *pipeline, const struct ss_item *item) {

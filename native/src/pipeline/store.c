@@ -3,7 +3,7 @@
  * store.c - the way back: quantize and compress into the store buffer
  *
  * Each store thread takes whole pieces, so that a piece's slices are packed behind one another without gaps. Storing
- * must not disturb serving: the threads have the lowest priority, and before each slice they let a fetch round go
+ * must not disturb serving: the threads have the lowest priority, and before each slice they let a fetch batch go
  * first, but only so long, since a server under constant load must still store something.
  */
 #define _GNU_SOURCE 1
@@ -14,24 +14,24 @@
 #include "pipeline/internal.h"
 
 /* Time's up, or the caller does not want it any more. */
-static enum ss_result store_interrupted(const struct ss_round *round) {
-    if (__atomic_load_n(&round->cancelled, __ATOMIC_SEQ_CST)) {
+static enum ss_result store_interrupted(const struct ss_batch *batch) {
+    if (__atomic_load_n(&batch->cancelled, __ATOMIC_SEQ_CST)) {
         return SS_CANCELLED;
     }
-    return ss_now_ns() >= round->deadline_ns ? SS_DEADLINE : SS_OK;
+    return ss_now_ns() >= batch->deadline_ns ? SS_DEADLINE : SS_OK;
 }
 
 /* Lets fetches go first, for at most SS_STORE_YIELD_NS. */
-static void store_yield(struct ss_pipeline *pipeline, const struct ss_round *round) {
+static void store_yield(struct ss_pipeline *pipeline, const struct ss_batch *batch) {
     pthread_mutex_lock(&pipeline->lock);
     if (pipeline->fetch_active) {
         uint64_t until = ss_now_ns() + SS_STORE_YIELD_NS;
-        if (round->deadline_ns < until) {
-            until = round->deadline_ns;
+        if (batch->deadline_ns < until) {
+            until = batch->deadline_ns;
         }
         struct timespec time = {.tv_sec = (time_t)(until / 1000000000ULL), .tv_nsec = (long)(until % 1000000000ULL)};
         int error = 0;
-        while (pipeline->fetch_active && error == 0 && !__atomic_load_n(&round->cancelled, __ATOMIC_SEQ_CST)) {
+        while (pipeline->fetch_active && error == 0 && !__atomic_load_n(&batch->cancelled, __ATOMIC_SEQ_CST)) {
             error = pthread_cond_timedwait(&pipeline->fetch_over, &pipeline->lock, &time);
         }
     }
@@ -107,15 +107,15 @@ static enum ss_result encode_slice(struct ss_worker *worker, const struct ss_gro
     return SS_OK;
 }
 
-static enum ss_result encode_piece(struct ss_worker *worker, struct ss_round *round, struct ss_piece *piece) {
+static enum ss_result encode_piece(struct ss_worker *worker, struct ss_batch *batch, struct ss_piece *piece) {
     struct ss_pipeline *pipeline = worker->pipeline;
-    const struct ss_group *group = &round->groups[piece->group];
+    const struct ss_group *group = &batch->groups[piece->group];
     uint8_t *body = pipeline->store_buffer.data + piece->decompression_offset;
     uint64_t length = 0;
     for (uint32_t i = 0; i < piece->slice_count; i++) {
-        struct ss_slice *slice = &round->slices[piece->slice_first + i];
-        store_yield(pipeline, round);
-        enum ss_result result = store_interrupted(round);
+        struct ss_slice *slice = &batch->slices[piece->slice_first + i];
+        store_yield(pipeline, batch);
+        enum ss_result result = store_interrupted(batch);
         if (result == SS_OK) {
             result = encode_slice(worker, group, piece, slice, body + length);
         }
@@ -131,15 +131,15 @@ static enum ss_result encode_piece(struct ss_worker *worker, struct ss_round *ro
 
 static void encode_pieces(struct ss_worker *worker) {
     struct ss_store *store = &worker->pipeline->store;
-    struct ss_round *round = store->round;
+    struct ss_batch *batch = store->batch;
     for (;;) {
         uint32_t index = atomic_fetch_add(&store->next_piece, 1);
-        if (index >= round->piece_count) {
+        if (index >= batch->piece_count) {
             return;
         }
-        struct ss_piece *piece = &round->pieces[index];
+        struct ss_piece *piece = &batch->pieces[index];
         uint32_t lowest = atomic_load(&store->first_failed);
-        piece->result = index > lowest ? SS_SKIPPED : encode_piece(worker, round, piece);
+        piece->result = index > lowest ? SS_SKIPPED : encode_piece(worker, batch, piece);
         if (piece->result != SS_OK && piece->result != SS_SKIPPED) {
             while (index < lowest && !atomic_compare_exchange_weak(&store->first_failed, &lowest, index)) {
             }
@@ -176,26 +176,26 @@ void *ss_store_thread(void *argument) {
     return NULL;
 }
 
-static enum ss_result encode_round(struct ss_pipeline *pipeline, struct ss_round *round) {
+static enum ss_result encode_round(struct ss_pipeline *pipeline, struct ss_batch *batch) {
     struct ss_store *store = &pipeline->store;
     pthread_mutex_lock(&pipeline->lock);
-    store->round = round;
+    store->batch = batch;
     atomic_store(&store->next_piece, 0);
-    atomic_store(&store->first_failed, round->piece_count);
+    atomic_store(&store->first_failed, batch->piece_count);
     store->threads_running = pipeline->options.store_threads;
     pipeline->encode_generation++;
     pthread_cond_broadcast(&pipeline->store_go);
     while (store->threads_running > 0) {
         pthread_cond_wait(&pipeline->store_done, &pipeline->lock);
     }
-    store->round = NULL;
+    store->batch = NULL;
     pthread_mutex_unlock(&pipeline->lock);
     uint32_t lowest = atomic_load(&store->first_failed);
-    return lowest < round->piece_count ? round->pieces[lowest].result : SS_OK;
+    return lowest < batch->piece_count ? batch->pieces[lowest].result : SS_OK;
 }
 
-enum ss_result ss_pipeline_encode(struct ss_pipeline *pipeline, struct ss_round *round) {
-    if (pipeline == NULL || round == NULL || pipeline->options.store_threads == 0) {
+enum ss_result ss_pipeline_encode(struct ss_pipeline *pipeline, struct ss_batch *batch) {
+    if (pipeline == NULL || batch == NULL || pipeline->options.store_threads == 0) {
         return SS_BAD_ARGUMENT;
     }
     pthread_mutex_lock(&pipeline->lock);
@@ -205,12 +205,12 @@ enum ss_result ss_pipeline_encode(struct ss_pipeline *pipeline, struct ss_round 
     if (taken) {
         return SS_BAD_ARGUMENT;
     }
-    enum ss_result result = ss_encode_check(pipeline, round);
+    enum ss_result result = ss_encode_check(pipeline, batch);
     if (result == SS_OK) {
-        result = encode_round(pipeline, round);
+        result = encode_round(pipeline, batch);
     } else {
-        for (uint32_t i = 0; round->pieces != NULL && i < round->piece_count; i++) {
-            round->pieces[i].result = result;
+        for (uint32_t i = 0; batch->pieces != NULL && i < batch->piece_count; i++) {
+            batch->pieces[i].result = result;
         }
     }
     pthread_mutex_lock(&pipeline->lock);

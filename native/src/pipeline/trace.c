@@ -52,7 +52,7 @@ void ss_trace_add(struct ss_worker *worker, enum ss_stage stage, uint64_t begin_
                                          .end_ns = end_ns,
                                          .input_bytes = work->input_bytes,
                                          .output_bytes = work->output_bytes,
-                                         .round = pipeline->fetch.number,
+                                         .batch = pipeline->fetch.number,
                                          .piece = work->piece,
                                          .slice = work->slice,
                                          .core = sched_getcpu(),

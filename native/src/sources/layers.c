@@ -12,7 +12,7 @@
 
 void ss_layers_begin(struct ss_layers_reader *reader, const struct ss_feed *feed) {
     reader->feed = feed;
-    reader->layers = feed->round->layers;
+    reader->layers = feed->batch->layers;
     reader->phase = SS_LAYERS_HEAD;
     reader->layer = 0;
     reader->key = 0;
@@ -29,7 +29,7 @@ uint32_t ss_layers_position(const struct ss_layers_reader *reader) {
 }
 
 static const struct ss_piece *piece_of(const struct ss_layers_reader *reader, uint32_t key) {
-    return &reader->feed->round->pieces[reader->layer * reader->layers->keys + key];
+    return &reader->feed->batch->pieces[reader->layer * reader->layers->keys + key];
 }
 
 static uint32_t length_of(const struct ss_layers_reader *reader, uint32_t key) {
@@ -65,7 +65,7 @@ static enum ss_layers_status total_take(struct ss_layers_reader *reader) {
         return SS_LAYERS_INVALID;
     }
     for (uint32_t layer = 0; layer < reader->layers->layers; layer++) {
-        expected += reader->feed->round->pieces[layer * reader->layers->keys + reader->key].body_length;
+        expected += reader->feed->batch->pieces[layer * reader->layers->keys + reader->key].body_length;
     }
     if (reader->head.kind == SS_RESP_NULL || reader->head.length != expected) {
         piece_is_gone(reader, reader->key);
@@ -139,7 +139,7 @@ static void piece_begin(struct ss_layers_reader *reader) {
     reader->arrival = (struct ss_arrival){.slice_first = piece->slice_first, .slice_count = piece->slice_count};
 }
 
-/* The lengths of a layer are there: they must be what its head said, and what the round expects. */
+/* The lengths of a layer are there: they must be what its head said, and what the batch expects. */
 static enum ss_layers_status table_end(struct ss_layers_reader *reader) {
     uint64_t sum = 4ULL * reader->layers->keys;
     for (uint32_t key = 0; key < reader->layers->keys; key++) {

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * layers.h - the answer to KV.LAYERS, read: a round's pieces in one stream, layer after layer (storage_kv/README.md)
+ * layers.h - the answer to KV.LAYERS, read: a batch's pieces in one stream, layer after layer (storage_kv/README.md)
  *
  * The caller receives: into ss_layers_parts(), then calls ss_layers_placed(); or anywhere, then ss_layers_take(). No
- * byte of a piece is placed before the lengths of its layer were found to be those of the round. A piece whose record
- * is not what the round expects fails, and what is of no use is read and dropped.
+ * byte of a piece is placed before the lengths of its layer were found to be those of the batch. A piece whose record
+ * is not what the batch expects fails, and what is of no use is read and dropped.
  */
 #ifndef SS_LAYERS_H
 #define SS_LAYERS_H
@@ -40,7 +40,7 @@ enum { SS_LAYERS_DROPPED_BYTES = 16 << 10 };
 
 struct ss_layers_reader {
     const struct ss_feed *feed;
-    struct ss_layers *layers; /* the round's */
+    struct ss_layers *layers; /* the batch's */
     enum ss_layers_phase phase;
     struct ss_resp_head head;
     uint32_t layer; /* position: of the request's layers */
@@ -49,14 +49,14 @@ struct ss_layers_reader {
     uint64_t payload;
     uint32_t decided; /* keys of this layer of which it is known whether their pieces are taken */
     struct ss_arrival arrival;
-    uint64_t body_bytes; /* that were placed in this round */
+    uint64_t body_bytes; /* that were placed in this batch */
     uint64_t slices;
     uint8_t table[4 * SS_LAYERS_KEYS_MAX];
     uint8_t taken[SS_LAYERS_KEYS_MAX];
     uint8_t dropped[SS_LAYERS_DROPPED_BYTES];
 };
 
-/* ss_layers_begin() begins to read the answer to the request of a round that has one. */
+/* ss_layers_begin() begins to read the answer to the request of a batch that has one. */
 void ss_layers_begin(struct ss_layers_reader *reader, const struct ss_feed *feed);
 
 /*
@@ -72,7 +72,7 @@ enum ss_layers_status ss_layers_placed(struct ss_layers_reader *reader, uint64_t
 /* ss_layers_take() takes bytes that were received elsewhere. */
 enum ss_layers_status ss_layers_take(struct ss_layers_reader *reader, const uint8_t *data, size_t size);
 
-/* ss_layers_position() returns the first piece of the round that is not whole. */
+/* ss_layers_position() returns the first piece of the batch that is not whole. */
 uint32_t ss_layers_position(const struct ss_layers_reader *reader);
 
 #endif /* SS_LAYERS_H */

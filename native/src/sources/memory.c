@@ -2,7 +2,7 @@
 /*
  * memory.c - pieces whose bodies lie in this process, such as in a pool's arena
  *
- * Each piece is whole at once, but may be so later than the round begins: what a device reads is awaited. Where the
+ * Each piece is whole at once, but may be so later than the batch begins: what a device reads is awaited. Where the
  * decoder can read anywhere, it reads where they lie, and nothing is copied; an accelerator that reaches nothing but
  * the pipeline's buffers gets a copy there.
  */
@@ -23,8 +23,8 @@ static int memory_takes(const struct ss_piece *piece) {
     return ss_piece_origin(piece) != SS_ORIGIN_SERVER;
 }
 
-static uint32_t memory_answers(const struct ss_round *round, uint32_t piece, uint32_t threads) {
-    (void)round;
+static uint32_t memory_answers(const struct ss_batch *batch, uint32_t piece, uint32_t threads) {
+    (void)batch;
     (void)piece;
     (void)threads;
     return 1;
@@ -40,11 +40,11 @@ static void memory_begin(void *state, const struct ss_feed *feed) {
     memory->first = 0;
     memory->next = 0;
     memory->waits = 0;
-    memset(memory->begun, 0, feed->round->piece_count);
+    memset(memory->begun, 0, feed->batch->piece_count);
 }
 
 static void piece_give(const struct ss_feed *feed, uint32_t index) {
-    const struct ss_piece *piece = &feed->round->pieces[index];
+    const struct ss_piece *piece = &feed->batch->pieces[index];
     if (!ss_feed_make_place(feed, index)) {
         return;
     }
@@ -60,7 +60,7 @@ static void piece_give(const struct ss_feed *feed, uint32_t index) {
 /* Whether a piece is neither another source's, nor another thread's, nor begun, nor of no use any more. */
 static int piece_is_left(const struct memory *memory, uint32_t index) {
     const struct ss_feed *feed = memory->feed;
-    return index % feed->threads == feed->thread && memory_takes(&feed->round->pieces[index]) &&
+    return index % feed->threads == feed->thread && memory_takes(&feed->batch->pieces[index]) &&
            !memory->begun[index] && ss_feed_useful(feed, index);
 }
 
@@ -75,13 +75,13 @@ static enum ss_source_step memory_step(void *state) {
         return SS_SOURCE_OVER;
     }
     uint32_t open = ss_feed_open(feed);
-    for (; memory->next < feed->round->piece_count; memory->next++) {
+    for (; memory->next < feed->batch->piece_count; memory->next++) {
         uint32_t index = memory->next;
         if (!piece_is_left(memory, index)) {
             memory->first += memory->first == index;
             continue;
         }
-        enum ss_origin origin = ss_piece_origin(&feed->round->pieces[index]);
+        enum ss_origin origin = ss_piece_origin(&feed->batch->pieces[index]);
         if (index >= open || origin == SS_ORIGIN_AWAITED) {
             memory->waits = 1;
             continue;

@@ -6,7 +6,7 @@
  * of the slices of every piece that the node has, several requests ahead, and reads the answers, which come in order. A
  * body is received where it will be decompressed: one system call takes what is left of the body into place and at most
  * HEAD_BYTES behind it, the end of this answer and the head of the next, into a small buffer. What little of the next
- * body comes along is copied. Or the whole round is asked for in one request (layers.c), on its one connection; where
+ * body comes along is copied. Or the whole batch is asked for in one request (layers.c), on its one connection; where
  * the server does not take that, by ranges after all.
  *
  * Failure. What fails is the piece of the oldest answer that is due; pieces before it have all their bytes from this
@@ -51,7 +51,7 @@ struct run {
     uint64_t first_byte; /* of the body */
     uint64_t bytes;
     uint64_t decoded_before; /* bytes of symbols before its first slice */
-    uint32_t slice_first;    /* index in the round */
+    uint32_t slice_first;    /* index in the batch */
     uint32_t slice_count;
 };
 
@@ -65,7 +65,7 @@ struct request {
 struct connection {
     struct ss_channel channel;
     uint32_t node;
-    int over;                 /* nothing more is to be done on it in this round */
+    int over;                 /* nothing more is to be done on it in this batch */
     int failed;               /* since it broke, or is out of step */
     struct request *requests; /* a ring, oldest first: asked for, not answered */
     uint32_t ahead_max;       /* ranges asked for ahead */
@@ -75,7 +75,7 @@ struct connection {
     uint32_t next_piece; /* to ask for */
 
     struct ss_layers_reader
-        *reader;            /* of the answer to the one request that the round is; NULL: ranges are asked for */
+        *reader;            /* of the answer to the one request that the batch is; NULL: ranges are asked for */
     const uint8_t *request; /* what is left to send of that */
     uint64_t request_left;
 
@@ -91,7 +91,7 @@ struct connection {
     uint32_t tail_received;    /* of CR LF */
     struct ss_arrival arrival; /* of the run's slices */
 
-    uint64_t wire_bytes; /* received in this round */
+    uint64_t wire_bytes; /* received in this batch */
     uint64_t body_bytes;
     uint64_t slices;
 };
@@ -137,7 +137,7 @@ static void *resp_create(const struct ss_source_limits *limits) {
 
 static void connection_start(const struct ss_feed *feed, struct connection *connection, uint32_t node) {
     uint32_t index = node * feed->threads + feed->thread;
-    struct ss_tls_session *const *sessions = feed->round->sessions;
+    struct ss_tls_session *const *sessions = feed->batch->sessions;
     connection->channel.socket = feed->sockets[index];
     connection->channel.session = sessions != NULL ? sessions[index] : NULL;
     connection->node = node;
@@ -165,7 +165,7 @@ static void resp_begin(void *state, const struct ss_feed *feed) {
     for (uint32_t i = 0; i < feed->nodes; i++) {
         connection_start(feed, &resp->connections[i], i);
     }
-    const struct ss_layers *layers = feed->round->layers;
+    const struct ss_layers *layers = feed->batch->layers;
     if (layers != NULL && feed->nodes > 0) {
         struct connection *connection = &resp->connections[0];
         ss_layers_begin(&resp->reader, feed);
@@ -180,15 +180,15 @@ static void resp_begin(void *state, const struct ss_feed *feed) {
  * by at most a slice. Which connection takes which run moves on with the piece, so that pieces of fewer slices than
  * connections spread over all connections.
  */
-static struct run run_of(const struct ss_round *round, uint32_t piece_index, uint32_t thread, uint32_t threads) {
-    const struct ss_piece *piece = &round->pieces[piece_index];
+static struct run run_of(const struct ss_batch *batch, uint32_t piece_index, uint32_t thread, uint32_t threads) {
+    const struct ss_piece *piece = &batch->pieces[piece_index];
     uint64_t part = (thread + piece_index) % threads;
     uint64_t begin = piece->body_length * part / threads; /* body_length is under 2^63 / 256: it fits a buffer */
     uint64_t end = piece->body_length * (part + 1) / threads;
     struct run run = {.slice_first = piece->slice_first};
     uint64_t decoded = 0;
     for (uint32_t i = 0; i < piece->slice_count; i++) {
-        const struct ss_slice *slice = &round->slices[piece->slice_first + i];
+        const struct ss_slice *slice = &batch->slices[piece->slice_first + i];
         uint64_t stored = (uint64_t)slice->scales_length + slice->encoded_length;
         uint64_t middle = slice->offset + stored / 2;
         if (middle >= end) {
@@ -208,10 +208,10 @@ static struct run run_of(const struct ss_round *round, uint32_t piece_index, uin
     return run;
 }
 
-static uint32_t resp_answers(const struct ss_round *round, uint32_t piece, uint32_t threads) {
+static uint32_t resp_answers(const struct ss_batch *batch, uint32_t piece, uint32_t threads) {
     uint32_t answers = 0;
     for (uint32_t thread = 0; thread < threads; thread++) {
-        answers += run_of(round, piece, thread, threads).slice_count > 0;
+        answers += run_of(batch, piece, thread, threads).slice_count > 0;
     }
     return answers;
 }
@@ -223,8 +223,8 @@ static struct request *oldest(struct connection *connection) {
 /* Goes past the pieces that are not for this connection, or of no use any more. Returns whether any is to be asked for.
  */
 static int connection_has_more(const struct ss_feed *feed, struct connection *connection) {
-    for (; connection->next_piece < feed->round->piece_count; connection->next_piece++) {
-        const struct ss_piece *piece = &feed->round->pieces[connection->next_piece];
+    for (; connection->next_piece < feed->batch->piece_count; connection->next_piece++) {
+        const struct ss_piece *piece = &feed->batch->pieces[connection->next_piece];
         if (resp_takes(piece) && piece->node == connection->node && ss_feed_useful(feed, connection->next_piece)) {
             return 1;
         }
@@ -245,7 +245,7 @@ static void connection_fail(const struct ss_feed *feed, struct connection *conne
         }
     }
     for (; connection_has_more(feed, connection); connection->next_piece++) {
-        if (run_of(feed->round, connection->next_piece, feed->thread, feed->threads).slice_count > 0) {
+        if (run_of(feed->batch, connection->next_piece, feed->thread, feed->threads).slice_count > 0) {
             ss_feed_fail(feed, connection->next_piece, result, 1);
         }
     }
@@ -267,7 +267,7 @@ static void request_note(struct connection *connection, struct request request) 
 
 /* Appends a request for one run; SS_RESP_REQUEST_MAX has room for ASKING, too. */
 static void request_append(const struct ss_feed *feed, struct connection *connection, uint32_t index, struct run run) {
-    const struct ss_piece *piece = &feed->round->pieces[index];
+    const struct ss_piece *piece = &feed->batch->pieces[index];
     if (piece->asking) {
         connection->output_end += ss_resp_asking(connection->output + connection->output_end);
         request_note(connection, (struct request){.piece = index, .asking = 1});
@@ -289,7 +289,7 @@ static uint32_t requests_fill(const struct ss_feed *feed, struct connection *con
     while (connection->count < connection->ahead_max && connection->output_end + SS_RESP_REQUEST_MAX <= OUTPUT_BYTES &&
            connection_has_more(feed, connection) && connection->next_piece < open) {
         uint32_t index = connection->next_piece++;
-        struct run run = run_of(feed->round, index, feed->thread, feed->threads);
+        struct run run = run_of(feed->batch, index, feed->thread, feed->threads);
         if (run.slice_count > 0 && ss_feed_make_place(feed, index)) {
             request_append(feed, connection, index, run);
             added++;
@@ -495,7 +495,7 @@ static void layers_count(struct connection *connection) {
     connection->body_bytes += connection->reader->body_bytes;
 }
 
-/* The answer to the round's one request has come to its end, or to one that it should not have. */
+/* The answer to the batch's one request has come to its end, or to one that it should not have. */
 static enum step layers_end(const struct ss_feed *feed, struct connection *connection, enum ss_layers_status status) {
     if (status == SS_LAYERS_INVALID) {
         connection_fail(feed, connection, SS_PROTOCOL);
@@ -503,7 +503,7 @@ static enum step layers_end(const struct ss_feed *feed, struct connection *conne
     }
     layers_count(connection);
     connection->reader = NULL;
-    connection->next_piece = status == SS_LAYERS_REFUSED ? 0 : feed->round->piece_count;
+    connection->next_piece = status == SS_LAYERS_REFUSED ? 0 : feed->batch->piece_count;
     return STEP_AGAIN;
 }
 
@@ -525,7 +525,7 @@ static enum step layers_receive(const struct ss_feed *feed, struct connection *c
     }
     uint32_t piece = ss_layers_position(reader);
     enum step step = connection_receive(feed, connection, parts, count,
-                                        piece < feed->round->piece_count ? piece : piece - 1, &received);
+                                        piece < feed->batch->piece_count ? piece : piece - 1, &received);
     if (received == 0) {
         return step;
     }

@@ -2,12 +2,12 @@
 /*
  * source.h - where stored bytes come from: what a source does, and what the pipeline does for it
  *
- * A source makes the bodies of its pieces appear and says of each slice when it is whole. A round may mix sources: each
+ * A source makes the bodies of its pieces appear and says of each slice when it is whole. A batch may mix sources: each
  * piece is one source's. The network threads drive them, each with a state of its own of every source; all of a state's
  * calls come from its thread, and none of them blocks, but for ss_feed_slices() while the next stage has more than it
  * can do.
  *
- * Quiet. Once step() has said SS_SOURCE_OVER nothing of that state reads or writes for this round any more. It says so
+ * Quiet. Once step() has said SS_SOURCE_OVER nothing of that state reads or writes for this batch any more. It says so
  * when all is done, when what is left is of no use, and soon after ss_feed_aborted(): then with whatever was under way
  * left so that nobody takes it for an answer to something else.
  */
@@ -22,12 +22,12 @@
 
 struct ss_worker; /* the pipeline's */
 
-/* Keys of a round in one request: the storage node's limit (storage_kv/layers.py). */
+/* Keys of a batch in one request: the storage node's limit (storage_kv/layers.py). */
 enum { SS_LAYERS_KEYS_MAX = 8192 };
 
-/* One round as one thread has it; sources only read it. */
+/* One batch as one thread has it; sources only read it. */
 struct ss_feed {
-    const struct ss_round *round;
+    const struct ss_batch *batch;
     const int32_t *sockets; /* node by node, 'threads' for each */
     uint32_t nodes;         /* 0: there are no sockets */
     uint32_t thread;        /* of those that take part, this one */
@@ -45,7 +45,7 @@ struct ss_source_limits {
 enum ss_source_step {
     SS_SOURCE_AGAIN, /* something was done: another call may find more */
     SS_SOURCE_WAIT,  /* nothing can be done until something watched happens, or the thread is woken */
-    SS_SOURCE_OVER   /* nothing is left to be done in this round */
+    SS_SOURCE_OVER   /* nothing is left to be done in this batch */
 };
 
 struct ss_source {
@@ -55,13 +55,13 @@ struct ss_source {
     int (*takes)(const struct ss_piece *piece);
 
     /* answers() returns how often ss_feed_answered() is called for a piece of this source, by all threads together. */
-    uint32_t (*answers)(const struct ss_round *round, uint32_t piece, uint32_t threads);
+    uint32_t (*answers)(const struct ss_batch *batch, uint32_t piece, uint32_t threads);
 
     /* create() makes a thread's state; NULL: no memory. */
     void *(*create)(const struct ss_source_limits *limits);
     void (*destroy)(void *state);
 
-    /* begin() begins a round; step() gets on with it; watch() adds at most 'nodes_max' that poll() is to wait for. */
+    /* begin() begins a batch; step() gets on with it; watch() adds at most 'nodes_max' that poll() is to wait for. */
     void (*begin)(void *state, const struct ss_feed *feed);
     enum ss_source_step (*step)(void *state);
     uint32_t (*watch)(void *state, struct pollfd *polled);
@@ -80,7 +80,7 @@ static inline enum ss_origin ss_piece_origin(const struct ss_piece *piece) {
 
 /* ---- What the pipeline does for a source (pipeline/feed.c) ---- */
 
-/* ss_feed_aborted() returns whether the round is to end now, whatever is left. */
+/* ss_feed_aborted() returns whether the batch is to end now, whatever is left. */
 int ss_feed_aborted(const struct ss_feed *feed);
 
 /* ss_feed_broken() returns whether some answer will never come, so that others of no use are not worth waiting for. */
@@ -129,7 +129,7 @@ void ss_feed_refused(const struct ss_feed *feed, uint32_t piece, const char *tex
 void ss_feed_os_error(const struct ss_feed *feed, int error);
 void ss_feed_out_of_sync(const struct ss_feed *feed);
 
-/* ss_feed_count() adds to the round's and the stage's figures. */
+/* ss_feed_count() adds to the batch's and the stage's figures. */
 void ss_feed_count(const struct ss_feed *feed, uint64_t slices, uint64_t wire_bytes, uint64_t body_bytes);
 
 /* ss_feed_trace_begin() is the time, 0 while nothing is recorded; ss_feed_trace_end() then records bytes of a piece. */

@@ -76,8 +76,8 @@ class RecoveryReport:
         grown_bytes: by which the volume has grown, as its device had.
         snapshots_damaged: headers, or blocks of a snapshot, that were not sound.
         log_blocks_damaged: gaps in what had been acknowledged, in blocks, both copies.
-        log_blocks_mended: blocks of the log that were sound in one copy only; the other one was written anew.
-        log_blocks_unmended: likewise, but the device refused to write it: there is one copy until the next snapshot.
+        log_blocks_repaired: blocks of the log that were sound in one copy only; the other one was written anew.
+        log_blocks_unrepaired: likewise, but the device refused to write it: there is one copy until the next snapshot.
         unproven: objects dropped because a gap may have held their removal.
         unnamed: objects dropped because the text of their key is not there.
         overlapping: objects dropped because another one, stored later, lies where they lay.
@@ -96,8 +96,8 @@ class RecoveryReport:
     grown_bytes: int = 0
     snapshots_damaged: int = 0
     log_blocks_damaged: int = 0
-    log_blocks_mended: int = 0
-    log_blocks_unmended: int = 0
+    log_blocks_repaired: int = 0
+    log_blocks_unrepaired: int = 0
     unproven: int = 0
     unnamed: int = 0
     overlapping: int = 0

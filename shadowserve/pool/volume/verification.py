@@ -31,8 +31,8 @@ from shadowserve.pool.volume.format import (
     blocks_of,
 )
 from shadowserve.pool.volume.formatting import find_objection
-from shadowserve.pool.volume.mending import BadCopies, find_bad_copies
 from shadowserve.pool.volume.recovery import Reader, Recovery, RecoveryReport, read_superblocks
+from shadowserve.pool.volume.repair import BadCopies, find_bad_copies
 
 __all__ = ["Finding", "Verification", "verify_volume"]
 
@@ -121,7 +121,7 @@ def _check_volume(found: Verification, device: BlockDevice, damaged: list[int], 
     reader = Reader(device)
     for copy in damaged:
         where = f"block {SUPERBLOCK_OFFSETS[copy] // BLOCK_BYTES}"
-        found.findings.append(Finding("superblock", where, "this copy is not sound; opening the volume mends it"))
+        found.findings.append(Finding("superblock", where, "this copy is not sound; opening the volume repairs it"))
     index = Index(min(found.superblock.layout.objects_max * 2 + 1024, _OBJECTS_MAX))
     recovery = Recovery(reader, found.superblock, index, 0)
     end = recovery.run()
@@ -147,7 +147,7 @@ def _check_recovery(found: Verification, report: RecoveryReport, bad_copies: Ite
     for bad in bad_copies:
         for sequence in range(bad.sequence, bad.sequence + bad.count):
             where = f"block {sequence}, copy {bad.copy}"
-            problem = "this copy is not sound, the other one is; opening the volume mends it"
+            problem = "this copy is not sound, the other one is; opening the volume repairs it"
             found.findings.append(Finding("log", where, problem))
     if report.refused:
         found.findings.append(Finding("index", "", f"{report.refused} records have impossible fields"))

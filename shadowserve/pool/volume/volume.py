@@ -35,9 +35,9 @@ from shadowserve.pool.volume.format import (
 )
 from shadowserve.pool.volume.formatting import check_superblock, format_volume, write_blocks
 from shadowserve.pool.volume.log import Log
-from shadowserve.pool.volume.mending import Mended, mend_log
 from shadowserve.pool.volume.patience import Patience
 from shadowserve.pool.volume.recovery import Reader, Recovery, RecoveryReport, read_superblocks
+from shadowserve.pool.volume.repair import Repaired, repair_log
 from shadowserve.pool.volume.resizing import grown
 from shadowserve.pool.volume.snapshot import Living, Snapshot
 
@@ -229,7 +229,7 @@ class Volume:
         )
         volume._torn = end.torn
         volume._snapshot_generation = recovery.generation_next
-        volume._mend_log(mend_log(reader, superblock, recovery.epochs))
+        volume._repair_log(repair_log(reader, superblock, recovery.epochs))
         volume._snapshot_wanted = bool(recovery.report.notes)
         # Whatever was read may have been in a cache only: from here on it is built upon.
         stale = damaged if superblock == formatted else range(len(SUPERBLOCK_OFFSETS))
@@ -238,14 +238,14 @@ class Volume:
         volume.report.seconds = time.perf_counter() - begin
         return volume
 
-    def _mend_log(self, mended: Mended) -> None:
-        """Note what came of mending the log."""
-        self.report.log_blocks_mended = mended.written
-        self.report.log_blocks_unmended = mended.refused
-        if mended.refused:
+    def _repair_log(self, repaired: Repaired) -> None:
+        """Note what came of repairing the log."""
+        self.report.log_blocks_repaired = repaired.written
+        self.report.log_blocks_unrepaired = repaired.refused
+        if repaired.refused:
             self.report.notes.append(
-                f"blocks of the log that are sound in one copy only: {mended.refused}; the device does not take the "
-                f"other one ({mended.error}). They are needed until a snapshot is written, which begins now"
+                f"blocks of the log that are sound in one copy only: {repaired.refused}; the device does not take the "
+                f"other one ({repaired.error}). They are needed until a snapshot is written, which begins now"
             )
 
     @property
@@ -264,11 +264,11 @@ class Volume:
         texts = recovery.texts
         self.tenants, self.notes = texts.tenants, texts.notes
         self.generation_last = recovery.generation_last
-        self._mend(self._torn)
+        self._repair(self._torn)
         self.report.objects = self._index.totals(device=self.number).objects
         self.report.seconds += time.perf_counter() - begin
 
-    def _mend(self, torn: tuple[Key, ...]) -> None:
+    def _repair(self, torn: tuple[Key, ...]) -> None:
         """Log what is so of keys whose last put in the log never was, before anything else."""
         for key in torn:
             slot = self._index.find(*key)
@@ -503,7 +503,7 @@ class Volume:
 
     @property
     def wants_step(self) -> bool:
-        """Whether step() has more to do that the device does not announce."""
+        """Whether step() has more to do that the device does not publish."""
         return self._snapshot is not None and self._snapshot.wants_step
 
     def snapshot(self) -> None:

@@ -116,7 +116,7 @@ class _Engine:
         self._vocabulary: int = settings["vocabulary"]
         self._number = 0
         self._layerwise_chunks: int | None = None
-        self._deciding: Any = None
+        self._policy_runner: Any = None
         self._timing: Any = None
         options: dict[str, Any] = {}
         if settings["transfer"]:
@@ -265,10 +265,10 @@ class _Engine:
         side = self._core.engine_core.engine_core.scheduler.connector._scheduler
         from host_control.vllm.timing import Timing
 
-        self._deciding, self._timing = self._deciding or side._deciding, self._timing or side._timing
-        side._fetch, side._deciding, side._timing = way != "compute", self._deciding, self._timing
+        self._policy_runner, self._timing = self._policy_runner or side._policy_runner, self._timing or side._timing
+        side._fetch, side._policy_runner, side._timing = way != "compute", self._policy_runner, self._timing
         if way != "decide":
-            side._deciding, side._timing = None, Timing(side._config, counts=side.counts)
+            side._policy_runner, side._timing = None, Timing(side._config, counts=side.counts)
         return way
 
     def reading(self, only: bool) -> bool:

@@ -138,7 +138,7 @@ def _move(rate: float, writes_only: bool) -> None:
             target[position : position + SLICE_BYTES] = source[position : position + SLICE_BYTES]
         position = (position + SLICE_BYTES) % COPY_BYTES
         now = time.perf_counter()
-        # Time that it stood still is not made up for.
+        # Time that it stood still is not synthetic for.
         due = max(due + SLICE_BYTES / rate, now - 0.01)
         if due > now:
             time.sleep(due - now)

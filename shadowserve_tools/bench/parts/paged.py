@@ -14,11 +14,11 @@ import numpy.typing as npt
 import psutil
 
 from host_control.client import DataPlaneClient
-from host_control.destination import Destination
 from host_control.pages import PageDelivery, SharedPages
+from host_control.registered_memory import RegisteredMemory
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import ShadowServeError
-from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KVNamespace, chain_links, record_keys
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KVNamespace, prefix_chain, record_keys
 from shadowserve_tools.bench.parts.workload import MODEL, kv_patterns
 from shadowserve_tools.bench.tiers import await_line
 from shadowserve_tools.processes import Child, free_port, start_data_plane
@@ -43,7 +43,7 @@ class PagedKv:
         self.page_bytes = BLOCK_TOKENS * heads * 128 * 2 * 2
         chunks = MANY // CHUNK_BLOCKS
         tokens = np.random.default_rng(7).integers(0, 128_000, chunks * DEFAULT_CHUNK_TOKENS)
-        links = chain_links(MODEL.digest(), tokens)
+        links = prefix_chain(MODEL.digest(), tokens)
         common: dict[str, Any] = {"layers": layers}
         self.paged = KVNamespace(model=MODEL, group="full in pages", layers=(0, layers), heads=(0, heads)).name(
             ChunkLayout(
@@ -79,7 +79,7 @@ class DevicePlane:
         tiers = {"memory_budget_bytes": 4 * size, "devices": [device], "scrub_bytes_per_s": 0}
         self._port = free_port()
         self._flags = ["--tiers", json.dumps(tiers), "--metrics-port", str(self._port)]
-        self._flags += ["--decompression-buffer-bytes", str(size + (64 << 20)), "--shutdown-time", "60", *flags]
+        self._flags += ["--decompression-buffer-bytes", str(size + (64 << 20)), "--shutdown-timeout-s", "60", *flags]
         self._running = stack.enter_context(ExitStack())
         self.client: DataPlaneClient
         self.process: psutil.Process
@@ -92,16 +92,16 @@ class DevicePlane:
         child: Child = self._running.enter_context(start_data_plane(self._logs, "", *self._flags))
         await_line(child, "memory_registered")  # which takes cores for a moment after a start
         self.process = psutil.Process(child.process.pid)
-        self.client = self._running.enter_context(closing(DataPlaneClient(child.address, connect_timeout=TIMEOUT_S)))
+        self.client = self._running.enter_context(closing(DataPlaneClient(child.address, connect_timeout_s=TIMEOUT_S)))
 
     def _store(self, *, plain: bool) -> None:
         keys = self._kv.keys[self._shape.namespace]
-        with closing(Destination(self.client, [self._shape], self._shape.raw_bytes, TIMEOUT_S)) as destination:
-            memory = destination.acquire(TIMEOUT_S).memory
+        with closing(RegisteredMemory(self.client, [self._shape], self._shape.raw_bytes, TIMEOUT_S)) as registration:
+            memory = registration.acquire(TIMEOUT_S).memory
             for index, key in enumerate(keys):
                 np.frombuffer(memory, np.uint8)[:] = self._kv.chunk(index)
                 parent = keys[index - 1] if index else b""
-                where = destination.destination_id
+                where = registration.memory_id
                 stored = self.client.store(secrets.token_hex(8), where, 0, [key], [parent], TIMEOUT_S, plain=plain)
                 if stored.reason != "complete":
                     raise ShadowServeError(f"storing chunk {index} ended with {stored.reason}: {stored.detail}")

@@ -9,8 +9,8 @@ from typing import Any, Final
 import numpy as np
 import psutil
 
+from dpu_dataplane.batches import Buffers, FetchPlan, Wanted, plan_fetch
 from dpu_dataplane.config import CORE_ANY
-from dpu_dataplane.rounds import Buffers, FetchPlan, Wanted, plan_fetch
 from dpu_dataplane.sources.source import Found, Stored
 from shadowserve import native
 from shadowserve.chunk import ChunkLayout, Quantizer
@@ -59,7 +59,7 @@ def _plan(workload: Workload, chunks: int, buffers: Buffers) -> FetchPlan:
     plan = plan_fetch([Wanted(keys, workload.layout, whole, found)], False, buffers, set(native.Codec))
     if len(plan.pieces) != chunks:
         raise ShadowServeError(f"{len(plan.pieces)} of {chunks} chunks fit the buffers; please report this")
-    plan.slices["destination_offset"] %= workload.raw_bytes
+    plan.slices["registration_offset"] %= workload.raw_bytes
     return plan
 
 
@@ -129,7 +129,7 @@ class Rounds:
         for connection in self._sockets:
             connection.setblocking(False)
         layout = self._workload.layout
-        round_ = native.Round(
+        round_ = native.Batch(
             pieces=pieces,
             slices=slices,
             groups=[native.Group.of(layout, self._target)],

@@ -454,9 +454,9 @@ class Stack:
             "data_plane": self.data_plane.address,
             "store_buffer_bytes": self._load.chunks * DEFAULT_CHUNK_TOKENS * self._model.kv_bytes,
             # Everything that is late here is to be seen as late, not to be computed instead.
-            "lookup_timeout": 60,
-            "fetch_timeout": 60,
-            "breaker_backoff_max": 0.25,
+            "lookup_timeout_s": 60,
+            "fetch_timeout_s": 60,
+            "breaker_backoff_max_s": 0.25,
             # Fetching is to come as fast as it can: what that does to the engine is what is measured.
             "interference_budget": 0,
             **self._host,

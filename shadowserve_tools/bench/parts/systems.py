@@ -178,7 +178,7 @@ def ours(stack: ExitStack, place: Place) -> list[System]:
                 )
             )  # fmt: skip
         # What is late here is to be seen as late, not to be computed instead.
-        late = {"lookup_timeout": 60, "fetch_timeout": 60}
+        late = {"lookup_timeout_s": 60, "fetch_timeout_s": 60}
         config = {"data_plane": address, "identity_cache": str(place.folder / "content.json"), **late}
         processes = [psutil.Process(child.process.pid) for child in (storage, plane)]
         default = System(

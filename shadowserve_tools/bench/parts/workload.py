@@ -27,7 +27,7 @@ from shadowserve.keys import (
     KEY_BYTES,
     KVNamespace,
     ModelIdentity,
-    chain_links,
+    prefix_chain,
     record_keys,
     storage_key,
 )
@@ -109,7 +109,7 @@ def llama_8b(
     )
     generator = np.random.default_rng(int.from_bytes(os.urandom(4)))
     tokens = generator.integers(0, 128_000, chunks * DEFAULT_CHUNK_TOKENS)
-    keys = record_keys(layout.namespace, chain_links(MODEL.digest(), tokens))
+    keys = record_keys(layout.namespace, prefix_chain(MODEL.digest(), tokens))
     records, crcs = [], []
     for key, kv in zip(keys, tracked(_values(generator, layout, chunks), "making KV", chunks), strict=True):
         encoded = record.encode(key, chosen, layout, kv)
@@ -150,7 +150,7 @@ def uncompressed(workload: Workload, chunks: Iterable[bytes]) -> Workload:
     layout = dataclasses.replace(
         workload.layout, namespace=secrets.token_bytes(KEY_BYTES), quantizer=Quantizer.PASSTHROUGH, bins=0
     )
-    keys = record_keys(layout.namespace, chain_links(MODEL.digest(), np.asarray(workload.tokens)))
+    keys = record_keys(layout.namespace, prefix_chain(MODEL.digest(), np.asarray(workload.tokens)))
     kept = list(chunks)
     records = [record.encode(key, native.Codec.NONE, layout, kv) for key, kv in zip(keys, kept, strict=True)]
     return Workload(layout, native.Codec.NONE, workload.tokens, keys, records, [native.crc32(kv) for kv in kept])

@@ -15,26 +15,26 @@ import numpy as np
 import pytest
 from cluster_support import Cluster, cluster_config
 from dataplane_support import Server, config, expected, keys_of, kv, layout, make_record
-from machine import NEVER_MS, NEVER_S, PATIENCE_S, until, wait_for
+from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, until, wait_for
 from scripted_source import ScriptedSource
 
+from dpu_dataplane.batches import Buffers, Wanted, plan_fetch, plan_store
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.rounds import Buffers, Wanted, plan_fetch, plan_store
 from dpu_dataplane.sources.selection import nodes_max, source_of
 from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source, Stored
 from dpu_dataplane.sources.tiers.above import TiersAbove
 from dpu_dataplane.sources.tiers.alone import TiersAlone
-from dpu_dataplane.sources.tiers.promoting import Promoting
+from dpu_dataplane.sources.tiers.prefetcher import Prefetcher
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of
 from shadowserve import native
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.pieces import leading
 from shadowserve.pool.config import PoolConfig
-from shadowserve.pool.promotion import Promotion
+from shadowserve.pool.prefetch_policy import PrefetchPolicy
 from shadowserve.record import encode_head, head_length
 
 SHAPE = layout(layers=8)
@@ -279,7 +279,7 @@ class Bench:
         return Order(
             [chains[group][chunk] for group, chunk in zip(plan.pieces["group"], plan.pieces["chunk"], strict=True)],
             plan.pieces,
-            lambda pieces: native.Round(
+            lambda pieces: native.Batch(
                 pieces=pieces,
                 slices=plan.slices,
                 groups=[native.Group.of(SHAPE, target) for target in targets],
@@ -293,7 +293,7 @@ class Bench:
     ) -> tuple[Delivered, list[bytes]]:
         """Order chunks, as ``found`` has them or as they are now; return what became of it, and the chunks."""
         target = np.zeros(len(keys) * SHAPE.raw_bytes, np.uint8)
-        job = Job("a test", "a job", PATIENCE_S)
+        job = Job("a test", "a job", WAIT_MAX_S)
         order = self.order(job, [keys], found or await self.source.find(keys), [target], layerwise)
         done = await self.source.deliver(job, order)
         return done, [bytes(chunk) for chunk in target.reshape(len(keys), -1)]
@@ -302,19 +302,19 @@ class Bench:
         """Encode a chunk and put it."""
         codec = native.Codec.KVRANS
         plan = plan_store([key], [0], SHAPE, codec, MIB)
-        job = Job("a test", "a job", PATIENCE_S)
-        round_ = native.Round(
+        job = Job("a test", "a job", WAIT_MAX_S)
+        batch_ = native.Batch(
             pieces=plan.pieces,
             slices=plan.slices,
             groups=[native.Group.of(SHAPE, kv(SHAPE, seed))],
             deadline_ns=job.deadline_ns,
         )
         try:
-            assert await asyncio.to_thread(self.pipeline.encode, round_) is Result.OK
+            assert await asyncio.to_thread(self.pipeline.encode, batch_) is Result.OK
             head = encode_head(key, codec, SHAPE, plan.manifest_of(0))
-            return (await self.source.put(job, key, Encoded(round_, 0, head, lasts_ms)))[0]
+            return (await self.source.put(job, key, Encoded(batch_, 0, head, lasts_ms)))[0]
         finally:
-            round_.release()
+            batch_.release()
 
 
 def end_of(done: Delivered, chunks: int = 0) -> tuple[int, Result]:
@@ -383,9 +383,9 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
             source = scripted = ScriptedSource(pipeline, fetching, storing)
             behind = BehindScript(scripted)
             if request.param == "tiers above":
-                near = Tiers(PoolConfig(), Metrics(), pipeline, storing, budget, heads_bytes=MIB, patience=PATIENCE_S)
-                promoting = Promoting(near, scripted, Promotion(), Metrics(), budget, PATIENCE_S)
-                source = TiersAbove(near, scripted, promoting, pipeline, fetching, Metrics(), budget, 1.0)
+                near = Tiers(PoolConfig(), Metrics(), pipeline, storing, budget, heads_bytes=MIB, patience=WAIT_MAX_S)
+                prefetching = Prefetcher(near, scripted, PrefetchPolicy(), Metrics(), budget, WAIT_MAX_S)
+                source = TiersAbove(near, scripted, prefetching, pipeline, fetching, Metrics(), budget, 1.0)
         else:
             source = source_of(configuration, Metrics(), budget, pipeline, fetching, storing)
         await source.start()
@@ -442,7 +442,7 @@ async def test_what_one_group_lacks_costs_another_nothing(bench: Bench, layerwis
     found = [each for keys in chains for each in await bench.source.find(keys)]
     await bench.source.delete(chains[0][2])
     targets = [np.zeros(len(keys) * SHAPE.raw_bytes, np.uint8) for keys in chains]
-    job = Job("a test", "a job", PATIENCE_S)
+    job = Job("a test", "a job", WAIT_MAX_S)
     order = bench.order(job, chains, found, targets, layerwise)
     done = await bench.source.deliver(job, order)
     groups, chunks = order.pieces["group"], order.pieces["chunk"]
@@ -505,7 +505,7 @@ async def test_what_is_put_for_a_while_ends_by_itself(bench: Bench) -> None:
     for key, lasts_ms in ((stays, 0), (lasts, NEVER_MS), (ends, 300)):
         assert await bench.store(key, 7, lasts_ms) is Result.OK
 
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_MAX_S):
         while await bench.source.find([ends]) != [None]:
             await asyncio.sleep(0.02)
     done, chunks = await bench.deliver([stays, lasts])
@@ -538,7 +538,7 @@ async def test_an_order_that_ends_early_leaves_nothing_that_writes(bench: Bench,
             await until(bench.behind.asked)
             job.cancel()
         with contextlib.suppress(Stop):
-            done = await asyncio.wait_for(delivering, PATIENCE_S)
+            done = await asyncio.wait_for(delivering, WAIT_MAX_S)
             assert done.stop is not None or end_of(done, 4 * layerwise)[1] in (Result.CANCELLED, Result.DEADLINE)
             assert not (done.results == Result.OK).any()
     finally:
@@ -556,9 +556,9 @@ async def test_a_source_that_is_away_says_so_and_is_found_again(bench: Bench) ->
     try:
         await until(lambda: not bench.source.connected)
         with pytest.raises(StorageUnavailableError, match=r".+"):
-            await asyncio.wait_for(bench.source.find(keys), PATIENCE_S)
+            await asyncio.wait_for(bench.source.find(keys), WAIT_MAX_S)
         with contextlib.suppress(StorageUnavailableError):
-            done, _ = await asyncio.wait_for(bench.deliver(keys, found), PATIENCE_S)
+            done, _ = await asyncio.wait_for(bench.deliver(keys, found), WAIT_MAX_S)
             assert end_of(done) == (0, Result.DISCONNECTED)
     finally:
         bench.behind.revive()
@@ -571,9 +571,9 @@ async def receive(bench: Bench, key: bytes, first: int, memory: bytearray, job: 
     """Receive a part of a record; skip the test where the source has none to hand out."""
     if bench.behind.is_pool:
         with pytest.raises(StorageRefusedError):
-            await bench.source.receive(Job("a test", "a job", PATIENCE_S), key, first, memoryview(memory))
+            await bench.source.receive(Job("a test", "a job", WAIT_MAX_S), key, first, memoryview(memory))
         pytest.skip("nobody is above a pool")
-    return await bench.source.receive(job or Job("a test", "a job", PATIENCE_S), key, first, memoryview(memory))
+    return await bench.source.receive(job or Job("a test", "a job", WAIT_MAX_S), key, first, memoryview(memory))
 
 
 async def test_records_are_received_as_they_are_stored(bench: Bench) -> None:
@@ -608,7 +608,7 @@ async def test_what_is_received_no_more_leaves_nothing_that_writes(bench: Bench,
             await until(bench.behind.asked)
             job.cancel()
         with pytest.raises(Stop):
-            await asyncio.wait_for(receiving, PATIENCE_S)
+            await asyncio.wait_for(receiving, WAIT_MAX_S)
     finally:
         bench.behind.release()
     assert await receive(bench, key, 0, bytearray(len(record))) is Result.OK, "it goes on"
@@ -622,7 +622,7 @@ async def test_a_source_that_is_away_hands_out_nothing(bench: Bench) -> None:
     bench.behind.kill()
     try:
         with pytest.raises(StorageUnavailableError):
-            await asyncio.wait_for(receive(bench, key, 0, bytearray(len(record))), PATIENCE_S)
+            await asyncio.wait_for(receive(bench, key, 0, bytearray(len(record))), WAIT_MAX_S)
     finally:
         bench.behind.revive()
     await until(lambda: bench.source.connected)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from cluster_support import cluster_config
 from dataplane_support import config
-from machine import PATIENCE_S, free_port, until
+from machine import WAIT_MAX_S, free_port, until
 from tls_support import TlsServer, showing, trusting
 
 from dpu_dataplane.config import DataPlaneConfig
@@ -46,7 +46,7 @@ def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
     finally:
         listener.shutdown(socket.SHUT_RDWR)
-        thread.join(PATIENCE_S)
+        thread.join(WAIT_MAX_S)
         listener.close()
 
 
@@ -133,9 +133,9 @@ async def test_a_connection_that_is_given_up_as_it_is_made_does_not_wait_for_the
 
     def say_nothing(sock: socket.socket) -> None:
         with context.wrap_socket(sock, server_side=True):
-            ended.wait(PATIENCE_S)
+            ended.wait(WAIT_MAX_S)
 
-    client = RespClient("the server", PATIENCE_S)
+    client = RespClient("the server", WAIT_MAX_S)
     made = client.connection_made
 
     def give_up(transport: asyncio.BaseTransport) -> None:

@@ -100,7 +100,7 @@ def test_a_file_that_has_just_changed_is_not_remembered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage", [b"", b"{", b"[]", b'{"version": 1}', b'{"version": 1, "files": {"/a": [1, 2, 3, 4, "no"]}}', b"\xff" * 9,
-               b'{"version": 1, "files": {"/a": 5}}', b"[" * 100_000, "of others", "a folder", "a link"],
+               b'{"version": 1, "files": {"/a": 5}}', b"[" * 100_000, "of others", "a folder", "a chunk_key"],
 )  # fmt: skip
 def test_a_memory_that_cannot_be_used_costs_one_line(tmp_path: Path, damage: Any, caplog: Any) -> None:
     caplog.set_level(logging.WARNING)
@@ -111,7 +111,7 @@ def test_a_memory_that_cannot_be_used_costs_one_line(tmp_path: Path, damage: Any
     elif damage == "a folder":
         memory.unlink()
         memory.mkdir()
-    elif damage == "a link":
+    elif damage == "a chunk_key":
         memory.rename(tmp_path / "elsewhere.json")
         memory.symlink_to(tmp_path / "elsewhere.json")
     else:
@@ -160,27 +160,27 @@ def test_what_cannot_be_read_is_no_weights(tmp_path: Path, kind: str) -> None:
 def hub(folder: Path, name: str, data: bytes) -> Path:
     """Make a file of a hub's cache, as huggingface_hub lays it out."""
     blob = folder / "models--a--model" / "blobs" / name
-    link = folder / "models--a--model" / "snapshots" / ("0" * 40) / "model.safetensors"
-    for path in (blob, link):
+    chunk_key = folder / "models--a--model" / "snapshots" / ("0" * 40) / "model.safetensors"
+    for path in (blob, chunk_key):
         path.parent.mkdir(parents=True, exist_ok=True)
     blob.write_bytes(data)
-    link.symlink_to(os.path.relpath(blob, link.parent))
-    return link
+    chunk_key.symlink_to(os.path.relpath(blob, chunk_key.parent))
+    return chunk_key
 
 
 def test_a_hash_that_the_hub_has_is_taken_without_reading(tmp_path: Path) -> None:
     name = hashlib.sha256(b"weights").hexdigest()
-    link = hub(tmp_path, name, b"weights")
+    chunk_key = hub(tmp_path, name, b"weights")
     with opened() as names:
-        assert hashes().digests([link]) == [name] == [hub_digest(link)]
+        assert hashes().digests([chunk_key]) == [name] == [hub_digest(chunk_key)]
     assert not [path for path in names if "models--" in path]
 
 
 @pytest.mark.parametrize("name", ["a" * 40, "A" * 64, "g" * 64, "a" * 63])
 def test_another_name_is_no_hash(tmp_path: Path, name: str) -> None:
-    link = hub(tmp_path, name, b"config")
-    assert hub_digest(link) is None
-    assert hashes().digests([link]) == [hashlib.sha256(b"config").hexdigest()]
+    chunk_key = hub(tmp_path, name, b"config")
+    assert hub_digest(chunk_key) is None
+    assert hashes().digests([chunk_key]) == [hashlib.sha256(b"config").hexdigest()]
 
 
 def test_a_name_outside_a_hub_s_cache_is_no_hash(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_name_outside_a_hub_s_cache_is_no_hash(tmp_path: Path) -> None:
     assert hashes().digests([file]) == [hashlib.sha256(b"x").hexdigest()]
 
 
-def test_a_link_that_was_turned_is_a_change(tmp_path: Path) -> None:
+def test_a_chunk_key_that_was_turned_is_a_change(tmp_path: Path) -> None:
     old, new = made(tmp_path / "old", 1)[0].parent, made(tmp_path / "new", 1)[0].parent
     (tmp_path / "current").symlink_to(old)
     file = tmp_path / "current" / "model-0.safetensors"

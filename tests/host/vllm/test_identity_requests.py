@@ -12,7 +12,7 @@ import pytest
 from identity_support import hashes, tick
 
 from host_control.vllm.support import UncacheableError
-from shadowserve.keys import Extra, chain_links
+from shadowserve.keys import Extra, prefix_chain
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -338,16 +338,16 @@ def test_an_adapter_and_an_image_and_a_salt_count_together(tmp_path: Path) -> No
 def test_prompts_share_the_text_before_an_image_and_nothing_from_it_on(tmp_path: Path) -> None:
     folder, tokens = adapter(tmp_path / "a"), list(range(48))
 
-    def links(*features: Any, **attributes: Any) -> list[bytes]:
+    def chunk_keys(*features: Any, **attributes: Any) -> list[bytes]:
         found = extra(engine(), mm_features=list(features), **attributes)
-        return chain_links(bytes(32), tokens, chunk_tokens=16, extra=found)
+        return prefix_chain(bytes(32), tokens, chunk_tokens=16, extra=found)
 
-    text, cat, dog = links(), links(feature([1.0], offset=20)), links(feature([2.0], offset=20))
+    text, cat, dog = chunk_keys(), chunk_keys(feature([1.0], offset=20)), chunk_keys(feature([2.0], offset=20))
     assert cat[0] == dog[0] == text[0]
     assert len({*cat[1:], *dog[1:], *text[1:]}) == 6
-    adapted = links(feature([1.0], offset=20), lora_request=lora(folder))
+    adapted = chunk_keys(feature([1.0], offset=20), lora_request=lora(folder))
     assert not set(adapted) & set(cat), "an adapter changes every chunk"
-    assert adapted[0] == links(lora_request=lora(folder))[0]
+    assert adapted[0] == chunk_keys(lora_request=lora(folder))[0]
 
 
 def test_a_request_is_named_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:

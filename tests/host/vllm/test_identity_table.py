@@ -257,7 +257,7 @@ def test_what_is_stored_is_in_the_key(base: Any, host: dict[str, Any]) -> None:
 
 
 def test_how_it_is_moved_is_not_in_the_key(base: Any) -> None:
-    host = HostConfig(fetch_timeout=3, order="sjf", store=False, identity_cache="none", data_plane="unix:/x")
+    host = HostConfig(fetch_timeout_s=3, order="sjf", store=False, identity_cache="none", data_plane="unix:/x")
     assert digest(base, host=host) == digest(base)
 
 
@@ -336,7 +336,7 @@ def test_fp8_of_two_formats_is_two_caches(base: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["VLLM_MARLIN_INPUT_DTYPE", "VLLM_CPU_INT4_W4A8"])
-def test_environment_that_rounds_activations_is_in_the_key(
+def test_environment_that_batches_activations_is_in_the_key(
     base: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = digest(base)

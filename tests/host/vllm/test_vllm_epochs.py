@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scheduler_support import BLOCK, CHUNK, NAMESPACES, TOKENS, arrive, links, matched, report, step
+from scheduler_support import BLOCK, CHUNK, NAMESPACES, TOKENS, arrive, chunk_keys, matched, report, step
 
 from shadowserve.keys import Extra, record_keys
 
@@ -168,7 +168,7 @@ def test_engine_whose_blocks_are_not_known_is_not_trusted() -> None:
 
 
 def keys(tokens: list[int], extra: Extra) -> list[bytes]:
-    return record_keys(NAMESPACES[0], links(tokens, extra))
+    return record_keys(NAMESPACES[0], chunk_keys(tokens, extra))
 
 
 def test_load_of_an_earlier_epoch_says_so(make_side: Any, plane: Any) -> None:
@@ -189,8 +189,8 @@ def test_hits_of_an_earlier_epoch_are_not_offered(make_side: Any, plane: Any) ->
     side.reset()
     assert matched(side, request) == 0
     (store,) = side.step(step(new={"r": (0, len(TOKENS))})).stores
-    assert store.links == links(TOKENS, side._tracked["r"].extra)
-    assert store.links != links(TOKENS)
+    assert store.chunk_keys == chunk_keys(TOKENS, side._tracked["r"].extra)
+    assert store.chunk_keys != chunk_keys(TOKENS)
 
 
 @pytest.mark.parametrize("own", [2 * BLOCK, 0])

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from machine import wait_for
-from scheduler_support import BLOCK, CHUNK, TOKENS, Request, arrive, keys, links, matched, report, step
+from scheduler_support import BLOCK, CHUNK, TOKENS, Request, arrive, chunk_keys, keys, matched, report, step
 from scheduler_support import saved_namespace_of as namespace_of
 from scripted import ScriptedDataPlane
 
@@ -36,7 +36,7 @@ def preempt(side: Any, request: Request) -> list[Any]:
 
 
 def names_of(saves: list[Any]) -> list[bytes]:
-    return [link for each in saves for link in each.links]
+    return [chunk_key for each in saves for chunk_key in each.chunk_keys]
 
 
 def settle(side: Any, plane: ScriptedDataPlane, saves: list[Any], name: str = "r") -> None:
@@ -52,14 +52,14 @@ def test_all_that_it_holds_is_saved_though_its_chunks_are_stored(side: Any, plan
     chunks, tail = saves
     assert chunks.exact and tail.exact and chunks.lasts_s == tail.lasts_s > 0
     assert chunks.blocks == list(range(1000, 1008)) and tail.tail_tokens == BLOCK + 9
-    assert chunks.previous is None and tail.previous == chunks.links[-1]
+    assert chunks.previous is None and tail.previous == chunks.chunk_keys[-1]
 
 
 def test_its_names_are_its_own(side: Any, plane: ScriptedDataPlane) -> None:
     """Another request with these tokens may have loaded what this one has computed."""
     _, saves = preempted(side, plane)
     _, others = preempted(side, plane, name="other")
-    assert not {*names_of(saves), *links(PROMPT)} & set(names_of(others))
+    assert not {*names_of(saves), *chunk_keys(PROMPT)} & set(names_of(others))
     assert len({chain_of(name) for name in names_of(saves)}) == 1, "evicted from its end, as a prompt is"
 
 
@@ -74,7 +74,7 @@ def test_it_loads_what_was_saved_of_it_and_nothing_else(side: Any, plane: Script
     assert side.matched_tokens(request, 0) == END
     side.allocated(request, [list(range(200, 240))], END)
     (load,) = side.step(step()).loads
-    assert load.groups[0].links == names_of(saves)
+    assert load.groups[0].chunk_keys == names_of(saves)
     assert load.cut == side._preemption.of(request).promise.cut < 0 and not load.layerwise
 
 
@@ -115,7 +115,7 @@ def test_what_it_completes_afterwards_is_stored_for_all(side: Any, plane: Script
     resumed.scheduled_cached_reqs.new_block_ids = [(list(range(1000, 1040)),)]
     resumed.scheduled_cached_reqs.resumed_req_ids = {"r"}
     (store,) = side.step(resumed).stores
-    assert store.links == links(request.all_token_ids)[2:3] and not store.exact and not store.lasts_s
+    assert store.chunk_keys == chunk_keys(request.all_token_ids)[2:3] and not store.exact and not store.lasts_s
 
 
 def test_a_second_time_only_what_is_new_is_saved(side: Any, plane: ScriptedDataPlane) -> None:
@@ -130,7 +130,7 @@ def test_a_second_time_only_what_is_new_is_saved(side: Any, plane: ScriptedDataP
     side.step(resumed)
     request.all_token_ids.append(8)
     (tail,) = preempt(side, request)
-    assert tail.previous == names_of(saves)[1] and tail.anchored and tail.links != saves[1].links
+    assert tail.previous == names_of(saves)[1] and tail.anchored and tail.chunk_keys != saves[1].chunk_keys
 
 
 def test_without_quantizing_chunks_that_are_stored_are_saved(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -140,4 +140,4 @@ def test_without_quantizing_chunks_that_are_stored_are_saved(make_side: Any, pla
     side.step(step(new={"r": (0, END)}))
     request.all_token_ids.append(7)
     (tail,) = preempt(side, request)
-    assert not tail.exact and tail.previous == links(PROMPT)[1]
+    assert not tail.exact and tail.previous == chunk_keys(PROMPT)[1]

@@ -12,11 +12,11 @@ from scheduler_support import (
     TOKENS,
     Request,
     arrive,
+    chunk_keys,
     full,
     groups_of,
     keys,
     kv_cache_manager,
-    links,
     matched,
     namespace_of,
     report,
@@ -27,7 +27,7 @@ from scheduler_support import (
 from scripted import ScriptedDataPlane
 
 from host_control.layouts import NOWHERE
-from shadowserve.keys import record_keys, tail_link
+from shadowserve.keys import record_keys, tail_chunk_key
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -36,9 +36,9 @@ GENERATED = list(range(900, 900 + BLOCK))
 
 
 def tail_of(tokens: list[int], end: int) -> bytes:
-    """Return the link of what is behind the last whole chunk of the tokens up to ``end``."""
-    before = links(tokens[:end])
-    return tail_link(MODEL, tokens, end - len(before) * CHUNK, chunk_tokens=CHUNK, after=before)
+    """Return the chunk key of what is behind the last whole chunk of the tokens up to ``end``."""
+    before = chunk_keys(tokens[:end])
+    return tail_chunk_key(MODEL, tokens, end - len(before) * CHUNK, chunk_tokens=CHUNK, after=before)
 
 
 def running(side: Any, plane: ScriptedDataPlane, prompt: list[int] = PROMPT, **attributes: Any) -> Request:
@@ -59,7 +59,7 @@ def preempt(side: Any, request: Request, **more: Any) -> Any:
 
 def saved(plane: ScriptedDataPlane, tokens: list[int], end: int, rank: int = 0) -> None:
     """Have storage hold what was saved."""
-    names = [*links(tokens[:end]), tail_of(tokens, end)]
+    names = [*chunk_keys(tokens[:end]), tail_of(tokens, end)]
     plane.records.update(dict.fromkeys(record_keys(namespace_of(rank, 0), names), b""))
 
 
@@ -72,10 +72,10 @@ def test_what_was_not_stored_is_saved_up_to_the_last_token(make_side: Any, plane
     side = make_side()
     request = running(side, plane)
     (chunks, tail) = preempt(side, request).saves["r"]
-    assert chunks.links == links(PROMPT) and chunks.blocks == list(range(1000, 1008))
+    assert chunks.chunk_keys == chunk_keys(PROMPT) and chunks.blocks == list(range(1000, 1008))
     assert chunks.previous is None, "the worker knows which of them it has stored already"
-    assert tail.links == [tail_of(request.all_token_ids, END)] and tail.tail_tokens == BLOCK + 9
-    assert tail.blocks == [1008, 1009, NOWHERE, NOWHERE] and tail.previous == links(PROMPT)[-1]
+    assert tail.chunk_keys == [tail_of(request.all_token_ids, END)] and tail.tail_tokens == BLOCK + 9
+    assert tail.blocks == [1008, 1009, NOWHERE, NOWHERE] and tail.previous == chunk_keys(PROMPT)[-1]
     assert tail.lasts_s > 0 == chunks.lasts_s, "nobody else will ask for the tail"
     assert side.step(step()).saves == {}
 
@@ -113,7 +113,7 @@ def test_a_prompt_that_is_computed_in_part_is_saved_as_far_as_it_is_computed(
     matched(side, request)
     side.step(step(new={"r": (0, CHUNK + BLOCK + 5)}))
     chunks, tail = preempt(side, request).saves["r"]
-    assert chunks.links == links(TOKENS)[:1] and tail.links == [tail_of(TOKENS, CHUNK + BLOCK + 5)]
+    assert chunks.chunk_keys == chunk_keys(TOKENS)[:1] and tail.chunk_keys == [tail_of(TOKENS, CHUNK + BLOCK + 5)]
     saved(plane, TOKENS, CHUNK + BLOCK + 5)
     side.worker_output(None, report(saved={"r": 1}))
     assert matched(side, request) == CHUNK + BLOCK + 5
@@ -128,7 +128,7 @@ def test_what_ends_with_a_chunk_or_one_token_before_is_found_again(
     matched(side, request)
     side.step(step(new={"r": (0, tokens)}))
     operations = preempt(side, request).saves["r"]
-    names = [link for operation in operations for link in operation.links]
+    names = [chunk_key for operation in operations for chunk_key in operation.chunk_keys]
     assert len(names) == 2 and (tokens == 2 * CHUNK or operations[1].tail_tokens == CHUNK - 1)
     plane.records.update(dict.fromkeys(record_keys(namespace_of(0, 0), names), b""))
     side.worker_output(None, report(saved={"r": 1}))
@@ -145,7 +145,7 @@ def test_of_a_few_tokens_behind_a_chunk_no_record_is_made(make_side: Any, plane:
     matched(side, request)
     side.step(step(new={"r": (0, CHUNK + BLOCK - 1)}))
     (chunks,) = preempt(side, request).saves["r"]
-    assert chunks.links == links(TOKENS)[:1] and not chunks.tail_tokens
+    assert chunks.chunk_keys == chunk_keys(TOKENS)[:1] and not chunks.tail_tokens
 
 
 def test_drafts_that_came_to_nothing_are_not_saved(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -156,7 +156,7 @@ def test_drafts_that_came_to_nothing_are_not_saved(make_side: Any, plane: Script
     side.step(step(new={"r": (0, len(prompt) + 4)}))  # four drafts, of which none was right
     request.all_token_ids.append(7)
     (chunks, tail) = preempt(side, request).saves["r"]
-    assert chunks.links == links(prompt) and tail.links == [tail_of(prompt, len(prompt))]
+    assert chunks.chunk_keys == chunk_keys(prompt) and tail.chunk_keys == [tail_of(prompt, len(prompt))]
     assert tail.tail_tokens == BLOCK
 
 
@@ -172,7 +172,7 @@ def test_it_is_promised_what_is_saved_while_that_is_stored(
     assert side.matched_tokens(request, 0) == END
     side.allocated(request, [list(range(200, 240))], END)
     (load,) = side.step(step()).loads
-    assert load.groups[0].links == [*links(PROMPT), tail_of(request.all_token_ids, END)]
+    assert load.groups[0].chunk_keys == [*chunk_keys(PROMPT), tail_of(request.all_token_ids, END)]
     assert load.groups[0].blocks[8:] == [208, 209, NOWHERE, NOWHERE]
     assert load.arrived is not None and (load.arrived.chunks, load.arrived.ended) == (0, "")
     for _ in range(ranks):
@@ -192,14 +192,14 @@ def test_what_is_stored_is_what_is_asked_for_and_offered(make_side: Any, plane: 
     lookups = plane.calls.count("Lookup")
     assert side.matched_tokens(request, 0) == END, "promised, until the lookup has its answer"
     plane.wait_for_call("Lookup", lookups + 1)
-    assert plane.asked_keys == [record_keys(namespace_of(0, 0), [*chunks.links, *tail.links])]
+    assert plane.asked_keys == [record_keys(namespace_of(0, 0), [*chunks.chunk_keys, *tail.chunk_keys])]
     wait_for(lambda: side._lookup.poll("r"))
     assert side.matched_tokens(request, CHUNK) == END - CHUNK
     assert side.matched_tokens(request, END) == 0, "the engine's own prefix cache has all of it"
     assert side.matched_tokens(request, 0) == END
     side.allocated(request, [list(range(200, 240))], END)
     (load,) = side.step(step()).loads
-    assert load.arrived is None and load.groups[0].links == [*chunks.links, *tail.links]
+    assert load.arrived is None and load.groups[0].chunk_keys == [*chunks.chunk_keys, *tail.chunk_keys]
 
 
 def test_what_was_dropped_is_not_offered(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -214,7 +214,7 @@ def test_what_was_dropped_is_not_offered(make_side: Any, plane: ScriptedDataPlan
 
 
 def test_it_waits_no_longer_than_a_load_may_take_for_what_is_saved(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side(fetch_timeout=0.2)
+    side = make_side(fetch_timeout_s=0.2)
     request = running(side, plane)
     preempt(side, request)
     lookups = plane.calls.count("Lookup")
@@ -297,11 +297,11 @@ def test_no_more_is_saved_than_may_be_stored(make_side: Any, plane: ScriptedData
     side = make_side()
     request = running(side, plane, kv_transfer_params={"max_offload_tokens": CHUNK + BLOCK + 3})
     (chunks, tail) = preempt(side, request).saves["r"]
-    assert chunks.links == links(PROMPT)[:1] and tail.links == [tail_of(PROMPT, CHUNK + BLOCK + 3)]
+    assert chunks.chunk_keys == chunk_keys(PROMPT)[:1] and tail.chunk_keys == [tail_of(PROMPT, CHUNK + BLOCK + 3)]
 
 
 def test_a_prompt_that_is_handed_over_keeps_its_own_tail(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side(handover="prefill")
+    side = make_side(pd_role="prefill")
     prompt = TOKENS[: 2 * CHUNK + BLOCK + 10]
     request = arrive(side, plane, prompt)
     matched(side, request)
@@ -309,8 +309,8 @@ def test_a_prompt_that_is_handed_over_keeps_its_own_tail(make_side: Any, plane: 
     assert preempt(side, request).saves == {}
     assert matched(side, request) == 0
     (store, tail) = side.step(step(new={"r": (0, len(prompt))})).stores
-    assert store.links == links(prompt)[1:] and tail.links == [tail_of(prompt, 2 * CHUNK + BLOCK)]
-    assert tail.announced and not tail.lasts_s
+    assert store.chunk_keys == chunk_keys(prompt)[1:] and tail.chunk_keys == [tail_of(prompt, 2 * CHUNK + BLOCK)]
+    assert tail.published and not tail.lasts_s
 
 
 FULL, WINDOW = 0, 1
@@ -327,7 +327,7 @@ def windowed(make_side: Any, **options: Any) -> Any:
 
 
 def preempted(side: Any, plane: ScriptedDataPlane, held: int = HELD, **more: Any) -> tuple[Request, Any]:
-    """Return a request that is preempted behind so many tokens, and what is saved of it, by group and link."""
+    """Return a request that is preempted behind so many tokens, and what is saved of it, by group and chunk key."""
     tables = {"r": (list(range(1000, 1040)), list(range(2000, 2040)), list(range(3000, 3040)))}
     request = arrive(side, plane, TOKENS)
     matched(side, request)
@@ -336,7 +336,7 @@ def preempted(side: Any, plane: ScriptedDataPlane, held: int = HELD, **more: Any
     output = step(preempted=["r"])
     vars(output).update(more)
     saves = side.step(output).saves.get("r", [])
-    return request, {(each.group, each.links[-1]): each for each in saves}
+    return request, {(each.group, each.chunk_keys[-1]): each for each in saves}
 
 
 def test_with_windows_whole_blocks_are_saved_of_what_they_still_hold(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -347,9 +347,9 @@ def test_with_windows_whole_blocks_are_saved_of_what_they_still_hold(make_side: 
     assert saves[FULL, tail].blocks == [1008, NOWHERE, NOWHERE, NOWHERE]
     assert saves[WINDOW, tail].blocks == [2006, 2007, 2008], "all that a hit needs of it which ends there"
     assert saves[FULL, tail].lasts_s == saves[WINDOW, tail].lasts_s > 0
-    assert saves[FULL, links(TOKENS)[1]].blocks == list(range(1000, 1008))
+    assert saves[FULL, chunk_keys(TOKENS)[1]].blocks == list(range(1000, 1008))
     assert list(saves)[1:] == [(WINDOW, tail), (FULL, tail)], "what is kept of every chunk is stored last"
-    assert (WINDOW, links(TOKENS)[1]) not in saves, "it was stored as it was completed, and is let go of in part"
+    assert (WINDOW, chunk_keys(TOKENS)[1]) not in saves, "it was stored as it was completed, and is let go of in part"
 
 
 @pytest.mark.parametrize("under_way", [True, False])
@@ -358,7 +358,7 @@ def test_with_windows_what_was_saved_is_loaded_to_the_end_of_its_last_block(
 ) -> None:
     side = windowed(make_side)
     request, saves = preempted(side, plane)
-    end, names = HELD - 5, [*links(TOKENS)[:2], tail_of(TOKENS, HELD - 5)]
+    end, names = HELD - 5, [*chunk_keys(TOKENS)[:2], tail_of(TOKENS, HELD - 5)]
     if not under_way:
         for group, held in ((FULL, names), (WINDOW, names[1:])):
             plane.records.update(dict.fromkeys(record_keys(namespace_of(0, group), held), b""))
@@ -366,7 +366,7 @@ def test_with_windows_what_was_saved_is_loaded_to_the_end_of_its_last_block(
     assert matched(side, request) == end
     side.allocated(request, [list(range(300, 310)), [0] * 6 + list(range(406, 410))], end)
     (load,) = side.step(step()).loads
-    assert (load.groups[FULL].links, load.groups[WINDOW].links) == (names, names[2:])
+    assert (load.groups[FULL].chunk_keys, load.groups[WINDOW].chunk_keys) == (names, names[2:])
     assert load.groups[FULL].blocks == [*range(300, 309), NOWHERE, NOWHERE, NOWHERE]
     assert load.groups[WINDOW].blocks == [406, 407, 408] and load.groups[WINDOW].chunks == [2]
     assert (load.arrived is not None) is under_way
@@ -376,7 +376,7 @@ def test_with_windows_a_tail_that_a_group_lacks_is_computed(make_side: Any, plan
     """They count as there by the group that is stored last; but a record may have been evicted, or dropped."""
     side = windowed(make_side)
     request, _ = preempted(side, plane)
-    names = [*links(TOKENS)[:2], tail_of(TOKENS, HELD - 5)]
+    names = [*chunk_keys(TOKENS)[:2], tail_of(TOKENS, HELD - 5)]
     plane.records.update(dict.fromkeys(record_keys(namespace_of(0, FULL), names), b""))
     plane.records.update(dict.fromkeys(record_keys(namespace_of(0, WINDOW), names[:2]), b""))
     side.worker_output(None, report(saved={"r": 1}))
@@ -391,7 +391,9 @@ def test_with_windows_nothing_is_saved_of_what_they_have_let_go(
 ) -> None:
     """The block that a shorter hit would begin with; or there is less than a block behind the last chunk."""
     _, saves = preempted(windowed(make_side), plane, held)
-    assert {group: each.links for (group, _), each in saves.items()} == {FULL: links(TOKENS)[:2]}, "whole chunks"
+    assert {group: each.chunk_keys for (group, _), each in saves.items()} == {FULL: chunk_keys(TOKENS)[:2]}, (
+        "whole chunks"
+    )
 
 
 def test_with_windows_nothing_is_saved_where_a_worker_has_written_before(
@@ -422,8 +424,8 @@ def test_states_are_saved_as_they_are(make_side: Any, plane: ScriptedDataPlane) 
     assert saves[FULL, tail].blocks == [1002] and saves[FULL, tail].tail_tokens == HELD - 2 * CHUNK
     assert saves[STATE, tail].blocks == [2002] and saves[STATE, tail].tail_tokens == 0, "whatever it holds, all of it"
     assert saves[FULL, tail].lasts_s == saves[STATE, tail].lasts_s > 0
-    assert saves[FULL, links(TOKENS)[1]].blocks == [1000, 1001]
-    assert (STATE, links(TOKENS)[1]) not in saves, "states of before are nobody's any more"
+    assert saves[FULL, chunk_keys(TOKENS)[1]].blocks == [1000, 1001]
+    assert (STATE, chunk_keys(TOKENS)[1]) not in saves, "states of before are nobody's any more"
 
 
 @pytest.mark.parametrize("under_way", [True, False])
@@ -432,7 +434,7 @@ def test_with_states_what_was_saved_is_loaded_to_the_last_token(
 ) -> None:
     side = stateful(make_side)
     request, _ = preempted(side, plane)
-    names = [*links(TOKENS)[:2], tail_of(TOKENS, HELD)]
+    names = [*chunk_keys(TOKENS)[:2], tail_of(TOKENS, HELD)]
     if not under_way:
         for group, held in ((FULL, names), (STATE, names[2:])):
             plane.records.update(dict.fromkeys(record_keys(namespace_of(0, group), held), b""))
@@ -440,7 +442,7 @@ def test_with_states_what_was_saved_is_loaded_to_the_last_token(
     assert matched(side, request) == HELD
     side.allocated(request, [[300, 301, 302], [0, 0, 402]], HELD)
     (load,) = side.step(step()).loads
-    assert (load.groups[FULL].links, load.groups[STATE].links) == (names, names[2:])
+    assert (load.groups[FULL].chunk_keys, load.groups[STATE].chunk_keys) == (names, names[2:])
     assert load.groups[FULL].blocks == [300, 301, 302]
     assert load.groups[STATE].blocks == [402] and load.groups[STATE].chunks == [2]
     assert (load.arrived is not None) is under_way
@@ -450,7 +452,7 @@ def test_with_states_what_was_saved_is_loaded_to_the_last_token(
 def test_with_states_a_tail_that_a_group_lacks_is_computed(make_side: Any, plane: ScriptedDataPlane, gone: int) -> None:
     side = stateful(make_side)
     request, _ = preempted(side, plane)
-    names = [*links(TOKENS)[:2], tail_of(TOKENS, HELD)]
+    names = [*chunk_keys(TOKENS)[:2], tail_of(TOKENS, HELD)]
     for group, held in ((FULL, names), (STATE, names[1:])):
         there = held[:-1] if group == gone else held
         plane.records.update(dict.fromkeys(record_keys(namespace_of(0, group), there), b""))
@@ -472,7 +474,7 @@ def test_a_state_waits_for_the_token_that_is_on_its_way(make_side: Any, plane: S
     assert matched(side, request) == HELD
 
 
-@pytest.mark.parametrize(("held", "ends"), [(2 * CHUNK + 3, set()), (2 * CHUNK, {links(TOKENS)[1]})])
+@pytest.mark.parametrize(("held", "ends"), [(2 * CHUNK + 3, set()), (2 * CHUNK, {chunk_keys(TOKENS)[1]})])
 def test_with_states_no_tail_is_made_of_a_few_tokens(
     make_side: Any, plane: ScriptedDataPlane, held: int, ends: set[bytes]
 ) -> None:

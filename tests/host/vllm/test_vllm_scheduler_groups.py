@@ -14,11 +14,11 @@ from scheduler_support import (
     TOKENS,
     Request,
     arrive,
+    chunk_keys,
     full,
     groups_of,
     keys,
     kv_cache_manager,
-    links,
     matched,
     report,
     state,
@@ -60,7 +60,7 @@ def stored(side: Any, output: Any) -> list[tuple[int, list[bytes], list[int]]]:
     stores = side.step(output).stores
     kinds = [each.group == FULL for each in stores]
     assert kinds == sorted(kinds)
-    return sorted((each.group, each.links, each.blocks) for each in stores)
+    return sorted((each.group, each.chunk_keys, each.blocks) for each in stores)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_a_load_takes_of_each_group_what_vllm_has_blocks_for(side: Any, plane: S
     tables = (TABLES[0], null_before(TABLES[1], 13), [0, 0, 0, 3003, 3004])
     side.allocated(request, tables, tokens)
     (load,) = side.step(step()).loads
-    chain = links(TOKENS)
-    assert {index: (group.links, group.blocks) for index, group in load.groups.items()} == {
+    chain = chunk_keys(TOKENS)
+    assert {index: (group.chunk_keys, group.blocks) for index, group in load.groups.items()} == {
         FULL: (chain[1:4], list(range(1004, 1016))),
         WINDOW: (chain[3:4], [2013, 2014, 2015]),
         STATE: (chain[3:4], [3003]),
@@ -135,7 +135,7 @@ def test_a_load_that_no_record_can_fill_fails_and_is_not_offered_again(
 def test_each_group_is_stored_as_far_as_the_engine_keeps_it(side: Any, plane: ScriptedDataPlane) -> None:
     request = arrive(side, plane, TOKENS)
     assert matched(side, request) == 0
-    chain = links(TOKENS)
+    chain = chunk_keys(TOKENS)
     tables = {"r": (TABLES[0], null_before(TABLES[1], 10), [0, 0, 0, 3003, 3004])}
     first, second = stored(side, step(new={"r": (0, len(TOKENS))}, tables=tables))
     assert first == (FULL, chain[:5], list(range(1000, 1020)))
@@ -149,13 +149,13 @@ def test_a_window_whose_last_blocks_alone_are_left_is_stored(side: Any, plane: S
     matched(side, request)
     tables = {"r": (TABLES[0], null_before(TABLES[1], 9), [])}
     stores = stored(side, step(new={"r": (0, 3 * CHUNK)}, tables=tables))
-    assert stores[1:] == [(WINDOW, links(TOKENS)[2:3], [2009, 2010, 2011])]
+    assert stores[1:] == [(WINDOW, chunk_keys(TOKENS)[2:3], [2009, 2010, 2011])]
 
 
 def test_states_are_stored_where_vllm_says_that_they_lie(side: Any, plane: ScriptedDataPlane) -> None:
     request = arrive(side, plane, TOKENS)
     matched(side, request)
-    chain = links(TOKENS)
+    chain = chunk_keys(TOKENS)
     tables = {"r": TABLES}
     offered = [(STATE, 77, 2 * CHUNK), (STATE, 0, 3 * CHUNK), (STATE, 78, CHUNK + 1), (WINDOW, 79, CHUNK)]
     output = step(new={"r": (0, 3 * CHUNK)}, tables=tables, states={"r": offered, "gone": [(STATE, 80, CHUNK)]})
@@ -169,7 +169,7 @@ def test_a_state_behind_generated_tokens_has_the_name_of_those(side: Any, plane:
     matched(side, request)
     request.all_token_ids += list(range(900, 900 + CHUNK))
     output = step(cached={"r": (2 * CHUNK - 1, 1)}, tables={"r": TABLES}, states={"r": [(STATE, 77, 2 * CHUNK)]})
-    assert (STATE, links(request.all_token_ids)[1:2], [77]) in stored(side, output)
+    assert (STATE, chunk_keys(request.all_token_ids)[1:2], [77]) in stored(side, output)
 
 
 def test_what_storage_was_seen_to_hold_is_not_stored_again(side: Any, plane: ScriptedDataPlane) -> None:
@@ -177,10 +177,10 @@ def test_what_storage_was_seen_to_hold_is_not_stored_again(side: Any, plane: Scr
     put(plane, WINDOW, 0, 4)
     request = arrive(side, plane, TOKENS)
     assert matched(side, request) == 0, "there is no state"
-    chain = links(TOKENS)
+    chain = chunk_keys(TOKENS)
     stores = side.step(step(new={"r": (0, len(TOKENS))}, tables={"r": TABLES})).stores
     found = sorted(
-        ((each.group, each.links, each.previous, each.anchored) for each in stores),
+        ((each.group, each.chunk_keys, each.previous, each.anchored) for each in stores),
         key=lambda each: (each[0], chain.index(each[1][0])),
     )
     assert found == [
@@ -194,7 +194,9 @@ def test_chunks_behind_guesses_are_not_stored_in_any_group(side: Any, plane: Scr
     request = arrive(side, plane, TOKENS[: 2 * CHUNK - 2])
     matched(side, request)
     stores = stored(side, step(new={"r": (0, 2 * CHUNK - 2)}, tables={"r": TABLES}))
-    assert [(group, chain) for group, chain, _ in stores] == [(group, links(TOKENS)[:1]) for group in (FULL, WINDOW)]
+    assert [(group, chain) for group, chain, _ in stores] == [
+        (group, chunk_keys(TOKENS)[:1]) for group in (FULL, WINDOW)
+    ]
     request.all_token_ids.append(7)
     assert stored(side, step(cached={"r": (2 * CHUNK - 2, 5)}, tables={"r": TABLES})) == []
 
@@ -213,7 +215,7 @@ def test_a_draft_layer_costs_a_block_of_a_hit_and_not_all_of_it(make_side: Any, 
     side.allocated(request, (TABLES[0], null_before(TABLES[1], last - 3), TABLES[0]), tokens)
     (load,) = side.step(step()).loads
     assert load.groups[0].blocks == [*range(1000, 1000 + last), NOWHERE] == load.groups[2].blocks
-    assert load.groups[1].links == links(TOKENS)[2:4] or load.groups[1].links == links(TOKENS)[3:4]
+    assert load.groups[1].chunk_keys == chunk_keys(TOKENS)[2:4] or load.groups[1].chunk_keys == chunk_keys(TOKENS)[3:4]
     assert [block for block in load.groups[1].blocks if block != NOWHERE] == list(range(2000 + last - 3, 2000 + last))
 
 

@@ -16,10 +16,10 @@ from scheduler_support import (
     TOKENS,
     Request,
     arrive,
+    chunk_keys,
     groups_of,
     handshake,
     keys,
-    links,
     matched,
     report,
     step,
@@ -93,7 +93,7 @@ def test_load_covers_whole_chunks_and_leaves_local_blocks_alone(make_side: Any, 
     side.allocated(request, [list(range(100, 140))], 4 * CHUNK - local)
     (load,) = side.step(step()).loads
     assert list(load.groups) == [0]
-    assert load.groups[0].links == links(TOKENS)[1:4]
+    assert load.groups[0].chunk_keys == chunk_keys(TOKENS)[1:4]
     assert load.groups[0].blocks == [NOWHERE, NOWHERE, *range(106, 116)]
     assert side.step(step()).loads == [], "handed over once"
 
@@ -115,8 +115,8 @@ def test_failed_load_is_not_offered_again_and_stored_anew(make_side: Any, plane:
     side.worker_output({"r"}, report({"r": 1}))
     assert side.matched_tokens(request, CHUNK) == 0
     (store,) = side.step(step(new={"r": (CHUNK, len(TOKENS) - CHUNK)})).stores
-    assert store.links == links(TOKENS)[1:5]
-    assert store.previous == links(TOKENS)[0] and store.anchored
+    assert store.chunk_keys == chunk_keys(TOKENS)[1:5]
+    assert store.previous == chunk_keys(TOKENS)[0] and store.anchored
     assert store.blocks == list(range(1004, 1020))
 
 
@@ -168,7 +168,7 @@ def test_chunks_are_stored_as_steps_complete_them(make_side: Any, plane: Scripte
     matched(side, request, CHUNK)
     assert side.step(step(new={"r": (CHUNK, CHUNK - 1)})).stores == []
     (store,) = side.step(step(cached={"r": (2 * CHUNK - 1, CHUNK + 1)})).stores
-    assert store.links == links(TOKENS)[1:3]
+    assert store.chunk_keys == chunk_keys(TOKENS)[1:3]
     assert store.blocks == list(range(1004, 1012))
     assert side.step(step(cached={"r": (3 * CHUNK, 5)})).stores == []
 
@@ -180,7 +180,7 @@ def test_chunk_of_generated_tokens_has_the_key_of_its_tokens(make_side: Any, pla
     request.all_token_ids += list(range(900, 900 + CHUNK))
     assert side.step(step(cached={"r": (CHUNK + 20, 1)})).stores == []
     (store,) = side.step(step(cached={"r": (2 * CHUNK - 1, 1)})).stores
-    assert store.links == links(request.all_token_ids)[1:2]
+    assert store.chunk_keys == chunk_keys(request.all_token_ids)[1:2]
 
 
 def test_draft_tokens_are_not_stored(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -188,7 +188,7 @@ def test_draft_tokens_are_not_stored(make_side: Any, plane: ScriptedDataPlane) -
     request = arrive(side, plane, TOKENS[: 2 * CHUNK - 2])
     matched(side, request)
     (store,) = side.step(step(new={"r": (0, 2 * CHUNK - 2)})).stores
-    assert store.links == links(TOKENS)[:1]
+    assert store.chunk_keys == chunk_keys(TOKENS)[:1]
     request.all_token_ids.append(7)
     # One known token and four guesses are scheduled: the chunk is complete only if the guesses are right.
     assert side.step(step(cached={"r": (2 * CHUNK - 2, 5)})).stores == []

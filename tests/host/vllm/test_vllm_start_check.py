@@ -77,7 +77,7 @@ def test_a_configuration_that_cannot_be_used_is_refused(
 
 
 def test_what_an_engine_can_do_is_accepted() -> None:
-    assert accepts("ShadowServeConnector", {"layer_order": True, "pages": True, "shadowserve.fetch_timeout": 1.0})
+    assert accepts("ShadowServeConnector", {"layer_order": True, "pages": True, "shadowserve.fetch_timeout_s": 1.0})
     assert accepts("ShadowServeConnector", {"layer_order": True, "fetch": False}, max_concurrent_batches=2)
     assert accepts("ShadowServeConnector", {"asynchronous_fetch": False}, loads=False, max_concurrent_batches=2)
     assert accepts("NixlConnector", {"whatever": 1})
@@ -92,9 +92,9 @@ TIER = {"type": "ShadowServeTier", "module_path": "host_control.vllm.tier", "dat
     [
         {"layer_order": True},
         {"pages": True},
-        {"fetch_or_compute": True},
-        {"handover": "prefill"},
-        {"handover_timeout": 1.0},
+        {"fetch_or_recompute": True},
+        {"pd_role": "prefill"},
+        {"pd_timeout_s": 1.0},
         {"computing_cache": "none"},
         {"device": "mlx5_0"},
         {"lookup_threads": 4},
@@ -121,8 +121,8 @@ def test_a_tier_refuses_keys_that_it_does_not_use(given: dict[str, Any]) -> None
 
 def test_a_tier_accepts_the_keys_that_it_uses_and_those_of_vllm() -> None:
     used = {
-        "store_timeout": 1.0,
-        "lookup_timeout": 1.0,
+        "store_timeout_s": 1.0,
+        "lookup_timeout_s": 1.0,
         "order": "sjf",
         "quantizer": "passthrough",
         "layer_order": False,
@@ -130,7 +130,7 @@ def test_a_tier_accepts_the_keys_that_it_uses_and_those_of_vllm() -> None:
     options = {"trust_names": True, "locality": "LOCAL", "backpressure": {}, "enable_kv_events": True}
     assert accepts("OffloadingConnector", {"secondary_tiers": [TIER | used | options]})
     said = problem("OffloadingConnector", {"secondary_tiers": [TIER | {"stor_timeout": 1.0}]})
-    assert said.startswith("secondary_tiers: there is no key 'stor_timeout'; did you mean 'store_timeout'?")
+    assert said.startswith("secondary_tiers: there is no key 'stor_timeout'; did you mean 'store_timeout_s'?")
 
 
 def test_every_key_of_the_host_is_used_by_a_tier_or_refused() -> None:

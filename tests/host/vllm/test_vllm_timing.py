@@ -10,7 +10,7 @@ from scheduler_support import CHUNK, arrive, report, step
 from scripted import ScriptedDataPlane
 
 from host_control.config import HostConfig
-from host_control.slack.table import attention_pairs
+from host_control.interference.table import attention_pairs
 from host_control.step_reports import Sample
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]

@@ -51,7 +51,7 @@ def change_exponents(layers: Any) -> None:
         raw ^= 1 << (raw.itemsize * 8 - 2)
 
 
-def round_to_fewer_bits(layers: Any) -> None:
+def batch_to_fewer_bits(layers: Any) -> None:
     """To values that have nothing in the lower half of their bits, as bfloat16's in float32."""
     for layer in layers:
         raw = bits(layer.weight)
@@ -96,7 +96,7 @@ def take_a_module_away(layers: Any) -> None:
 CHANGES = [
     flip_signs,
     change_exponents,
-    round_to_fewer_bits,
+    batch_to_fewer_bits,
     permute_rows,
     swap_two_layers,
     change_one_element_of_one_norm,
@@ -105,7 +105,7 @@ CHANGES = [
     replace_a_module,
     take_a_module_away,
 ]
-SEEN_IN_SAMPLES = [flip_signs, change_exponents, round_to_fewer_bits, change_a_scale]
+SEEN_IN_SAMPLES = [flip_signs, change_exponents, batch_to_fewer_bits, change_a_scale]
 
 
 def watch_of(layers: Any, **options: Any) -> Any:

@@ -142,7 +142,7 @@ def test_a_value_that_a_crash_cuts_short_does_not_take_the_one_before_it_along()
         value = found.get(key)
         assert value in (old, new)
         found = found.crashed(torn=False)
-        assert found.get(key) == value, "what it has mended stays so, durable or not"
+        assert found.get(key) == value, "what it has repaired stays so, durable or not"
         found.put(index_key(b"another"), new)
         found.drain()
         assert found.restarted().get(key) == value

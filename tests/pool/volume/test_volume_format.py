@@ -180,7 +180,7 @@ def test_a_reader_that_stops_early_does_not_take_old_reads_for_new_ones() -> Non
 
 
 @pytest.mark.parametrize("copy", [0, 1])
-def test_a_damaged_superblock_is_mended_from_its_copy(golden: SimulatedDevice, copy: int) -> None:
+def test_a_damaged_superblock_is_repaired_from_its_copy(golden: SimulatedDevice, copy: int) -> None:
     golden.poke(SUPERBLOCK_OFFSETS[copy], b"\xff" * 200)
     assert [finding.part for finding in verify_volume(golden).findings] == ["superblock"]
     store = Store(golden)
@@ -410,7 +410,7 @@ def _swap(device: SimulatedDevice, block: int, chance: random.Random) -> None:
 
 
 def _reseal(device: SimulatedDevice, block: int, chance: random.Random) -> None:
-    """A field that is wrong under a checksum that is right: a bug of a writer, or bytes made up."""
+    """A field that is wrong under a checksum that is right: a bug of a writer, or bytes synthetic."""
     content = bytearray(device.peek(block * BLOCK_BYTES, BLOCK_BYTES))
     content[chance.randrange(16, 128)] = chance.randrange(256)
     device.set_block(block, resealed(content, 12 if content[:8] == b"SSVOLUME" else 8))

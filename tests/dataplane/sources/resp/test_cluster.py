@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cluster_support import PASSWORD, Cluster, ClusterNode, cluster_config, slot_of
 from dataplane_support import Client, expected, keys_of, kv, layout, make_record
-from machine import PATIENCE_S, free_port, until, wait_for
+from machine import WAIT_MAX_S, free_port, until, wait_for
 from redis.crc import key_slot
 
 from dpu_dataplane.metrics import Metrics
@@ -76,7 +76,7 @@ async def test_every_chunk_comes_from_the_node_that_has_it(cluster: Cluster) -> 
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
         assert_delivered(client, len(KEYS))
         assert daemon.metrics.storage_redirections == 0
-        assert daemon.metrics.rounds == 1
+        assert daemon.metrics.batches == 1
 
 
 async def test_chunks_are_stored_on_the_masters_that_take_them(cluster: Cluster) -> None:
@@ -132,12 +132,12 @@ async def test_what_tiers_have_comes_beside_what_nodes_have_and_send_us_on_for(
         source = cluster.master_of(KEYS[5])
         cluster.move(slot_of(KEYS[5]), source, another(cluster, source))
         metrics = daemon.metrics
-        for rounds, near in ((1 + 2, 12), (1 + 2 + 1, 12 + 24)):  # the chunk that has moved takes a round more
+        for batches, near in ((1 + 2, 12), (1 + 2 + 1, 12 + 24)):  # the chunk that has moved takes a batch more
             client.segment.memory[:] = 0
             answer = await client.fetch(KEYS)
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
             assert_delivered(client, len(KEYS))
-            assert (metrics.rounds, metrics.tier_records["memory"]) == (rounds, near)
+            assert (metrics.batches, metrics.tier_records["memory"]) == (batches, near)
         assert metrics.storage_redirections == 1 and metrics.tier_records["kept"] == len(KEYS)
 
 
@@ -313,7 +313,7 @@ async def test_a_wrong_password_is_refused_and_said(cluster: Cluster) -> None:
 
 
 async def test_a_cluster_that_is_not_there_is_a_miss_until_it_comes(tmp_path: Path) -> None:
-    async with serving([f"127.0.0.1:{free_port()}"], connect_timeout=0.5) as (_, client):
+    async with serving([f"127.0.0.1:{free_port()}"], connect_timeout_s=0.5) as (_, client):
         answer = await client.fetch(KEYS)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
 
@@ -343,7 +343,7 @@ async def test_a_node_that_dies_costs_its_chunks_until_its_replica_takes_over(tm
             async def whole() -> bool:
                 return (await client.fetch(KEYS)).chunks == len(KEYS)
 
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(WAIT_MAX_S):
                 while not await whole():
                     await asyncio.sleep(0.1)
             assert_delivered(client, len(KEYS))
@@ -460,8 +460,8 @@ async def test_a_map_that_is_none_is_an_outage(answer: bytes, monkeypatch: pytes
             await client.close()
 
 
-def test_clusters_are_reached_by_what_their_nodes_announce() -> None:
-    with pytest.raises(ValueError, match="announce"):
+def test_clusters_are_reached_by_what_their_nodes_publish() -> None:
+    with pytest.raises(ValueError, match="publish"):
         cluster_config(["127.0.0.1:7000"], storage_tls_ca="ca.crt", storage_server_name="storage")
     with pytest.raises(ValueError, match="no replicas"):
         cluster_config([], storage_cluster_replicas=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from dataplane_support import Client, Server, expected, found, keys_of, kv, layout, make_record, running
 from faulty_s3 import BUCKET, Answer, FaultyS3, faulty_s3
-from machine import PATIENCE_MS, PATIENCE_S, until, wait_for
+from machine import WAIT_MAX_MS, WAIT_MAX_S, until, wait_for
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.sources.resp.several import ranking
@@ -33,7 +33,7 @@ def bucket() -> Iterator[FaultyS3]:
 @pytest.fixture
 def nodes(bucket: FaultyS3, tmp_path: Path) -> Iterator[list[Server]]:
     """Two storage nodes over one bucket, which they look at all the time."""
-    s3 = {"bucket": BUCKET, "endpoint": bucket.endpoint, "gather_s": 0.05, "index_ttl_s": 0.1, "timeout_s": PATIENCE_S}
+    s3 = {"bucket": BUCKET, "endpoint": bucket.endpoint, "gather_s": 0.05, "index_ttl_s": 0.1, "timeout_s": WAIT_MAX_S}
     credentials = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "secret"}
     folders = [tmp_path / str(number) for number in range(2)]
     for folder in folders:
@@ -156,7 +156,7 @@ async def test_nobody_waits_for_a_node_that_is_away_and_all_away_is_said(nodes: 
 async def look(client: Client, *chains: list[bytes], **changes: Any) -> pb.LookupResponse:
     asked = [pb.KeyChain(keys=keys, namespace=SHAPE.namespace) for keys in chains]
     answer: pb.LookupResponse = await client.stub.Lookup(
-        pb.LookupRequest(chains=asked, timeout_ms=PATIENCE_MS, **changes)
+        pb.LookupRequest(chains=asked, timeout_ms=WAIT_MAX_MS, **changes)
     )
     return answer
 
@@ -173,7 +173,7 @@ async def test_a_lookup_says_what_is_cold_and_does_not_wait_for_it(nodes: list[S
         await client.register(SHAPE, CHUNKS)
         read = bucket.count("get")
         try:
-            answer = await look(client, chain, other, announced=True)
+            answer = await look(client, chain, other, published=True)
             assert found(answer, CHUNKS, CHUNKS).hits == [CHUNKS, 0]
             assert answer.cold_ms[0] > 0 and answer.cold_ms[1] == 0
             assert list(answer.tiers) == [bytes([pb.TIER_COLD] * CHUNKS), bytes(CHUNKS)]

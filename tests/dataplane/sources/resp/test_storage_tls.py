@@ -25,7 +25,7 @@ from dataplane_support import (
     running,
     way_name,
 )
-from machine import NEVER_S, PATIENCE_S, until
+from machine import NEVER_S, WAIT_MAX_S, until
 from tls_support import TlsServer, showing, trusting
 
 from dpu_dataplane.jobs import Job
@@ -103,7 +103,7 @@ class Proxy:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(PATIENCE_S)
+            thread.join(WAIT_MAX_S)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ async def test_records_are_received_over_tls_as_they_are_stored(encrypted: TlsSe
         for key, record in zip(KEYS, RECORDS, strict=True):
             for first in (0, 1000):
                 memory = bytearray(len(record) - first)
-                job = Job("a test", "a job", PATIENCE_S)
+                job = Job("a test", "a job", WAIT_MAX_S)
                 assert await daemon._source.receive(job, key, first, memoryview(memory)) is native.Result.OK
                 assert memory == record[first:]
 
@@ -274,14 +274,14 @@ async def silent() -> AsyncIterator[str]:
 
 async def test_a_handshake_that_does_not_come_to_an_end_is_given_up(certificates: Path) -> None:
     async with silent() as address:
-        await fails(address, "no answer for 0.2 s", connect_timeout=0.2, **trusting(certificates))
+        await fails(address, "no answer for 0.2 s", connect_timeout_s=0.2, **trusting(certificates))
 
 
 async def test_a_handshake_does_not_outlive_the_call_that_waits_for_it(
     encrypted: TlsServer, certificates: Path
 ) -> None:
     """The data connections' own one: the control connection stands."""
-    async with running(encrypted, connect_timeout=PATIENCE_S, **trusting(certificates)) as (daemon, client):
+    async with running(encrypted, connect_timeout_s=WAIT_MAX_S, **trusting(certificates)) as (daemon, client):
         await client.register(SHAPE, len(KEYS))
         await client.lookup(KEYS)
         encrypted.freeze()

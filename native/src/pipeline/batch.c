@@ -1,0 +1,470 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * batch.c - a batch on paper: what is checked before it starts, what failed, what came of it
+ *
+ * A batch's numbers come from records that were read over a network, so every one of them is checked here, once,
+ * before any byte moves; behind this file the stages trust them.
+ *
+ * Failure. The chunks of a group are a prefix chain: a chunk is of use only if all of it arrived, and all before it. So
+ * each group has a bound, the lowest chunk of which a piece failed: what is before it is completed, wherever it comes
+ * in the list, what is not is dropped.
+ */
+#include <string.h>
+
+#include "pipeline/internal.h"
+
+/* ---- Checks -------------------------------------------------------------------------------------------------- */
+
+/* The regions of a piece that must not overlap another piece's. */
+enum region { REGION_SLICES, REGION_STORED, REGION_RECEIVED, REGION_SYMBOLS, REGION_ENCODED };
+
+static uint32_t symbol_bytes(const struct ss_group *group) {
+    return group->quantizer == SS_QUANTIZER_BINNED ? (uint32_t)ss_dtype_size(group->dtype) : 1;
+}
+
+static const struct ss_group *group_of(const struct ss_batch *batch, const struct ss_piece *piece) {
+    return &batch->groups[piece->group];
+}
+
+static int group_is_valid(const struct ss_group *group) {
+    if (ss_dtype_size(group->dtype) == 0 || group->vector_length == 0 ||
+        (group->destination == NULL && group->destination_size > 0)) {
+        return 0;
+    }
+    switch (group->quantizer) {
+    case SS_QUANTIZER_PASSTHROUGH:
+    case SS_QUANTIZER_LOSSLESS:
+        return 1;
+    case SS_QUANTIZER_BINNED:
+        return group->dtype != SS_DTYPE_UINT8 && group->scale_vectors != 0;
+    default:
+        return 0;
+    }
+}
+
+/* The tables are there and of a size that can be; each group makes sense. */
+static int tables_are_valid(const struct ss_batch *batch) {
+    if (batch->piece_count > SS_BATCH_PIECES_MAX || batch->group_count > SS_BATCH_GROUPS_MAX ||
+        (batch->group_count > 0 && batch->groups == NULL) ||
+        (batch->piece_count > 0 && (batch->pieces == NULL || batch->slices == NULL))) {
+        return 0;
+    }
+    for (uint32_t i = 0; i < batch->group_count; i++) {
+        if (!group_is_valid(&batch->groups[i])) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static int slice_is_valid(const struct ss_group *group, const struct ss_slice *slice) {
+    int binned = group->quantizer == SS_QUANTIZER_BINNED;
+    uint64_t elements = (uint64_t)slice->vectors * group->vector_length;
+    if (elements == 0 || elements > SS_SLICE_BYTES_MAX) {
+        return 0;
+    }
+    uint64_t decoded = binned ? elements : elements * ss_dtype_size(group->dtype);
+    uint64_t scales =
+        binned ? ((uint64_t)slice->vectors + group->scale_vectors - 1) / group->scale_vectors * sizeof(float) : 0;
+    if (slice->decoded_length != decoded || decoded > SS_SLICE_BYTES_MAX || slice->scales_length != scales) {
+        return 0;
+    }
+    uint64_t delivered = decoded * symbol_bytes(group);
+    return slice->destination_offset <= group->destination_size &&
+           delivered <= group->destination_size - slice->destination_offset;
+}
+
+/* What only encoding needs of the slices: decoding takes any symbols. */
+static int bins_are_valid(const struct ss_batch *batch, const struct ss_piece *piece) {
+    for (uint32_t i = 0; group_of(batch, piece)->quantizer == SS_QUANTIZER_BINNED && i < piece->slice_count; i++) {
+        uint32_t bins = batch->slices[piece->slice_first + i].bins;
+        if (bins < 4 || bins > 256 || bins % 2 != 0) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* The piece can be asked for, and its slices lie in its body in order and without gaps. */
+static int stored_form_is_valid(const struct ss_batch *batch, const struct ss_piece *piece) {
+    uint64_t end = 0;
+    if (ss_piece_origin(piece) == SS_ORIGIN_SERVER &&
+        (piece->key_length == 0 || piece->key_length > sizeof piece->key)) {
+        return 0;
+    }
+    if ((uint32_t)ss_piece_origin(piece) > SS_ORIGIN_NOWHERE ||
+        (ss_piece_origin(piece) == SS_ORIGIN_MEMORY && piece->memory == NULL)) {
+        return 0;
+    }
+    for (uint32_t i = 0; i < piece->slice_count; i++) {
+        const struct ss_slice *slice = &batch->slices[piece->slice_first + i];
+        uint64_t stored = (uint64_t)slice->scales_length + slice->encoded_length;
+        if (slice->encoded_length == 0 || slice->offset != end || stored > piece->body_length - end) {
+            return 0;
+        }
+        end += stored;
+    }
+    return end == piece->body_length && piece->record_offset <= (uint64_t)INT64_MAX - piece->body_length;
+}
+
+static int piece_is_valid(const struct ss_batch *batch, const struct ss_piece *piece) {
+    if ((uint32_t)piece->codec > SS_CODEC_KVRANS || piece->group >= batch->group_count || piece->chunk == UINT32_MAX ||
+        piece->slice_count == 0 || (uint64_t)piece->slice_first + piece->slice_count > batch->slice_count) {
+        return 0;
+    }
+    for (uint32_t i = 0; i < piece->slice_count; i++) {
+        if (!slice_is_valid(group_of(batch, piece), &batch->slices[piece->slice_first + i])) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static uint64_t region_offset(const struct ss_piece *piece, enum region region) {
+    switch (region) {
+    case REGION_SLICES:
+        return piece->slice_first;
+    case REGION_SYMBOLS:
+        return piece->dequantization_offset;
+    default:
+        return piece->decompression_offset;
+    }
+}
+
+/* No overflow: at most 2^32 slices of under 2^32 bytes each, and of a piece whose slices were checked. */
+static uint64_t region_length(const struct ss_batch *batch, const struct ss_piece *piece, enum region region) {
+    if (region == REGION_SLICES) {
+        return piece->slice_count;
+    }
+    if (region == REGION_STORED || region == REGION_RECEIVED) { /* the latter without what has memory */
+        int elsewhere = ss_piece_origin(piece) != SS_ORIGIN_SERVER || piece->memory != NULL;
+        return region == REGION_RECEIVED && elsewhere ? 0 : piece->body_length;
+    }
+    uint64_t length = 0;
+    for (uint32_t i = 0; i < piece->slice_count; i++) {
+        const struct ss_slice *slice = &batch->slices[piece->slice_first + i];
+        length += region == REGION_SYMBOLS
+                      ? slice->decoded_length
+                      : slice->scales_length + (uint64_t)ss_compress_bound(piece->codec, slice->decoded_length);
+    }
+    return length;
+}
+
+static void heap_sift(const struct ss_batch *batch, enum region region, uint32_t *order, uint32_t root,
+                      uint32_t count) {
+    for (uint32_t child = 2 * root + 1; child < count; child = 2 * root + 1) {
+        if (child + 1 < count && region_offset(&batch->pieces[order[child]], region) <
+                                     region_offset(&batch->pieces[order[child + 1]], region)) {
+            child++;
+        }
+        if (region_offset(&batch->pieces[order[root]], region) >= region_offset(&batch->pieces[order[child]], region)) {
+            return;
+        }
+        uint32_t swapped = order[root];
+        order[root] = order[child];
+        order[child] = swapped;
+        root = child;
+    }
+}
+
+/* Sorts pieces by their offset, unless they are, as most are. A heap, because qsort() may allocate. */
+static void sort_by_offset(const struct ss_batch *batch, enum region region, uint32_t *order) {
+    uint32_t count = batch->piece_count;
+    uint64_t before = 0;
+    int sorted = 1;
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t offset = region_offset(&batch->pieces[i], region);
+        sorted &= offset >= before;
+        before = offset;
+        order[i] = i;
+    }
+    if (sorted) {
+        return;
+    }
+    for (uint32_t root = count / 2; root-- > 0;) {
+        heap_sift(batch, region, order, root, count);
+    }
+    for (uint32_t last = count; last-- > 1;) {
+        uint32_t largest = order[0];
+        order[0] = order[last];
+        order[last] = largest;
+        heap_sift(batch, region, order, 0, last);
+    }
+}
+
+static int regions_fit(const struct ss_batch *batch, enum region region, uint32_t *order, uint64_t buffer_size) {
+    sort_by_offset(batch, region, order);
+    uint64_t end = 0;
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        const struct ss_piece *piece = &batch->pieces[order[i]];
+        uint64_t offset = region_offset(piece, region);
+        uint64_t length = region_length(batch, piece, region);
+        if (length == 0) {
+            continue;
+        }
+        if (offset < end || offset > buffer_size || length > buffer_size - offset) {
+            return 0;
+        }
+        end = offset + length;
+    }
+    return 1;
+}
+
+static uint32_t node_count(const struct ss_batch *batch, uint32_t socket_count) {
+    return socket_count == 0 ? 0 : batch->node_count > 0 ? batch->node_count : 1;
+}
+
+static int sockets_are_valid(const struct ss_pipeline *pipeline, const struct ss_batch *batch, const int32_t *sockets,
+                             uint32_t socket_count) {
+    uint32_t nodes = node_count(batch, socket_count);
+    if (nodes > 0 && (sockets == NULL || nodes > pipeline->options.nodes_max || socket_count % nodes != 0 ||
+                      socket_count / nodes > pipeline->options.net_threads)) {
+        return 0;
+    }
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        if (ss_piece_origin(&batch->pieces[i]) == SS_ORIGIN_SERVER && batch->pieces[i].node >= nodes) {
+            return 0;
+        }
+    }
+    for (uint32_t i = 0; i < socket_count; i++) {
+        for (uint32_t j = 0; j < i; j++) {
+            if (sockets[i] == sockets[j]) {
+                return 0;
+            }
+        }
+        if (sockets[i] < 0) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Rows of the same chunks, as the one request asks for them. The ablation asks for one piece at a time. */
+static int layers_are_valid(const struct ss_pipeline *pipeline, const struct ss_batch *batch, uint32_t socket_count) {
+    const struct ss_layers *layers = batch->layers;
+    if (layers == NULL) {
+        return 1;
+    }
+    if (!pipeline->options.chunked_pipeline || socket_count != 1 || layers->request == NULL ||
+        layers->request_size == 0 || layers->keys == 0 || layers->keys > SS_LAYERS_KEYS_MAX ||
+        (uint64_t)layers->layers * layers->keys != batch->piece_count || layers->layers == 0) {
+        return 0;
+    }
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        const struct ss_piece *piece = &batch->pieces[i];
+        uint32_t key = i % layers->keys;
+        if (ss_piece_origin(piece) != SS_ORIGIN_SERVER || piece->asking || piece->group != batch->pieces[0].group ||
+            piece->body_length > UINT32_MAX || piece->chunk != batch->pieces[key].chunk ||
+            (key > 0 && piece->chunk <= batch->pieces[key - 1].chunk)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_batch *batch, const int32_t *sockets,
+                              uint32_t socket_count) {
+    if (!tables_are_valid(batch) || !sockets_are_valid(pipeline, batch, sockets, socket_count) ||
+        !layers_are_valid(pipeline, batch, socket_count) || !ss_progress_is_valid(batch)) {
+        return SS_BAD_ARGUMENT;
+    }
+    uint64_t dma_bytes = 0;
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        const struct ss_piece *piece = &batch->pieces[i];
+        if (!piece_is_valid(batch, piece) || !stored_form_is_valid(batch, piece)) {
+            return SS_BAD_ARGUMENT;
+        }
+        dma_bytes += region_length(batch, piece, REGION_SYMBOLS) * symbol_bytes(group_of(batch, piece));
+    }
+    enum region received = pipeline->capabilities.reads_plain ? REGION_RECEIVED : REGION_STORED;
+    if (!regions_fit(batch, REGION_SLICES, pipeline->fetch_order, batch->slice_count) ||
+        !regions_fit(batch, received, pipeline->fetch_order, pipeline->decompression.size)) {
+        return SS_BAD_ARGUMENT;
+    }
+    if (!pipeline->options.fused &&
+        (!regions_fit(batch, REGION_SYMBOLS, pipeline->fetch_order, pipeline->dequantization.size) ||
+         dma_bytes > pipeline->dma_source.size)) {
+        return SS_BAD_ARGUMENT;
+    }
+    return ss_batch_memory_check(pipeline, batch, pipeline->capabilities.plain_memory != 0);
+}
+
+enum ss_result ss_encode_check(struct ss_pipeline *pipeline, const struct ss_batch *batch) {
+    if (!tables_are_valid(batch)) {
+        return SS_BAD_ARGUMENT;
+    }
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        if (!piece_is_valid(batch, &batch->pieces[i]) || !bins_are_valid(batch, &batch->pieces[i])) {
+            return SS_BAD_ARGUMENT;
+        }
+        if (ss_codec_implementation(batch->pieces[i].codec) == NULL) {
+            return SS_NOT_SUPPORTED;
+        }
+    }
+    if (!regions_fit(batch, REGION_SLICES, pipeline->encode_order, batch->slice_count) ||
+        !regions_fit(batch, REGION_ENCODED, pipeline->encode_order, pipeline->store_buffer.size)) {
+        return SS_BAD_ARGUMENT;
+    }
+    return ss_batch_memory_check(pipeline, batch, 1); /* the CPU reads plain memory */
+}
+
+/* ---- Failure and outcome ------------------------------------------------------------------------------------- */
+
+static int backend_takes(const struct ss_backend_capabilities *capabilities, const struct ss_batch *batch,
+                         const struct ss_piece *piece) {
+    int takes = (capabilities->codecs >> piece->codec & 1) != 0;
+    for (uint32_t i = 0; i < piece->slice_count; i++) {
+        takes &= batch->slices[piece->slice_first + i].decoded_length <= capabilities->slice_bytes_max;
+    }
+    return takes;
+}
+
+void ss_group_ends(struct ss_group_state *group, uint32_t chunk) {
+    uint32_t lowest = atomic_load(&group->chunks);
+    while (chunk < lowest && !atomic_compare_exchange_weak(&group->chunks, &lowest, chunk)) {
+    }
+}
+
+static void piece_fails(struct ss_piece_state *state, enum ss_result result) {
+    uint32_t expected = SS_OK;
+    atomic_compare_exchange_strong(&state->result, &expected, (uint32_t)result);
+    ss_group_ends(state->group, state->chunk);
+}
+
+/* What each piece's state begins as. One that the backend does not take fails at once. */
+static void pieces_begin(struct ss_pipeline *pipeline, struct ss_batch *batch) {
+    struct ss_fetch *fetch = &pipeline->fetch;
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        struct ss_piece *piece = &batch->pieces[i];
+        struct ss_piece_state *state = &pipeline->piece_states[i];
+        state->chunk = piece->chunk;
+        state->group = &fetch->groups[piece->group];
+        state->answers = ss_source_of(piece)->answers(batch, i, fetch->net_threads);
+        piece->error[0] = '\0';
+        atomic_store(&state->remaining, piece->slice_count + state->answers);
+        atomic_store(&state->result, SS_OK);
+        state->symbols_bytes = region_length(batch, piece, REGION_SYMBOLS);
+        if (!backend_takes(&pipeline->capabilities, batch, piece)) {
+            piece_fails(state, SS_NOT_SUPPORTED);
+        }
+    }
+}
+
+void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_batch *batch, const int32_t *sockets,
+                    uint32_t socket_count) {
+    struct ss_fetch *fetch = &pipeline->fetch;
+    fetch->batch = batch;
+    if (batch->layers != NULL) {
+        batch->layers->refused = 0;
+        batch->layers->error[0] = '\0';
+    }
+    fetch->sockets = sockets;
+    fetch->node_count = node_count(batch, socket_count);
+    fetch->net_threads = fetch->node_count > 0 ? socket_count / fetch->node_count : 1;
+    fetch->number++;
+    atomic_store(&fetch->abort_result, SS_OK);
+    atomic_store(&fetch->broken, 0);
+    atomic_store(&fetch->out_of_sync, 0);
+    atomic_store(&fetch->os_error, 0);
+    atomic_store(&fetch->received_bytes, 0);
+    atomic_store(&fetch->delivered_bytes, 0);
+    atomic_store(&fetch->pace_ns, ss_now_ns());
+    atomic_store(&fetch->work, fetch->net_threads);
+    for (uint32_t i = 0; i < batch->group_count; i++) {
+        fetch->groups[i].group = &batch->groups[i];
+        fetch->groups[i].symbol_bytes = symbol_bytes(&batch->groups[i]);
+        atomic_store(&fetch->groups[i].chunks, UINT32_MAX);
+    }
+    pieces_begin(pipeline, batch);
+    ss_progress_begin(pipeline);
+    pipeline->executor->begin(pipeline);
+}
+
+void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t piece, enum ss_result result, int broken) {
+    piece_fails(&pipeline->piece_states[piece], pipeline->executor->failure(pipeline, result));
+    if (broken) {
+        atomic_store(&pipeline->fetch.broken, 1);
+    }
+    ss_fetch_wake_net(pipeline); /* what is awaited may be of no use any more */
+}
+
+static int is_redirection(const char *text, size_t length) {
+    return (length > 6 && memcmp(text, "MOVED ", 6) == 0) || (length > 4 && memcmp(text, "ASK ", 4) == 0);
+}
+
+void ss_fetch_refused(struct ss_pipeline *pipeline, uint32_t piece, const char *text, size_t length) {
+    struct ss_piece *refused = &pipeline->fetch.batch->pieces[piece];
+    enum ss_result result =
+        pipeline->executor->failure(pipeline, is_redirection(text, length) ? SS_REDIRECTED : SS_REFUSED);
+    uint32_t expected = SS_OK;
+    if (atomic_compare_exchange_strong(&pipeline->piece_states[piece].result, &expected, (uint32_t)result)) {
+        size_t kept = length < sizeof refused->error - 1 ? length : sizeof refused->error - 1;
+        memcpy(refused->error, text, kept);
+        refused->error[kept] = '\0';
+    }
+    if (result != SS_REDIRECTED) {
+        ss_fetch_fail(pipeline, piece, result, 0);
+    }
+}
+
+void ss_fetch_abort(struct ss_pipeline *pipeline, enum ss_result result) {
+    uint32_t expected = SS_OK;
+    atomic_compare_exchange_strong(&pipeline->fetch.abort_result, &expected, (uint32_t)result);
+    ss_fetch_wake_net(pipeline);
+}
+
+/* Leaves the body of a piece that is in place where it is to be, unless it was received there. */
+static void piece_leave(const struct ss_piece_state *state, const struct ss_piece *piece) {
+    if (ss_piece_origin(piece) == SS_ORIGIN_SERVER && piece->memory != NULL && piece->memory != state->stored) {
+        memcpy((uint8_t *)(uintptr_t)piece->memory, state->stored, piece->body_length);
+    }
+}
+
+void ss_piece_part_done(struct ss_pipeline *pipeline, uint32_t piece) {
+    uint32_t left = atomic_fetch_sub(&pipeline->piece_states[piece].remaining, 1) - 1;
+    if (left == 0) {
+        piece_leave(&pipeline->piece_states[piece], &pipeline->fetch.batch->pieces[piece]);
+    }
+    pipeline->executor->part_done(pipeline, piece, left);
+    if (left == 0) {
+        ss_progress_piece(pipeline, piece);
+    }
+}
+
+int ss_fetch_drops(struct ss_pipeline *pipeline, uint32_t piece) {
+    return !ss_piece_useful(&pipeline->piece_states[piece]) ||
+           atomic_load_explicit(&pipeline->fetch.abort_result, memory_order_relaxed) != SS_OK;
+}
+
+/* What became of a piece of a quiet batch. Where the batch ended early, that is the failure of what was still of use.
+ */
+static enum ss_result piece_result(struct ss_pipeline *pipeline, uint32_t piece) {
+    struct ss_piece_state *state = &pipeline->piece_states[piece];
+    enum ss_result aborted = (enum ss_result)atomic_load(&pipeline->fetch.abort_result);
+    enum ss_result result = (enum ss_result)atomic_load(&state->result);
+    if (result != SS_OK || atomic_load(&state->remaining) == 0) {
+        return result;
+    }
+    if (aborted == SS_OK || !ss_piece_useful(state)) {
+        return SS_SKIPPED;
+    }
+    ss_group_ends(state->group, state->chunk);
+    return aborted;
+}
+
+enum ss_result ss_fetch_finish(struct ss_pipeline *pipeline) {
+    struct ss_fetch *fetch = &pipeline->fetch;
+    struct ss_batch *batch = fetch->batch;
+    enum ss_result first = SS_OK;
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        enum ss_result result = piece_result(pipeline, i);
+        batch->pieces[i].result = result;
+        if (first == SS_OK && result != SS_SKIPPED) {
+            first = result;
+        }
+    }
+    batch->received_bytes = atomic_load(&fetch->received_bytes);
+    batch->delivered_bytes = atomic_load(&fetch->delivered_bytes);
+    batch->sockets_in_sync = !atomic_load(&fetch->out_of_sync);
+    return first;
+}

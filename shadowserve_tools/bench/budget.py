@@ -1,0 +1,398 @@
+"""``shadowserve bench budget``: what moves beside something else: reads beside writes, and fetching beside decoding."""
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from rich.progress import Progress
+
+from host_control.interference.slowdown import Interference
+from host_control.interference.table import ComputeTable, attention_pairs
+from shadowserve.chunk import Quantizer
+from shadowserve_tools.bench.fetch import Target
+from shadowserve_tools.bench.interference import (
+    DECODED_TOKENS,
+    HALF_WIDTH_MAX,
+    SLOWDOWN_MAX,
+    holding,
+    rounds_until_narrow,
+)
+from shadowserve_tools.bench.parts.disks import Disks, working_folder
+from shadowserve_tools.bench.parts.engine import SETTLING_STEPS
+from shadowserve_tools.bench.parts.loads import FetchLoop
+from shadowserve_tools.bench.parts.paged import CHUNK_BLOCKS, MANY, PagedKv, PagedMemory
+from shadowserve_tools.bench.parts.retrieval import Offered, OurPool, Prefix
+from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Stack, model_options_with
+from shadowserve_tools.bench.parts.steady import BUDGET, SteadySteps
+from shadowserve_tools.bench.parts.workload import llama_8b, put
+from shadowserve_tools.report import Chart, Output, Report, half_width, output_options
+
+__all__ = ["budget"]
+
+STRICT: Final = "strict order"
+MIXED: Final = "any order"
+READ_SEED, WRITTEN_SEED = 1, 2
+ARENA_BYTES: Final = 256 << 20
+SPARE_BYTES: Final = 192 << 20
+"""Of a device beside the chunks: log, snapshots, and room that evicting ahead keeps free."""
+WRITTEN_SHARE: Final = 4
+"""A quarter as many chunks are written over and over as are read."""
+MEGA: Final = 1_000_000
+
+NOTHING: Final = "decoding beside nothing"
+WITHIN: Final = "decoding beside fetching, within the budget"
+FREE: Final = "decoding beside fetching, no bound"
+PAGES_WITHIN: Final = "decoding beside pages from a device, within the budget"
+PAGES_FREE: Final = "decoding beside pages from a device, no bound"
+OFTEN: Final = 8
+"""Phases beside fetching in a round, of each kind."""
+PAGES_OFTEN: Final = 6
+"""Phases beside pages within the budget in a round, for one without a bound."""
+PAGES_LONGER: Final = 6
+"""So many times as many steps has a phase beside pages: they come ten times a second, with pauses between."""
+PAGES_LAYERS, PAGES_HEADS = 4, 2
+"""Of the KV that comes as pages: a MiB a chunk, as of what is fetched."""
+FETCH_CHUNKS: Final = 16
+"""Of a MiB each, a layer of 256 tokens."""
+FETCH_S: Final = 0.05
+"""A fetch within the budget is of so many chunks as take about so long, since a phase begins and ends with one."""
+PAGES_S: Final = 0.1
+"""A load of pages, likewise: as long as a data plane's turn."""
+MIXED_MIN: Final = 0.95
+
+
+@dataclass
+class _Disk:
+    """Bytes a second that were read, alone and beside writes, and what was written, by the order of both."""
+
+    alone: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    beside: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    offered: dict[str, list[Offered]] = field(default_factory=lambda: defaultdict(list))
+
+
+@dataclass
+class _Steps:
+    """What was measured of decode steps.
+
+    Attributes:
+        seconds: of each, by what was beside it.
+        over: what a phase's steps took over those of the phases before and after it, which nothing was beside.
+        rates: bytes a second that came beside each phase.
+    """
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    over: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    rates: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+
+@click.command()
+@model_options_with(layers=4)  # steps are shorter, so that there are more of them
+@click.option("--read-chunks", default=96, show_default=True, type=click.IntRange(8), help="That are read, in a turn.")
+@click.option("--chunk-kib", default=7424, show_default=True, type=click.IntRange(64, 1 << 20), help="KiB of a chunk.")
+@click.option("--cap", default=200, show_default=True, type=click.IntRange(1), help="MB/s that the device reads.")
+@click.option("--turns", default=3, show_default=True, type=click.IntRange(1), help="Of reading, each beside each.")
+@click.option("--batch", default=2, show_default=True, type=click.IntRange(1), help="Requests that decode steadily.")
+@click.option("--learning", default=8, show_default=True, type=click.IntRange(1), help="Rounds that do not count.")
+@click.option("--rounds", default=24, show_default=True, type=click.IntRange(6), help="That do, at least.")
+@click.option(
+    "--rounds-max", default=60, show_default=True, type=click.IntRange(1), help="Where intervals are too wide."
+)
+@click.option("--phase-steps", default=4, show_default=True, type=click.IntRange(1, 64), help="Between two changes.")
+@click.option(
+    "--folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Where the device's file goes; by default memory, if it has room.",
+)
+@output_options
+def budget(
+    output: Output, model: Model, load: Load, requests_max: int, read_chunks: int, chunk_kib: int, cap: int, turns: int,
+    batch: int, learning: int, rounds: int, rounds_max: int, phase_steps: int, folder: Path | None,
+) -> None:  # fmt: skip
+    """Read from a pool's device while it is written to, and decode while the data plane fetches.
+
+    A prefix is taken back cold, alone and while other chunks are written without end, with and without strict order. As
+    root on Linux with cgroup v1 the device is a loop device whose reads are capped; else it is a file. Then a steady
+    batch of real vLLM decodes, and beside it KV is fetched, or comes from a device as pages, within the budget, at the
+    rate that the plugin's own policy sets, and without a bound.
+    """
+    prefix = Prefix(read_chunks, chunk_kib << 10, seed=READ_SEED)
+    disk, steps = _Disk(), _Steps()
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress(transient=True))
+        task = progress.add_task("reading", total=turns + learning + rounds)
+        capped = _measure_disk(disk, prefix, cap * MEGA, turns, folder, lambda: progress.update(task, advance=1))
+        progress.update(task, description="starting the engine")
+        load = holding(load, 2 * OFTEN, phase_steps)
+        load = holding(load, PAGES_OFTEN + 1, PAGES_LONGER * phase_steps)
+        running = stack.enter_context(Stack(Partition.halves(), model, load, requests_max))
+        workload = llama_8b(FETCH_CHUNKS, layers=1, quantizer=Quantizer.BINNED)
+        put(workload, running.storage.address)
+        target = stack.enter_context(Target.opened(running.data_plane.address, workload))
+        paged = _paged(stack, running)
+        fetching, bringing = (
+            _Moving(each, chunk_bytes, chunks, Interference(BUDGET))
+            for each, chunk_bytes, chunks in (
+                (target, workload.layout.raw_bytes, FETCH_CHUNKS),
+                (paged, paged.chunk_bytes, MANY // CHUNK_BLOCKS),
+            )
+        )
+        decoding = _Decoding(running.engine, batch)
+        decoding.add((WITHIN, FREE), fetching, phase_steps, statistics.median)
+        decoding.add((PAGES_WITHIN, PAGES_FREE), bringing, PAGES_LONGER * phase_steps, _mean)
+        for _ in range(learning):
+            decoding.round([WITHIN] * 2 * OFTEN, _Steps())
+            decoding.round([PAGES_WITHIN] * PAGES_OFTEN, _Steps())
+            rates = [f"{each.policy.rate / 1e9:.2f}" for each in (fetching, bringing)]
+            progress.update(task, advance=1, description=f"learning: {' and '.join(rates)} GB/s")
+        for number in rounds_until_narrow(rounds, rounds_max, [steps.over[name] for name in (WITHIN, PAGES_WITHIN)]):
+            order = slice(None, None, -1 if number % 2 else 1)
+            decoding.round(([WITHIN, FREE] * OFTEN)[order], steps)
+            decoding.round([*[PAGES_WITHIN] * PAGES_OFTEN, PAGES_FREE][order], steps)
+            progress.update(task, advance=1, description="decoding")
+        for moving in (fetching, bringing):
+            moving.verify()
+    _report(disk, steps, {"": fetching.policy, "pages_": bringing.policy}, capped).finish(output)
+
+
+# ---- A device --------------------------------------------------------------------------------------------------------
+
+
+def _measure_disk(
+    disk: _Disk, prefix: Prefix, cap: int, turns: int, folder: Path | None, tell: Callable[[], None]
+) -> bool:
+    """Fill in what was read and written; return whether the device was capped."""
+    written = Prefix(max(len(prefix.names) // WRITTEN_SHARE, 1), prefix.chunk_bytes, seed=WRITTEN_SEED)
+    size = (prefix.size + written.size) * 9 // 8 + SPARE_BYTES
+    with ExitStack() as stack:
+        disks = stack.enter_context(Disks(stack.enter_context(working_folder(2 * size, folder))))
+        if disks.why_not:
+            click.echo(f"the device is a file, as fast as it is: {disks.why_not}", err=True)
+        pools = {}
+        for name, strict in ((STRICT, True), (MIXED, False)):
+            device = disks.make("strict" if strict else "mixed", size, cap)
+            pool = OurPool([device], [1 << 50], 1, ARENA_BYTES, size, strict=strict)
+            pools[name] = stack.enter_context(closing(pool))
+            pool.put(prefix)
+            pool.cool()
+            pool.retrieve(prefix, check=True)
+        with disks.capped():
+            for turn in range(turns):
+                for name in (STRICT, MIXED)[:: -1 if turn % 2 else 1]:
+                    _read(disk, pools[name], prefix, written, name)
+                tell()
+        return not disks.why_not
+
+
+def _read(disk: _Disk, pool: OurPool, prefix: Prefix, written: Prefix, name: str) -> None:
+    """Take the prefix back alone and beside writes, to be compared with each other."""
+    pool.cool()
+    alone = pool.retrieve(prefix)
+    pool.cool()
+    with pool.written(written) as offered:
+        beside = pool.retrieve(prefix)
+    disk.alone[name].append(alone.device_bytes / alone.wall_s)
+    disk.beside[name].append(beside.device_bytes / beside.wall_s)
+    disk.offered[name].append(offered)
+
+
+# ---- Decoding --------------------------------------------------------------------------------------------------------
+
+
+class _Pages:
+    """Paged memory that a device's pages come into, as the plugin has them: by turns of the data plane.
+
+    Attributes:
+        rate: bytes a second; 0: as fast as they come.
+        chunk_bytes: of each chunk.
+    """
+
+    def __init__(self, paged: PagedMemory, chunk_bytes: int) -> None:
+        self._paged, self._steps = paged, SteadySteps(paged.plane.client)
+        self.rate, self.chunk_bytes = 0, chunk_bytes
+
+    def fetch(self, count: int | None = None) -> None:
+        """Have the leading chunks brought, by default all."""
+        self._steps.report(self.rate)
+        self._paged.retrieve((MANY // CHUNK_BLOCKS if count is None else count) * CHUNK_BLOCKS)
+
+    def clear(self) -> None:
+        """Overwrite the memory."""
+        self._paged.clear()
+
+    def verify(self) -> None:
+        """Compare all pages with what was stored."""
+        self._paged.verify(MANY)
+
+
+def _paged(stack: ExitStack, running: Stack) -> _Pages:
+    """Start a data plane whose device has pages, on the cores of the other one."""
+    kv = PagedKv(PAGES_LAYERS, PAGES_HEADS)
+    cores = json.dumps(running.partition.data_plane)
+    paged = PagedMemory(stack, running.folder, running.folder / "pages", kv, "--cores", cores)
+    return _Pages(paged, kv.paged.raw_bytes)
+
+
+@dataclass(frozen=True)
+class _Moving:
+    """What moves KV beside decoding, and the policy that sets its rate.
+
+    Attributes:
+        target: that it moves into.
+        chunk_bytes: of a chunk.
+        chunks: that there are.
+        policy: sets its rate within the budget.
+    """
+
+    target: Target | _Pages
+    chunk_bytes: int
+    chunks: int
+    policy: Interference
+
+    def loop(self, rate: int) -> FetchLoop:
+        """Return a loop that moves at a rate, in parts of a moment each; 0: all at once, without a bound."""
+        self.target.rate = rate
+        if not rate:
+            wanted = self.chunks
+        else:
+            wanted = int(rate * (PAGES_S if isinstance(self.target, _Pages) else FETCH_S) / self.chunk_bytes)
+        count = min(max(wanted, 1), self.chunks)
+        return FetchLoop(self.target, count * self.chunk_bytes, count)
+
+    def verify(self) -> None:
+        """Move all once more, and compare it with what was stored."""
+        self.target.rate = 0
+        self.target.clear()
+        self.target.fetch()
+        self.target.verify()
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """Decoding beside something.
+
+    Attributes:
+        moving: what is beside it.
+        within: the budget holds.
+        steps: in a phase.
+        middle: which of a phase's steps stands for them.
+    """
+
+    moving: _Moving
+    within: bool
+    steps: int
+    middle: Callable[[Sequence[float]], float]
+
+
+def _mean(steps: Sequence[float]) -> float:
+    """Return their mean, each counted as twice their median at most: what takes longer waited for something else."""
+    most = 2 * statistics.median(steps)
+    return statistics.mean(min(step, most) for step in steps)
+
+
+class _Decoding:
+    """A steady batch, and KV that moves beside it at the rate that a policy sets."""
+
+    def __init__(self, engine: Engine, batch: int) -> None:
+        self._engine, self._batch = engine, batch
+        self._table = ComputeTable()
+        self._phases: dict[str, _Phase] = {}
+        self._decoded = 0
+
+    def add(
+        self, names: tuple[str, str], moving: _Moving, steps: int, middle: Callable[[Sequence[float]], float]
+    ) -> None:
+        """Add two kinds of phases: within the budget, and without a bound."""
+        for name, within in zip(names, (True, False), strict=True):
+            self._phases[name] = _Phase(moving, within, steps, middle)
+
+    def round(self, beside: list[str], steps: _Steps) -> None:
+        """Decode a phase beside each, all of one length, and one beside nothing before and after it."""
+        length = self._phases[beside[0]].steps
+        self._engine.ask("decode_start", batch=self._batch, tokens=DECODED_TOKENS, beside=len(beside), steps=length)
+        self._decoded = 0
+        before = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies())
+        for name in beside:
+            phase = self._phases[name]
+            policy = phase.moving.policy
+            loop = phase.moving.loop(policy.rate if phase.within else 0)
+            with loop.running():
+                durations = self._durations(length)
+            own = self._note(steps.seconds[name], durations, loop.rate, [policy] if phase.within else [])
+            steps.rates[name].append(loop.rate)
+            after = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies())
+            steps.over[name].append(phase.middle(own) / ((phase.middle(before) + phase.middle(after)) / 2))
+            before = after
+        self._engine.ask("decode_stop")
+
+    def _policies(self) -> list[Interference]:
+        return list({id(phase.moving.policy): phase.moving.policy for phase in self._phases.values()}.values())
+
+    def _durations(self, steps: int) -> list[float]:
+        self._decoded += SETTLING_STEPS
+        return [wall for wall, _ in self._engine.ask("decode_steps", steps=steps)]
+
+    def _note(
+        self, seconds: list[float], durations: list[float], rate: float, policies: list[Interference]
+    ) -> list[float]:
+        """Have policies learn from steps as the plugin does, add them to what was measured, and return them."""
+        for duration in durations:
+            pairs = self._batch * attention_pairs(DECODED_TOKENS + self._decoded, 1)
+            self._decoded += 1
+            if predicted := self._table.predict("decoding", self._batch, pairs):
+                for policy in policies:
+                    policy.decoded(predicted, duration, rate)
+            if not rate:
+                self._table.observe("decoding", self._batch, pairs, duration)
+        seconds += durations
+        return durations
+
+
+# ---- What came of it -------------------------------------------------------------------------------------------------
+
+
+def _report(disk: _Disk, steps: _Steps, policies: dict[str, Interference], capped: bool) -> Report:
+    report = Report("budget", ["what", "read_GB_per_s", "written_GB_per_s", "dropped", "step_ms", "fetch_GB_per_s"])
+    for name, offered in disk.offered.items():
+        report.row(what=f"reads alone, {name}", read_GB_per_s=statistics.median(disk.alone[name]) / 1e9)
+        report.row(
+            what=f"reads beside writes, {name}",
+            read_GB_per_s=statistics.median(disk.beside[name]) / 1e9,
+            written_GB_per_s=statistics.median(each.written / each.seconds for each in offered) / 1e9,
+            dropped=statistics.median(each.dropped / (each.taken + each.dropped) for each in offered),
+        )
+    for name, seconds in steps.seconds.items():
+        row: dict[str, Any] = {"what": name, "step_ms": statistics.median(seconds) * 1e3}
+        if rates := steps.rates.get(name, []):
+            row["fetch_GB_per_s"] = statistics.median(rates) / 1e9
+        report.row(**row)
+    for name, ratio, goal in (
+        (STRICT, "mixed_over_reads_alone", f"at least {MIXED_MIN:g}"),
+        (MIXED, "mixed_over_reads_alone_any_order", "none; without strict order"),
+    ):
+        pairs = zip(disk.beside[name], disk.alone[name], strict=True)
+        report.ratio(ratio, [beside / alone for beside, alone in pairs], goal)
+    for moved, within, free in (("", WITHIN, FREE), ("pages_", PAGES_WITHIN, PAGES_FREE)):
+        for name, suffix in ((within, ""), (free, "_off")):
+            width = half_width(steps.over[name])
+            goal = f"at most {SLOWDOWN_MAX:g}" if width <= HALF_WIDTH_MAX else f"no result: ± {width:.2g} is too wide"
+            ratio = f"{moved}decode_step_slowdown{suffix}"
+            report.ratio(ratio, [over - 1 for over in steps.over[name]], "none" if suffix else goal)
+            width_goal = "none" if suffix else f"at most {HALF_WIDTH_MAX:g}; 95 % confidence"
+            report.ratio(f"{ratio}_half_width", [width], width_goal)
+        left, unbound = (steps.rates[name] for name in (within, free))
+        report.ratio(f"{moved}rate_left_GB_per_s", [rate / 1e9 for rate in left], "none")
+        report.ratio(f"{moved}rate_left_GB_per_s_half_width", [half_width(left) / 1e9], "none")
+        report.ratio(f"{moved}rate_off_GB_per_s", [rate / 1e9 for rate in unbound], "none")
+        report.ratio(f"{moved}cost_for_each_GB_per_s", [policies[moved].cost], "none; as the policy has learnt it")
+    report.more["capped"] = capped
+    bars = [(name, statistics.median(over)) for name, over in steps.over.items()]
+    report.charts.append(
+        Chart("A decode step over one beside nothing", x="", y="ratio", series={"step": bars}, kind="bars")
+    )
+    return report

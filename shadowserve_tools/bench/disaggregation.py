@@ -1,0 +1,211 @@
+"""``shadowserve bench disaggregation``: prompts that one engine computes and another one goes on with, through the
+store."""
+
+import json
+import socket
+import statistics
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from rich.progress import Progress
+
+from shadowserve.addresses import split_address
+from shadowserve.cores import on_cores
+from shadowserve.errors import ShadowServeError
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+from shadowserve_tools.bench.parts.engine import BLOCK_TOKENS, write_weights
+from shadowserve_tools.bench.parts.serving import (
+    Engine,
+    Load,
+    Model,
+    Partition,
+    model_options_with,
+    plugin,
+    started_engine,
+)
+from shadowserve_tools.processes import start_data_plane, start_storage
+from shadowserve_tools.report import Chart, Output, Report, output_options
+
+__all__ = ["disaggregation"]
+
+_REST_TOKENS: Final = 200
+"""Behind a prompt's whole chunks: of a user's prompt some are, and they are the tail's."""
+_TIMEOUT_S: Final = 60
+"""What is late here is to be seen as late, not to be computed instead."""
+_BUDGET_BYTES_MIN: Final = 16 << 20
+_STORED_SHARE: Final = 2 / 3
+"""Of its bytes a chunk's record has about so many: what goes from a full store is as large as what comes."""
+_STEP_TOKENS: Final = 4 * DEFAULT_CHUNK_TOKENS
+_STEPS: Final = ("prefill", "handed over", "warm hit", "warm hit beside storing")
+
+
+class _Pools:
+    """A prefill engine and a decode engine, each with a data plane of its own, and one store."""
+
+    def __init__(self, stack: ExitStack, folder: Path, model: Model, load: Load) -> None:
+        partition = Partition.halves()
+        # The benchmark's own threads keep off the engines' cores, too.
+        stack.enter_context(on_cores(partition.data_plane))
+        (folder / "model").mkdir()
+        config = model.config(load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS)
+        (folder / "model" / "config.json").write_text(json.dumps(config))
+        write_weights(folder / "model", config)
+        cores = {"prefill": partition.engine, "decode": partition.data_plane}
+        chunk_bytes = DEFAULT_CHUNK_TOKENS * model.kv_bytes
+        budget = max(_BUDGET_BYTES_MIN, (load.documents + 1) * load.chunks * chunk_bytes)
+        limit = ("--memory-budget-bytes", str(budget))
+        storage = stack.enter_context(start_storage(folder, "--cores", json.dumps(cores["decode"]), *limit))
+        _fill(storage.address, budget, int(_STORED_SHARE * chunk_bytes))
+        self.tokens = (load.chunks - 1) * DEFAULT_CHUNK_TOKENS + _REST_TOKENS
+        self._held = self.tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        self._output = load.output
+        # Of plain vLLM that computes in the same steps as the prefill engine, and answers when asked once more: then it
+        # computes the last tokens in a step of their own, as a hit does. bfloat16 sums are rounded as they are batched.
+        with started_engine(
+            "plain", folder, partition.engine, model, load, 1, step_tokens=_STEP_TOKENS, prefix_caching=True
+        ) as plain:
+            self._answers = [self._plain_answer(plain, seed) for seed in range(load.documents + 1)]
+        engines = []
+        for place in ("prefill", "decode"):
+            (folder / place).mkdir()
+            listen = f"unix:{folder}/{place}/dpu.sock"
+            flags = ("--listen", listen, "--cores", json.dumps(cores[place]))
+            with on_cores(cores[place]):
+                stack.enter_context(start_data_plane(folder / place, storage.address, *flags))
+            told = {
+                "data_plane": listen,
+                "pd_role": place,
+                "store_buffer_bytes": (load.chunks + 1) * chunk_bytes,
+                "identity_cache": str(folder / "content.json"),
+            }
+            told |= dict.fromkeys(
+                ("pd_timeout_s", "lookup_timeout_s", "fetch_timeout_s", "store_timeout_s"), _TIMEOUT_S
+            )
+            # Chunks are stored while later ones are computed, as vLLM does with prompts that are longer than a step.
+            engine = started_engine(
+                place, folder, partition.engine, model, load, 1, plugin(told), step_tokens=_STEP_TOKENS
+            )
+            engines.append(stack.enter_context(engine))
+        self.prefill, self.decode = engines
+
+    def _plain_answer(self, plain: Engine, seed: int) -> list[int]:
+        self.serve(plain, seed, 1)
+        result = self.serve(plain, seed)
+        if result["cached"] != self._held:
+            raise ShadowServeError(f"vLLM itself held {result['cached']} tokens of a prompt, instead of {self._held}")
+        answer: list[int] = result["answer"]
+        return answer
+
+    def serve(self, engine: Engine, seed: int, output: int = 0) -> dict[str, Any]:
+        """Return what a prompt met."""
+        request = {"seed": seed, "tokens": self.tokens, "output": output or self._output, "at": 0.0}
+        (result,) = engine.ask("serve", requests=[request])
+        found: dict[str, Any] = result
+        return found
+
+    def hit(self, seed: int) -> dict[str, Any]:
+        """Have the decode engine answer a prompt, of which it computes the last block alone.
+
+        Raises:
+            ShadowServeError: it computed more.
+        """
+        result = self.serve(self.decode, seed)
+        if result["cached"] != self._held:
+            raise ShadowServeError(f"{result['cached']} tokens of a prompt were not computed, instead of {self._held}")
+        return result
+
+    def turn(self, seed: int, other: int) -> list[dict[str, Any]]:
+        """Have a new prompt computed and handed over, between two warm hits; return what each of _STEPS met.
+
+        Then another one is computed, and while its end is stored the first is hit once more: all that happens in a
+        hand-over happens there, too, but that anybody waits for it.
+        """
+        before = self.hit(seed - 1)
+        computed = self.serve(self.prefill, seed, 1)
+        handed = self.hit(seed)
+        self.prefill.ask("settle")
+        warm = self.hit(seed)
+        wanted = self._answers[seed]
+        if not handed["answer"] == warm["answer"] == wanted:
+            raise ShadowServeError(f"prompt {seed}: {handed['answer']}, then {warm['answer']}, instead of {wanted}")
+        if handed["answer"] == before["answer"]:
+            raise ShadowServeError("the answer does not depend on the prompt: equal answers would show nothing")
+        self.serve(self.prefill, other, 1)
+        beside = self.hit(seed)
+        self.prefill.ask("settle")
+        return [computed, handed, warm | {"ttft_s": statistics.fmean([before["ttft_s"], warm["ttft_s"]])}, beside]
+
+
+def _fill(store: str, size: int, value_bytes: int) -> None:
+    """Have a store hold so many bytes that nobody asks for, so that what comes is put in the place of what goes.
+
+    A store in operation is full. While it still grows, each page that it takes is one that this machine perhaps has
+    never used: where a hypervisor gives those out when they are touched, as here, that is most of what a SET costs.
+    """
+    address = split_address(store)
+    try:
+        with socket.create_connection(address, timeout=_TIMEOUT_S) as connection, connection.makefile("rb") as replies:
+            for number in range(size // value_bytes):
+                connection.sendall(b"*3\r\n$3\r\nSET\r\n$8\r\n%08d\r\n$%d\r\n" % (number, value_bytes))
+                connection.sendall(bytes(value_bytes) + b"\r\n")
+                if (reply := replies.readline()) != b"+OK\r\n":
+                    raise ShadowServeError(f"filling the store at {store}: {reply.decode(errors='replace').strip()}")
+    except OSError as error:
+        raise ShadowServeError(f"filling the store at {store}: {error}") from error
+
+
+@click.command()
+@model_options_with(chunks=15, requests_max=1)
+@click.option("--output-tokens", default=8, show_default=True, type=click.IntRange(2, 128), help="Of each answer.")
+@output_options
+def disaggregation(output: Output, model: Model, load: Load, requests_max: int, output_tokens: int) -> None:
+    """Have one engine compute prompts, and another one answer them, while the first still stores.
+
+    The request goes to the second engine the moment the first has answered, as a proxy sends it. The time to its first
+    token is held against that of a warm hit: the same engine, prompts of the same length, everything stored long ago.
+    In both cases no token is computed but those of the last block. What storing costs on these cores, where nobody
+    waits for it, is seen in a warm hit while the end of another prompt is stored. Both engines share one half of the
+    cores, and take turns; the first one's data plane is there, too, and the second one's shares the other half with
+    the storage server, which is full.
+    """
+    load = Load(chunks=load.chunks + 1, documents=load.documents, output=output_tokens)
+    turns: list[list[dict[str, Any]]] = []
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress(transient=True))
+        task = progress.add_task("starting", total=load.documents + 1)
+        advance: Callable[[str], None] = lambda what: progress.update(task, advance=1, description=what)  # noqa: E731
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        pools = _Pools(stack, folder, model, load)
+        pools.serve(pools.prefill, 0, 1)  # connections, and memory that is used for the first time
+        pools.hit(0)
+        for seed in range(1, load.documents + 1):
+            advance(f"prompt {seed}")
+            turns.append(pools.turn(seed, load.documents + seed))
+    _report(turns, pools.tokens).finish(output)
+
+
+def _report(turns: list[list[dict[str, Any]]], tokens: int) -> Report:
+    report = Report("disaggregation", ["what", "ttft_ms", "tokens", "computed_tokens"])
+    for index, what in enumerate(_STEPS):
+        results = [turn[index] for turn in turns]
+        computed = max(tokens - result["cached"] for result in results)
+        ttft_ms = statistics.median(result["ttft_s"] for result in results) * 1e3
+        report.row(what=what, ttft_ms=ttft_ms, tokens=tokens, computed_tokens=computed)
+    both_ms = statistics.median(turn[0]["ttft_s"] + turn[1]["ttft_s"] for turn in turns) * 1e3
+    report.row(what="prefill and handed over", ttft_ms=both_ms, tokens=tokens)
+    for name, other, goal in (
+        ("warm_hit", 2, "at most 1.15"),
+        ("hit_beside_storing", 3, "none"),
+        ("prefill", 0, "none"),
+    ):
+        pairs, limits = ([turn[step]["ttft_s"] / turn[other]["ttft_s"] for turn in turns] for step in (1, 3))
+        # Nobody hands over sooner than a hit takes that waits for nobody, beside the same storing.
+        report.ratio(f"disaggregation_ttft_over_{name}", pairs, goal, limits if name == "warm_hit" else ())
+    bars = [(str(row["what"]), float(row["ttft_ms"])) for row in report.rows[: len(_STEPS)]]
+    title = "Time to first token"
+    report.charts.append(Chart(title, x="", y="ms", series={title: bars}, kind="bars", highlight=["handed over"]))
+    return report

@@ -1,0 +1,496 @@
+"""What waiting requests will fetch is in memory before they run: told by hosts, brought from devices and storage."""
+
+import asyncio
+import random
+import signal
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from budget_support import delayed, dropped, held, moved, report
+from dataplane_support import (
+    Client,
+    DaemonProcess,
+    Fetched,
+    Server,
+    keys_of,
+    kv,
+    layout,
+    make_record,
+    running,
+)
+from machine import until
+from test_tiers import cool, storage_away, tiers_in, tiers_of
+
+from dpu_dataplane.server import Daemon
+from dpu_dataplane.shared_rate import Mover
+from dpu_dataplane.sources.source import Cold, Stored
+from dpu_dataplane.sources.tiers import prefetching
+from dpu_dataplane.sources.tiers.tiers import address_of
+from shadowserve.pool.next_use import REQUESTS_MAX
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout(vector_length=2048)  # 512 KiB a chunk
+CHAINS = [keys_of(SHAPE, 6, seed=seed) for seed in range(40, 44)]
+LASTS_MS = 60_000
+
+
+class Queue:
+    """One engine's queue, as its host tells of it."""
+
+    def __init__(self, client: Client, name: bytes = b"an engine") -> None:
+        self._client = client
+        self._name = name
+        self.number = 0
+
+    async def say(
+        self, told: dict[int, list[bytes]] | None = None, order: Sequence[int] = (), **changes: Any
+    ) -> pb.ExpectResponse:
+        """Say what has changed; by default everything that is to be said."""
+        self.number += 1
+        namespace = self._client.shape.namespace
+        fields: dict[str, Any] = {
+            "queue": self._name,
+            "number": self.number,
+            "whole": self.number == 1,
+            "order": order or list(told or {}),
+            "lasts_ms": LASTS_MS,
+        }
+        if told is not None:
+            fields["arrivals"] = [
+                pb.Arrival(request=name, chains=[pb.KeyChain(keys=keys, namespace=namespace)])
+                for name, keys in told.items()
+            ]
+        answer: pb.ExpectResponse = await self._client.stub.Expect(pb.ExpectRequest(**(fields | changes)))
+        return answer
+
+
+def put_chain(server: Server, keys: Sequence[bytes]) -> None:
+    for index, key in enumerate(keys):
+        server.put(key, make_record(SHAPE, key, index))
+
+
+def resident(daemon: Daemon, keys: Iterable[bytes]) -> list[bool]:
+    """Whether the tiers have each record in memory."""
+    tiers = tiers_in(daemon)
+    with tiers.lock:
+        items = [tiers.pool.peek(address_of(key)) for key in keys]
+        return [item is not None and item.value is not None for item in items]
+
+
+def prefetching_in(daemon: Daemon) -> prefetching.Prefetcher:
+    found: prefetching.Prefetcher = daemon._source._prefetcher  # type: ignore[attr-defined]
+    return found
+
+
+def prefetched_bytes(daemon: Daemon) -> dict[str, int]:
+    return {hop: size for hop, (size, _) in daemon.metrics.prefetches().items() if size}
+
+
+def assert_right(client: Client, answer: Fetched) -> None:
+    assert (answer.chunks, answer.outcome) == (6, pb.OUTCOME_COMPLETE), answer
+    assert [client.chunk(index) for index in range(6)] == [kv(SHAPE, index) for index in range(6)]
+    client.segment.memory[:] = 0xA5
+
+
+@pytest.mark.parametrize("devices", [True, False])
+async def test_what_a_waiting_request_will_fetch_is_in_memory_before_it_does(
+    mortal_storage: Server, tmp_path: Path, devices: bool
+) -> None:
+    put_chain(mortal_storage, CHAINS[0])
+    async with running(mortal_storage, tiers=tiers_of(tmp_path if devices else None)) as (daemon, client):
+        await client.register(SHAPE, 6)
+        queue = Queue(client)
+        assert not (await queue.say({1: CHAINS[0]})).again
+        await until(lambda: all(resident(daemon, CHAINS[0])))
+        mortal_storage.kill()
+        await storage_away(client, keys_of(SHAPE, 1, seed=9))
+        assert_right(client, await client.fetch(CHAINS[0]))
+        sizes = sum(len(make_record(SHAPE, key, index)) for index, key in enumerate(CHAINS[0]))
+        assert prefetched_bytes(daemon) == {"storage": sizes}
+        await queue.say(gone=[1])
+        await until(lambda: not prefetching_in(daemon)._prefetched)
+        assert daemon.metrics.prefetch_wasted_bytes == 0
+
+
+async def test_what_lies_on_a_device_is_brought_into_memory(tmp_path: Path) -> None:
+    async with running("", tiers=tiers_of(tmp_path)) as (daemon, client):
+        await client.register(SHAPE, 6)
+        for index in range(6):
+            chunk = slice(index * SHAPE.raw_bytes, (index + 1) * SHAPE.raw_bytes)
+            client.segment.memory[chunk] = np.frombuffer(kv(SHAPE, index), np.uint8)
+        assert (await client.store(CHAINS[0])).chunks == 6
+        await cool(daemon)
+        assert resident(daemon, CHAINS[0]) == [False] * 6
+        await Queue(client).say({1: CHAINS[0]})
+        await until(lambda: all(resident(daemon, CHAINS[0])))
+        before = daemon.metrics.tier_records["device"]
+        assert_right(client, await client.fetch(CHAINS[0]))
+        assert daemon.metrics.tier_records["device"] == before and set(prefetched_bytes(daemon)) == {"device"}
+
+
+async def test_only_what_runs_next_and_arrives_in_time_is_prefetched(storage: Server) -> None:
+    for chain in CHAINS:
+        put_chain(storage, chain)
+    async with running(storage, tiers=tiers_of() | {"ahead_requests": 2}) as (daemon, client):
+        await client.register(SHAPE, 6)
+        queue = Queue(client)
+        order = [3, 2, 1, 0]
+        await queue.say(dict(enumerate(CHAINS)), order, begins_in_ms=[0, 60_000, 60_000, 60_000])
+        await until(lambda: all(resident(daemon, CHAINS[2])))
+        assert resident(daemon, CHAINS[3]) == [False] * 6, "it begins now: whatever came would come late"
+        assert resident(daemon, CHAINS[1] + CHAINS[0]) == [False] * 12, "two others run before them"
+        await queue.say(gone=[3, 2], order=[0, 1])
+        await until(lambda: all(resident(daemon, CHAINS[0] + CHAINS[1])))
+
+
+async def test_what_storage_has_to_fetch_itself_is_prefetched_too_and_begins_earlier(storage: Server) -> None:
+    """Of the second chain storage says that it would have to fetch it, slowly."""
+    for chain in CHAINS[:2]:
+        put_chain(storage, chain)
+    async with running(storage, tiers=tiers_of() | {"ahead_requests": 1}) as (daemon, client):
+        await client.register(SHAPE, 6)
+        own = prefetching_in(daemon)
+        source = own._below
+        assert source is not None
+
+        find = source.find
+
+        async def cold(keys: Sequence[bytes]) -> Any:
+            found = await find(keys)
+            return [
+                Cold(each.length, 60_000) if isinstance(each, Stored) and key in CHAINS[1] else each
+                for key, each in zip(keys, found, strict=True)
+            ]
+
+        source.find = cold  # type: ignore[method-assign]
+        queue = Queue(client)
+        await queue.say({1: CHAINS[0], 2: CHAINS[1]}, begins_in_ms=[600_000, 600_000])
+        await until(lambda: all(resident(daemon, CHAINS[0] + CHAINS[1])))
+        sizes = [sum(len(make_record(SHAPE, key, index)) for index, key in enumerate(chain)) for chain in CHAINS[:2]]
+        assert prefetched_bytes(daemon) == {"storage": sizes[0], "cold": sizes[1]}
+
+
+async def test_prefetch_gives_way_to_a_fetch_and_is_not_had_twice(mortal_storage: Server) -> None:
+    for chain in CHAINS[:2]:
+        put_chain(mortal_storage, chain)
+    async with running(mortal_storage, tiers=tiers_of()) as (daemon, client):
+        await client.register(SHAPE, 6)
+        assert (await client.lookup(CHAINS[0])).hits == [6] and (await client.lookup(CHAINS[1])).hits == [6]
+        own = prefetching_in(daemon)
+        source = own._below
+        assert source is not None
+        receive, begun = source.receive, asyncio.Event()
+
+        async def standing(job: Any, key: bytes, first: int, memory: memoryview) -> Any:
+            if not begun.is_set():
+                begun.set()
+                mortal_storage.freeze()
+            return await receive(job, key, first, memory)
+
+        source.receive = standing  # type: ignore[method-assign]
+        try:
+            await Queue(client).say({1: CHAINS[0], 2: CHAINS[1]})
+            await begun.wait()
+            fetching = asyncio.create_task(client.fetch(CHAINS[0]))
+            await until(lambda: own._fetches)
+        finally:
+            mortal_storage.thaw()
+        assert_right(client, await fetching)
+        await until(lambda: all(resident(daemon, CHAINS[1])))
+        received = sum(prefetched_bytes(daemon).values()) + daemon.metrics.fetched_bytes - daemon.metrics.tier_bytes
+        both = sum(len(make_record(SHAPE, key, index)) for chain in CHAINS[:2] for index, key in enumerate(chain))
+        assert received <= both, "something came twice"
+
+
+async def test_what_runs_last_goes_first_where_memory_is_short(storage: Server) -> None:
+    """Records of two waiting requests, then more of others than there is room for."""
+    size = len(make_record(SHAPE, CHAINS[0][0], 0))
+    async with running(storage, tiers=tiers_of(memory=f"{20 * size}") | {"ahead_requests": 0}) as (daemon, client):
+        await client.register(SHAPE, 6)
+        for chain in CHAINS[:3]:
+            put_chain(storage, chain)
+            assert_right(client, await client.fetch(chain))
+        queue = Queue(client)
+        await queue.say({0: CHAINS[0], 1: CHAINS[1]}, order=[1, 0])
+        await until(lambda: len(tiers_in(daemon).pool.next_use) == 2)
+        for seed in range(60, 63):
+            other = keys_of(SHAPE, 6, seed=seed)
+            put_chain(storage, other)
+            assert_right(client, await client.fetch(other))
+        assert resident(daemon, CHAINS[0] + CHAINS[1]) == [True] * 12, "it is waited for"
+        assert not any(resident(daemon, CHAINS[2])), "nobody waits for it"
+        tiers = tiers_in(daemon)
+        with tiers.lock:
+            tiers.pool.set_budget(int(7.5 * (size + 1000)))
+        await until(lambda: tiers.pool.statistics().used_bytes <= 7.5 * (size + 1000))
+        assert resident(daemon, CHAINS[1]) == [True] * 6 and resident(daemon, CHAINS[0][-4:]) == [False] * 4
+
+
+async def test_memory_alone_keeps_what_is_waited_for() -> None:
+    size = len(make_record(SHAPE, CHAINS[0][0], 0))
+    async with running("", tiers=tiers_of(memory=f"{16 * size}")) as (daemon, client):
+        await client.register(SHAPE, 6)
+
+        async def store(keys: list[bytes]) -> None:
+            for index in range(6):
+                chunk = slice(index * SHAPE.raw_bytes, (index + 1) * SHAPE.raw_bytes)
+                client.segment.memory[chunk] = np.frombuffer(kv(SHAPE, index), np.uint8)
+            assert (await client.store(keys)).chunks == 6
+
+        await store(CHAINS[0])
+        await Queue(client).say({1: CHAINS[0]})
+        await until(lambda: len(tiers_in(daemon).pool.next_use) == 1)
+        for seed in range(60, 64):
+            await store(keys_of(SHAPE, 6, seed=seed))
+        assert_right(client, await client.fetch(CHAINS[0]))
+        assert daemon.metrics.prefetches() == {}
+
+
+# ---- When things go wrong
+
+
+async def test_an_published_request_that_never_comes_leaves_nothing_held(
+    storage: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetching, "_LINGER_S", 0.2)
+    put_chain(storage, CHAINS[0])
+    async with running(storage, tiers=tiers_of(tmp_path)) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await Queue(client).say({1: CHAINS[0]}, lasts_ms=1500)
+        own, tiers = prefetching_in(daemon), tiers_in(daemon)
+        await until(lambda: len(own._prefetched) == 6)
+        await until(lambda: not own._requests)
+        assert not own._prefetched and own._ahead_bytes == 0 and len(tiers.pool.next_use) == 0
+        assert daemon.metrics.prefetch_wasted_bytes == prefetched_bytes(daemon)["storage"] > 0
+        await until(lambda: not tiers.pool.busy)
+        with tiers.lock:
+            while tiers.pool._core.copies.make_room():
+                """All that nobody holds goes."""
+        assert not any(resident(daemon, CHAINS[0]))
+
+
+async def test_messages_out_of_order_are_passed_over_and_missing_ones_asked_for(storage: Server) -> None:
+    async with running(storage, tiers=tiers_of(), hosts_max=2) as (daemon, client):
+        await client.register(SHAPE, 6)
+        own, queue = prefetching_in(daemon), Queue(client)
+
+        def waiting() -> list[Any]:
+            return [request.expected.name[-1] for request in own._order]  # type: ignore[index]
+
+        queue.number = 6
+        assert (await queue.say({1: CHAINS[0]})).again, "nothing is known of this queue"
+        assert not (await queue.say({1: CHAINS[0], 2: CHAINS[1]}, [2, 1], whole=True)).again
+        assert waiting() == [2, 1]
+        assert not (await queue.say(gone=[2], number=8)).again and waiting() == [2, 1], "an old one"
+        assert not (await queue.say({5: CHAINS[2]}, number=3, whole=True)).again and waiting() == [2, 1]
+        assert (await queue.say(gone=[2], number=20)).again and waiting() == [2, 1], "some are missing"
+        queue.number = 8
+        assert not (await queue.say({3: CHAINS[2]}, [9, 3, 3, 1, 77], gone=[2, 123])).again
+        assert waiting() == [3, 1], "names that nobody has told of are passed over"
+        other = Queue(client, b"another engine")
+        assert not (await other.say({1: CHAINS[3]}, gone=[3])).again
+        assert waiting() == [3, 1, 1] or waiting() == [1, 3, 1], "what one engine says is of its own queue"
+        stranger = Client(daemon.address)
+        await stranger.hello(host="another machine")
+        stranger.shape = SHAPE
+        assert (await Queue(stranger).say({}, whole=False)).again, "another host's queue of that name is another"
+        assert not (await Queue(stranger).say({}, whole=True)).again
+        assert len(waiting()) == 3
+        await stranger.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("queue", b""),
+        ("queue", b"q" * 33),
+        ("lasts_ms", 0),
+        ("lasts_ms", 1 << 31),
+        ("gone", range(REQUESTS_MAX + 1)),
+        ("order", range(REQUESTS_MAX + 1)),
+        ("begins_in_ms", [1, 2, 3]),
+        ("arrivals", [pb.Arrival(request=index) for index in range(REQUESTS_MAX + 1)]),
+        ("arrivals", [pb.Arrival(chains=[pb.KeyChain(keys=[b"k"], namespace=bytes(32))])]),
+        ("arrivals", [pb.Arrival(chains=[pb.KeyChain(keys=[bytes(32)] * 70_000, namespace=bytes(32))])]),
+        ("arrivals", [pb.Arrival(chains=[pb.KeyChain(namespace=bytes(32))] * 5000)]),
+    ],
+)
+async def test_absurd_numbers_are_refused_before_anything_is_kept(storage: Server, field: str, value: Any) -> None:
+    async with running(storage, tiers=tiers_of()) as (daemon, client):
+        await client.register(SHAPE, 1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await Queue(client).say(**{field: value})
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert not prefetching_in(daemon)._requests
+
+
+async def test_a_host_has_its_share_of_what_is_expected_and_no_more(storage: Server) -> None:
+    async with running(storage, tiers=tiers_of(), hosts_max=4) as (daemon, client):
+        await client.register(SHAPE, 1)
+        queue, own = Queue(client), prefetching_in(daemon)
+        await queue.say({name: [] for name in range(REQUESTS_MAX // 4 + 9)})
+        assert len(own._order) == REQUESTS_MAX // 4
+        await queue.say({}, [], whole=True, begins_in_ms=[])
+        many = [index.to_bytes(32, "little") for index in range(60_000)]
+        for name in range(3):
+            await queue.say({name: many})
+        assert len(own._order) == 1, "a quarter of all keys is this host's"
+        await queue.say({1: many[:5000]}, [1], begins_in_ms=[(1 << 32) - 1])
+        assert len(own._order) == 2
+
+
+async def test_a_data_plane_without_tiers_says_that_it_makes_no_use_of_it(storage: Server) -> None:
+    async with running(storage) as (_, client):
+        await client.register(SHAPE, 1)
+        assert (await Queue(client).say({1: CHAINS[0]})).unused
+
+
+async def test_storage_that_goes_away_in_the_middle_costs_only_what_had_not_come(mortal_storage: Server) -> None:
+    put_chain(mortal_storage, CHAINS[0])
+    async with running(mortal_storage, tiers=tiers_of()) as (daemon, client):
+        await client.register(SHAPE, 6)
+        assert (await client.fetch(CHAINS[0][:2])).chunks == 2
+        own = prefetching_in(daemon)
+        source = own._below
+        assert source is not None
+        receive = source.receive
+
+        async def dying(*arguments: Any) -> Any:
+            mortal_storage.kill()
+            return await receive(*arguments)
+
+        source.receive = dying  # type: ignore[method-assign]
+        await Queue(client).say({1: CHAINS[0]})
+        await storage_away(client, keys_of(SHAPE, 1, seed=9))
+        answer = await client.fetch(CHAINS[0])
+        assert (answer.chunks, answer.outcome) == (2, pb.OUTCOME_STORAGE_UNAVAILABLE)
+        await until(lambda: not own._moving)
+        source.receive = receive  # type: ignore[method-assign]
+        mortal_storage.start()
+        put_chain(mortal_storage, CHAINS[0])
+        await until(lambda: all(resident(daemon, CHAINS[0])))
+        assert_right(client, await client.fetch(CHAINS[0]))
+
+
+async def test_a_record_that_is_damaged_is_not_prefetched(redis: Server) -> None:
+    put_chain(redis, CHAINS[0])
+    record = bytearray(make_record(SHAPE, CHAINS[0][2], 2))
+    record[-9] ^= 4
+    redis.put(CHAINS[0][2], bytes(record))
+    async with running(redis, tiers=tiers_of()) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await Queue(client).say({1: CHAINS[0]})
+        await until(lambda: resident(daemon, CHAINS[0]) == [True, True, False, True, True, True])
+        own = prefetching_in(daemon)
+        await until(lambda: own._order[0].unsound == {CHAINS[0][2]} and not own._moving)
+        answer = await client.fetch(CHAINS[0])
+        assert (answer.chunks, answer.outcome) == (2, pb.OUTCOME_CORRUPT)
+
+
+async def test_a_device_that_dies_or_rots_in_the_middle_costs_a_look_into_storage(
+    storage: Server, tmp_path: Path
+) -> None:
+    put_chain(storage, CHAINS[0])
+    async with running(storage, tiers=tiers_of(tmp_path) | {"ahead_requests": 0}) as (daemon, client):
+        await client.register(SHAPE, 6)
+        assert_right(client, await client.fetch(CHAINS[0]))
+        await cool(daemon)
+        tiers, own = tiers_in(daemon), prefetching_in(daemon)
+        read, failed = tiers.pool.read, []
+
+        def fail(item: Any, start: int, end: int, done: Any) -> None:
+            if len(failed) < 3:
+                failed.append(item)
+                done(None)
+            else:
+                read(item, start, end, done)
+
+        tiers.pool.read = fail  # type: ignore[method-assign]
+        own._prefetch.requests = 4
+        await Queue(client).say({1: CHAINS[0]})
+        await until(lambda: len(failed) == 3)
+        assert_right(client, await client.fetch(CHAINS[0]))
+        await until(lambda: all(resident(daemon, CHAINS[0])))
+
+
+async def test_prefetched_records_under_pressure_leave_room_for_fetches(storage: Server, tmp_path: Path) -> None:
+    """Memory for a dozen records; four requests wait for two dozen, while others are fetched."""
+    for chain in CHAINS:
+        put_chain(storage, chain)
+    async with running(storage, tiers=tiers_of(tmp_path, "64MiB", "6MiB")) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await Queue(client).say(dict(enumerate(CHAINS)))
+        own, tiers = prefetching_in(daemon), tiers_in(daemon)
+        await until(lambda: own._prefetched)
+        for seed in range(70, 76):
+            other = keys_of(SHAPE, 6, seed=seed)
+            put_chain(storage, other)
+            assert_right(client, await client.fetch(other))
+            assert own._ahead_bytes <= tiers.batch_bytes_max
+        for chain in CHAINS:
+            assert_right(client, await client.fetch(chain))
+
+
+async def test_a_daemon_that_is_killed_while_it_prefetches_recovers_and_asks_anew(
+    storage: Server, tmp_path: Path
+) -> None:
+    chance = random.Random(7)
+    for chain in CHAINS:
+        put_chain(storage, chain)
+    for turn in range(3):
+        process = DaemonProcess(storage, tmp_path, tiers=tiers_of(tmp_path))
+        client = Client(process.address)
+        try:
+            await client.register(SHAPE, 6)
+            queue = Queue(client)
+            queue.number = turn
+            assert (await queue.say(dict(enumerate(CHAINS)))).again == (turn > 0), "it has forgotten all queues"
+            await queue.say(dict(enumerate(CHAINS)), whole=True)
+            await asyncio.sleep(chance.uniform(0.0, 0.15))
+            if turn < 2:
+                process.process.send_signal(signal.SIGKILL)
+                continue
+            for chain in CHAINS:
+                assert_right(client, await client.fetch(chain))
+        finally:
+            await client.close()
+            process.close()
+
+
+# ---- Beside an engine that decodes
+
+
+async def test_prefetches_wait_for_their_turn_and_are_dropped_once_their_request_begins(storage: Server) -> None:
+    """Symptom: prefetches went at the speed of the link beside an engine that decoded."""
+    chain = CHAINS[0]
+    put_chain(storage, chain)
+    async with running(storage, tiers=tiers_of(), shares_host_memory=True) as (daemon, client):
+        await client.register(SHAPE, 6)
+        queue = Queue(client)
+
+        async def begin_soon() -> None:
+            await queue.say({1: chain})
+            await until(lambda: delayed(daemon, Mover.PREFETCH) > 0)
+            await queue.say(gone=[1])
+
+        await held(daemon, client, Mover.PREFETCH, begin_soon)
+        await until(lambda: ("prefetch", "request_begun") in dropped(daemon))
+        await queue.say({2: chain})
+        await until(
+            lambda: moved(daemon).get("prefetch", 0) == sum(hop[0] for hop in daemon.metrics.prefetches().values())
+        )
+
+
+async def test_a_fetch_is_not_kept_from_what_is_being_prefetched_for_it(storage: Server) -> None:
+    chain = CHAINS[0]
+    put_chain(storage, chain)
+    async with running(storage, tiers=tiers_of(), shares_host_memory=True) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await report(client)
+        await Queue(client).say({1: chain})
+        await until(lambda: moved(daemon).get("prefetch", 0) > 0)
+        assert (await client.fetch(chain)).chunks == 3

@@ -1,0 +1,220 @@
+"""Whoever dies between a publication and the store that it promises: who waits for it hears of it, with one reason.
+
+Real storage servers and data planes, each a process of its own; in the engines' place what they look prompts up with.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from machine import WAIT_MAX_S, free_port, wait_for
+from redis import Redis
+from stack import Process, data_plane
+
+from host_control.client import DataPlaneClient
+from host_control.disaggregation import Arrived, Disaggregation
+from host_control.lookup import LookupAnswer, PrefixLookup
+from host_control.manager import FetchJob, FetchResult, KVCacheManager
+from host_control.registered_memory import RegisteredMemory
+from host_control.store import StoreQueue
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
+from shadowserve.keys import prefix_chain, record_keys, storage_key
+from shadowserve.pieces import Flags, leading
+
+CHUNK = 4
+TOKENS = list(range(6 * CHUNK))
+SHAPE = ChunkLayout(
+    namespace=b"n" * 32,
+    dtype=DType.FLOAT32,
+    layers=2,
+    kinds=2,
+    vector_length=8,
+    tokens=CHUNK,
+    quantizer=Quantizer.LOSSLESS,
+)
+LINKS = prefix_chain(b"m" * 32, TOKENS, chunk_tokens=CHUNK)
+KEYS = record_keys(SHAPE.namespace, LINKS)
+
+
+def leading_tokens(present: Sequence[Flags], tokens: int) -> int:
+    return leading(present[0]) * CHUNK
+
+
+class Sides:
+    """A store, and a prefill and a decode engine's data planes and lookups."""
+
+    def __init__(self, loads_wait: bool = False) -> None:
+        self.storage = Process("storage", "--port", str(free_port()))
+        self.planes = [data_plane(self.storage.address) for _ in range(2)]
+        self.clients = [DataPlaneClient(plane.address, connect_timeout_s=WAIT_MAX_S) for plane in self.planes]
+        self.lookups = []
+        for client in self.clients:
+            assert client.wait_ready(WAIT_MAX_S)
+            groups = [[(client, SHAPE.namespace)]]
+            lookup = PrefixLookup(
+                b"m" * 32, groups, leading_tokens, chunk_tokens=CHUNK, timeout=WAIT_MAX_S, loads_wait=loads_wait
+            )
+            self.lookups.append(lookup)
+        self.prefill, self.decode = self.lookups
+
+    def publish(self, seconds: float) -> None:
+        """Have the prefill engine look the prompt up, and publish it."""
+        self.prefill.submit("r", TOKENS, disaggregation=Disaggregation(publishes=seconds))
+        assert wait_for(lambda: self.prefill.poll("r")) == LookupAnswer(0, "complete")
+
+    def wait(self, name: str = "r") -> None:
+        """Have the decode engine wait for it."""
+
+        def waits() -> bool:
+            self.decode.forget(name)
+            self.decode.submit(name, TOKENS, disaggregation=Disaggregation(waits=WAIT_MAX_S))
+            wait_for(lambda: self.decode.poll(name) or self.decode._coming._waiting)
+            return self.decode.poll(name) is None
+
+        wait_for(waits)
+
+    def answer(self, name: str = "r") -> LookupAnswer:
+        found: LookupAnswer = wait_for(lambda: self.decode.poll(name))
+        return found
+
+    def close(self) -> None:
+        for part in (*self.lookups, *self.clients):
+            part.close()
+        for process in (*self.planes, self.storage):
+            process.stop()
+
+
+@pytest.fixture
+def sides() -> Iterator[Sides]:
+    sides = Sides()
+    yield sides
+    sides.close()
+
+
+FAULTS: dict[str, tuple[Callable[[Sides], Any], set[str]]] = {
+    "the prefill engine's data plane dies": (lambda sides: sides.planes[0].kill(), {"published_gone"}),
+    "the prefill engine drops the store": (lambda sides: sides.prefill.forget("r"), {"published_gone"}),
+    "the store dies": (lambda sides: sides.storage.kill(), {"storage_unavailable"}),
+    "the decode engine's data plane dies": (lambda sides: sides.planes[1].kill(), {"unreachable"}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_who_waits_for_an_published_chunk_hears_that_it_will_not_come(sides: Sides, fault: str) -> None:
+    happen, reasons = FAULTS[fault]
+    sides.publish(WAIT_MAX_S)
+    sides.wait()
+    happen(sides)
+    answer = sides.answer()
+    assert answer.tokens == 0 and answer.reason in reasons, answer
+
+
+def test_the_publications_of_an_engine_that_died_expire(sides: Sides) -> None:
+    sides.publish(2.0)
+    sides.wait()
+    sides.prefill.close()  # nobody renews them any more, and nobody withdraws them
+    answer = sides.answer()
+    assert (answer.tokens, answer.reason) == (0, "published_gone")
+
+
+def test_a_store_that_died_and_is_back_hears_of_what_is_still_to_come(sides: Sides) -> None:
+    sides.publish(2.0)
+    sides.wait()
+    sides.storage.kill()
+    assert sides.answer().reason == "storage_unavailable"
+    sides.storage.restart()
+    sides.wait("again")
+    sides.prefill.forget("r")
+    assert sides.answer("again").reason == "published_gone"
+
+
+class Loads(Sides):
+    """The same, with a prefill engine that stores, and a decode engine that loads what is there while it does."""
+
+    def __init__(self) -> None:
+        super().__init__(loads_wait=True)
+        size = 2 * len(KEYS) * SHAPE.raw_bytes
+        made = [RegisteredMemory(client, [SHAPE], size, connect_timeout_s=WAIT_MAX_S) for client in self.clients]
+        self.scattered: dict[int, bytes] = {}
+        self.queue = StoreQueue(self.clients[0], made[0], timeout=WAIT_MAX_S)
+        self.manager = KVCacheManager(self.clients[1], made[1], self._scatter, fetch_timeout_s=WAIT_MAX_S)
+        assert self.queue.wait_tried(WAIT_MAX_S)
+
+    def _scatter(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
+        for index in range(len(chunks) // SHAPE.raw_bytes):
+            self.scattered[first + index] = bytes(chunks[index * SHAPE.raw_bytes :][: SHAPE.raw_bytes])
+
+    def store(self, first: int, end: int) -> None:
+        """Have the prefill engine store chunks; chunk i is filled with byte i + 1."""
+
+        def gather(index: int, chunk: Any) -> None:
+            chunk[:] = bytes([first + index + 1]) * SHAPE.raw_bytes
+
+        assert self.queue.offer(KEYS[first:end], gather, chained=False, published=True) == end - first
+        assert self.queue.flush(WAIT_MAX_S)
+        self.prefill.computed("r", LINKS[first:end])
+
+    def begin(self) -> None:
+        """Have the decode engine load what is there, and wait for the rest."""
+        self.decode.submit("r", TOKENS, disaggregation=Disaggregation(waits=WAIT_MAX_S))
+        assert self.answer() == LookupAnswer(len(TOKENS), "complete")
+        arrived = self.decode.arrived("r")
+        self.manager.exchange([FetchJob(request_id="r", keys=(tuple(KEYS),), arrived=arrived)])
+        there = arrived.chunks if arrived else 0
+        wait_for(lambda: len(self.scattered) == there and any(each.waits() for each in self.manager._fetching))
+
+    def published(self) -> int:
+        """Return how many chunks the decode engine hears of as published."""
+        found = self.clients[1].find([(SHAPE.namespace, KEYS)], WAIT_MAX_S)().published
+        return int(found[0].sum()) if found else 0
+
+    def result(self) -> FetchResult:
+        """Return what the load ends with; the workers are told what arrives, as in the steps of an engine."""
+
+        def step() -> list[FetchResult]:
+            return self.manager.exchange(arrived={"r": self.decode.arrived("r") or Arrived(0, "")})
+
+        (result,) = wait_for(step)
+        return result
+
+    def close(self) -> None:
+        self.queue.close(0.1)
+        self.manager.close(WAIT_MAX_S)
+        super().close()
+
+
+@pytest.fixture
+def loads() -> Iterator[Loads]:
+    loads = Loads()
+    yield loads
+    loads.close()
+
+
+def store_garbage(loads: Loads) -> None:
+    host, port = loads.storage.address.rsplit(":", 1)
+    with Redis(host=host, port=int(port)) as connection:
+        for key in KEYS[2:]:
+            connection.set(storage_key(key), b"no record of anything")
+
+
+WHILE_IT_LOADS: dict[str, tuple[Callable[[Loads], Any], int, set[str]]] = {
+    "all is stored": (lambda loads: loads.store(2, 6), 6, {"complete"}),
+    "a chunk is not": (lambda loads: (loads.store(2, 4), loads.prefill.forget("r")), 4, {"published_gone"}),
+    "what is stored is garbage": (store_garbage, 2, {"published_gone"}),
+    "the prefill engine's data plane dies": (lambda loads: loads.planes[0].kill(), 2, {"published_gone"}),
+    "the store dies": (lambda loads: loads.storage.kill(), 2, {"storage_unavailable"}),
+    "the decode engine's data plane dies": (lambda loads: loads.planes[1].kill(), 2, {"unreachable"}),
+}
+
+
+@pytest.mark.parametrize("event", WHILE_IT_LOADS)
+def test_a_load_that_has_begun_ends_with_what_there_is_and_one_reason(loads: Loads, event: str) -> None:
+    happen, chunks, reasons = WHILE_IT_LOADS[event]
+    loads.publish(WAIT_MAX_S)
+    wait_for(lambda: loads.published() == len(KEYS))
+    loads.store(0, 2)
+    loads.begin()
+    happen(loads)
+    result = loads.result()
+    assert result.chunks == (chunks,) and result.reason in reasons, result
+    assert loads.scattered == {index: bytes([index + 1]) * SHAPE.raw_bytes for index in range(chunks)}

@@ -1,0 +1,171 @@
+"""A prefill and a decode engine, each ``vllm serve``, and a proxy before them.
+
+Each has a data plane of its own, over one storage node; or both have one data plane, which has tiers and no storage.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from machine import PATIENT, WAIT_MAX_S, free_port, wait_for
+from preloaded import Preloaded
+from proxies import CarriesParams, Proxy, SharedStorage, post
+from stack import Process, Server, data_plane
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1800)]
+
+STARTS_S = 600
+BLOCK, CHUNK = 32, 256
+SEEDS = (1, 2, 3, 4, 5)
+TOKENS = 600
+HELD = TOKENS // BLOCK * BLOCK
+
+
+class Setup(NamedTuple):
+    """How the engines are put together.
+
+    Attributes:
+        proxy: before them.
+        sizes: ranks of the prefill engine and of the decode engine.
+        one_host: whether both have one data plane, with tiers and without storage.
+    """
+
+    proxy: type[Proxy]
+    sizes: tuple[int, int]
+    one_host: bool = False
+
+
+SETUPS = {
+    "llm-d": Setup(SharedStorage, (1, 1)),
+    "toy": Setup(CarriesParams, (1, 2)),
+    "one host": Setup(SharedStorage, (1, 1), one_host=True),
+}
+
+
+class Pools:
+    """Both engines and all that they need.
+
+    Args:
+        model: folder.
+        folder: for logs.
+        setup: of them.
+        patient: configuration of hosts.
+    """
+
+    def __init__(self, model: Path, folder: Path, setup: Setup, patient: dict[str, float]) -> None:
+        kind, sizes, _ = setup
+        if setup.one_host:
+            tiers = json.dumps({"memory_budget_bytes": "256MiB"})
+            plane = Process("dpu", "--listen", f"127.0.0.1:{free_port()}", "--tiers", tiers, *PATIENT)
+            self.processes, planes = [plane], [plane, plane]
+        else:
+            storage = Process("storage", "--port", str(free_port()))
+            planes = [data_plane(storage.address) for _ in sizes]
+            self.processes = [*planes, storage]
+        self.engines = []
+        for place, plane, size in zip(("prefill", "decode"), planes, sizes, strict=True):
+            told = {"pd_role": place} if kind is SharedStorage else {}
+            transfer = {"data_plane": plane.address, "pd_timeout_s": WAIT_MAX_S, **patient, **told}
+            options = ("--tensor-parallel-size", str(size))
+            self.engines.append(Server(model, transfer, folder / f"{place}.log", *options, popen=Preloaded))
+        self.prefill, self.decode = self.engines
+        self._ranks = sizes[1]
+        for engine in self.engines:
+            engine.wait_ready(STARTS_S)
+        self.proxy = kind(self.prefill.url, self.decode.url)
+
+    def close(self) -> None:
+        self.proxy.close()
+        for engine in self.engines:
+            engine.kill()
+        for process in self.processes:
+            process.stop()
+
+    def ask(self, prompt: list[int], url: str = "") -> list[int]:
+        """Return the tokens of an answer, by default of the proxy."""
+        body = {"model": "small", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        answer = post((url or self.proxy.url) + "/v1/completions", body | {"return_token_ids": True})
+        return list(answer["choices"][0]["token_ids"])
+
+    def counted(self) -> dict[str, int]:
+        """Return what the decode engine has loaded and computed since it started, in tokens."""
+        names = {"loaded": "vllm:shadowserve_loaded_tokens_total", "failed": "vllm:shadowserve_lookup_failures_total"}
+        counts = {name: int(self.decode.metric(metric)) for name, metric in names.items()}
+        return counts | {"loaded": counts["loaded"] // self._ranks}  # each rank counts what it has loaded
+
+    def said(self) -> str:
+        """Return what the plugin has said in both engines."""
+        lines = [line for engine in self.engines for line in engine.log.read_text().splitlines()]
+        return "\n".join(line for line in lines if "shadowserve: " in line)
+
+    def restart(self, engine: Server) -> None:
+        engine.kill()
+        engine.start()
+        engine.wait_ready(STARTS_S)
+
+
+@pytest.fixture(scope="module", params=SETUPS)
+def setup(request: pytest.FixtureRequest) -> Setup:
+    return SETUPS[request.param]
+
+
+@pytest.fixture
+def kind(setup: Setup) -> type[Proxy]:
+    return setup.proxy
+
+
+@pytest.fixture(scope="module")
+def pools(
+    setup: Setup,
+    model: Path,
+    patient: dict[str, float],
+    reference: Any,  # first, for one engine at a time fits
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Pools]:
+    pools = Pools(model, tmp_path_factory.mktemp("pools"), setup, patient)
+    yield pools
+    pools.close()
+
+
+def test_the_decode_engine_goes_on_with_what_the_other_has_computed_and_computes_the_last_block_alone(
+    pools: Pools, kind: type[Proxy], prompt: Callable[..., list[int]], reference: Any
+) -> None:
+    prompts = [prompt(TOKENS, seed) for seed in SEEDS[:3]] + [prompt(240)]
+    for each, expected in zip(prompts, reference(prompts), strict=True):
+        held = len(each) // BLOCK * BLOCK
+        before = pools.counted()
+        assert pools.ask(each) == expected
+        after = pools.counted()
+        assert after["loaded"] - before["loaded"] == held, f"not just the prompt's whole blocks: {pools.said()}"
+        assert after["failed"] == before["failed"]
+        if kind is CarriesParams:
+            assert pools.proxy.told["shadowserve"]["tokens"] == held
+        else:
+            assert pools.proxy.told is None
+
+
+def test_with_the_prefill_engine_killed_the_other_answers_alone_and_with_it_back_as_before(
+    pools: Pools, prompt: Callable[..., list[int]], reference: Any
+) -> None:
+    cold, warm = prompt(TOKENS, SEEDS[3]), prompt(TOKENS, SEEDS[4])
+    expected = reference([cold, warm])
+    pools.prefill.kill()
+    before = pools.counted()
+    assert pools.ask(cold) == expected[0]
+    assert pools.counted() == before, "what nobody has published is computed at once"
+    pools.restart(pools.prefill)
+    assert pools.ask(warm) == expected[1]
+    assert pools.counted()["loaded"] - before["loaded"] == HELD
+
+
+def test_a_decode_engine_that_was_killed_finds_all_there_that_was_handed_to_it(
+    pools: Pools, kind: type[Proxy], prompt: Callable[..., list[int]], reference: Any
+) -> None:
+    mine = prompt(TOKENS, SEEDS[0])
+    pools.ask(mine)
+    pools.restart(pools.decode)
+    wait_for(lambda: pools.counted() == {"loaded": 0, "failed": 0})
+    assert pools.ask(mine) == reference([mine])[0]
+    assert pools.counted()["loaded"] == HELD

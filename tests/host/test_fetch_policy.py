@@ -1,0 +1,475 @@
+"""Fetch or compute: what the policy decides, and what it costs it to know."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from host_control.fetch_policy import Decision, FetchOrRecompute, Hit
+from host_control.interference.estimate import Estimate
+from host_control.interference.loading import LoadTable
+from host_control.interference.table import ComputeTable, attention_pairs
+from shadowserve.tier import Tier
+
+CHUNK = 256
+CHUNK_BYTES = 4e6
+TOKEN_S, PAIR_S, STEP_S = 3e-4, 2e-8, 2e-3
+LOAD_S = 0.01
+MBIT = 1e6 / 8
+
+
+def compute_seconds(computed: int, tokens: int) -> float:
+    new = tokens - computed
+    return STEP_S + TOKEN_S * new + PAIR_S * attention_pairs(computed, new)
+
+
+@dataclass
+class Engine:
+    """An engine with one request at a time, behind a link of so many bytes a second."""
+
+    rate: float
+    noise: float = 0.0
+    layers: int = 0
+    chunk_bytes: float = CHUNK_BYTES
+    timeout: float = 10.0
+    now: float = 1000.0
+    told: list[Decision] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.table = ComputeTable()
+        self.policy = FetchOrRecompute(
+            self.table,
+            LoadTable(),
+            chunk_tokens=CHUNK,
+            step_tokens=8192,
+            load_tokens_min=64,
+            fetch_timeout_s=self.timeout,
+        )
+        self._random = random.Random(1)
+
+    def _jitter(self) -> float:
+        return max(0.5, 1 + self._random.gauss(0, self.noise))
+
+    def hit(self, tokens: int, **changes: Any) -> Hit:
+        given = {"tokens": tokens, "local_tokens": 0, "end_tokens": tokens - 1, "chunk_bytes": self.chunk_bytes}
+        return Hit(**{**given, "layers": self.layers, "layerwise_chunks": 128, **changes})
+
+    def fetch_seconds(self, load_bytes: float) -> float:
+        return min(LOAD_S + load_bytes / self.rate, self.timeout)
+
+    def computed(self, computed: int, tokens: int, seconds: float) -> None:
+        new = tokens - computed
+        self.table.observe("prompts", new, attention_pairs(computed, new), seconds)
+        self.policy.computed()
+
+    def compute(self, computed: int, tokens: int) -> float:
+        seconds = compute_seconds(computed, tokens) * self._jitter()
+        self.now += seconds
+        if tokens - computed >= 32:
+            self.computed(computed, tokens, seconds)
+        return seconds
+
+    def serve(self, tokens: int) -> float:
+        """Return the seconds to a prompt's first token; all of it is stored."""
+        decision = self.policy.decide(self.hit(tokens), self.now)
+        self.told.append(decision)
+        self.policy.begin("r", decision, self.now)
+        if decision.way == "compute":
+            return self.compute(0, tokens)
+        seconds = self.fetch_seconds(decision.load_bytes) * self._jitter()
+        self.now += seconds
+        self.policy.ended("r", self.now)
+        self.policy.fetched(decision, seconds)
+        return seconds + self.compute(decision.end_tokens, tokens)
+
+    def better(self, tokens: int) -> float:
+        """Return the time of the better of always computing and always fetching."""
+        fetched = self.fetch_seconds(-(-tokens // CHUNK) * self.chunk_bytes) + compute_seconds(tokens - 1, tokens)
+        return min(compute_seconds(0, tokens), fetched)
+
+    def kinds(self) -> list[str]:
+        return [decision.kind for decision in self.told]
+
+
+def experienced(**options: Any) -> Engine:
+    """Return an engine that has computed and fetched prompts before."""
+    engine = Engine(**options)
+    for tokens in (512, 1024, 4096):
+        engine.compute(0, tokens)
+        engine.serve(tokens)
+    engine.told.clear()
+    return engine
+
+
+def test_what_is_not_known_is_fetched() -> None:
+    engine = Engine(rate=1 * MBIT)
+    for tokens in (512, 4096):
+        stored = {Tier.STORAGE: tokens // CHUNK * CHUNK_BYTES}
+        assert engine.policy.decide(engine.hit(tokens), 0.0) == Decision(
+            way="fetch", end_tokens=tokens - 1, kind="unknown", load_tiers=stored, tier_bytes=stored
+        )
+    layered = engine.policy.decide(engine.hit(512, layers=24), 0.0)
+    assert (layered.way, layered.kind) == ("layers", "unknown")
+
+
+def test_where_nobody_says_how_large_it_is_everything_is_fetched() -> None:
+    engine = experienced(rate=1 * MBIT)
+    assert engine.policy.decide(engine.hit(512), engine.now).way == "compute"
+    decision = engine.policy.decide(engine.hit(512, chunk_bytes=0.0), engine.now)
+    assert (decision.kind, decision.way, decision.end_tokens) == ("unknown", "fetch", 511)
+
+
+@pytest.mark.parametrize("mbit", [50, 250, 1000, 4000])
+@pytest.mark.parametrize("tokens", [512, 2048, 4096])
+def test_the_sooner_way_is_taken(mbit: int, tokens: int) -> None:
+    engine = experienced(rate=mbit * MBIT)
+    taken = engine.serve(tokens)
+    assert taken <= 1.02 * engine.better(tokens)
+    (decision,) = engine.told
+    assert {"compute", "fetch"} <= decision.predicted.keys() <= {"compute", "fetch", "prefix"}
+    assert decision.seconds == pytest.approx(taken, rel=0.1)
+
+
+@pytest.mark.parametrize("mbit", [50, 250, 500, 1000, 4000])
+def test_many_prompts_take_hardly_longer_than_the_better_of_both(mbit: int) -> None:
+    engine = experienced(rate=mbit * MBIT, noise=0.1)
+    draw = random.Random(2)
+    prompts = [draw.choice((512, 1024, 2048, 4096)) for _ in range(300)]
+    taken = sum(map(engine.serve, prompts))
+    assert taken <= 1.05 * sum(map(engine.better, prompts))
+
+
+def test_an_engine_that_computes_nothing_learns_what_computing_takes() -> None:
+    engine = Engine(rate=20 * MBIT)
+    for _ in range(40):
+        engine.serve(2048)
+    assert engine.kinds()[:4] == ["unknown"] * 3 + ["explore"]
+    assert engine.kinds().count("explore") < 6
+    assert set(engine.kinds()[20:]) == {"compute"}
+
+
+def test_a_link_that_was_slow_is_found_to_be_fast_again_at_a_bounded_price() -> None:
+    engine = experienced(rate=4000 * MBIT)
+    engine.rate = 50 * MBIT
+    for _ in range(3):
+        engine.serve(2048)
+    assert engine.kinds()[-1] == "compute", "two slow loads are believed"
+    slow = [engine.serve(2048) for _ in range(200)]
+    assert "explore" in engine.kinds()
+    assert sum(slow) <= 1.025 * len(slow) * engine.better(2048)
+    engine.rate = 4000 * MBIT
+    for _ in range(150):
+        engine.serve(2048)
+    assert set(engine.kinds()[-10:]) <= {"fetch", "explore"} and "fetch" in engine.kinds()[-10:]
+
+
+def test_one_slow_load_changes_nothing() -> None:
+    engine = experienced(rate=4000 * MBIT)
+    for _ in range(4):
+        engine.serve(2048)
+    engine.rate /= 100
+    engine.serve(2048)
+    engine.rate *= 100
+    engine.serve(2048)
+    assert set(engine.kinds()) == {"fetch"}
+
+
+def test_computing_that_was_slow_is_seen_to_be_fast_again() -> None:
+    engine = experienced(rate=100 * MBIT)
+    for _ in range(10):  # somebody else had the cores
+        engine.computed(0, 2048, 20 * compute_seconds(0, 2048))
+    engine.serve(2048)
+    assert engine.kinds() == ["fetch"]
+    for _ in range(300):
+        engine.serve(2048)
+    assert engine.kinds()[-1] == "compute"
+
+
+def test_a_load_that_would_not_end_in_time_is_not_begun() -> None:
+    engine = experienced(rate=50 * MBIT)
+    for computing in range(20):  # computing is even slower
+        engine.computed(0, 2048 + computing, 100.0)
+    decision = engine.policy.decide(engine.hit(8192), engine.now)
+    assert decision.kind == "prefix" and decision.way == "fetch"
+    assert engine.fetch_seconds(decision.load_bytes) < engine.timeout
+    assert decision.end_tokens % CHUNK == 0 and decision.end_tokens > 1024
+
+
+def test_layers_are_fetched_as_far_as_computing_the_rest_hides_them() -> None:
+    rate = 250 * MBIT
+    engine = experienced(rate=rate, layers=24)
+    decision = engine.policy.decide(engine.hit(4096, end_tokens=3072), engine.now)
+    rest, load = compute_seconds(decision.end_tokens, 4096), engine.fetch_seconds(decision.load_bytes)
+    assert decision.way == "layers"
+    assert decision.seconds == pytest.approx(max(rest, load) + min(rest, load) / 24, rel=0.05)
+    assert decision.seconds < min(decision.predicted["fetch"], decision.predicted["compute"])
+    few = engine.policy.decide(engine.hit(4096, end_tokens=3072, layerwise_chunks=2), engine.now)
+    assert few.way != "layers" or few.end_tokens <= 2 * CHUNK
+
+
+def test_what_is_queued_in_front_counts() -> None:
+    engine = experienced(rate=1000 * MBIT)
+    hit = engine.hit(4096)
+    first = engine.policy.decide(hit, engine.now)
+    assert first.way == "fetch"
+    engine.policy.begin("first", first, engine.now)
+    second = engine.policy.decide(hit, engine.now)
+    assert second.predicted["fetch"] == pytest.approx(first.predicted["fetch"] + first.load_seconds)
+    later = engine.policy.decide(hit, engine.now + first.load_seconds / 2)
+    assert later.predicted["fetch"] == pytest.approx(first.predicted["fetch"] + first.load_seconds / 2)
+    names = [str(number) for number in range(100)]
+    for count, name in enumerate(names):
+        engine.policy.begin(name, first, engine.now)
+        if count == 5:
+            assert engine.policy.decide(hit, engine.now).way == "compute", "the link is busy for longer than that takes"
+    assert engine.policy.decide(hit, engine.now).way == "compute", "nor would it end in time"
+    for name in ("first", *names):
+        engine.policy.ended(name, engine.now)
+    assert engine.policy.decide(hit, engine.now).predicted == first.predicted
+
+
+def test_no_load_is_shorter_than_is_worth_one() -> None:
+    table = ComputeTable()
+    policy = FetchOrRecompute(
+        table, LoadTable(), chunk_tokens=16, step_tokens=2048, load_tokens_min=64, fetch_timeout_s=10
+    )
+    for tokens in (500, 600, 700):
+        table.observe("prompts", tokens, attention_pairs(0, tokens), compute_seconds(0, tokens))
+    hit = Hit(tokens=600, local_tokens=100, end_tokens=592, chunk_bytes=1e6)
+    seen = set()
+    for _ in range(2000):
+        decision = policy.decide(hit, 0.0)
+        policy.begin("r", decision, 0.0)
+        policy.ended("r", 0.0)
+        if decision.way != "compute":
+            seen.add(decision.end_tokens)
+            policy.fetched(decision, 0.1 + decision.load_bytes / 50e6)
+    assert len(seen) > 1 and all(end >= 164 and (end == 592 or end % 16 == 0) for end in seen)
+
+
+def cold_hit(engine: Engine, tokens: int, seconds: float) -> Hit:
+    """Return a hit of which all is in object storage."""
+    return engine.hit(tokens, tiers=bytes([Tier.COLD]) * -(-tokens // CHUNK), cold_seconds=seconds)
+
+
+def test_what_is_cold_is_waited_for_as_long_as_storage_says() -> None:
+    """Before any load has shown how long that takes: its word is all there is."""
+    engine = experienced(rate=1000 * MBIT)
+    near = engine.policy.decide(engine.hit(2048), engine.now)
+    assert near.way == "fetch" and near.cold_seconds == 0.0
+    cold = engine.policy.decide(cold_hit(engine, 2048, 0.1), engine.now)
+    assert cold.way == "fetch" and cold.cold_seconds == 0.1
+    assert cold.seconds == pytest.approx(near.seconds + 0.1)
+    late = engine.policy.decide(cold_hit(engine, 2048, 5.0), engine.now)
+    assert late.way == "compute"
+    assert late.predicted["fetch"] == pytest.approx(near.seconds + 5.0)
+    assert late.tier_bytes == {Tier.COLD: 2048 // CHUNK * CHUNK_BYTES} and late.cold_seconds == 5.0
+
+
+def test_the_word_of_storage_is_enough_where_no_load_was_seen() -> None:
+    engine = Engine(rate=1000 * MBIT)
+    assert engine.policy.decide(cold_hit(engine, 2048, 60.0), engine.now).kind == "unknown", "computing is not known"
+    for tokens in (512, 1024, 4096):
+        engine.compute(0, tokens)
+    assert engine.policy.decide(cold_hit(engine, 2048, 5.0), engine.now).way == "compute"
+    assert engine.policy.decide(cold_hit(engine, 2048, 0.1), engine.now).way == "fetch"
+
+
+def test_a_shorter_prefix_has_its_share_of_what_is_cold() -> None:
+    engine = experienced(rate=1000 * MBIT)
+    for computing in range(20):  # computing is slower than anything
+        engine.computed(0, 2048 + computing, 100.0)
+    decision = engine.policy.decide(cold_hit(engine, 8192, 16.0), engine.now)
+    assert decision.kind == "prefix" and 1024 < decision.end_tokens < 8192, "of 10 seconds it may have"
+    assert decision.load_cold_seconds == pytest.approx(16.0 * decision.end_tokens / 8192)
+    assert decision.load_seconds < 8
+
+
+def test_what_is_near_is_fetched_up_to_where_the_rest_is_cold() -> None:
+    engine = experienced(rate=1000 * MBIT)
+    tiers = bytes([Tier.STORAGE] * 9 + [Tier.COLD] * 7)
+    decision = engine.policy.decide(engine.hit(4096, tiers=tiers, cold_seconds=20.0), engine.now)
+    assert (decision.kind, decision.end_tokens) == ("prefix", 9 * CHUNK), "though that is no even part of it"
+    assert decision.load_tiers == {Tier.STORAGE: 9 * CHUNK_BYTES} and not decision.load_cold_seconds
+    assert decision.tier_bytes == {Tier.STORAGE: 9 * CHUNK_BYTES, Tier.COLD: 7 * CHUNK_BYTES}
+
+
+def test_a_load_that_waits_for_object_storage_lets_others_have_their_turn() -> None:
+    engine = experienced(rate=1000 * MBIT)
+    cold = engine.policy.decide(cold_hit(engine, 2048, 0.1), engine.now)
+    engine.policy.begin("cold", cold, engine.now)
+    assert engine.policy.decide(engine.hit(2048), engine.now).queued_seconds == pytest.approx(cold.load_seconds - 0.1)
+
+
+@pytest.mark.parametrize("takes", [0.25, 4.0])
+def test_what_storage_says_of_what_is_cold_is_corrected_by_what_comes(takes: float) -> None:
+    """Of the link, which such loads pass as well, nothing else is thought than before."""
+    engine = experienced(rate=1000 * MBIT)
+    draw = random.Random(4)
+    for _ in range(24):
+        tokens, seconds = draw.choice((1024, 2048, 4096)), draw.choice((0.0, 0.0, 0.5, 2.0))
+        hit = cold_hit(engine, tokens, seconds) if seconds else engine.hit(tokens)
+        load = engine.policy.configured(hit, engine.now)
+        engine.policy.fetched(load, engine.fetch_seconds(load.load_bytes) + takes * seconds)
+    near = engine.policy.decide(engine.hit(2048), engine.now).predicted["fetch"]
+    assert near == pytest.approx(engine.fetch_seconds(8 * CHUNK_BYTES) + compute_seconds(2047, 2048), rel=0.2)
+    cold = engine.policy.decide(cold_hit(engine, 2048, 1.0), engine.now).predicted["fetch"]
+    assert cold - near == pytest.approx(takes, rel=0.2)
+
+
+# ---------------------------------------------------------------------------------------------------- tiers
+
+
+RATES = {Tier.MEMORY: 4e9, Tier.DEVICE: 1e9, Tier.STORAGE: 50 * MBIT}
+
+
+def tiered(engine: Engine, tokens: int, *runs: tuple[Tier, int]) -> Hit:
+    """Return a hit of so many chunks in each tier, one behind the other."""
+    return engine.hit(tokens, tiers=bytes([tier for tier, count in runs for _ in range(count)]))
+
+
+def loaded(engine: Engine, hit: Hit) -> None:
+    """Have a hit loaded, each tier at its rate, one after the other."""
+    load = engine.policy.configured(hit, engine.now)
+    engine.policy.fetched(load, sum(LOAD_S + size / RATES[tier] for tier, size in load.load_tiers.items()))
+
+
+def familiar() -> Engine:
+    """Return an engine that has computed prompts, and loaded some from each tier of this machine and from storage."""
+    engine = Engine(rate=1000 * MBIT)
+    for tokens in (512, 1024, 4096):
+        engine.compute(0, tokens)
+    for tier in RATES:
+        for chunks in (2, 8, 16):
+            loaded(engine, tiered(engine, chunks * CHUNK, (tier, chunks)))
+    return engine
+
+
+@pytest.mark.parametrize(("tier", "way"), [(Tier.MEMORY, "fetch"), (Tier.DEVICE, "fetch"), (Tier.STORAGE, "compute")])
+def test_what_is_near_is_fetched_and_what_is_far_is_computed(tier: Tier, way: str) -> None:
+    engine = familiar()
+    decision = engine.policy.decide(tiered(engine, 2048, (tier, 8)), engine.now)
+    assert decision.way == way
+    expected = LOAD_S + 8 * CHUNK_BYTES / RATES[tier] + compute_seconds(2047, 2048)
+    assert decision.predicted["fetch"] == pytest.approx(expected, rel=0.1)
+
+
+def test_of_a_hit_that_is_near_at_first_the_far_part_is_computed() -> None:
+    engine = familiar()
+    decision = engine.policy.decide(tiered(engine, 4096, (Tier.MEMORY, 5), (Tier.STORAGE, 11)), engine.now)
+    assert (decision.kind, decision.end_tokens) == ("prefix", 5 * CHUNK)
+    assert decision.load_tiers == {Tier.MEMORY: 5 * CHUNK_BYTES}
+
+
+def test_a_load_from_several_tiers_is_the_sum_of_them() -> None:
+    engine = familiar()
+    hit = tiered(engine, 4096, (Tier.MEMORY, 4), (Tier.DEVICE, 4), (Tier.STORAGE, 8))
+    load = engine.policy.configured(hit, engine.now)
+    assert load.tier_seconds == {
+        tier: pytest.approx(LOAD_S + size / RATES[tier], rel=0.1) for tier, size in load.load_tiers.items()
+    }
+    assert load.load_seconds == pytest.approx(sum(load.tier_seconds.values()))
+
+
+def test_a_tier_that_only_loads_of_several_have_shown_is_known_as_well() -> None:
+    engine = Engine(rate=1000 * MBIT)
+    for tokens in (512, 1024, 4096):
+        engine.compute(0, tokens)
+    for chunks in (2, 8, 16):
+        loaded(engine, tiered(engine, chunks * CHUNK, (Tier.MEMORY, chunks)))
+    mixed = tiered(engine, 4096, (Tier.MEMORY, 8), (Tier.STORAGE, 8))
+    assert engine.policy.decide(mixed, engine.now).kind == "unknown"
+    for chunks in (2, 4, 8):
+        loaded(engine, tiered(engine, 2 * chunks * CHUNK, (Tier.MEMORY, chunks), (Tier.STORAGE, chunks)))
+    far = engine.policy.decide(tiered(engine, 2048, (Tier.STORAGE, 8)), engine.now)
+    expected = LOAD_S + 8 * CHUNK_BYTES / RATES[Tier.STORAGE] + compute_seconds(2047, 2048)
+    assert far.way == "compute" and far.predicted["fetch"] == pytest.approx(expected, rel=0.1)
+
+
+def test_a_slow_link_makes_nothing_seem_slower_that_is_near() -> None:
+    engine = familiar()
+    before = engine.policy.decide(tiered(engine, 2048, (Tier.MEMORY, 8)), engine.now).seconds
+    for _ in range(3):
+        load = engine.policy.configured(tiered(engine, 1024, (Tier.STORAGE, 4)), engine.now)
+        engine.policy.fetched(load, 20.0)
+    assert engine.policy.decide(tiered(engine, 2048, (Tier.MEMORY, 8)), engine.now).seconds == before
+
+
+def test_what_was_learnt_of_loads_is_packed_and_restored() -> None:
+    engine, other = familiar(), LoadTable()
+    other.restore(engine.policy._fetching.pack())
+    for load in ({Tier.MEMORY: 1e6}, {Tier.DEVICE: 1e7, Tier.STORAGE: 1e6}):
+        assert other.predict(load) == engine.policy._fetching.predict(load) is not None
+    with pytest.raises(KeyError):
+        other.restore({"memory": Estimate(2).pack()})
+
+
+# ---------------------------------------------------------------------------------------------------- beside decoding
+
+
+def test_a_load_takes_as_long_as_the_rate_lets_it_that_decoding_leaves() -> None:
+    engine = familiar()
+    hit = tiered(engine, 2048, (Tier.MEMORY, 8))
+    free = engine.policy.decide(hit, engine.now)
+    held = engine.policy.decide(engine.hit(2048, tiers=hit.tiers, delivery_seconds=0.01), engine.now)
+    assert free.load_seconds < 0.03 and held.load_seconds == pytest.approx(0.08), "longer than the tier takes"
+    slow = engine.policy.decide(engine.hit(2048, tiers=hit.tiers, delivery_seconds=1.0), engine.now)
+    assert slow.way == "compute"
+
+
+def test_a_load_that_was_held_to_a_rate_says_nothing_of_its_tier() -> None:
+    engine = familiar()
+    hit = tiered(engine, 2048, (Tier.MEMORY, 8))
+    before = engine.policy.decide(hit, engine.now).load_seconds
+    held = engine.policy.configured(engine.hit(2048, tiers=hit.tiers, delivery_seconds=0.5), engine.now)
+    for _ in range(3):
+        engine.policy.fetched(held, 4.1)
+    assert engine.policy.decide(hit, engine.now).load_seconds == before
+    for _ in range(3):  # as one that took longer than that does
+        engine.policy.fetched(held, 8.0)
+    assert engine.policy.decide(hit, engine.now).way == "compute"
+
+
+# ---------------------------------------------------------------------------------------------------- estimates
+
+
+def estimate(terms: int, seconds: Callable[..., float], sizes: list[tuple[float, ...]]) -> Estimate:
+    made = Estimate(terms)
+    for each in sizes:
+        made.observe(each, seconds(*each))
+    return made
+
+
+def test_a_sum_of_terms_is_found() -> None:
+    made = estimate(2, lambda size, one: 0.01 + size / 1e8, [(1e6, 1), (5e6, 1), (2e7, 1), (1e6, 1)])
+    for size in (1e5, 3e6, 1e8):
+        assert made.predict((size, 1)) == pytest.approx(0.01 + size / 1e8, rel=0.1)
+
+
+def test_equal_sizes_make_up_no_fixed_part() -> None:
+    made = estimate(2, lambda size, one: size / 1e8, [(1e7, 1)] * 5)
+    assert made.predict((2e7, 1)) == pytest.approx(0.2, rel=0.01)
+
+
+def test_nothing_is_said_of_what_is_far_from_all_that_was_seen() -> None:
+    made = estimate(2, lambda size, one: size / 1e8, [(1e6, 1), (2e6, 1)])
+    assert made.predict((1e6, 1)) is None, "two are not enough"
+    made.observe((2e6, 1), 0.02)
+    assert made.predict((3e7, 1)) is not None
+    assert made.predict((4e7, 1)) is None
+    assert made.predict((4e7, 2), 2) is not None, "twice as much in two runs"
+
+
+def test_no_term_is_negative_whatever_was_seen() -> None:
+    draw = random.Random(3)
+    for _ in range(200):
+        made = Estimate(3)
+        for _ in range(draw.randrange(3, 30)):
+            made.observe([draw.random() * 10 ** draw.randrange(6), draw.random(), 1], 10 ** draw.uniform(-6, 3))
+        for sizes in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)):
+            predicted = made.predict(sizes)
+            assert predicted is None or 0 <= predicted < float("inf")
+    made.observe((1, 1, 1), 0.0)  # a clock that stood still
+    assert made.predict((0.0, 0.0, 1.0)) == predicted

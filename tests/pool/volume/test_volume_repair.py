@@ -1,0 +1,285 @@
+"""The log has two copies at every moment: a start writes again what is not sound in one of them."""
+
+import errno
+
+import pytest
+from simulated_device import SimulatedDevice
+from volume_support import POOL, Store, device_of, index_key
+
+from shadowserve.pool.volume.device import DeviceError, OperationKind
+from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout, SnapshotHeader, Superblock
+from shadowserve.pool.volume.recovery import Reader
+from shadowserve.pool.volume.verification import verify_volume
+from shadowserve.pool.volume.volume import Volume
+
+KEYS = [index_key(b"%d" % number) for number in range(12)]
+COPIES = (0, 1)
+
+
+def layout_of(device: SimulatedDevice) -> Layout:
+    superblock = Superblock.unpack(device.peek(SUPERBLOCK_OFFSETS[0], BLOCK_BYTES))
+    assert superblock is not None
+    return superblock.layout
+
+
+def place_of(device: SimulatedDevice, copy: int, sequence: int) -> int:
+    """Return the block of the device where a copy of a block of the log lies."""
+    layout = layout_of(device)
+    return layout.log_firsts[copy] + sequence % layout.log_blocks
+
+
+def written() -> SimulatedDevice:
+    """Return a device with twelve values in the blocks 1 to 12 of its log."""
+    store = Store(device_of())
+    for key in KEYS:
+        store.put(key, b"value of " + key)
+        store.drain()
+    assert isinstance(store.device, SimulatedDevice)
+    return store.device.restart()
+
+
+def tear(device: SimulatedDevice, copy: int, *sequences: int) -> None:
+    """Have a power cut take the second half of blocks in one copy."""
+    for sequence in sequences:
+        device.poke(place_of(device, copy, sequence) * BLOCK_BYTES + BLOCK_BYTES // 2, b"\xff" * (BLOCK_BYTES // 2))
+
+
+def without(device: SimulatedDevice, copy: int) -> SimulatedDevice:
+    """Have one copy of the log be unreadable."""
+    first = layout_of(device).log_firsts[copy]
+    device.fail(OperationKind.READ, times=None, first_block=first, last_block=first + layout_of(device).log_blocks)
+    return device
+
+
+def check_all(store: Store) -> None:
+    report = store.volume.report
+    assert not report.unproven and not report.log_blocks_damaged, report
+    assert [key for key in KEYS if store.get(key) != b"value of " + key] == []
+
+
+def log_writes(device: SimulatedDevice) -> list[tuple[int, int]]:
+    """Return (copy, place in it) of the blocks of the log that were written."""
+    layout = layout_of(device)
+    return [
+        (copy, block - first)
+        for kind, begin, blocks in device.trace
+        if kind is OperationKind.WRITE
+        for block in range(begin, begin + blocks)
+        for copy, first in enumerate(layout.log_firsts)
+        if first <= block < first + layout.log_blocks
+    ]
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_block_that_lost_one_copy_and_later_the_other_one_loses_no_object(copy: int) -> None:
+    """Symptom: a block of the log, torn in one copy, stayed so; starts later the other copy could not be read."""
+    device = written()
+    tear(device, copy, 4, 7, 8, 12)
+    first = Store(device)
+    check_all(first)
+    assert first.volume.report.log_blocks_repaired == 4
+    assert sorted(log_writes(device)) == [(copy, 4), (copy, 7), (copy, 8), (copy, 12)]
+    assert not verify_volume(device).findings
+    again = Store(without(device.restart(), 1 - copy))
+    check_all(again)
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_repaired_blocks_are_flushed_before_the_volume_goes_on(copy: int) -> None:
+    device = written()
+    tear(device, copy, 4, 12)
+    store = Store(device)
+    assert device.trace[-1][0] is OperationKind.FLUSH
+    check_all(store)
+    check_all(Store(without(device.crash(), 1 - copy)))
+
+
+def test_what_is_sound_or_behind_the_logs_end_is_not_written() -> None:
+    device = written()
+    check_all(Store(device))
+    assert log_writes(device) == []
+    # A run that was cut short left block 14 without block 13, in one copy, and a torn block 13.
+    stray = device.peek(place_of(device, 0, 12) * BLOCK_BYTES, BLOCK_BYTES)
+    device.set_block(place_of(device, 0, 14), stray)
+    tear(device, 1, 13)
+    device = device.restart()
+    check_all(Store(device))
+    assert log_writes(device) == []
+
+
+def test_each_block_is_repaired_from_the_copy_that_is_sound() -> None:
+    device = written()
+    tear(device, 0, 3, 5, 6)
+    tear(device, 1, 4, 7)
+    store = Store(device)
+    check_all(store)
+    assert store.volume.report.log_blocks_repaired == 5
+    for copy in COPIES:
+        check_all(Store(without(device.copy(), copy)))
+
+
+def test_a_block_of_a_run_that_came_to_nothing_is_no_copy_of_the_one_that_counts() -> None:
+    """It has the right sequence and a right checksum, and follows the same block: only its epoch says what it is."""
+    device = written()
+    before = device.copy()
+    other = Store(before, seed=9)  # another run's block 13
+    other.put(KEYS[0], b"came to nothing")
+    other.drain()
+    stray = before.peek(place_of(before, 0, 13) * BLOCK_BYTES, BLOCK_BYTES)
+    store = Store(device)
+    for key in KEYS[:2]:  # 13 and 14
+        store.put(key, b"value of " + key)
+        store.drain()
+    device = device.restart()
+    device.set_block(place_of(device, 1, 13), stray)
+    assert [finding.where for finding in verify_volume(device).findings] == ["block 13, copy 1"]
+    store = Store(device)
+    check_all(store)
+    assert store.volume.report.log_blocks_repaired == 1
+    check_all(Store(without(device.restart(), 0)))
+
+
+def test_what_another_run_left_in_the_first_copy_does_not_hide_the_second_one() -> None:
+    """A run left block 14 in both copies, not 13; the next one's 14 then replaced only one of them before the cut."""
+    device = written()
+    before = device.copy()
+    other = Store(before, seed=9)
+    for value in (b"came", b"to nothing"):
+        other.put(KEYS[0], value)
+        other.drain()
+    stray = before.peek(place_of(before, 0, 14) * BLOCK_BYTES, BLOCK_BYTES)
+    store = Store(device)
+    for key in KEYS[:2]:
+        store.put(key, b"value of " + key)
+        store.drain()
+    device = device.restart()
+    device.set_block(place_of(device, 0, 14), stray)
+    store = Store(device)
+    check_all(store)
+    assert store.volume.report.log_blocks == 14 and store.volume.report.log_blocks_repaired == 1
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_log_that_has_come_round_is_repaired_too(copy: int) -> None:
+    store = Store(device_of())
+    for turn in range(150):
+        key = KEYS[turn % len(KEYS)]
+        store.put(key, b"value of " + key)
+        store.drain()
+    device = store.device
+    assert isinstance(device, SimulatedDevice)
+    device = device.restart()
+    found = verify_volume(device)
+    last = 150
+    tear(device, copy, *range(last + 1 - found.log_blocks_used, last + 1))
+    assert found.log_blocks_used > 1 and len(verify_volume(device).findings) == found.log_blocks_used
+    store = Store(device)
+    check_all(store)
+    assert store.volume.report.log_blocks_repaired == found.log_blocks_used
+    check_all(Store(without(device.restart(), 1 - copy)))
+
+
+def test_a_copy_that_cannot_be_written_keeps_no_volume_from_opening() -> None:
+    device = written()
+    tear(device, 0, 4, 5, 9)
+    device.fail(OperationKind.WRITE, times=None, first_block=place_of(device, 0, 4), last_block=place_of(device, 0, 5))
+    store = Store(device)
+    check_all(store)
+    report = store.volume.report
+    assert report.log_blocks_repaired == 2 and report.log_blocks_unrepaired == 1
+    assert "sound in one copy only: 1;" in report.notes[0] and "Input/output" in report.notes[0]
+    store.step()
+    store.drain()
+    assert store.volume.statistics().snapshots == 1, "so that nobody needs the block any more"
+    check_all(Store(without(device.restart(), 1)))
+
+
+def test_a_device_that_takes_no_writes_at_all_is_not_asked_for_ever() -> None:
+    device = written()
+    first = layout_of(device).log_firsts[0]
+    device.poke(first * BLOCK_BYTES, b"\xff" * BLOCK_BYTES * layout_of(device).log_blocks)
+    device.fail(OperationKind.WRITE, times=None, error=errno.EROFS)
+    store = Store(device)
+    assert device.statistics().errors[OperationKind.WRITE] == 9, "all at once, and eight one by one"
+    assert store.volume.report.log_blocks_unrepaired == 12 and not store.volume.report.log_blocks_repaired
+    check_all(store)
+
+
+def test_a_write_that_fails_once_is_tried_again() -> None:
+    device = written()
+    tear(device, 0, 4)
+    device.fail(OperationKind.WRITE)
+    store = Store(device)
+    assert store.volume.report.log_blocks_repaired == 1 and not store.volume.report.notes
+    check_all(Store(without(device.restart(), 1)))
+
+
+def test_a_device_that_never_answers_a_write_is_refused_as_ever() -> None:
+    device = written()
+    tear(device, 0, 4)
+    device.fail(OperationKind.WRITE, stuck=True)
+    with pytest.raises(DeviceError, match="has not answered"):
+        Store(device)
+
+
+def test_a_snapshot_whose_header_comes_to_light_again_does_not_vouch_for_blocks_of_another_one() -> None:
+    """Symptom: the next snapshot had its number, so that a power cut left parts of both under the old header."""
+    store = Store(written())
+    store.volume.snapshot()
+    store.step()
+    store.drain()
+    device = store.device
+    assert isinstance(device, SimulatedDevice)
+    layout = layout_of(device)
+    place = layout.snapshot_firsts[0]
+    header = SnapshotHeader.unpack(
+        device.peek(place * BLOCK_BYTES, BLOCK_BYTES), store.volume.superblock.volume_id, layout, 0
+    )
+    assert header is not None and header.generation == 2
+    device = device.restart()
+    device.fail(OperationKind.READ, first_block=place, last_block=place + 1, times=None)
+    store = Store(device)
+    check_all(store)
+    store.remove(KEYS[0])
+    device.fail(OperationKind.WRITE, error=0, lost=True, first_block=place, last_block=place + 1)  # as if cut there
+    store.volume.snapshot()
+    store.step()
+    store.drain()
+    found = Store(device.restart())
+    assert found.volume.report.snapshots_damaged == 1
+    assert [found.get(key) for key in KEYS] == [None, *(b"value of " + key for key in KEYS[1:])]
+
+
+def test_verify_writes_nothing_and_names_the_copy() -> None:
+    device = written()
+    tear(device, 1, 6)
+    assert [finding.where for finding in verify_volume(device).findings] == ["block 6, copy 1"]
+    assert all(kind is OperationKind.READ for kind, _, _ in device.trace)
+
+
+def test_many_torn_blocks_in_a_long_log_are_no_gap() -> None:
+    device = SimulatedDevice(64 << 20, seed=3)
+    Volume.format(device, pool_id=POOL, objects_max=200, log_bytes=24 << 20)
+    store = Store(device)
+    for number in range(1700):
+        store.volume.note(b"count", b"%d" % number)
+        store.drain()
+    device = device.restart()
+    tear(device, 0, *range(257, 1500, 7))
+    store = Store(device)
+    report = store.volume.report
+    assert report.log_blocks == 1700 and not report.log_blocks_damaged and not report.notes
+    assert store.volume.notes[b"count"] == b"1699"
+    assert report.log_blocks_repaired == len(range(257, 1500, 7))
+
+
+def test_one_block_is_read_beside_pieces() -> None:
+    """Symptom: the other copy of a torn block was read into memory that a read of a later piece wrote to meanwhile."""
+    device = SimulatedDevice(4096 * BLOCK_BYTES)
+    for number in range(4096):
+        device.set_block(number, number.to_bytes(8, "little") * (BLOCK_BYTES // 8))
+    reader = Reader(device)
+    for first, data in reader.pieces(0, 4096):
+        assert int.from_bytes(reader.block(4095 - first)[:8], "little") == 4095 - first
+        for at in range(len(data) // BLOCK_BYTES):
+            assert int.from_bytes(data[at * BLOCK_BYTES : at * BLOCK_BYTES + 8].tobytes(), "little") == first + at
