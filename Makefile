@@ -25,7 +25,7 @@ SOAK_HOURS ?= 1
 FUZZ_SECONDS ?= 60
 export VENV PYTHON
 
-native_sources := $(shell find native CMakeLists.txt -type f)
+built_sources := $(shell find native proto CMakeLists.txt -type f)
 ready := $(VENV)/.ready
 
 .PHONY: demo test test-dpu failure-matrix models combinations soak fuzz bench lint format setup clean
@@ -67,7 +67,7 @@ format: $(ready)
 setup: $(ready)
 
 $(ready): scripts/setup scripts/install-system-packages scripts/requirements/base.txt \
-		scripts/requirements/engine-cpu.txt pyproject.toml $(native_sources)
+		scripts/requirements/engine-cpu.txt pyproject.toml $(built_sources)
 	scripts/setup
 	touch $@
 

@@ -133,25 +133,9 @@ def test_text_ends_with_one_line_break() -> None:
     complain([place(path) for path, text in texts.items() if text and (text[-1] != "\n" or text.endswith("\n\n"))])
 
 
-def package_modules() -> list[Path]:
-    return [path for path in files(".py") if path.relative_to(REPOSITORY).parts[0] in PACKAGES]
-
-
 def test_every_module_says_what_it_is() -> None:
     trees = ((path, ast.parse(text_of(path))) for path in files(".py"))
     complain([place(path) for path, tree in trees if tree.body and not ast.get_docstring(tree)])
-
-
-def test_every_module_lists_what_it_exports() -> None:
-    found = []
-    for path in package_modules():
-        body = ast.parse(text_of(path)).body
-        only_docstring = all(isinstance(node, ast.Expr) for node in body)
-        targets = [ast.unparse(target) for node in body if isinstance(node, ast.Assign) for target in node.targets]
-        targets += [ast.unparse(node.target) for node in body if isinstance(node, ast.AnnAssign)]
-        if not only_docstring and path.name != "__main__.py" and "__all__" not in targets and path.stem != "_version":
-            found.append(f"{place(path)}: no __all__")
-    complain(found)
 
 
 def test_nothing_is_left_unfinished() -> None:
