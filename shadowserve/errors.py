@@ -1,67 +1,47 @@
-"""Every exception that ShadowServe raises on purpose.
+"""ShadowServe's exceptions.
 
 The tree::
 
     ShadowServeError
-    +-- ConfigurationError       what the user configured cannot be used; the message says which key and what would do
-    +-- RecordError              bytes that should be a stored record are not
-    |   +-- NotARecordError      no record at all, or one of an unknown version
-    |   +-- CorruptRecordError   a checksum or a length is wrong: a miss, to be quarantined
-    |   +-- MismatchError        a sound record, but of another key, namespace, shape or dtype
+    +-- ConfigurationError       a configured value cannot be used; the message names the key and valid values
+    +-- RecordError              bytes are not a valid stored record
+    |   +-- NotARecordError      no record, or a record of an unknown version
+    |   +-- CorruptRecordError   a checksum or a length is wrong: a miss, and a quarantine
+    |   +-- MismatchError        a valid record of another key, namespace, shape or dtype
     +-- ProtocolError            the peer broke a wire protocol
-    |   +-- ForeignProtocolError it speaks another one
+    |   +-- ForeignProtocolError the peer speaks another protocol
     +-- NativeError              the C core returned a failure; ``result`` holds its code
-    +-- DataPlaneError           the daemon could not do what was asked; ``outcome`` holds the reason
-    +-- NotInstalledError        a library or a package that this needs is not here; ``remedy`` says how to install it
-    +-- DeviceError              a block device cannot be opened, or does not answer; ``errno`` holds the cause
-    +-- BusyError                too much is under way: wait until some of it has ended, then try again
-    +-- StorageError             the storage server could not be reached, or refused
+    +-- DataPlaneError           a call to the data plane failed; ``outcome`` holds the reason
+    +-- NotInstalledError        a required library or package is missing; ``remedy`` says how to install it
+    +-- DeviceError              a block device cannot be opened or does not answer; ``errno`` holds the cause
+    +-- BusyError                too many operations are in flight: try again when some have ended
+    +-- StorageError             the storage server is unreachable, or refused a command
         +-- StorageUnavailableError
         +-- StorageRefusedError
 
-Messages say which operation on what failed, why, and what to do about it. A cache must not fail a request: on the
-serving path every one of these ends as a miss with a reason.
+A message says which operation failed on what, why, and what to do. On the serving path each of these errors becomes a
+miss with a reason: a cache must not fail a request.
 """
 
 import errno
 from typing import Final
-
-__all__ = [
-    "BusyError",
-    "ConfigurationError",
-    "CorruptRecordError",
-    "DataPlaneError",
-    "DeviceError",
-    "ForeignProtocolError",
-    "MismatchError",
-    "NativeError",
-    "NotARecordError",
-    "NotInstalledError",
-    "ProtocolError",
-    "RecordError",
-    "ShadowServeError",
-    "StorageError",
-    "StorageRefusedError",
-    "StorageUnavailableError",
-    "is_passing",
-]
 
 _NOT_BEGUN: Final = frozenset({errno.EAGAIN, errno.EINTR, errno.EBUSY})
 _PASSING: Final = _NOT_BEGUN | {errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT}
 
 
 def is_passing(error: BaseException, *, flushing: bool = False) -> bool:
-    """Return whether an error says only that the system was short of something, or a device busy, at that moment.
+    """Return True if an error is transient: the system lacked a resource, or a device was busy.
 
-    Nothing follows from it for what was to be read or written: it can be tried again. A flush (``flushing``) only where
-    it has not begun, since one that failed may have dropped what it was to make durable.
+    The operation can be tried again. A flush (``flushing``) can be tried again only if it had not begun: a failed flush
+    may have dropped the data that it should have made durable.
     """
     number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
     return number in (_NOT_BEGUN if flushing else _PASSING)
 
 
 class ShadowServeError(Exception):
-    """Base of all."""
+    """Base class of all errors."""
 
 
 class ConfigurationError(ShadowServeError):
@@ -69,11 +49,11 @@ class ConfigurationError(ShadowServeError):
 
 
 class RecordError(ShadowServeError):
-    """Bytes that should be a stored record are not."""
+    """Bytes are not a valid stored record."""
 
 
 class NotARecordError(RecordError):
-    """The bytes are no record, or one of a version that this build does not know."""
+    """The bytes are not a record, or have a version that this build does not know."""
 
 
 class CorruptRecordError(RecordError):
@@ -81,18 +61,18 @@ class CorruptRecordError(RecordError):
 
 
 class MismatchError(RecordError):
-    """A sound record, but not of the key, namespace, shape or dtype that was asked for."""
+    """A valid record, but not of the requested key, namespace, shape or dtype."""
 
 
 class ProtocolError(ShadowServeError):
-    """The peer sent bytes that its protocol does not allow, or more than the limits do."""
+    """The peer sent bytes that violate its protocol or a limit."""
 
 
 class ForeignProtocolError(ProtocolError):
     """The peer speaks another protocol.
 
     Attributes:
-        protocol: which one: ``HTTP``, ``TLS``.
+        protocol: Name of that protocol: ``HTTP``, ``TLS``.
     """
 
     def __init__(self, protocol: str) -> None:
@@ -104,7 +84,7 @@ class NativeError(ShadowServeError):
     """A call into the C core failed.
 
     Attributes:
-        result: the ``enum ss_result`` value.
+        result: Value of ``enum ss_result``.
     """
 
     def __init__(self, message: str, result: int) -> None:
@@ -116,10 +96,10 @@ class NativeError(ShadowServeError):
 
 
 class DataPlaneError(ShadowServeError):
-    """The data plane could not do what was asked.
+    """A call to the data plane failed.
 
     Attributes:
-        outcome: the reason, an ``Outcome`` name in lower case without its prefix, such as ``"unknown_memory"``.
+        outcome: Name of the ``Outcome`` in lower case without its prefix, such as ``"unknown_memory"``.
     """
 
     def __init__(self, message: str, outcome: str) -> None:
@@ -131,11 +111,11 @@ class DataPlaneError(ShadowServeError):
 
 
 class NotInstalledError(ShadowServeError, ImportError):
-    """A shared library or a Python package that this needs is not on this machine.
+    """A required shared library or Python package is missing.
 
     Attributes:
-        missing: what is not there, and what needs it.
-        remedy: how to install it.
+        missing: The missing library or package, and the feature that needs it.
+        remedy: How to install it.
     """
 
     def __init__(self, missing: str, remedy: str) -> None:
@@ -148,10 +128,10 @@ class NotInstalledError(ShadowServeError, ImportError):
 
 
 class DeviceError(ShadowServeError):
-    """A block device cannot be opened, or does not answer.
+    """A block device cannot be opened or does not answer.
 
     Attributes:
-        errno: why, as far as the system said so; else 0.
+        errno: The system's error number; 0 if unknown.
     """
 
     def __init__(self, message: str, errno: int = 0) -> None:
@@ -163,16 +143,16 @@ class DeviceError(ShadowServeError):
 
 
 class BusyError(ShadowServeError):
-    """Too much is under way. Nothing was done; it can be tried again when some of it has ended."""
+    """Too many operations are in flight. Nothing was done; try again when some have ended."""
 
 
 class StorageError(ShadowServeError):
-    """The storage server could not do what was asked."""
+    """An operation on the storage server failed."""
 
 
 class StorageUnavailableError(StorageError):
-    """The storage server cannot be reached, or the connection to it broke."""
+    """The storage server is unreachable, or the connection broke."""
 
 
 class StorageRefusedError(StorageError):
-    """The storage server answered an error: no authentication, full, busy."""
+    """The storage server answered with an error: no authentication, full, busy."""

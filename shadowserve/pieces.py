@@ -1,48 +1,42 @@
-"""Sets of pieces: which are there, in any order, as the wire and the programs have them.
+"""Sets of chunks and pieces, in programs and on the wire.
 
-A lookup answers which chunks are stored, a fetch which pieces are in place: layers of chunks. How many leading chunks
-or layers that makes follows from the set, for whoever needs a prefix without a gap; what needs others takes those.
-
-A set of the pieces of one group is an array of layers times chunks; on the wire, member ``layer * chunks + chunk``.
+A lookup returns the set of stored chunks, a fetch the set of pieces (layers of chunks) in place. The set of a group's
+pieces is a boolean array of shape [layers, chunks]; on the wire, item ``layer * chunks + chunk``.
 """
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Flags", "leading", "leading_chunks", "leading_layers", "pack", "unpack"]
-
 Flags = npt.NDArray[np.bool_]
-"""One for each member of a list, or one for each piece, by layer and chunk: whether it is in the set."""
+"""True for each item in the set: shape [items], or [layers, chunks] for pieces."""
 
 
 def leading(flags: Flags) -> int:
-    """Return how many members of the list come before the first that is not in the set."""
+    """Return the number of leading items that are in the set."""
     missing = np.flatnonzero(~flags)
     return int(missing[0]) if len(missing) else len(flags)
 
 
 def leading_chunks(pieces: Flags, wanted: Flags) -> int:
-    """Return how many leading chunks lack no layer that is wanted of them."""
+    """Return the number of leading chunks with all wanted layers."""
     return leading(np.logical_and.reduce(pieces | ~wanted, axis=0))
 
 
 def leading_layers(pieces: Flags, wanted: Flags) -> int:
-    """Return how many leading layers are there for every chunk that they are wanted of."""
+    """Return the number of leading layers that are complete in all chunks that want them."""
     return leading(np.logical_and.reduce(pieces | ~wanted, axis=1))
 
 
 def pack(flags: Flags) -> bytes:
-    """Return the bytes of the wire: bit ``i % 8`` of byte ``i // 8``, the lowest first, is member ``i``."""
+    """Return the bytes on the wire: item ``i`` is bit ``i % 8`` of byte ``i // 8``, lowest bit first."""
     return np.packbits(flags, axis=None, bitorder="little").tobytes()
 
 
 def unpack(data: bytes, *shape: int) -> Flags:
-    """Return the set of a list of so many members, or of so many layers and chunks, that somebody has sent.
-
-    No bytes at all are the empty set.
+    """Return the set of the given shape from bytes on the wire. No bytes are the empty set.
 
     Raises:
-        ValueError: the bytes are of a list of another length, or say something of members behind its end.
+        ValueError: The number of bytes does not fit the shape, or a bit after the last item is set.
     """
     count = int(np.prod(shape))
     if not data:
@@ -51,5 +45,5 @@ def unpack(data: bytes, *shape: int) -> Flags:
         raise ValueError(f"a set of {count} has {-(-count // 8)} bytes, this one {len(data)}")
     bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").astype(np.bool_)
     if bits[count:].any():
-        raise ValueError(f"a set of {count} has a member behind its end")
+        raise ValueError(f"a set of {count} has a bit after its end")
     return bits[:count].reshape(shape)

@@ -1,11 +1,11 @@
 """The stored record of one chunk (docs/record-format.md): encode, decode, verify, slices.
 
-Only this module knows the bytes. A record is a *head* (header and manifest of slices) and a *body* (each slice's
-scales and compressed stream). The data plane reads heads here and hands the slice table to the C core; the storage
-server verifies whole records here before it keeps them.
+Only this module knows the format. A record consists of a *header* (fixed fields, then the manifest of slices) and a
+*body* (scales and compressed stream of each slice). The data plane parses headers here and passes the manifest to the C
+core. The storage server verifies whole records here before it stores them.
 
-Errors: :class:`~shadowserve.errors.NotARecordError`, :class:`~shadowserve.errors.CorruptRecordError` and
-:class:`~shadowserve.errors.MismatchError`; every one is a miss to a reader.
+Errors are :class:`~shadowserve.errors.NotARecordError`, :class:`~shadowserve.errors.CorruptRecordError` and
+:class:`~shadowserve.errors.MismatchError`. Readers treat each as a miss.
 """
 
 import struct
@@ -22,27 +22,6 @@ from shadowserve import native
 from shadowserve.chunk import DECODED_BYTES_MAX, SLICES_MAX, ChunkLayout, DType, Quantizer
 from shadowserve.errors import CorruptRecordError, MismatchError, NativeError, NotARecordError
 from shadowserve.keys import KEY_BYTES, RECORD_VERSION
-
-__all__ = [
-    "HEADER_BYTES",
-    "HEAD_BYTES_MAX",
-    "MAGIC",
-    "MANIFEST_DTYPE",
-    "Data",
-    "Head",
-    "HeadPeek",
-    "Manifest",
-    "decode",
-    "encode",
-    "encode_head",
-    "head_length",
-    "layer_bounds",
-    "parse_head",
-    "peek_head",
-    "plan_slices",
-    "slices_of",
-    "verify",
-]
 
 MAGIC: Final = b"SSKV"
 HEADER_BYTES: Final = 160
@@ -64,8 +43,8 @@ MANIFEST_DTYPE: Final = np.dtype(
 
 _HEADER: Final = struct.Struct("<4sHHIIQBBBBHHIIIIQ32s32sII")
 _HEADER_BYTES_OF: Final = {1: 128, 2: HEADER_BYTES, 3: HEADER_BYTES}
-"""Length of each version's header. Version 2 is version 1 with the parent's key behind it; version 3 is version 2 with
-zeros between head and body, as many as the last field of version 1's header says."""
+"""Length of the fixed fields by version. Version 2 adds the parent's key. Version 3 adds zeros before the body, so that
+the body begins at a device's block."""
 _PADDED_VERSION: Final = 3
 _BLOCK_BYTES: Final = 4096
 _NO_PARENT: Final = bytes(KEY_BYTES)
@@ -74,21 +53,21 @@ _CHECKSUM_ZEROED: Final = bytes(4)
 assert _HEADER.size + KEY_BYTES == HEADER_BYTES and MANIFEST_DTYPE.itemsize == 40
 
 HEAD_BYTES_MAX: Final = 1 << 20
-"""Longest head. Bounds what a reader buffers for one."""
+"""Longest header with manifest; limits a reader's buffer."""
 assert HEADER_BYTES + SLICES_MAX * MANIFEST_DTYPE.itemsize <= HEAD_BYTES_MAX
 
 Manifest = npt.NDArray[np.void]
-"""Array of :data:`MANIFEST_DTYPE`, in the order of the decoded layout."""
+"""Array of :data:`MANIFEST_DTYPE`, in the order of the chunk's layout."""
 
 Data = bytes | bytearray | memoryview
 
 
 def plan_slices(layout: ChunkLayout, slice_bytes: int = DECODED_BYTES_MAX) -> Manifest:
-    """Return the manifest that a writer fills in: which slice holds what, with the lengths of its scales.
+    """Return a manifest for a writer: the slices' contents and lengths of scales; the other columns are zero.
 
     Args:
-        layout: of the chunk.
-        slice_bytes: most bytes of symbols in a slice, as :meth:`ChunkLayout.cut` takes it.
+        layout: Layout of the chunk.
+        slice_bytes: Most bytes of symbols in a slice (:meth:`ChunkLayout.cut`).
     """
     pieces = layout.cut(slice_bytes)
     manifest = np.zeros(layout.layers * layout.kinds * len(pieces), MANIFEST_DTYPE)
@@ -102,17 +81,16 @@ def plan_slices(layout: ChunkLayout, slice_bytes: int = DECODED_BYTES_MAX) -> Ma
 
 @dataclass(frozen=True)
 class Head:
-    """A head whose lengths and checksum are right. What it claims is checked by :meth:`expect` and :attr:`slices`.
+    """Header with valid lengths and checksum. :meth:`expect` and :attr:`slices` check its contents.
 
     Attributes:
-        key: of the chunk, 32 bytes.
-        codec: the raw codec byte; may be one that this build does not know.
-        layout: shape and treatment.
-        head_length: bytes of header and manifest, and of zeros behind them.
-        record_length: bytes of the whole record.
-        parent: key of the chunk before this one in its prompt, 32 bytes; empty for a prompt's first chunk, and where
-            the record, of version 1, does not tell.
-        manifest: as stored, unchecked.
+        key: Record key, 32 bytes.
+        codec: Codec byte; this build may not know the codec.
+        layout: Layout of the chunk.
+        head_length: Bytes of fixed fields, manifest and zeros before the body.
+        record_length: Bytes of the whole record.
+        parent: Key of the previous chunk's record in the prompt, 32 bytes; empty for the first chunk and in version 1.
+        manifest: The manifest as stored, unchecked.
     """
 
     key: bytes
@@ -124,21 +102,23 @@ class Head:
     manifest: Manifest
 
     def expect(self, key: bytes, layout: ChunkLayout | None = None) -> None:
-        """Raise MismatchError unless this is the record of ``key`` (and, if given, of exactly ``layout``)."""
+        """Raise MismatchError unless this is the record of ``key`` and, if given, of ``layout``."""
         if self.key != key:
-            raise MismatchError(f"record of key {self.key.hex()} lies under key {key.hex()}; it is treated as a miss")
+            raise MismatchError(
+                f"record of key {self.key.hex()} is stored under key {key.hex()}; it is treated as a miss"
+            )
         if layout is not None and self.layout != layout:
             differing = [name for name in vars(layout) if getattr(self.layout, name) != getattr(layout, name)]
             raise MismatchError(
-                f"record of key {key.hex()} has another {', '.join(differing)} than asked for; it is treated as a miss"
+                f"record of key {key.hex()} has another {', '.join(differing)} than requested; it is treated as a miss"
             )
 
     @cached_property
     def slices(self) -> Manifest:
-        """The manifest, checked: slices cover the chunk in order and fill the body without gaps.
+        """The manifest, after the check that slices cover the chunk in order and fill the body without gaps.
 
         Raises:
-            CorruptRecordError: they do not.
+            CorruptRecordError: The check failed.
         """
         return slices_of([self])
 
@@ -150,12 +130,12 @@ class Head:
 
 
 def slices_of(heads: Sequence[Head]) -> Manifest:
-    """Return the manifests of heads of one layout, one behind the other: each one's slices fill its chunk and its body.
+    """Return the concatenated manifests of headers of one layout, checked as in :attr:`Head.slices`.
 
-    All together: a fetch waits for this, and what numpy takes for each call is most of what one head takes alone.
+    One call checks all headers: a fetch waits for it, and numpy's cost per call exceeds that of one header's data.
 
     Raises:
-        CorruptRecordError: those of some head do not.
+        CorruptRecordError: A header fails the check.
     """
     manifest: Manifest = np.frombuffer(b"".join(head.manifest for head in heads), MANIFEST_DTYPE)
     if not heads:
@@ -185,7 +165,7 @@ def slices_of(heads: Sequence[Head]) -> Manifest:
     )
     if not sound:
         raise CorruptRecordError(
-            f"manifest of record {heads[0].key.hex()} does not cover its chunk; the writer is faulty, delete the record"
+            f"manifest of record {heads[0].key.hex()} does not cover its chunk; the writer is faulty: delete the record"
         )
     return manifest
 
@@ -199,21 +179,22 @@ def encode_head(
     parent: bytes = b"",
     in_blocks: bool = False,
 ) -> bytes:
-    """Return the head of a record whose slices have been compressed.
+    """Return the header of a record.
 
     Args:
-        key: of the chunk, 32 bytes.
-        codec: of every slice.
-        layout: of the chunk.
-        manifest: from :func:`plan_slices`, with encoded_length, checksum and decoded_crc32 filled in, the offset not
-            yet: slices follow each other without gaps.
-        parent: key of the chunk before this one in its prompt, 32 bytes; empty for the first. A store that must make
-            room goes by it: a chunk is of no use without those before it.
-        in_blocks: have the body begin, and so slices of whole blocks lie, where a device's blocks of 4096 bytes do:
-            then devices can bring slices to where they are used.
+        key: Record key, 32 bytes.
+        codec: Codec of all slices.
+        layout: Layout of the chunk.
+        manifest: Result of :func:`plan_slices` with encoded_length, checksum and decoded_crc32 filled in. Offsets are
+            computed here: slices follow each other without gaps.
+        parent: Key of the previous chunk's record in the prompt, 32 bytes; empty for the first. Eviction uses it: a
+        chunk
+            is useless without those before it.
+        in_blocks: Start the body at a block of 4096 bytes on a device, so that a device can read slices directly into
+            their target.
 
     Raises:
-        ValueError: a key has another length.
+        ValueError: A key has another length.
     """
     if len(key) != KEY_BYTES or len(parent) not in (0, KEY_BYTES):
         raise ValueError(f"a key has {KEY_BYTES} bytes, this one {len(key)}, its parent's {len(parent)}")
@@ -259,7 +240,7 @@ def head_length(data: Data) -> int:
 
 
 class HeadPeek(NamedTuple):
-    """What a lookup needs of a head: whose record it is, and whether it can be decoded."""
+    """Fields of a header that a lookup needs."""
 
     key: bytes
     namespace: bytes
@@ -268,18 +249,18 @@ class HeadPeek(NamedTuple):
 
 
 def peek_head(data: Data) -> HeadPeek:
-    """Check version, lengths and checksum of the head at the start of ``data``, but neither shape nor manifest.
+    """Check version, lengths and checksum of the header at the start of ``data``, without layout and manifest.
 
-    A lookup does this to hundreds of heads within a few milliseconds. Raises as :func:`parse_head` does.
+    A lookup checks hundreds of headers in a few milliseconds. Raises as :func:`parse_head`.
     """
     fields = _read_header(memoryview(data))
     return HeadPeek(fields[-4], fields[-3], fields[6], fields[5])
 
 
 def _read_header(view: memoryview) -> tuple[Any, ...]:
-    """Return the header's fields, after the checks that need nothing but them and the head's bytes."""
+    """Return the fixed fields, after the checks of lengths and checksum."""
     if bytes(view[:4]) != MAGIC:
-        raise NotARecordError(f"the value does not begin with {MAGIC.decode()}: it is no record")
+        raise NotARecordError(f"the value does not begin with {MAGIC.decode()}: it is not a record")
     if len(view) < _HEADER.size:
         raise CorruptRecordError(f"the record is cut off after {len(view)} bytes, within its header")
     fields = _HEADER.unpack_from(view)
@@ -299,21 +280,18 @@ def _read_header(view: memoryview) -> tuple[Any, ...]:
     if len(view) < claimed:
         raise CorruptRecordError(f"the record is cut off after {len(view)} bytes, within its manifest")
     if _head_checksum(view[:claimed]) != checksum or view[claimed - padding : claimed] != bytes(padding):
-        raise CorruptRecordError("the head's checksum is wrong: bytes have changed since the record was written")
+        raise CorruptRecordError("the header's checksum is wrong: bytes have changed since the record was written")
     return fields
 
 
 def layer_bounds(data: Data) -> npt.NDArray[np.int64]:
-    """Return where each layer of a record begins, which was verified before, and where the last one ends.
-
-    Slices follow each other in the order of layers, so a layer is one range: ``[bounds[i], bounds[i + 1])`` in bytes
-    from the record's beginning.
+    """Return the byte range of each layer in a verified record: layer ``i`` is ``[bounds[i], bounds[i + 1])``.
 
     Args:
-        data: the record, or its head.
+        data: The record, or its header.
 
     Raises:
-        NotARecordError, CorruptRecordError: it has changed since.
+        NotARecordError, CorruptRecordError: The record has changed since it was verified.
     """
     view = memoryview(data)
     fields = _read_header(view)
@@ -327,7 +305,7 @@ def layer_bounds(data: Data) -> npt.NDArray[np.int64]:
 
 @lru_cache(maxsize=64)
 def _layout(namespace: bytes, dtype: int, layers: int, *numbers: int) -> ChunkLayout:
-    """Return a record's shape; those of one model's are few, and a fetch waits for the checks."""
+    """Return a record's layout. Cached: a model has few layouts, and a fetch waits for their checks."""
     kinds, vector_length, tokens, quantizer, bins, value_bins, scale_tokens = numbers
     return ChunkLayout(
         namespace=namespace,
@@ -344,11 +322,11 @@ def _layout(namespace: bytes, dtype: int, layers: int, *numbers: int) -> ChunkLa
 
 
 def parse_head(data: Data) -> Head:
-    """Read the head at the start of ``data``, which may be longer (a whole record) than it.
+    """Parse the header at the start of ``data``; more bytes may follow it.
 
     Raises:
-        NotARecordError: no magic, or another version.
-        CorruptRecordError: too short, lengths that cannot be, a wrong checksum, or a shape that no record has.
+        NotARecordError: The magic or the version is unknown.
+        CorruptRecordError: The data is too short, lengths or checksum are wrong, or the layout is invalid.
     """
     view = memoryview(data)
     (_, _, header_length, length, _, record_length, codec, quantizer, dtype, kinds, bins, value_bins, tokens,
@@ -358,9 +336,9 @@ def parse_head(data: Data) -> Head:
             namespace, dtype, layers, kinds, vector_length, tokens, quantizer, bins, value_bins, scale_tokens or 1
         )
     except ValueError as error:
-        raise CorruptRecordError(f"the head describes no possible chunk: {error}") from error
+        raise CorruptRecordError(f"the header's layout is invalid: {error}") from error
     if scale_tokens == 1:
-        raise CorruptRecordError("the head says that 1 token has a scale of its own, which is written as 0")
+        raise CorruptRecordError("the header's scale_tokens is 1, which must be written as 0")
     if raw_length != layout.raw_bytes:
         raise CorruptRecordError(f"the raw length is {raw_length}, the shape gives {layout.raw_bytes}")
     parent = bytes(view[_HEADER.size : header_length])
@@ -370,14 +348,14 @@ def parse_head(data: Data) -> Head:
 
 def _head_checksum(head: memoryview) -> int:
     crc = zlib.crc32(_CHECKSUM_ZEROED, zlib.crc32(head[:_CHECKSUM_OFFSET]))
-    return zlib.crc32(head[_CHECKSUM_OFFSET + 4 :], crc)  # sooner done than a call into the C core, up to some 4 KB
+    return zlib.crc32(head[_CHECKSUM_OFFSET + 4 :], crc)  # faster than a call into the C core up to about 4 KB
 
 
 def verify(data: Data, key: bytes) -> Head:
-    """Check everything about a whole record that can be checked without decoding it.
+    """Check a whole record without decoding it: header, manifest, and the checksum of each slice.
 
     Raises:
-        NotARecordError, CorruptRecordError, MismatchError: as the module says.
+        NotARecordError, CorruptRecordError, MismatchError: The record is invalid, or has another key.
     """
     head = parse_head(data)
     head.expect(key)
@@ -399,18 +377,18 @@ def _stored_slices(head: Head, record: memoryview) -> Iterator[tuple[Any, memory
 
 
 def encode(key: bytes, codec: native.Codec, layout: ChunkLayout, kv: Data, *, parent: bytes = b"") -> bytes:
-    """Return the record of one chunk; the reference for what the data plane writes, and a tool for tests.
+    """Return the record of one chunk. This is the reference for the data plane's encoder, and a tool for tests.
 
     Args:
-        key: of the chunk, 32 bytes.
-        codec: one that this build can encode.
-        layout: of the chunk.
-        kv: ``layout.raw_bytes`` bytes in the decoded layout.
-        parent: as for :func:`encode_head`.
+        key: Record key, 32 bytes.
+        codec: Codec, one that this build can encode.
+        layout: Layout of the chunk.
+        kv: KV in that layout, ``layout.raw_bytes`` bytes.
+        parent: As for :func:`encode_head`.
 
     Raises:
         ValueError: ``kv`` or a key has another length.
-        NativeError: values that cannot be quantized, a codec that is not built in.
+        NativeError: Values cannot be quantized, or the codec is not built in.
     """
     view = memoryview(kv).cast("B")
     if len(view) != layout.raw_bytes:
@@ -443,12 +421,12 @@ def encode(key: bytes, codec: native.Codec, layout: ChunkLayout, kv: Data, *, pa
 
 
 def decode(data: Data, key: bytes, layout: ChunkLayout) -> bytearray:
-    """Return the KV of a record in the decoded layout, with every check made.
+    """Return the KV of a record in its layout, after all checks.
 
     Raises:
-        NotARecordError, CorruptRecordError, MismatchError: as the module says; a codec that was not built in is a
-            mismatch.
-        NativeError: no memory.
+        NotARecordError, CorruptRecordError, MismatchError: The record is invalid, has another key or layout, or has a
+            codec that is not built in.
+        NativeError: Out of memory.
     """
     head = verify(data, key)
     head.expect(key, layout)
@@ -462,7 +440,7 @@ def decode(data: Data, key: bytes, layout: ChunkLayout) -> bytearray:
             symbols = native.decompress(codec, stream, decoded_length)
         except NativeError as error:
             if error.result != native.Result.BAD_DATA:
-                raise  # no memory, say: not the record's fault
+                raise  # such as out of memory: the record is not at fault
             raise CorruptRecordError(f"a slice of record {key.hex()} does not decode: {error}") from error
         if native.crc32(symbols) != entry["decoded_crc32"]:
             raise CorruptRecordError(f"a slice of record {key.hex()} decodes to other bytes than were stored")
@@ -491,5 +469,5 @@ def _dequantize(head: Head, entry: Any, symbols: bytes, scales: memoryview) -> b
             vector_length=layout.vector_length,
             scale_vectors=layout.scale_tokens,
         ).tobytes()
-    except NativeError as error:  # a scale that is not finite: no writer of ours makes one
+    except NativeError as error:  # a scale is not finite; our writers never store one
         raise CorruptRecordError(f"a slice of record {head.key.hex()} cannot be dequantized: {error}") from error

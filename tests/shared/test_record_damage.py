@@ -161,7 +161,7 @@ def test_a_head_that_claims_more_than_any_has_claims_none() -> None:
 
 def test_a_record_of_another_key_is_a_mismatch() -> None:
     other = bytes(32)
-    with pytest.raises(MismatchError, match=f"key {KEY.hex()} lies under key {other.hex()}"):
+    with pytest.raises(MismatchError, match=f"key {KEY.hex()} is stored under key {other.hex()}"):
         verify(make_record(), other)
 
 
