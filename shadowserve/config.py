@@ -7,12 +7,11 @@ Each program has one :class:`Section`, a frozen pydantic model whose fields are 
         port: int = Field(6380, ge=0, le=65535)
         'TCP port; 0 takes a free one.'
 
-A file (``--config`` or ``SHADOWSERVE_CONFIG_FILE``) holds one mapping for each section, so that one file can serve all
-programs; a program reads only its own, and refuses a file that does not have it. The environment variable of a key is
-``SHADOWSERVE_<SECTION>_<KEY>``; its flag is ``--<key>`` with dashes. Values from the environment and from flags are
-YAML scalars or lists, as in the file, except that the text of a key that takes text is taken as it is: a password of
-digits needs no quotes. Unknown sections, keys and variables are errors that name the nearest known one. Every key is
-explained in ``configs/``.
+A file (``--config`` or ``SHADOWSERVE_CONFIG_FILE``) has one mapping per section, so one file can serve all programs.
+Each program reads its own section and refuses a file without it. The environment variable of a key is
+``SHADOWSERVE_<SECTION>_<KEY>``, its flag ``--<key>`` with dashes. Values from the environment and from flags are YAML
+scalars or lists, as in the file; the value of a text key needs no quotes. Unknown sections, keys and variables are
+errors that name the nearest known one. ``configs/`` explains every key.
 """
 
 import ast
@@ -29,14 +28,12 @@ from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 from shadowserve.config_errors import explain, unknown
 from shadowserve.errors import ConfigurationError
 
-__all__ = ["CONFIG_FILE_VARIABLE", "NATIVE_LIBRARY_VARIABLE", "SECTIONS", "Section", "sections_of"]
-
 CONFIG_FILE_VARIABLE: Final = "SHADOWSERVE_CONFIG_FILE"
 NATIVE_LIBRARY_VARIABLE: Final = "SHADOWSERVE_NATIVE_LIBRARY"
 SECTIONS: Final = ("storage", "dpu", "host")
 _PREFIX: Final = "SHADOWSERVE_"
 _UNREADABLE: Final = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""What PyYAML raises: the last ones for numbers of 5,000 digits, ``!!bool x``, ``!!timestamp x``, ``[[[[...``."""
+"""Exceptions of PyYAML, such as those for numbers of 5,000 digits, ``!!bool x``, ``!!timestamp x``, ``[[[[...``."""
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, ""))
 
 
@@ -49,33 +46,33 @@ _PROGRAMS: Final = {
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML, but for a key that stands twice in a mapping, of which YAML would silently take the last."""
+    """YAML loader that refuses duplicate keys; YAML itself uses the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for index, key in enumerate(keys):
             if key in keys[:index]:
-                raise yaml.constructor.ConstructorError(None, None, f"'{key}' stands there twice", node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"'{key}' is a duplicate key", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
 def sections_of(file: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Return which sections a configuration file has.
+    """Return the names of a configuration file's sections.
 
     Raises:
-        ConfigurationError: it cannot be read, or it has a section that no program reads.
+        ConfigurationError: The file cannot be read, or has a section that no program reads.
     """
     return tuple(_read(Path(file), SECTIONS[0]))
 
 
 def _read(path: Path, section: str) -> dict[str, Any]:
-    """Return a configuration file's sections; ``section`` is the one that a message suggests."""
+    """Return a configuration file's sections by name; error messages suggest ``section``."""
     try:
         content = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except (OSError, *_UNREADABLE) as error:
         raise ConfigurationError(f"cannot read configuration file {path}: {error}") from error
     if not isinstance(content, dict) or not content:
-        raise ConfigurationError(f"file {path} holds no mapping; it should begin with '{section}:'")
+        raise ConfigurationError(f"file {path} is not a mapping; it must begin with '{section}:'")
     for name in content:
         if name not in SECTIONS:
             raise ConfigurationError(f"file {path}: {unknown('section', str(name), SECTIONS)}")
@@ -88,9 +85,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     section: ClassVar[str]
     headings: ClassVar[Mapping[str, str]] = {}
-    """For those who read all keys: key that begins a group to the group's heading."""
-    replaced: ClassVar[Mapping[str, str]] = {}
-    """Keys of older versions, and what to write instead of each, in which ``{}`` stands for its value."""
+    """Headings of groups of keys in documents and help, by the first key of the group."""
 
     @classmethod
     def load(
@@ -101,17 +96,17 @@ class Section(BaseModel):
         *,
         flags_place: str = "command line",
     ) -> Self:
-        """Return the configuration from all four places.
+        """Return the configuration from flags, environment, file and defaults.
 
         Args:
-            file: YAML file; by default the one that ``SHADOWSERVE_CONFIG_FILE`` names, if any.
-            flags: keys given on the command line, or by an engine; ``None`` values do not count as given.
-            environment: by default ``os.environ``.
-            flags_place: where ``flags`` were given, for messages.
+            file: YAML file; default: the file that ``SHADOWSERVE_CONFIG_FILE`` names, if any.
+            flags: Values from the command line or an engine, by key; ``None`` means not given.
+            environment: Environment variables; default: ``os.environ``.
+            flags_place: Origin of ``flags``, for messages.
 
         Raises:
-            ConfigurationError: a file that cannot be read, an unknown key, a value that does not fit; the message
-                names the place, the key and the nearest key that exists.
+            ConfigurationError: The file cannot be read, a key is unknown, or a value is invalid. The message names the
+                origin, the key and the nearest known key.
         """
         environment = os.environ if environment is None else environment
         path = file or environment.get(CONFIG_FILE_VARIABLE)
@@ -124,23 +119,21 @@ class Section(BaseModel):
         source: dict[str, str] = {}
         for place, given in layers:
             for key, value in given.items():
-                if key in cls.replaced:
-                    raise ConfigurationError(f"{place}: {key} is no key any more: {cls.replaced[key].format(value)}")
                 if key not in cls.model_fields:
                     raise ConfigurationError(f"{place}: {unknown('key', key, cls.model_fields)}")
                 values[key], source[key] = value, place
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            # Not chained: the validation error's text would show passwords, which ours leaves out.
+            # Not chained: the text of the validation error would show passwords.
             raise ConfigurationError(explain(cls, error.errors(), source)) from None
 
     @classmethod
     def read_text(cls, key: str, text: str) -> Any:
-        """Return the value that ``text``, from the environment or a flag, stands for.
+        """Return a key's value from the text of an environment variable or a flag.
 
         Raises:
-            ConfigurationError: it is not YAML.
+            ConfigurationError: The text is not YAML.
         """
         field = cls.model_fields.get(key)
         if field is not None and field.annotation in (str, SecretStr):
@@ -152,7 +145,7 @@ class Section(BaseModel):
 
     @classmethod
     def default_text(cls, key: str) -> str:
-        """Return the default of a key as a reader would write it: ``256 MiB``, ``true``, ``none`` for empty or null."""
+        """Return a key's default as text: ``256 MiB``, ``true``, ``none`` for empty or null."""
         value = cls.model_fields[key].default
         if isinstance(value, SecretStr):
             value = value.get_secret_value()
@@ -165,7 +158,7 @@ class Section(BaseModel):
 
     @classmethod
     def descriptions(cls) -> dict[str, str]:
-        """Return what each key is: its docstring, which only help and documents want, so it is read from the source."""
+        """Return the docstring of each key, read from the source; only help and documents need it."""
         found = {}
         for model in (each for each in reversed(cls.__mro__) if issubclass(each, BaseModel) and each is not BaseModel):
             (definition,) = ast.parse(inspect.getsource(model)).body
@@ -183,14 +176,14 @@ class Section(BaseModel):
             given = " and ".join(f"'{section}'" for section in content)
             programs = " and of ".join(_PROGRAMS[section] for section in content)
             raise ConfigurationError(
-                f"file {path} has no section '{cls.section}', which {_PROGRAMS[cls.section]} reads: with its section "
-                f"{given} it is a file of {programs}; 'shadowserve config' prints files to begin with"
+                f"file {path} has no section '{cls.section}', which {_PROGRAMS[cls.section]} reads: its section "
+                f"{given} is for {programs}; 'shadowserve config' prints example files"
             )
         own = content[cls.section]
         if own is None:
             return {}
         if not isinstance(own, dict):
-            raise ConfigurationError(f"file {path}: section '{cls.section}' holds no mapping of keys to values")
+            raise ConfigurationError(f"file {path}: section '{cls.section}' is not a mapping of keys to values")
         return {str(key): value for key, value in own.items()}
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The text of what is wrong with a configuration: where the value was given, which key it is of, and what to write."""
+"""Messages for configuration errors: origin of the value, key, problem, and what to write."""
 
 import difflib
 import types
@@ -8,8 +8,6 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, SecretStr
 
 from shadowserve.sizes import ByteSize
-
-__all__ = ["explain", "unknown"]
 
 _WORDS: Final[Mapping[Any, str]] = {
     bool: "true or false",
@@ -21,19 +19,19 @@ _WORDS: Final[Mapping[Any, str]] = {
 
 
 def unknown(what: str, name: str, known: Collection[str]) -> str:
-    """Return that there is no ``what`` of a name, with the nearest name that there is, and all of them."""
+    """Return the message for an unknown name, with the nearest known name and all known names."""
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
     return f"there is no {what} '{name}'{hint} Known: {', '.join(sorted(known))}"
 
 
 def explain(model: type[BaseModel], errors: Iterable[Any], source: Mapping[str, str] | None = None) -> str:
-    """Return what pydantic found wrong with the keys of a section, one clause for each key.
+    """Return the message for pydantic's errors in a section, one clause per key.
 
     Args:
-        model: the section.
-        errors: of a ``ValidationError``.
-        source: for each key that was given, where; None where all were given in one place.
+        model: The section.
+        errors: Errors of a ``ValidationError``.
+        source: Origin of each given key; None if all keys have the same origin.
     """
     found: dict[str, str] = {}
     errors = list(errors)
@@ -41,9 +39,9 @@ def explain(model: type[BaseModel], errors: Iterable[Any], source: Mapping[str, 
     for each in errors:
         location = tuple(each["loc"])
         problem = str(each["msg"]).removeprefix("Value error, ")
-        if not location:  # keys that do not fit each other; the input would be all of them
+        if not location:  # keys contradict each other; the input would be the whole section
             found.setdefault("", problem)
-        elif each["type"] != "missing" or location[:-1] not in misspelt:  # else it is the misspelt key
+        elif each["type"] != "missing" or location[:-1] not in misspelt:  # otherwise the misspelt key is reported
             text = _clause(model, location, each, problem)
             place = "" if source is None else f"{source.get(str(location[0]), 'default')}: "
             found.setdefault(text.partition(":")[0], place + text)
@@ -51,12 +49,12 @@ def explain(model: type[BaseModel], errors: Iterable[Any], source: Mapping[str, 
 
 
 def _clause(model: type[BaseModel], location: Sequence[str | int], error: Mapping[str, Any], problem: str) -> str:
-    """Return the path of a key, what is wrong with it, and its value unless that is secret."""
+    """Return the path of a key, its problem, and its value unless it is secret."""
     if error["type"] == "extra_forbidden":
         parent, path, _ = _walk(model, location[:-1])
         name = str(location[-1])
         known = parent.model_fields if isinstance(parent, type) and issubclass(parent, BaseModel) else {}
-        blank = f"; write a blank behind the colon: {name.replace(':', ': ', 1)}" if ":" in name else ""
+        blank = f"; write a blank after the colon: {name.replace(':', ': ', 1)}" if ":" in name else ""
         if not blank and (nearest := difflib.get_close_matches(name, known, n=1, cutoff=0.0)):
             blank = f"; did you mean '{path}.{nearest[0]}'?"
         return f"{path}.{name}: there is no such key{blank} Known: {', '.join(sorted(known))}"
@@ -73,9 +71,9 @@ def _clause(model: type[BaseModel], location: Sequence[str | int], error: Mappin
 
 
 def _walk(model: type[BaseModel], location: Sequence[str | int]) -> tuple[Any, str, bool]:
-    """Return the type of what stands at a location, its path, and whether the type has several alternatives there.
+    """Return the type at a location, its path, and True if the type is a union.
 
-    Behind a key of several alternatives pydantic puts the alternative that it tried; the walk ends before it.
+    After the key of a union, pydantic's location has the alternative that it tried; the walk ends before it.
     """
     annotation: Any = model
     path = ""
@@ -94,7 +92,7 @@ def _walk(model: type[BaseModel], location: Sequence[str | int]) -> tuple[Any, s
 
 
 def _bare(annotation: Any) -> Any:
-    """Return a type without what is written around it, and without ``None`` among two alternatives."""
+    """Return a type without ``Annotated``; for ``X | None``, X."""
     if get_origin(annotation) is Annotated:
         return _bare(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -108,7 +106,7 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 
 
 def _alternatives(path: str, annotation: Any, given: Any) -> str:
-    """Return that a value is none of what a key takes, and what to write."""
+    """Return the message for a value that fits no alternative of a union."""
     choices = [_bare(each) for each in _choices(annotation)]
     of_numbers = any(get_origin(each) is list for each in choices)
     if of_numbers and isinstance(given, int) and not isinstance(given, bool):
@@ -117,7 +115,7 @@ def _alternatives(path: str, annotation: Any, given: Any) -> str:
 
 
 def _named(annotation: Any) -> str:
-    """Return what a type takes, in words."""
+    """Return a description of a type's values."""
     if get_origin(annotation) is Literal:
         return " or ".join(str(each) for each in get_args(annotation))
     if get_origin(annotation) is list:

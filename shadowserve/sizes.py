@@ -1,12 +1,10 @@
-"""Sizes in bytes as people write them: ``8 GiB``, ``500 MB``, ``4096``."""
+"""Sizes in bytes with units: ``8 GiB``, ``500 MB``, ``4096``."""
 
 import re
 from typing import Any, Final
 
 import pydantic
 from pydantic_core import PydanticCustomError, core_schema
-
-__all__ = ["ByteSize", "human_size"]
 
 _DECIMAL: Final = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _BINARY: Final = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
@@ -19,7 +17,7 @@ _DIGITS_MAX: Final = 40
 
 
 class ByteSize(pydantic.ByteSize):
-    """A number of bytes: an integer, or a text of a number and a unit, with nothing before or after them."""
+    """A number of bytes, from an integer or from a text of a number and a unit."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
@@ -29,10 +27,10 @@ class ByteSize(pydantic.ByteSize):
 
     @classmethod
     def read(cls, value: Any) -> "ByteSize":
-        """Return the size that a value of a configuration stands for.
+        """Return the size from a configuration value.
 
         Raises:
-            PydanticCustomError: it is no size; the message says what to write.
+            PydanticCustomError: The value is not a size; the message says what to write.
         """
         if isinstance(value, int) and not isinstance(value, bool):
             if 0 <= value < _BYTES_MAX:
@@ -45,10 +43,10 @@ class ByteSize(pydantic.ByteSize):
             raise _refused(f"write a point for the decimal comma: {text.replace(',', '.')}")
         match = _SIZE.fullmatch(text)
         if match is None or len(match[1]) > _DIGITS_MAX:
-            raise _refused(f"a size is a number and a unit and nothing else, such as 8 GiB; {_KNOWN}")
+            raise _refused(f"a size is a number and a unit, such as 8 GiB; {_KNOWN}")
         unit = _UNITS.get(match[2].lower() or "b")
         if unit is None:
-            raise _refused(f"there is no unit '{match[2][:20]}'; {_KNOWN}")
+            raise _refused(f"unknown unit '{match[2][:20]}'; {_KNOWN}")
         size = int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
         if size >= _BYTES_MAX:
             raise _refused("a size is from 0 to 2**63 - 1 bytes")
@@ -56,7 +54,7 @@ class ByteSize(pydantic.ByteSize):
 
 
 def human_size(count: float) -> str:
-    """Return a number of bytes in the largest binary unit that is not above it: ``23.5 GiB``, ``512 MiB``."""
+    """Return a number of bytes in the largest fitting binary unit: ``23.5 GiB``, ``512 MiB``."""
     for name, unit in reversed(_BINARY.items()):
         if count >= unit:
             return f"{count / unit:.1f}".removesuffix(".0") + f" {name}"

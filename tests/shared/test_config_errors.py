@@ -31,7 +31,7 @@ def problem(section: type[Section], **flags: Any) -> str:
         (StorageConfig, {"tenants": {"a": {"bytes_mx": 1}}}, "did you mean 'tenants.a.bytes_max'?"),
         (StorageConfig, {"s3": {"bucket": "abc", "endpont": "x"}}, "did you mean 's3.endpoint'?"),
         (DataPlaneConfig, {"tiers": {"devices": [{"pth": "/a"}]}}, "did you mean 'tiers.devices[0].path'?"),
-        (StorageConfig, {"devices": [{"path:/a": None}]}, "write a blank behind the colon: path: /a"),
+        (StorageConfig, {"devices": [{"path:/a": None}]}, "write a blank after the colon: path: /a"),
         (StorageConfig, {"devices": [{"size": "1 GiB"}]}, "devices[0].path: it is missing"),
         (StorageConfig, {"cores": 17}, "cores: a list of numbers is written in brackets: cores: [17]"),
         (DataPlaneConfig, {"net_cores": 17}, "net_cores: [17]"),
@@ -71,7 +71,7 @@ def test_a_file_of_another_program_is_refused_with_the_program_that_it_is_of(
     section: type[Section], name: str, program: str
 ) -> None:
     """Symptom: 'shadowserve storage --config emulated.yaml' started with the defaults."""
-    with pytest.raises(ConfigurationError, match=f"no section '{section.section}'.* it is a file of {program}"):
+    with pytest.raises(ConfigurationError, match=f"no section '{section.section}'.* is for {program}"):
         section.load(CONFIGS / name, environment={})
 
 
@@ -87,7 +87,7 @@ def test_a_file_of_several_programs_is_read_by_each(tmp_path: Path) -> None:
 def test_a_file_without_a_known_section_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "empty.yaml"
     file.write_text(content)
-    with pytest.raises(ConfigurationError, match="it should begin with 'storage:'|did you mean 'storage'"):
+    with pytest.raises(ConfigurationError, match="it must begin with 'storage:'|did you mean 'storage'"):
         StorageConfig.load(file, environment={})
 
 

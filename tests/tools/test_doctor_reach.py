@@ -160,7 +160,7 @@ def test_a_file_of_another_program_is_a_fault(tmp_path: Path) -> None:
     file = tmp_path / "dpu.yaml"
     file.write_text("dpu: {}")
     state, found, _ = doctor("--role", "storage", "--config", str(file))["configuration"]
-    assert state == "failed" and "it is a file of 'shadowserve dpu'" in found
+    assert state == "failed" and "is for 'shadowserve dpu'" in found
 
 
 @pytest.mark.parametrize("mutual", [False, True])
