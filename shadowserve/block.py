@@ -1,8 +1,8 @@
-"""Operations on block devices: what is shared by who asks for them (``storage_kv``) and who does them (the C core).
+"""Operations on block devices: types shared by the pool and the C core's device threads.
 
-Operations are not ordered among each other: they end in any order, and after a loss of power any part of what was
-written since the last flush may be there, in pieces of a sector. A flush makes durable what had been *completed* before
-it was submitted. Whoever wants order waits for completions and flushes.
+Operations complete in any order. After a power failure any sectors written since the last flush may be on the device. A
+flush makes operations durable that had *completed* before it was submitted. A caller that needs an order waits for
+completions and flushes.
 """
 
 from collections.abc import Callable
@@ -16,21 +16,19 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from shadowserve.native._library import Result
 
-__all__ = ["BlockStatistics", "ObjectFields", "Operation", "OperationKind", "Pages", "Priority"]
-
 
 class OperationKind(IntEnum):
-    """What to do (``enum ss_block_kind``)."""
+    """Kind of an operation (``enum ss_block_kind``)."""
 
     READ = 0
     WRITE = 1
     FLUSH = 2
     DISCARD = 3
-    """Advice that bytes are not needed any more; what is read there afterwards is not defined."""
+    """Hint that bytes are no longer needed; later reads there are undefined."""
 
 
 class Priority(IntEnum):
-    """Whose operation goes first (``enum ss_block_priority``)."""
+    """Priority of an operation, highest first (``enum ss_block_priority``)."""
 
     FOREGROUND = 0
     WRITE = 1
@@ -38,16 +36,16 @@ class Priority(IntEnum):
 
 
 class ObjectFields(NamedTuple):
-    """What an object's header says.
+    """Fields of an object's header on a device.
 
     Attributes:
-        key: 32 bytes.
-        tenant: whose it is.
-        length: bytes of the value.
-        generation: of the write that made it. Where it is expected: 0 for any.
-        head_length: bytes of a record's head; 0 for what is no record.
-        name_length: bytes of the key's text behind the value.
-        flags: of the index.
+        key: Key, 32 bytes.
+        tenant: Number of the owning tenant.
+        length: Bytes of the value.
+        generation: Number of the write; in an expectation 0 means any.
+        head_length: Bytes of the record's header; 0 if the value is not a record.
+        name_length: Bytes of the key's text after the value.
+        flags: Flags of the index.
     """
 
     key: bytes
@@ -61,22 +59,22 @@ class ObjectFields(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Pages:
-    """A read into pages: layers of extents, and which pages they go to (``struct ss_block_pages``).
+    """A read of several layers and extents into an engine's pages (``struct ss_block_pages``).
 
-    A *part* is a layer of an extent: what goes to the pages of some blocks, and has one checksum. Arrays are
-    C-contiguous. Those of one prefix on several devices share ``left``, ``word`` and ``stop``.
+    A *part* is one layer of one extent: it goes to the pages of some blocks, and has one checksum. Arrays are
+    C-contiguous. Reads of one prefix from several devices share ``left``, ``word`` and ``stop``.
 
     Attributes:
-        size: bytes of a page, a multiple of 4096.
-        stride: bytes from one block's page to the next one's, a multiple of 512.
-        layers: where each layer's page of block 0 begins in the memory, uint64.
-        extents: where each begins on the device, uint64.
-        blocks: [extent, block]: whose pages they go to, uint32. Whoever makes it knows that they are there.
-        checksums: [layer, extent]: CRC-32 of the parts, uint32.
-        verdicts: [layer, extent]: what each part was found to be, a Result as uint32, once the read has ended.
-        left: of layers, the sound parts that each still lacks, uint32; counts down.
-        word: address of the word that is told how many leading layers lack none; 0 for none.
-        stop: one uint32: once it is not 0, no further part is begun, and the read ends with ECANCELED.
+        size: Bytes of a page, a multiple of 4096.
+        stride: Bytes from one block's page to the next, a multiple of 512.
+        layers: Offset of each layer's page of block 0 in the memory, uint64.
+        extents: Offset of each extent on the device, uint64.
+        blocks: Target blocks, uint32 [extent, block]. The caller has checked their range.
+        checksums: CRC-32 of the parts, uint32 [layer, extent].
+        verdicts: Result of each part after the read, uint32 [layer, extent].
+        left: Missing parts of each layer, uint32; counts down.
+        word: Address of the progress word for the number of leading complete layers; 0 if none.
+        stop: One uint32. If it is not 0, no further part begins, and the read ends with ECANCELED.
     """
 
     size: int
@@ -93,27 +91,27 @@ class Pages:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One read or write, a flush, or a discard.
+    """One read, write, flush or discard.
 
-    A read into ``pages`` is all of a prefix that one device has, however many layers and blocks it goes to. ``length``
-    is then that of one part; in each extent layers follow each other from ``offset`` on.
+    A read into ``pages`` covers all parts of a prefix on one device. Its ``length`` is that of one part; in each extent
+    the layers follow each other from ``offset`` on.
 
     Attributes:
-        kind: what.
-        offset: in bytes, a multiple of 4096; 0 for a flush.
-        length: in bytes, a multiple of 4096; 0 for a flush. Of a read into pages, of a part.
-        address: of the memory, a multiple of 512, which must stay, and stay as it is, until completion; 0 for a flush
-            or a discard.
-        priority: whose turn it is.
-        done: called with the operation by whoever takes it back from the device.
-        expected: of a read that begins with an object's header: what must have come. A device may check that, in a
-            thread of its own, and tell by ``verdict``; who reads checks what the device has not.
-        expected_units: how many units of the value, from the first on, come with the header.
-        pages: of a read into pages; ``address`` is that of the memory.
-        error: why it failed; None if it did not.
-        begin_ns: monotonic clock when the device got its first part.
-        end_ns: when it was complete, but for a check.
-        verdict: what ``check_object`` says of what came; None where the device did not check it, or failed.
+        kind: Kind of the operation.
+        offset: Offset in bytes, a multiple of 4096; 0 for a flush.
+        length: Bytes, a multiple of 4096; 0 for a flush; of one part for a read into pages.
+        address: Address of the memory, a multiple of 512; it must stay valid and unchanged until completion. 0 for a
+            flush or a discard.
+        priority: Priority of the operation.
+        done: Called with the operation on completion.
+        expected: Expected header of the object, for a read that begins with one. The device's thread may check it and
+            set ``verdict``; otherwise the reader checks it.
+        expected_units: Number of leading units of the value that the read contains.
+        pages: Target of a read into pages; ``address`` is that of the memory.
+        error: Error of a failed operation; None if it succeeded.
+        begin_ns: Monotonic time when the device received the first request.
+        end_ns: Monotonic time of completion, before the check.
+        verdict: Result of ``check_object``; None if the device did not check, or failed.
     """
 
     kind: OperationKind
@@ -132,7 +130,7 @@ class Operation:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that it moves in all."""
+        """Total bytes of the operation."""
         return self.length if self.pages is None else self.length * self.pages.verdicts.size
 
 
@@ -141,18 +139,18 @@ class BlockStatistics:
     """Counters of one device since it was opened.
 
     Attributes:
-        operations: done without error, by kind.
-        bytes: of these, by kind.
-        errors: operations that failed, by kind.
-        wait_ns: between submission and the first request to the device, summed, by priority.
-        service_ns: between the first request and completion, summed, by priority.
-        busy_ns: time in which the device had something to do.
-        oldest_ns: monotonic clock when the request that the device has for the longest went out; 0: it has none.
-        waiting: operations now, by priority, that have not gone out in full.
-        in_flight: requests that the device has now.
-        registered: memory regions that the kernel took.
-        last_error: errno of the last failure; 0 before there was one.
-        gone: the device answered as one that was removed.
+        operations: Successful operations, by kind.
+        bytes: Bytes of successful operations, by kind.
+        errors: Failed operations, by kind.
+        wait_ns: Total time from submission to the first request to the device, by priority.
+        service_ns: Total time from the first request to completion, by priority.
+        busy_ns: Time with at least one request in flight.
+        oldest_ns: Monotonic time when the oldest request in flight was sent; 0 if none is in flight.
+        waiting: Current operations with requests that were not sent yet, by priority.
+        in_flight: Current requests in flight.
+        registered: Number of memory regions registered with the kernel.
+        last_error: errno of the last failure; 0 if none.
+        gone: True if the device was removed.
     """
 
     operations: tuple[int, ...] = (0, 0, 0, 0)

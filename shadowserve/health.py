@@ -1,18 +1,17 @@
-"""The HTTP endpoint for those who operate a program: /metrics, /healthz and /readyz.
+"""HTTP endpoint for operators: /metrics, /healthz and /readyz.
 
-- ``/healthz``: whether the process works: its loops and threads answer within a bound. If not, restart it.
-- ``/readyz``: whether it should be sent work: recovered, listening, not draining, storage healthy. If not, wait.
+- ``/healthz``: the process works: its loops and threads answer in time. If it fails, restart the process.
+- ``/readyz``: the process can take work: recovered, listening, not draining, storage healthy. If it fails, wait.
 
-Both answer 200 or 503 with one line for each check, ``ok``, ``failed`` or ``warning``, its name and what was found. A
-warning does not fail the whole. Answers are made by threads of their own, so that a program whose loops stand still is
-found out and not waited for.
+Both answer 200 or 503, with one line per check: ``ok``, ``failed`` or ``warning``, the name, and the finding. A warning
+does not fail the answer. Separate threads make the answers, so they detect blocked loops.
 
-No client can keep a probe from its answer, which would have the program restarted. One thread reads the requests of all
-connections (http_front.py). Another one answers /healthz and /readyz and nothing else: it looks once for all that have
-asked by then, and its answers are so short that the kernel takes them at once. Metrics have threads of their own.
+No client can delay a probe, which would cause a restart. One thread reads the requests of all connections
+(http_front.py). Another thread answers only /healthz and /readyz: it runs the checks once for all waiting probes, and
+its answers fit the socket's buffer. Other threads answer /metrics.
 
-Nothing can be changed here, and yet not all may ask. What comes over the loopback interface must name it, by number or
-as localhost: a web page whose name has been made to lead there (DNS rebinding) reads nothing.
+Requests over the loopback interface must name it by IP address or as localhost. This stops web pages that use DNS
+rebinding.
 """
 
 import contextlib
@@ -35,33 +34,31 @@ from shadowserve import systemd
 from shadowserve.addresses import is_loopback
 from shadowserve.http_front import Front, Request
 
-__all__ = ["HEALTH_TIMEOUT_S", "Check", "Endpoint", "Watchdog", "answers", "check"]
-
 _log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S: Final = 5.0
-"""How long a loop may take to answer. Work on it takes milliseconds; on a machine that swaps, longer."""
+"""Time for a loop to answer. It needs milliseconds, and more on a machine that swaps."""
 
 _PROBES: Final = ("/healthz", "/readyz")
 _PROBES_MAX: Final = 64
-"""That wait to be answered together; more are told that the endpoint is busy."""
+"""Waiting probes; further ones get 503."""
 _OTHERS_THREADS: Final = 4
 _OTHERS_MAX: Final = 16
-"""Requests for metrics that wait, likewise."""
+"""Waiting requests for metrics; further ones get 503."""
 _ANSWER_TIMEOUT_S: Final = 10.0
-_BUSY: Final = b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\n\r\ntoo many ask at a time\n"
+_BUSY: Final = b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\n\r\ntoo many requests\n"
 _CONTENT_TYPE: Final = "text/plain; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        name: of what was looked at, such as ``engine thread``.
-        ok: whether it is as it should be.
-        text: what was found.
-        fatal: whether the whole is not well if this is not.
+        name: Name of the checked part, such as ``engine thread``.
+        ok: True if the part is healthy.
+        text: The finding.
+        fatal: True if a failure fails the whole answer; else it is a warning.
     """
 
     name: str
@@ -71,7 +68,7 @@ class Check:
 
     @property
     def failed(self) -> bool:
-        """Whether this fails the whole."""
+        """True if the check fails the whole answer."""
         return self.fatal and not self.ok
 
     def __str__(self) -> str:
@@ -82,41 +79,41 @@ Checks = Callable[[], Iterable[Check]]
 
 
 def check(name: str, ok: bool, well: str, ill: str, *, fatal: bool = True) -> Check:
-    """Return a check that found ``well`` if ``ok``, else ``ill``."""
+    """Return a check with the text ``well`` if ``ok``, else ``ill``."""
     return Check(name, ok, well if ok else ill, fatal)
 
 
 def answers(name: str, ask: Callable[[Callable[[], None]], Any], timeout_s: float = HEALTH_TIMEOUT_S) -> Check:
-    """Check that a loop does what it is handed, within a bound.
+    """Check that a loop runs a function in time.
 
     Args:
-        name: of the loop.
-        ask: hands a function to the loop, to be called there soon, such as ``loop.call_soon_threadsafe``.
-        timeout_s: how long that may take.
+        name: Name of the loop.
+        ask: Schedules a function on the loop, such as ``loop.call_soon_threadsafe``.
+        timeout_s: Time limit.
     """
     answered = threading.Event()
     begin = time.monotonic()
     try:
         ask(answered.set)
     except (RuntimeError, OSError) as error:
-        return Check(name, False, f"cannot be asked: {error}")
+        return Check(name, False, f"cannot be called: {error}")
     if not answered.wait(timeout_s):
         return Check(name, False, f"no answer within {timeout_s:g} s")
     return Check(name, True, f"answered in {1000 * (time.monotonic() - begin):.1f} ms")
 
 
 class Endpoint:
-    """An HTTP server on threads of its own.
+    """HTTP server on its own threads.
 
     Attributes:
-        port: that it listens on.
+        port: TCP port of the server.
     """
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry, *, health: Checks, ready: Checks) -> None:
-        """Start serving; port 0 takes a free one.
+        """Start the server; port 0 selects a free port.
 
         Raises:
-            OSError: the address cannot be listened on.
+            OSError: The server cannot listen on the address.
         """
         self._registry = registry
         self._checks = dict(zip(_PROBES, (health, ready), strict=True))
@@ -133,7 +130,7 @@ class Endpoint:
             thread.start()
 
     def close(self) -> None:
-        """Stop serving; requests under way are left to end by themselves."""
+        """Stop the server; running requests complete."""
         self._front.close()
         with contextlib.suppress(queue.Full):
             self._probes.put(None, timeout=HEALTH_TIMEOUT_S)
@@ -143,7 +140,7 @@ class Endpoint:
         self._threads[0].join(HEALTH_TIMEOUT_S)
 
     def _take(self, request: Request) -> None:
-        """Have a request answered, by the thread that is for it."""
+        """Queue a request for its thread."""
         try:
             (self._probes if request.path in self._checks else self._others).put_nowait(request)
         except queue.Full:
@@ -161,9 +158,9 @@ class Endpoint:
                     continue
                 try:
                     found = list(checks())
-                except Exception as error:  # a bug in a check must be seen, and leave the thread
+                except Exception as error:  # a bug in a check must not end the thread
                     _log.exception("checks_failed")
-                    found = [Check("checks", False, f"cannot be made: {error}")]
+                    found = [Check("checks", False, f"failed with an error: {error}")]
                 for request in asked:
                     _send(request, _answer(request, functools.partial(list, found), self._registry))
             if None in requests:
@@ -181,10 +178,10 @@ class Endpoint:
 
 
 class Watchdog:
-    """Tells systemd's watchdog that the program is alive, as long as its health checks say so."""
+    """Notifies systemd's watchdog while the health checks succeed."""
 
     def __init__(self, health: Checks) -> None:
-        """Start, if systemd wants to be told."""
+        """Start, if systemd has a watchdog for this process."""
         self._health = health
         self._stop = threading.Event()
         self._interval_s = systemd.watchdog_interval_s()
@@ -208,7 +205,7 @@ class Watchdog:
 
 
 def _send(request: Request, answer: bytes, timeout_s: float = 0.0) -> None:
-    """Send an answer and close; what the kernel does not take within a time is dropped."""
+    """Send an answer and close the connection; bytes not sent within the timeout are dropped."""
     with contextlib.suppress(OSError):
         request.socket.settimeout(timeout_s)
         request.socket.sendall(answer)
@@ -216,13 +213,13 @@ def _send(request: Request, answer: bytes, timeout_s: float = 0.0) -> None:
 
 
 def _answer(request: Request, checks: Checks, registry: CollectorRegistry) -> bytes:
-    """Return the answer to a whole request."""
+    """Return the HTTP answer to a complete request."""
     handler = _Handler(request, checks, registry)
     return handler.wfile.getvalue()
 
 
 def _names_loopback(host: str) -> bool:
-    """Return whether a Host header names an address by number, or this machine as itself does."""
+    """Return True if a Host header is an IP address or a name of localhost."""
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
     try:
         ipaddress.ip_address(name.strip("[]"))
@@ -232,7 +229,7 @@ def _names_loopback(host: str) -> bool:
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """Parses one request, which is there as a whole, and makes the answer, in memory."""
+    """Parses one complete request and makes the answer in memory."""
 
     server_version = "shadowserve"
     sys_version = ""
@@ -249,12 +246,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.handle_one_request()
 
     def parse_request(self) -> bool:
-        """Read the head of the request; answer it here if it is not to be answered otherwise."""
+        """Parse the request's header; refuse a request over loopback with another host name."""
         well = super().parse_request()
         if well and self._is_loopback:
             hosts = self.headers.get_all("Host", [])
             if len(hosts) > 1 or not all(map(_names_loopback, hosts)):
-                self._reply(421, _CONTENT_TYPE, b"this address is called localhost, 127.0.0.1 or [::1]\n")
+                self._reply(421, _CONTENT_TYPE, b"use localhost, 127.0.0.1 or [::1] as the host name\n")
                 return False
         return well
 
@@ -264,9 +261,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             encode, content_type = choose_encoder(self.headers.get("Accept", ""))
             try:
                 body = encode(self._registry)
-            except Exception:  # a collector's bug must be seen, here and by whoever scrapes
+            except Exception:  # a collector's bug must be visible in the log and to the scraper
                 _log.exception("metrics_failed")
-                self._reply(500, _CONTENT_TYPE, b"the metrics cannot be collected; the log says why\n")
+                self._reply(500, _CONTENT_TYPE, b"the metrics cannot be collected; see the log\n")
                 return
             self._reply(200, content_type, body)
         elif path in _PROBES:
@@ -275,7 +272,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             body = "".join(f"{line}\n" for line in (*found, "failed" if failed else "ok"))
             self._reply(503 if failed else 200, _CONTENT_TYPE, body.encode())
         else:
-            self._reply(404, _CONTENT_TYPE, b"there are /metrics, /healthz and /readyz\n")
+            self._reply(404, _CONTENT_TYPE, b"known paths: /metrics, /healthz and /readyz\n")
 
     do_HEAD = do_GET
 
@@ -290,4 +287,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log no requests: a probe asks every second."""
+        """Log no requests: probes come every second."""

@@ -1,8 +1,8 @@
-"""Requests of an HTTP endpoint, read by one thread from all connections at a time: none of them can occupy it.
+"""Reader of HTTP requests: one thread reads all connections, and no connection can block it.
 
-A connection has a deadline and a size for its whole request. Those that have not sent theirs yet are bounded, in all
-and of one address; beyond it the one that came first makes way, of the address that has most. A whole request is
-answered by another thread, so that an answer that takes long keeps no request from being read.
+A connection has a deadline and a size limit for its request. The number of connections without a complete request is
+limited, in total and per address; over the limit the oldest one of the address with most is closed. Other threads
+answer complete requests, so slow answers do not delay reading.
 """
 
 import contextlib
@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["Front", "Request"]
-
 _log = logging.getLogger(__name__)
 
 _REQUEST_TIMEOUT_S: Final = 10.0
@@ -27,16 +25,16 @@ _BACKLOG: Final = 511
 _ACCEPTS_PER_TURN: Final = 64
 _RECEIVE_BYTES: Final = 4 << 10
 _RETRY_S: Final = 0.1
-"""Until connections are accepted again, when there are no descriptors left."""
+"""Pause of accepting connections when the process has no descriptors left."""
 
 
 class Request:
-    """A request that is whole, or a connection whose request is still to come.
+    """A connection and its request, complete or not.
 
     Attributes:
-        socket: to answer to.
-        address: of the client, without its port.
-        data: what has come.
+        socket: Socket of the connection.
+        address: Client's address without port.
+        data: Received bytes.
     """
 
     __slots__ = ("address", "data", "ends_s", "socket")
@@ -49,7 +47,7 @@ class Request:
 
     @property
     def path(self) -> str:
-        """The path that is asked for, without a query; empty where the first line is none of HTTP's."""
+        """Requested path without query; empty if the first line is not HTTP."""
         words = self.data.split(b"\n", 1)[0].split()
         return words[1].partition(b"?")[0].decode("latin-1") if len(words) >= 2 else ""
 
@@ -68,22 +66,22 @@ class Request:
 
 
 class Front:
-    """A listening socket, and the thread that reads requests.
+    """A listening socket and the thread that reads requests.
 
     Attributes:
-        port: that it listens on.
+        port: TCP port of the socket.
     """
 
     def __init__(self, host: str, port: int, answer: Callable[[Request], None]) -> None:
-        """Start to listen; port 0 takes a free one.
+        """Start to listen; port 0 selects a free port.
 
         Args:
-            host: address, or name of one.
+            host: IP address or name.
             port: TCP port.
-            answer: called with each whole request, in the thread that reads; must not wait for anything.
+            answer: Called with each complete request in the reading thread; must not block.
 
         Raises:
-            OSError: the address cannot be listened on.
+            OSError: The address cannot be used.
         """
         family, _, _, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -92,7 +90,7 @@ class Front:
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._answer = answer
-        self._awaited: dict[str, dict[socket.socket, Request]] = {}  # of each address, the oldest first
+        self._awaited: dict[str, dict[socket.socket, Request]] = {}  # by address, the oldest first
         self._count = 0
         self._stopped = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -104,7 +102,7 @@ class Front:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening, and hang up on those whose requests have not come."""
+        """Stop listening, and close connections without a complete request."""
         self._stopped = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
@@ -119,7 +117,7 @@ class Front:
         while not self._stopped:
             try:
                 self._turn()
-            except Exception:  # a bug of ours must not leave the program without health answers
+            except Exception:  # a bug must not leave the program without health answers
                 _log.exception("http_failed")
                 time.sleep(_RETRY_S)
 
@@ -149,7 +147,7 @@ class Front:
                 sock, address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no descriptors: the listener stays readable, and the thread would spin
+            except OSError as error:  # without descriptors the listener stays readable, and the thread would spin
                 _log.warning("http_accept_failed error=%r retry_s=%g", str(error), _RETRY_S)
                 self._selector.unregister(self._listener)
                 self._accepts_again_s = time.monotonic() + _RETRY_S
@@ -160,7 +158,7 @@ class Front:
             of_address[sock] = request
             self._count += 1
             self._selector.register(sock, selectors.EVENT_READ, request)
-            self._read(request)  # most often the request comes with the connection
+            self._read(request)  # the request usually arrives with the connection
             if len(of_address) > _AWAITED_OF_ADDRESS_MAX or self._count > _AWAITED_MAX:
                 most = of_address if len(of_address) > _AWAITED_OF_ADDRESS_MAX else self._largest()
                 self._hang_up(next(iter(most.values())))

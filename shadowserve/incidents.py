@@ -1,25 +1,22 @@
-"""What clients may do as often as they like, in a log: the first of an address at once, then once a minute a count.
+"""Log rate limit for events that clients can cause: the first ones at once, then one line per minute with a count.
 
-A client with a certificate that is not accepted comes again and again, a web page asks as often as it likes, whoever
-scans ports does so from many addresses, and whoever is denied something may ask for it a million times, to push out
-what else the audit log knows: a line for each would fill the log. The counters have all of them.
+A client can repeat a refused request millions of times, from many addresses. One line for each would fill the log and
+push out other audit lines. Counters count every event.
 """
 
 from typing import Final, NamedTuple
 
-__all__ = ["CALLERS_MAX", "INTERVAL_S", "LINES_MAX", "OTHERS", "Incidents", "Repeated"]
-
 INTERVAL_S: Final = 60.0
 CALLERS_MAX: Final = 256
-"""Told apart at a time, for each event: the machines of a fleet. What further ones do is counted together."""
+"""Callers with their own lines, per event. Further callers share one count."""
 LINES_MAX: Final = 4
-"""Of one caller, told at once: a client has two or three reasons until its certificate is right."""
+"""Immediate lines per caller and minute: a client may have several reasons until its certificate is right."""
 OTHERS: Final = "others"
-"""What stands for the callers beyond CALLERS_MAX."""
+"""Name of the callers beyond CALLERS_MAX."""
 
 
 class Repeated(NamedTuple):
-    """What happened to one caller without a line of its own; ``reason`` is the last one's."""
+    """Events of one caller that were counted instead of logged; ``reason`` is the last one's."""
 
     event: str
     caller: str
@@ -39,11 +36,11 @@ class _Caller:
 
 
 class Incidents:
-    """What happened lately, to whom, and how often since it was told; used by one thread at a time.
+    """Recent events by caller. Not thread-safe.
 
     Args:
-        lines_max: lines of one event and one caller in a minute, before its rest is counted.
-        alike: whether what is told already is told again.
+        lines_max: Immediate lines per event, caller and minute.
+        alike: Log a reason again that was logged already.
     """
 
     def __init__(self, lines_max: int = LINES_MAX, *, alike: bool = False) -> None:
@@ -52,7 +49,7 @@ class Incidents:
         self._events: dict[str, dict[str, _Caller]] = {}  # by event and caller, in the order in which they are due
 
     def note(self, event: str, caller: str, reason: str, now_s: float) -> bool:
-        """Take note of an event; return whether the log is to have a line for it."""
+        """Count an event; return True if the caller should log it now."""
         peers = self._events.setdefault(event, {})
         if caller not in peers and len(peers) - (OTHERS in peers) >= CALLERS_MAX:
             caller = OTHERS
@@ -69,7 +66,7 @@ class Incidents:
         return False
 
     def due(self, now_s: float) -> list[Repeated]:
-        """Return what is still to be told of those whose minute is over; forget those of whom there is nothing."""
+        """Return the counts of callers whose minute is over; drop callers without new events."""
         repeated = []
         for event, peers in list(self._events.items()):
             while peers:

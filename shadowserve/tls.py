@@ -1,8 +1,8 @@
-"""Certificates and keys, read and checked before a wire uses them, and what is wrong where TLS does not come about.
+"""TLS: reading and checking certificates and keys, and finding the cause of a failed handshake.
 
-gRPC says little of a handshake that fails: a server that turns a client away looks like a connection that broke, and a
-call that waits for a connection says that time is up. So :func:`read_key_pair` finds at the start what can be found in
-the files, and :func:`diagnose` repeats a failed handshake with OpenSSL, which says why.
+gRPC reports little about a failed handshake: a rejected client sees a broken connection or a timeout. So
+:func:`read_key_pair` checks the files at start, and :func:`diagnose` repeats a failed handshake with OpenSSL to get the
+cause.
 """
 
 import os
@@ -19,24 +19,10 @@ from shadowserve.errors import ConfigurationError
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
-__all__ = [
-    "Credentials",
-    "FileState",
-    "KeyPair",
-    "Renewed",
-    "check_pair",
-    "check_served",
-    "diagnose",
-    "distrust",
-    "file_state",
-    "read_authorities",
-    "read_key_pair",
-]
-
 _T = TypeVar("_T")
 
 FileState = tuple[tuple[int, int, int] | None, ...]
-"""Inode, size and time of each of some files; ``None`` for one that cannot be seen."""
+"""Inode, size and modification time of each file; ``None`` if it is not accessible."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +30,9 @@ class KeyPair:
     """A certificate with its private key.
 
     Attributes:
-        chain: the certificate and those that signed it, PEM.
-        key: PEM.
-        expires: of the certificate, in UTC.
+        chain: The certificate and its intermediate certificates, PEM.
+        key: The private key, PEM.
+        expires: Expiry of the certificate, UTC.
     """
 
     chain: bytes
@@ -56,12 +42,12 @@ class KeyPair:
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """What a client brings to a TLS connection, as files.
+    """Files and name for a client's TLS connection.
 
     Attributes:
-        authorities: that servers' certificates are checked with.
-        certificate, key: of the client itself; empty for none.
-        server_name: that the server's certificate must hold; empty for the name or IP in the address.
+        authorities: File of authorities that sign server certificates.
+        certificate, key: Files of the client's certificate and key; empty if it has none.
+        server_name: Expected name in the server's certificate; empty: the name or IP in the address.
     """
 
     authorities: str
@@ -71,33 +57,31 @@ class Credentials:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """All files that are named."""
+        """All configured files."""
         return tuple(path for path in (self.authorities, self.certificate, self.key) if path)
 
 
 def check_pair(certificate: str, key: str, *, prefix: str = "") -> None:
-    """Raise ValueError where a configuration names a certificate without its private key, or the key alone.
+    """Raise ValueError if only one of certificate and private key is configured.
 
     Args:
-        certificate, key: the files; empty for none.
-        prefix: of the keys of the configuration, for the message.
+        certificate, key: The files; empty if not configured.
+        prefix: Prefix of the configuration keys, for the message.
     """
     if bool(certificate) != bool(key):
         given, missing = ("tls_cert", "tls_key") if certificate else ("tls_key", "tls_cert")
-        raise ValueError(
-            f"{prefix}{given} is given without {prefix}{missing}; a certificate and its private key go together"
-        )
+        raise ValueError(f"{prefix}{given} is given without {prefix}{missing}; set both or none")
 
 
 def check_served(certificate: str, key: str, client_authorities: str) -> None:
-    """Raise ValueError where what a server is to show its clients, and to ask of them, does not fit together."""
+    """Raise ValueError if a server's TLS settings contradict each other."""
     check_pair(certificate, key)
     if client_authorities and not certificate:
-        raise ValueError("tls_client_ca is given without tls_cert and tls_key: there is no TLS without them")
+        raise ValueError("tls_client_ca is given without tls_cert and tls_key: TLS needs them")
 
 
 def file_state(paths: tuple[str, ...]) -> FileState:
-    """Return what changes when one of the files is replaced or written."""
+    """Return a value that changes when one of the files is replaced or written."""
 
     def one(path: str) -> tuple[int, int, int] | None:
         try:
@@ -110,17 +94,17 @@ def file_state(paths: tuple[str, ...]) -> FileState:
 
 
 class Renewed(Generic[_T]):
-    """What is made of files, and made anew when they change, so that a renewed certificate needs no restart.
+    """An object made from files, and made again when they change: a renewed certificate needs no restart.
 
-    Files that cannot be used are refused at the start. Later, what was made before stays in use.
+    Invalid files are refused at the start. If later files are invalid, the earlier object stays in use.
 
     Args:
-        paths: of the files; empty ones are left out.
-        make: makes it, or raises ConfigurationError.
-        unusable: told why what is new cannot be used, once for each change.
+        paths: Paths of the files; empty ones are ignored.
+        make: Makes the object, or raises ConfigurationError.
+        unusable: Called with the error of invalid new files, once per change.
 
     Raises:
-        ConfigurationError: a file cannot be used.
+        ConfigurationError: A file is invalid.
     """
 
     def __init__(
@@ -134,7 +118,7 @@ class Renewed(Generic[_T]):
         self._made = make()
 
     def current(self) -> _T:
-        """Return what is to be used now; from any thread."""
+        """Return the current object. Thread-safe."""
         with self._lock:
             state = file_state(self._paths)
             if state != self._state:
@@ -147,15 +131,15 @@ class Renewed(Generic[_T]):
 
 
 def read_key_pair(certificate: str, key: str, *, prefix: str = "") -> KeyPair:
-    """Read a certificate (``tls_cert``) and its private key (``tls_key``), and check that they can be used now.
+    """Read a certificate (``tls_cert``) and its private key (``tls_key``), and check that they are valid now.
 
     Args:
-        certificate, key: the files.
-        prefix: of the keys of the configuration, for messages.
+        certificate, key: The files.
+        prefix: Prefix of the configuration keys, for messages.
 
     Raises:
-        ConfigurationError: a file that cannot be read or is not PEM, a key with a passphrase or of another certificate,
-            a certificate that has expired or is not valid yet.
+        ConfigurationError: A file cannot be read or is not PEM, the key has a passphrase or belongs to another
+            certificate, or the certificate has expired or is not valid yet.
     """
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -165,9 +149,9 @@ def read_key_pair(certificate: str, key: str, *, prefix: str = "") -> KeyPair:
         loaded = load_pem_private_key(private, password=None)
     except TypeError:
         raise ConfigurationError(
-            f"{prefix}tls_key: {key} is protected by a passphrase, which nobody is there to type; give it without one"
+            f"{prefix}tls_key: {key} has a passphrase; a server cannot enter it: remove the passphrase"
         ) from None
-    except Exception as error:  # ValueError, or what the library makes of a kind of key that it does not know
+    except Exception as error:  # ValueError, or the library's error for an unknown type of key
         raise ConfigurationError(f"{prefix}tls_key: {key} holds no private key in PEM{_cause(error)}") from None
     if loaded.public_key() != leaf.public_key():
         raise ConfigurationError(f"{prefix}tls_key: {key} is not the key of the certificate {certificate}")
@@ -186,14 +170,14 @@ def read_key_pair(certificate: str, key: str, *, prefix: str = "") -> KeyPair:
 
 
 def read_authorities(key: str, path: str) -> bytes:
-    """Return the certificates (PEM) of a file of authorities.
+    """Return the content of a file of authorities, PEM.
 
     Args:
-        key: of the configuration, for messages.
-        path: of the file.
+        key: Configuration key, for messages.
+        path: Path of the file.
 
     Raises:
-        ConfigurationError: it cannot be read, or holds none.
+        ConfigurationError: The file cannot be read, or holds no certificate.
     """
     content = _read(key, path)
     _certificates(key, path, content)
@@ -218,23 +202,23 @@ def _certificates(key: str, path: str, content: bytes) -> "list[Certificate]":
 
 
 def _cause(error: Exception) -> str:
-    """Return what a library says of a file, without its advice to those who program with it."""
+    """Return a library's error text without its advice for programmers."""
     text = str(error).partition(" See https:")[0].rstrip(".")
     return f": {text}" if text else ""
 
 
 def diagnose(host: str, port: int, credentials: Credentials | None, timeout: float) -> str:
-    """Return why TLS does not come about with a server, in one sentence; empty where that is not the reason.
+    """Return the cause of a failed TLS handshake as a sentence; empty if TLS is not the cause.
 
     Args:
-        host, port: of the server.
-        credentials: of the client; ``None`` for one that does not speak TLS.
-        timeout: seconds for all of it.
+        host, port: Address of the server.
+        credentials: Credentials of the client; ``None`` if it does not use TLS.
+        timeout: Seconds in total.
     """
     try:
         context = _context(credentials)
     except (ssl.SSLError, OSError, ValueError) as error:
-        return f"TLS: our own certificates cannot be used: {error}"
+        return f"TLS: this host's certificates cannot be used: {error}"
     name = (credentials.server_name if credentials else "") or host
     try:
         with socket.create_connection((host, port), timeout=max(timeout / 2, 0.01)) as plain:
@@ -244,20 +228,20 @@ def diagnose(host: str, port: int, credentials: Credentials | None, timeout: flo
             wrapped.settimeout(max(timeout / 2, 0.01))
             wrapped.connect(address)
             if credentials is None:
-                return "TLS: the data plane speaks it, and this host is not configured to: set tls_ca"
-            # A server checks its client after the handshake. One that speaks HTTP/2 then speaks first; gRPC's just
-            # closes where it does not like what it has seen.
-            return "" if wrapped.recv(1) else _turned_away(credentials)
+                return "TLS: the data plane uses TLS and this host does not: set tls_ca"
+            # The server checks the client's certificate after the handshake. An HTTP/2 server sends first; gRPC closes
+            # the connection if it rejects the client.
+            return "" if wrapped.recv(1) else _rejected(credentials)
     except ssl.SSLCertVerificationError as error:
-        return distrust(error.verify_message or str(error.reason), name, "the data plane")
+        return rejection(error.verify_message or str(error.reason), name, "the data plane")
     except ssl.SSLError as error:
-        if credentials is None:  # no TLS there either
+        if credentials is None:  # the server does not use TLS either
             return ""
         reason = error.reason or str(error)
         if "WRONG_VERSION_NUMBER" in reason:
-            return "TLS: what answers there does not speak TLS: give it tls_cert and tls_key, or unset tls_ca here"
+            return "TLS: the server does not use TLS: set its tls_cert and tls_key, or unset tls_ca here"
         return f"TLS: the handshake failed ({reason})"
-    except (OSError, ValueError):  # nobody there, or silent: another reason
+    except (OSError, ValueError):  # no server, or no answer: TLS is not the cause
         return ""
 
 
@@ -274,27 +258,27 @@ def _context(credentials: Credentials | None) -> ssl.SSLContext:
     return context
 
 
-def _turned_away(credentials: Credentials) -> str:
+def _rejected(credentials: Credentials) -> str:
     if not credentials.certificate:
-        return "TLS: the data plane wants a certificate of its clients: set tls_cert and tls_key"
+        return "TLS: the data plane requires a client certificate: set tls_cert and tls_key"
     try:
         read_key_pair(credentials.certificate, credentials.key)
     except ConfigurationError as error:
-        return f"TLS: the data plane does not take our certificate: {error}"
+        return f"TLS: the data plane rejects this host's certificate: {error}"
     return (
-        f"TLS: the data plane does not take our certificate {credentials.certificate}: its tls_client_ca did not sign "
-        "it, or its clock is wrong; its log says why"
+        f"TLS: the data plane rejects this host's certificate {credentials.certificate}: its tls_client_ca did not "
+        "sign it, or its clock is wrong; see its log"
     )
 
 
-def distrust(reason: str, name: str, whose: str, *, prefix: str = "") -> str:
-    """Return why a server's certificate is not taken, and what to do about it.
+def rejection(reason: str, name: str, whose: str, *, prefix: str = "") -> str:
+    """Return why a server's certificate was rejected, and what to do.
 
     Args:
-        reason: as OpenSSL says it.
-        name: that the certificate was to hold.
-        whose: such as ``the data plane``.
-        prefix: of our keys of the configuration.
+        reason: OpenSSL's reason.
+        name: Expected name in the certificate.
+        whose: Name of the server, such as ``the data plane``.
+        prefix: Prefix of this side's configuration keys.
     """
     text = reason.lower()
     if "expired" in text:
@@ -302,6 +286,6 @@ def distrust(reason: str, name: str, whose: str, *, prefix: str = "") -> str:
     if "mismatch" in text or "not valid for" in text:
         return (
             f"TLS: {whose}'s certificate is not for '{name}' ({reason}): set {prefix or 'tls_'}server_name to a name "
-            "that it holds, or make one that holds this one"
+            "in it, or issue a certificate with this name"
         )
     return f"TLS: {whose}'s certificate is not signed by an authority in {prefix}tls_ca ({reason})"

@@ -170,12 +170,12 @@ def test_each_reason_for_no_tls_is_told(
             plane, own(certificates, foreign)
         )
         assert "its tls_client_ca did not sign it" in refusal(plane, own(foreign, certificates))
-        assert "TLS: the data plane wants a certificate of its clients: set tls_cert" in refusal(
+        assert "TLS: the data plane requires a client certificate: set tls_cert" in refusal(
             plane, own(certificates, certificate="", key="")
         )
         text = refusal(plane, own(certificates, server_name="dpu-of-another.example"))
         assert "is not for 'dpu-of-another.example'" in text and "tls_server_name" in text
-        assert "TLS: the data plane speaks it, and this host is not configured to: set tls_ca" in refusal(plane, None)
+        assert "TLS: the data plane uses TLS and this host does not: set tls_ca" in refusal(plane, None)
         # A certificate that expires while the engine runs.
         monkeypatch.setattr(
             host_control.connection,
@@ -183,13 +183,13 @@ def test_each_reason_for_no_tls_is_told(
             lambda certificate, key: KeyPair(Path(certificate).read_bytes(), Path(key).read_bytes(), datetime.max),
         )
         text = refusal(plane, own(expired))
-        assert "TLS: the data plane does not take our certificate: tls_cert" in text and "has expired on" in text
+        assert "TLS: the data plane rejects this host's certificate: tls_cert" in text and "has expired on" in text
     with serving(expired) as plane:
         assert "TLS: the data plane's certificate (its tls_cert) has expired" in refusal(plane, own(certificates))
 
 
 def test_a_data_plane_without_tls_is_told_from_one_that_is_away(plane: ScriptedDataPlane, certificates: Path) -> None:
-    assert "does not speak TLS" in refusal(plane, own(certificates))
+    assert "does not use TLS" in refusal(plane, own(certificates))
     plane.stop()
     with connecting(plane, own(certificates)) as client:
         with pytest.raises(DataPlaneError, match="no data plane answers") as error:

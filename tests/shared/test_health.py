@@ -162,7 +162,7 @@ def test_a_loop_that_does_not_answer_is_found_out() -> None:
     def closed(call: Callable[[], None]) -> None:
         raise RuntimeError("Event loop is closed")
 
-    assert answers("loop", closed).text == "cannot be asked: Event loop is closed"
+    assert answers("loop", closed).text == "cannot be called: Event loop is closed"
 
 
 @pytest.fixture

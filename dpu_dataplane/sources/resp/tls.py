@@ -74,7 +74,7 @@ def distrust(reason: str, name: str) -> str:
     """
     text = reason.lower()
     if any(words in text for words in ("expired", "mismatch", "not valid for", "verify failed")):
-        return tls.distrust(reason, name, "the storage server", prefix="storage_")
+        return tls.rejection(reason, name, "the storage server", prefix="storage_")
     if "version number" in text or "packet length" in text or "record layer" in text:
         return "TLS: what answers there does not speak TLS: give it a certificate, or unset storage_tls_ca"
     if "alert" in text:
