@@ -1,10 +1,8 @@
-"""The time of day."""
+"""Wall clock."""
 
 import time
 
-__all__ = ["wall_clock_ms"]
-
 
 def wall_clock_ms() -> int:
-    """Return Unix time in milliseconds: what expiry times are in, because clients may give them so (EXAT)."""
+    """Return Unix time in milliseconds, the unit of expiry times."""
     return time.time_ns() // 1_000_000

@@ -1,8 +1,7 @@
-"""Which cores a process may use: what it was given, and how to give up all but some of them.
+"""CPU cores of a process: the usable ones, and how to limit all threads to some of them.
 
-What ``taskset``, a cgroup's cpuset or a parent process allows is what the kernel reports for the process, so respecting
-those takes no more than asking it. A partition keeps only if it holds for *every* thread: a library that starts threads
-while it is imported (OpenBLAS does) has started them before any of our code runs.
+The kernel reports the cores that ``taskset``, a cgroup's cpuset or a parent process allows. A limit must cover *every*
+thread: libraries such as OpenBLAS start threads during import, before any of our code runs.
 """
 
 import contextlib
@@ -15,26 +14,24 @@ from pydantic import Field
 
 from shadowserve.errors import ConfigurationError
 
-__all__ = ["ProcessCores", "chosen_cores", "confine", "on_cores", "usable_cores"]
-
 ProcessCores = Literal["auto"] | list[Annotated[int, Field(ge=0, le=4095)]]
-"""Cores of a whole process; ``auto``: those that it was given (taskset, cgroup)."""
+"""Cores of a process; ``auto``: all cores that taskset and cgroups allow."""
 
 
 def usable_cores() -> list[int]:
-    """Return the cores that this process may use, ascending."""
+    """Return the numbers of the cores that this process may use, ascending."""
     return sorted(os.sched_getaffinity(0))
 
 
 def chosen_cores(key: str, cores: ProcessCores) -> list[int]:
-    """Return what a configured ``cores`` stands for, ascending.
+    """Return the core numbers of a configured ``cores`` value, ascending.
 
     Args:
-        key: its name, for messages.
-        cores: as configured.
+        key: Configuration key, for messages.
+        cores: Configured value.
 
     Raises:
-        ConfigurationError: a core that this process may not use, or an empty list.
+        ConfigurationError: The process may not use a core, or the list is empty.
     """
     usable = usable_cores()
     if cores == "auto":
@@ -43,27 +40,27 @@ def chosen_cores(key: str, cores: ProcessCores) -> list[int]:
     if absent or not cores:
         raise ConfigurationError(
             f"{key}: " + (f"core {absent[0]} is not" if absent else "an empty list; give some of")
-            + f" among the cores this process may use: {', '.join(map(str, usable))} (see taskset and cgroups)"
+            + f" among the cores that this process may use: {', '.join(map(str, usable))} (see taskset and cgroups)"
         )  # fmt: skip
     return sorted(set(cores))
 
 
 def confine(cores: Iterable[int]) -> None:
-    """Let no thread of this process run anywhere but on ``cores``, those included that are started later.
+    """Limit all threads of this process to ``cores``, including later threads.
 
-    New threads inherit from the one that starts them. So the threads are gone through until none is left that had
-    more; one that is started meanwhile by a thread not seen yet is found in the next turn.
+    New threads inherit the limit of their parent. So the loop repeats until no thread has other cores: it then also
+    covers threads that were started during the loop.
     """
     wanted = set(cores)
     while loose := [task for task in _tasks() if _cores_of(task) - wanted]:
         for task in loose:
-            with contextlib.suppress(ProcessLookupError):  # the thread has just ended
+            with contextlib.suppress(ProcessLookupError):  # the thread has ended
                 os.sched_setaffinity(task, wanted)
 
 
 @contextlib.contextmanager
 def on_cores(cores: Iterable[int]) -> Iterator[None]:
-    """Run the calling thread on ``cores`` while the context lasts, and the threads and processes that it starts."""
+    """Context in which the calling thread, and threads and processes that it starts, run on ``cores``."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, set(cores))
     try:

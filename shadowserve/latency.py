@@ -1,25 +1,23 @@
-"""Durations sorted into buckets: cheap enough for every operation of a device, and what Prometheus's histograms are."""
+"""Latency histograms for Prometheus."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["LATENCY_SECONDS", "LatencyHistogram"]
-
 LATENCY_SECONDS: Final = (
     *(0.000_01, 0.000_025, 0.000_05, 0.000_1, 0.000_25, 0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05, 0.1),
     *(0.25, 0.5, 1.0, 2.5, 10.0),
 )
-"""Upper bounds of the buckets of device operations: from a read out of a device's cache to a device that retries."""
+"""Upper bounds of the buckets for device operations, from a cache hit to a device that retries."""
 
 
 class LatencyHistogram:
-    """Counts of durations by bucket; cheap enough for every operation, and read without a lock.
+    """Counts of durations by bucket. Cheap enough for every operation; reading needs no lock.
 
     Attributes:
-        bounds_ns: upper bounds of the buckets; one more bucket is beyond the last.
-        counts: of each bucket.
-        sum_ns: of all durations.
+        bounds_ns: Upper bounds of the buckets; one more bucket follows the last bound.
+        counts: Number of durations per bucket.
+        sum_ns: Sum of all durations.
     """
 
     __slots__ = ("bounds_ns", "counts", "sum_ns")
@@ -38,7 +36,7 @@ class LatencyHistogram:
         return sum(self.counts)
 
     def quantile_ns(self, share: float) -> float:
-        """Return about what ``share`` of the durations are below, within their bucket; 0 without any."""
+        """Return the estimated quantile ``share`` (0 to 1) of the durations; 0 if there are none."""
         target = share * self.count
         below = 0
         for index, count in enumerate(self.counts):
@@ -50,7 +48,7 @@ class LatencyHistogram:
         return 0.0
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Return Prometheus's buckets: upper bound in seconds, and how many are at most that."""
+        """Return Prometheus' buckets: upper bound in seconds, and the number of durations up to it."""
         total = 0
         buckets: list[tuple[str, float]] = []
         for bound, count in zip((*self.bounds_ns, None), self.counts, strict=True):

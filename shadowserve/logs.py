@@ -1,8 +1,8 @@
-"""Log lines of the long-lived programs: as text for people, or one JSON object a line for machines.
+"""Log lines of the daemons: text, or one JSON object per line.
 
-Programs log an event by its name and fields, ``_log.info("client_denied address=%s:%d reason=%r", host, port, why)``,
-or a sentence. In both formats a line is the same event with the same fields; JSON keeps numbers as numbers. The fields
-are read from the template, never from the text that it becomes, so what a client sends adds neither field nor line.
+Programs log an event with its name and fields, ``_log.info("client_denied address=%s:%d reason=%r", host, port, why)``,
+or a sentence. Both formats have the same events and fields; JSON keeps numbers as numbers. Fields come from the
+template, never from the formatted text, so a client's input adds neither fields nor lines.
 """
 
 import json
@@ -12,15 +12,13 @@ import sys
 import time
 from typing import Any, Final, Literal, TextIO, TypeAlias
 
-__all__ = ["JsonFormatter", "LogFormat", "TextFormatter", "configure_logging", "fields_of"]
-
 LogFormat: TypeAlias = Literal["text", "json"]
 
 _EVENT: Final = re.compile(r"([a-z][a-z0-9_]*)((?: [a-z][a-z0-9_]*=(?:'[^']*'|\S+))*)")
 _FIELD: Final = re.compile(r" ([a-z][a-z0-9_]*)=('[^']*'|\S+)")
 _SPECIFIER: Final = re.compile(r"%(?:%|[-#0 +]*\d*(?:\.\d+)?[sdrxXgGeEfFiuoac])")
 _CONTROLS: Final = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-"""What breaks a line, steers a terminal or turns text round: C0, C1, separators, bidirectional overrides."""
+"""Characters that break a line, control a terminal or reverse text: C0, C1, separators, bidirectional overrides."""
 _ESCAPES: Final = {code: repr(chr(code))[1:-1] for code in _CONTROLS if chr(code) != "\t"}
 _OURS: Final = frozenset({"time", "level", "logger", "event", "message", "exception"})
 
@@ -32,12 +30,12 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the line without its exception; it is one line, whatever is in it."""
+        """Return the message as one line; control characters are escaped."""
         return super().formatMessage(record).translate(_ESCAPES)
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: ``time`` (UTC), ``level``, ``logger``, then ``event`` and its fields, or a ``message``."""
+    """One object per line: ``time`` (UTC), ``level``, ``logger``, then ``event`` and its fields, or a ``message``."""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -58,7 +56,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def fields_of(record: logging.LogRecord) -> tuple[str, dict[str, Any]] | None:
-    """Return the event and the fields that a record holds, or None if it is a sentence."""
+    """Return the event's name and fields; None if the record is a sentence."""
     template = record.msg
     match = _EVENT.fullmatch(template) if isinstance(template, str) else None
     if match is None:
@@ -77,12 +75,12 @@ def fields_of(record: logging.LogRecord) -> tuple[str, dict[str, Any]] | None:
 
 
 def configure_logging(level: str, form: LogFormat, stream: TextIO | None = None) -> None:
-    """Have every log line of this process written to ``stream``, by default standard error.
+    """Write all log lines of this process to a stream.
 
     Args:
-        level: least severe level to write, in any case.
+        level: Lowest level to write, in upper or lower case.
         form: ``text`` or ``json``.
-        stream: where to.
+        stream: Output; default: standard error.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())

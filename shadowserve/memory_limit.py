@@ -1,4 +1,4 @@
-"""How much memory this machine has for a process, and whether a configuration asks for more."""
+"""Memory limit of this process, and the check of configured memory budgets against it."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -9,18 +9,16 @@ from typing import Final
 from shadowserve.errors import ConfigurationError
 from shadowserve.sizes import human_size
 
-__all__ = ["MemoryLimit", "check_memory", "memory_limit"]
-
 _THIS_MACHINE: Final = Path("/")
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The most memory that a process can have.
+    """Upper limit of a process's memory.
 
     Attributes:
-        size: bytes.
-        what: sets it, for messages: the machine, or the limit of a control group with its file.
+        size: Limit in bytes.
+        what: Origin of the limit, for messages: the machine, or a control group and its file.
     """
 
     size: int
@@ -28,34 +26,31 @@ class MemoryLimit:
 
 
 def memory_limit(root: Path = _THIS_MACHINE) -> MemoryLimit | None:
-    """Return the least of the machine's memory and the limits of the control groups that this process is in.
+    """Return the smallest of the machine's memory and the limits of this process's control groups; None if unknown.
 
     Args:
-        root: of the system whose /proc and /sys are read.
-
-    Returns:
-        None where the system does not say.
+        root: Root folder of /proc and /sys.
     """
     limits = [*_of_machine(root), *_of_groups(root)]
     return min(limits, key=lambda limit: limit.size, default=None)
 
 
 def check_memory(budgets: Mapping[str, int], root: Path = _THIS_MACHINE) -> None:
-    """Refuse a configuration that asks for more memory than a process can have here.
+    """Refuse memory budgets that exceed this process's memory limit in total.
 
     Args:
-        budgets: bytes by the key of the configuration that sets them; they are wanted all together.
-        root: of the system whose /proc and /sys are read.
+        budgets: Bytes by configuration key.
+        root: Root folder of /proc and /sys.
 
     Raises:
-        ConfigurationError: they are more; the message names the keys and the limit.
+        ConfigurationError: The total exceeds the limit; the message names the keys and the limit.
     """
     limit, total = memory_limit(root), sum(budgets.values())
     if limit is None or total <= limit.size:
         return
     wanted = " and ".join(f"{key} ({human_size(size)})" for key, size in budgets.items() if size)
     together = f", {human_size(total)} together," if len(budgets) > 1 else ""
-    raise ConfigurationError(f"{wanted}{together} is more memory than {limit.what}; write less")
+    raise ConfigurationError(f"{wanted}{together} is more memory than {limit.what}; set less")
 
 
 def _of_machine(root: Path) -> Iterator[MemoryLimit]:
@@ -66,9 +61,9 @@ def _of_machine(root: Path) -> Iterator[MemoryLimit]:
 
 
 def _of_groups(root: Path) -> Iterator[MemoryLimit]:
-    """Yield the limits of this process's control group and of those that it lies in, of version 1 and version 2.
+    """Yield the limits of this process's control group and its parents, for cgroup versions 1 and 2.
 
-    In a container the path may be one that only the host has: then the mount's root is the container's own group.
+    In a container the path may exist only on the host: then the mount's root is the container's group.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
@@ -83,7 +78,7 @@ def _of_groups(root: Path) -> Iterator[MemoryLimit]:
             if not folder.is_relative_to(mount):
                 break
             text = _text(folder / name)
-            if text.isdigit():  # else it is "max", or there is no such file
+            if text.isdigit():  # else it is "max", or the file does not exist
                 file = f"/{(folder / name).relative_to(root)}"
                 yield MemoryLimit(int(text), f"the {human_size(int(text))} of this control group ({file})")
 

@@ -1,15 +1,12 @@
-"""Which signals end a program."""
+"""Stop signals of a program."""
 
 import signal
 
-__all__ = ["stop_signals"]
-
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that a program should take as a request to stop.
+    """Return the signals that stop a program: SIGTERM, and SIGINT unless it is ignored.
 
-    SIGTERM, and SIGINT unless whoever started it has it ignored: so do shells that start a program in the background of
-    a script, and then Ctrl-C is meant for what runs in the foreground.
+    Shells ignore SIGINT for background programs of a script: there Ctrl-C is for the foreground program.
     """
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     return [signal.SIGTERM] if ignored else [signal.SIGTERM, signal.SIGINT]

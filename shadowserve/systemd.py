@@ -1,18 +1,16 @@
-"""What a service tells systemd: that it is ready, reloading, stopping or alive. Nothing where nobody listens."""
+"""Notifications to systemd: ready, reloading, stopping, alive. Without systemd they do nothing."""
 
 import os
 import socket
 from typing import Final
 
-__all__ = ["notify", "watchdog_interval_s"]
-
 _TIMEOUT_S: Final = 1.0
 
 
 def notify(*states: str) -> bool:
-    """Send states such as ``READY=1`` or ``STATUS=draining``; return whether anybody is there to be told.
+    """Send states such as ``READY=1`` or ``STATUS=draining``; return True if they were sent.
 
-    A notification that cannot be sent is none: systemd's own time limits then say what is wrong.
+    Errors are ignored: systemd's time limits report a missing notification.
     """
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path.startswith(("/", "@")):
@@ -28,7 +26,7 @@ def notify(*states: str) -> bool:
 
 
 def watchdog_interval_s() -> float | None:
-    """Return how often systemd wants to hear ``WATCHDOG=1``, in seconds: half of WatchdogSec. None: not at all."""
+    """Return the interval of ``WATCHDOG=1`` in seconds, half of WatchdogSec; None without a watchdog."""
     if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return None
     try:

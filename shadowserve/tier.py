@@ -1,23 +1,21 @@
-"""Where a record is, as lookups say: the names and numbers that data plane, host and metrics share."""
+"""Tiers of records: names and numbers for data plane, host and metrics."""
 
 from enum import IntEnum
 
-__all__ = ["Tier"]
-
 
 class Tier(IntEnum):
-    """Where a record is, the nearest first; numbers as in proto/dataplane.proto."""
+    """Tier of a record, the nearest first; numbers as in proto/dataplane.proto."""
 
     NONE = 0
     MEMORY = 1
-    """Of the data plane's machine, as DEVICE."""
+    """Memory of the data plane's machine."""
     DEVICE = 2
     STORAGE = 3
-    """On a storage server, in its memory or on its devices."""
+    """Memory or devices of a storage server."""
     COLD = 4
-    """In object storage behind a storage server, and nowhere nearer."""
+    """Object storage only."""
 
     @property
     def label(self) -> str:
-        """The name in metrics and recordings."""
+        """Name in metrics and recordings."""
         return self.name.lower()

@@ -2,8 +2,6 @@
 
 from typing import Final
 
-__all__ = ["HELLO_KEY", "PROTOCOL_VERSION", "SESSION_KEY"]
-
 PROTOCOL_VERSION: Final = 6
 """Sent in HelloRequest. Raised when a message or its meaning changes incompatibly."""
 

@@ -1,4 +1,4 @@
-"""Between messages and what the programs work with."""
+"""Conversion between messages and the programs' types."""
 
 from dataclasses import fields, replace
 
@@ -6,33 +6,31 @@ from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS, ModelIdentity
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["engine_message", "layout_from_message", "layout_message"]
-
 _ENUMS = {"dtype": DType, "quantizer": Quantizer}
 
 
 def layout_message(layout: ChunkLayout) -> pb.ChunkLayout:
-    """Return the message for a description; its fields are the description's, by name."""
+    """Return the message of a layout; its fields have the same names."""
     return pb.ChunkLayout(namespace=layout.namespace, **layout.described())
 
 
 def layout_from_message(message: pb.ChunkLayout) -> ChunkLayout:
-    """Return the description in a message that anybody may have sent.
+    """Return the layout of an untrusted message.
 
     Raises:
-        ValueError: it describes no chunk that can be stored; the message names the field.
+        ValueError: No record can hold such a chunk; the message names the field.
     """
     values = {field.name: getattr(message, field.name) for field in fields(ChunkLayout)}
     return ChunkLayout(**values | {name: enum.from_label(values[name]) for name, enum in _ENUMS.items()})
 
 
 def engine_message(model: ModelIdentity, layout: ChunkLayout, *, paged: bool) -> pb.Engine:
-    """Return what decides which other engines share what an engine stores.
+    """Return the message of an engine: the properties that engines must have in common to share KV.
 
     Args:
-        model: of the engine.
-        layout: of its chunks, in one group.
-        paged: whether they are stored as its pages are.
+        model: Identity of the engine's model.
+        layout: Layout of its chunks in one group.
+        paged: True if chunks are stored in the layout of the engine's pages.
     """
     quantizer = layout.quantizer.label
     if layout.quantizer is Quantizer.BINNED:

@@ -141,7 +141,9 @@ def test_a_host_that_is_not_known_there_is_told_so(
 ) -> None:
     with machines.far_host(foreign, tls_ca=str(dpu_certificates / "ca.crt")) as host:
         answer = host.do("connect", timeout=60)
-        assert answer["reason"] == "refused" and "TLS: the data plane rejects this host's certificate" in answer["detail"]
+        assert (
+            answer["reason"] == "refused" and "TLS: the data plane rejects this host's certificate" in answer["detail"]
+        )
         answer = host.do("fetch", seeds=[1])
         assert (answer["chunks"], answer["reason"]) == (0, "refused")
     assert "CERTIFICATE_VERIFY_FAILED" in machines.data_plane.log.read_text()

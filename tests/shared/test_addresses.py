@@ -12,7 +12,7 @@ def test_what_is_joined_is_split_into_the_same(host: str, port: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "6380", "node:", ":1", "node:65536", "node:-1", "node:\u0661", "::1:6380"])
 def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="IPv6 host stands in brackets|no host:port"):
+    with pytest.raises(ValueError, match="IPv6 host needs brackets|not host:port"):
         split_address(text)
 
 

@@ -42,7 +42,7 @@ def problem(section: type[Section], **flags: Any) -> str:
         (DataPlaneConfig, {"listen": "http://127.0.0.1:1"}, "write its host and port alone: 127.0.0.1:1"),
         (StorageConfig, {"host": "redis://10.0.0.1"}, "host: 'redis://...' is a URL"),
         (HostConfig, {"data_plane": "grpc://a:50151"}, "data_plane: 'grpc://...' is a URL"),
-        (HostConfig, {"data_plane": "a"}, "data_plane: 'a' is no host:port"),
+        (HostConfig, {"data_plane": "a"}, "data_plane: 'a' is not host:port"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )  # fmt: skip

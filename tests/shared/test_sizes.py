@@ -31,8 +31,10 @@ def test_a_number_and_a_unit_are_a_size(text: Any, size: int) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("8 GB of RAM", "a number and a unit"), ("4 GiB and more", "a number and a unit"), ("8GB/s", "a number and a unit"),
-        ("-1 GiB", "a number and a unit"), ("1 000 MiB", "a number and a unit"), ("", "a number and a unit"),
+        *(
+            (text, "a number and a unit")
+            for text in ("8 GB of RAM", "4 GiB and more", "8GB/s", "-1 GiB", "1 000 MiB", "")
+        ),
         ("8,5 GiB", "write a point for the decimal comma: 8.5 GiB"), ("8G", "unknown unit 'G'"),
         ("8 Gbit", "unknown unit 'Gbit'"), ("3 parsecs", "KiB, MiB, GiB, TiB, PiB (powers of 1024)"),
         (1.5, "a number and a unit"), (True, "a number and a unit"), ([1], "a number and a unit"),
