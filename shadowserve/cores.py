@@ -38,10 +38,9 @@ def chosen_cores(key: str, cores: ProcessCores) -> list[int]:
         return usable
     absent = [core for core in cores if core not in usable]
     if absent or not cores:
-        raise ConfigurationError(
-            f"{key}: " + (f"core {absent[0]} is not" if absent else "an empty list; give some of")
-            + f" among the cores that this process may use: {', '.join(map(str, usable))} (see taskset and cgroups)"
-        )  # fmt: skip
+        problem = f"core {absent[0]} is not usable" if absent else "the list is empty"
+        known = ", ".join(map(str, usable))
+        raise ConfigurationError(f"{key}: {problem}; this process may use cores {known} (see taskset and cgroups)")
     return sorted(set(cores))
 
 

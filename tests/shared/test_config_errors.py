@@ -38,7 +38,7 @@ def problem(section: type[Section], **flags: Any) -> str:
         (DataPlaneConfig, {"fused": "no way"}, "fused: 'no way' is not auto or true or false"),
         (DataPlaneConfig, {"tiers": 3}, "tiers: it is a mapping of memory_budget_bytes, devices, "),
         (DataPlaneConfig, {"storage": "redis://127.0.0.1:6380/0"}, "write its host and port alone: 127.0.0.1:6380"),
-        (DataPlaneConfig, {"storage_nodes": ["rediss://a:1"]}, "TLS is configured with keys of its own"),
+        (DataPlaneConfig, {"storage_nodes": ["rediss://a:1"]}, "configure TLS with tls_ca"),
         (DataPlaneConfig, {"listen": "http://127.0.0.1:1"}, "write its host and port alone: 127.0.0.1:1"),
         (StorageConfig, {"host": "redis://10.0.0.1"}, "host: 'redis://...' is a URL"),
         (HostConfig, {"data_plane": "grpc://a:50151"}, "data_plane: 'grpc://...' is a URL"),
