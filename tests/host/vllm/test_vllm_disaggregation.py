@@ -160,17 +160,17 @@ def test_who_says_nothing_stores_whole_chunks_and_is_told_nothing(make_side: Any
     assert side.finished(request) is None and "Publish" not in plane.calls
 
 
-@pytest.mark.parametrize("disaggregation", ["prefill", "decode"])
+@pytest.mark.parametrize("pd_role", ["prefill", "decode"])
 def test_behind_a_proxy_that_says_nothing_the_configuration_does(
-    make_side: Any, plane: ScriptedDataPlane, disaggregation: str
+    make_side: Any, plane: ScriptedDataPlane, pd_role: str
 ) -> None:
-    side = make_side(disaggregation=disaggregation)
-    if disaggregation == "decode":
+    side = make_side(pd_role=pd_role)
+    if pd_role == "decode":
         hold(plane)
     request = arrive(side)
-    assert matched(side, request) == (WHOLE + TAIL if disaggregation == "decode" else 0)
+    assert matched(side, request) == (WHOLE + TAIL if pd_role == "decode" else 0)
     stores = side.step(step({"r": (0, len(TOKENS))})).stores
-    if disaggregation == "prefill":
+    if pd_role == "prefill":
         assert stores[-1].chunk_keys[-1] == tail_of(TOKENS)
         wait_for(lambda: set(plane.published or ()) == {*keys(0, TOKENS), tail_key(TOKENS)})
     assert side.finished(request) is None
