@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from host_control.disaggregation import Arrived
+from host_control.disaggregation import Available
 from shadowserve.errors import DataPlaneError
 from shadowserve.pieces import Flags, leading
 
@@ -33,7 +33,7 @@ class _Waiting:
     chunks: int
     since: float
     until: float
-    told: Callable[[Arrived], None]
+    told: Callable[[Available], None]
     near: int = 0
     next: float = 0.0
 
@@ -47,7 +47,7 @@ class ColdLoads:
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    def begin(self, name: str, ask: Ask, chunks: int, seconds: float, told: Callable[[Arrived], None]) -> None:
+    def begin(self, name: str, ask: Ask, chunks: int, seconds: float, told: Callable[[Available], None]) -> None:
         """Have so many leading chunks brought within ``seconds``.
 
         ``told`` hears in another thread, again and again, how many of them are near, and at last why there are no more:
@@ -84,33 +84,33 @@ class ColdLoads:
                 now = time.monotonic()
                 due = [(name, each) for name, each in self._waiting.items() if each.next <= now]
             for name, waiting in due:
-                arrived = self._look(waiting)
+                available = self._look(waiting)
                 now = time.monotonic()
                 waiting.next = now + min(max(_INTERVAL_S, _SHARE * (now - waiting.since)), _INTERVAL_MAX_S)
                 with self._condition:
                     if self._waiting.get(name) is not waiting:
                         continue  # it has ended meanwhile, or begun anew
-                    if arrived.ended:
+                    if available.ended:
                         del self._waiting[name]
-                waiting.told(arrived)
+                waiting.told(available)
 
     def _left(self) -> float:
         """Return the seconds until the next question is due."""
         return max(0.0, min(each.next for each in self._waiting.values()) - time.monotonic())
 
-    def _look(self, waiting: _Waiting) -> Arrived:
+    def _look(self, waiting: _Waiting) -> Available:
         """Ask how far a load is."""
         late = time.monotonic() >= waiting.until
         try:
             near, coming = waiting.ask(waiting.near, waiting.chunks)
         except DataPlaneError as error:
-            return Arrived(waiting.near, "" if error.outcome == "deadline" and not late else error.outcome)
+            return Available(waiting.near, "" if error.outcome == "deadline" and not late else error.outcome)
         except Exception:  # a bug must not leave the load waiting for its deadline
-            return Arrived(waiting.near, "internal")
+            return Available(waiting.near, "internal")
         count = leading(near)
         waiting.near += count
         if waiting.near == waiting.chunks:
-            return Arrived(waiting.near, "complete")
+            return Available(waiting.near, "complete")
         if not coming[count]:
-            return Arrived(waiting.near, "cold_gone")
-        return Arrived(waiting.near, "cold_late" if late else "")
+            return Available(waiting.near, "cold_gone")
+        return Available(waiting.near, "cold_late" if late else "")

@@ -20,7 +20,7 @@ import numpy as np
 
 from shadowserve.pieces import Flags
 
-__all__ = ["Arrived", "Ask", "Coming", "Disaggregation"]
+__all__ = ["Available", "Ask", "Coming", "Disaggregation"]
 
 POLL_INTERVAL: Final = 0.01
 """Least seconds between two questions for what is published: one Lookup for all requests that wait, one key for each.
@@ -32,7 +32,7 @@ _POLL_SHARE: Final = 0.1
 """Of what has been waited."""
 
 Ask = Callable[[Sequence[bytes], Iterable[int], float], tuple[Flags, Flags | None]]
-"""From chunk keys, cuts and seconds to which are there, for all ranks of one of these cuts, and which are published;
+"""From chunk keys, shard_layouts and seconds to which are there, for all ranks of one of these shard_layouts, and which are published;
 None where nobody can say."""
 
 
@@ -64,7 +64,7 @@ class Disaggregation:
         return self.store_tokens_max is None or tokens <= self.store_tokens_max
 
 
-class Arrived(NamedTuple):
+class Available(NamedTuple):
     """How far a prompt is there that is loaded while others still store it.
 
     Attributes:
@@ -79,7 +79,7 @@ class Arrived(NamedTuple):
 @dataclass(eq=False)
 class _Waiting:
     chunk_key: bytes
-    cuts: frozenset[int]
+    shard_layouts: frozenset[int]
     since: float
     until: float
     then: Callable[[bool], None]
@@ -112,13 +112,13 @@ class Coming:
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    def wait(self, chunk_key: bytes, cuts: Iterable[int], until: float, then: Callable[[bool], None]) -> None:
+    def wait(self, chunk_key: bytes, shard_layouts: Iterable[int], until: float, then: Callable[[bool], None]) -> None:
         """Call ``then``, in any thread, once a chunk key is there or published no more; with True, at ``until``.
 
-        It is asked for in these cuts, and in those of others that wait at the same time.
+        It is asked for in these shard_layouts, and in those of others that wait at the same time.
         """
         with self._condition:
-            self._waiting.append(_Waiting(chunk_key, frozenset(cuts), time.monotonic(), until, then))
+            self._waiting.append(_Waiting(chunk_key, frozenset(shard_layouts), time.monotonic(), until, then))
             self._wake()
 
     def publish(self, request_id: str, chunk_keys: Sequence[bytes], seconds: float) -> None:
@@ -199,9 +199,9 @@ class Coming:
             waiting = list(self._waiting)
         now = time.monotonic()
         over = np.array([each.until <= now for each in waiting], np.bool_)
-        cuts = frozenset[int]().union(*(each.cuts for each in waiting))
+        shard_layouts = frozenset[int]().union(*(each.shard_layouts for each in waiting))
         try:
-            present, coming = self._ask([each.chunk_key for each in waiting], cuts, self._timeout)
+            present, coming = self._ask([each.chunk_key for each in waiting], shard_layouts, self._timeout)
             ended = over | present | (~coming if coming is not None else np.False_)
         except Exception:  # no answer, or closed, or a bug: whoever asks again hears why
             ended = np.ones(len(waiting), np.bool_)

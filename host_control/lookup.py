@@ -18,7 +18,7 @@ import numpy as np
 
 from host_control.client import DataPlaneClient
 from host_control.cold import ColdLoads
-from host_control.disaggregation import Arrived, Coming, Disaggregation
+from host_control.disaggregation import Available, Coming, Disaggregation
 from host_control.seen import Chain, Found, Seen
 from shadowserve.errors import DataPlaneError
 from shadowserve.keys import Extra, prefix_chain, record_keys, tail_chunk_key
@@ -54,13 +54,13 @@ class LookupAnswer:
 
     Attributes:
         tokens: leading tokens of the prompt that can be loaded, by the engine's own rule, for every rank.
-        cut: whose records they are: 0 for those that this engine makes.
+        shard_layout: whose records they are: 0 for those that this engine makes.
         reason: ``"complete"``, ``"short"`` (no full chunk), ``"deadline"``, ``"unnamed"`` (its KV cannot be named),
             ``"published_late"`` (chunks that were waited for are still only published), ``"published_gone"`` (they are
             not coming), ``"cold_late"`` (chunks that were waited for are still in object storage alone), or why the
             data plane could not say.
         detail: a sentence about a failure, else empty.
-        present: which chunks of each group are there, of that cut's.
+        present: which chunks of each group are there, of that shard_layout's.
         tail: whether the prompt's tail is there, too.
         chunk_bytes: mean bytes of a chunk's records, of all groups and ranks together; 0 where nobody can say.
         tiers: the :class:`~shadowserve.tier.Tier` of each chunk, the farthest of those of its records that are needed.
@@ -68,13 +68,13 @@ class LookupAnswer:
         unpublished: chunks are missing that another engine may be storing, and storage does not know of such chunks.
 
     Where a load may begin before all of it is near, what is published and what is cold counts as there;
-    :meth:`PrefixLookup.arrived` tells of it.
+    :meth:`PrefixLookup.available` tells of it.
     """
 
     tokens: int
     reason: str
     detail: str = ""
-    cut: int = 0
+    shard_layout: int = 0
     present: Sequence[Flags] = field(default=(), compare=False)
     tail: bool = False
     chunk_bytes: float = field(default=0.0, compare=False)
@@ -102,7 +102,7 @@ class _Lookup:
     saved: Sequence[bytes] = ()  # the names that it was saved under when it was preempted: nothing else is asked for
     waits_until: float = 0.0  # for what is published, or cold
     late: str = "deadline"  # reason of an answer that did not come in time
-    arrived: Arrived | None = None  # where the answer counts what is only published, or cold
+    available: Available | None = None  # where the answer counts what is only published, or cold
     cold: Callable[[int], None] | None = None  # has so many chunks brought, where some of them are cold
     drawn: str = ""  # how it ended that what is cold was waited for: what still is counts no more
     present: Sequence[Flags] | None = None
@@ -117,7 +117,7 @@ class PrefixLookup:
         model: digest of the ``ModelIdentity``.
         groups: of the records that this engine makes.
         rule: how long a hit may be.
-        others: cut -> of the records that an engine of another cut has made, and this one can read.
+        others: shard_layout -> of the records that an engine of another shard_layout has made, and this one can read.
         saved: of the records that preempted requests are saved in, where they are others.
         every: of each group, whether it keeps every chunk, so that one that is missing may be waited for; by default
             all do.
@@ -151,8 +151,8 @@ class PrefixLookup:
         plain: bool = False,
     ) -> None:
         self._model = model
-        self._cuts: dict[int, Groups] = {0: groups, **(others or {})}
-        self._records = {SAVED: saved or groups, **self._cuts}
+        self._layouts: dict[int, Groups] = {0: groups, **(others or {})}
+        self._records = {SAVED: saved or groups, **self._layouts}
         self._every = list(every or [True] * len(groups))
         self._rule = rule
         self._chunk_tokens = chunk_tokens
@@ -166,7 +166,7 @@ class PrefixLookup:
         self._lookups: dict[str, _Lookup] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shadowserve-lookup")
         self._late = ThreadPoolExecutor(1, thread_name_prefix="shadowserve-late-lookup")
-        self._coming = Coming(self._of_cuts, self._publish, timeout)
+        self._coming = Coming(self._of_layouts, self._publish, timeout)
         self._cold_loads = ColdLoads()
         if enabled:
             # So that the first request's deadline does not pay for the connection.
@@ -213,6 +213,16 @@ class PrefixLookup:
                 lookup.answer = lookup.answer or self._too_late(lookup)
         return lookup.answer
 
+    @property
+    def saves_apart(self) -> bool:
+        """Preempted requests are saved in records of their own, because the others are not exact."""
+        return self._records[SAVED] is not self._layouts[0]
+
+    def is_pending(self, request_id: str) -> bool:
+        """Tell if a lookup waits for chunks that are pending."""
+        lookup = self._lookups.get(request_id)
+        return lookup is not None and lookup.answer is None and lookup.waits_until > 0
+
     def chunk_keys(self, request_id: str) -> list[bytes] | None:
         """Return the chunk keys of full chunks, ``None`` while they are being computed.
 
@@ -246,16 +256,16 @@ class PrefixLookup:
         return lookup.asked if lookup is not None and bool(lookup.saved) == saved else 0.0
 
     def begin_load(self, request_id: str, chunks: int) -> None:
-        """A load of so many leading chunks begins: what is cold of them is brought, and :meth:`arrived` tells of it."""
+        """A load of so many leading chunks begins: what is cold of them is brought, and :meth:`available` tells of it."""
         lookup = self._lookups.get(request_id)
         if lookup is not None and lookup.cold is not None:
             bring, lookup.cold = lookup.cold, None
             bring(chunks)
 
-    def arrived(self, request_id: str) -> Arrived | None:
+    def available(self, request_id: str) -> Available | None:
         """Return how far a prompt is near by now whose answer counts what is published or cold; ``None`` for others."""
         lookup = self._lookups.get(request_id)
-        return None if lookup is None else lookup.arrived
+        return None if lookup is None else lookup.available
 
     def chains(self, request_id: str) -> Mapping[DataPlaneClient, Sequence[tuple[bytes, Sequence[bytes]]]] | None:
         """Return which records a load of all that was found takes, by data planes; ``None`` while there is no answer.
@@ -270,7 +280,7 @@ class PrefixLookup:
             return found
         end = -(-answer.tokens // self._chunk_tokens)
         named = lookup.saved[: len(answer.present[0])] or lookup.chunk_keys
-        for place, group in enumerate(self._records[answer.cut]):
+        for place, group in enumerate(self._records[answer.shard_layout]):
             first = 0 if self._every[place] else self._first_needed(answer, lookup.length, place, end)
             flags = answer.present[place]
             chunk_keys = [
@@ -384,14 +394,14 @@ class PrefixLookup:
         hits = leading(best.there)
         self._note(lookup, best, whole)
         if hits < len(wanted) and self._is_coming(lookup, hits, best.coming):
-            if best.coming is None:  # nobody can say of which cut, either
-                self._wait(request_id, lookup, wanted, hits, self._cuts)
+            if best.coming is None:  # nobody can say of which shard_layout, either
+                self._wait(request_id, lookup, wanted, hits, self._layouts)
                 return
             if not (self._loads_wait and hits):
                 # They are stored in their order: once the last is there, or is not coming, one question tells of all.
                 # Where a load may go on from there, the first is enough.
                 coming = np.flatnonzero(best.coming[: best.extent])
-                self._wait(request_id, lookup, wanted, int(coming[0 if self._loads_wait else -1]), [best.cut])
+                self._wait(request_id, lookup, wanted, int(coming[0 if self._loads_wait else -1]), [best.shard_layout])
                 return
             self._begin(request_id, lookup, wanted, best)
             hits = best.extent
@@ -403,7 +413,7 @@ class PrefixLookup:
         reason, detail = "complete", ""
         if lookup.drawn not in ("", "complete"):
             reason, detail = lookup.drawn, "chunks of it are in object storage, and did not come"
-        elif hits < len(wanted) and lookup.waits_until and lookup.arrived is None and not lookup.drawn:
+        elif hits < len(wanted) and lookup.waits_until and lookup.available is None and not lookup.drawn:
             reason, detail = "published_gone", "chunks that were published are not stored"
         if seconds := lookup.disaggregation.publishes:  # before anybody can have computed and stored it
             there = own.there | (np.arange(len(wanted)) < hits)
@@ -416,7 +426,7 @@ class PrefixLookup:
         tokens = self._rule(present, lookup.length) if whole else 0
         tail = leading(best.there) > whole and self._has_tail(lookup, best, whole)
         lookup.so_far = LookupAnswer(
-            tokens, "complete", cut=best.cut, present=present, tail=tail, chunk_bytes=best.chunk_bytes,
+            tokens, "complete", shard_layout=best.shard_layout, present=present, tail=tail, chunk_bytes=best.chunk_bytes,
             cold_seconds=best.cold_seconds,
             unpublished=best.coming is None and lookup.disaggregation.waits > 0 and not best.there.all(),
         )  # fmt: skip
@@ -457,19 +467,19 @@ class PrefixLookup:
         lookup: _Lookup,
         wanted: list[bytes],
         best: Seen,
-        then: Callable[[Arrived], None] | None = None,
+        then: Callable[[Available], None] | None = None,
     ) -> Callable[[int], None]:
         """Return what has leading ones of these chunks brought; by default it notes how far they are."""
         needed, waits = self._needed(lookup, best), lookup.disaggregation.waits > 0
 
         def ask(first: int, end: int) -> tuple[Flags, Flags]:
             rest = wanted[first:end]
-            (seen,) = self._see({best.cut: len(rest)}, rest, self._timeout, published=waits, prefetch=True)
+            (seen,) = self._see({best.shard_layout: len(rest)}, rest, self._timeout, published=waits, prefetch=True)
             cold = seen.farthest(needed, first) == Tier.COLD
             return seen.there & ~cold, cold if seen.coming is None else cold | seen.coming
 
-        def told(arrived: Arrived) -> None:
-            lookup.arrived = arrived
+        def told(available: Available) -> None:
+            lookup.available = available
 
         def bring(chunks: int) -> None:
             seconds = _IN_TIME * self._load_timeout
@@ -480,15 +490,15 @@ class PrefixLookup:
     def _offer_cold(self, request_id: str, lookup: _Lookup, wanted: list[bytes], best: Seen) -> None:
         """Count what is cold of these chunks as there: it is brought once a load of it begins."""
         tiers = np.frombuffer(lookup.so_far.tiers, np.uint8)[: len(wanted)]
-        lookup.arrived = Arrived(leading((tiers != Tier.COLD) & best.there[: len(wanted)]), "")
+        lookup.available = Available(leading((tiers != Tier.COLD) & best.there[: len(wanted)]), "")
         lookup.cold = self._leave_cold(request_id, lookup, wanted, best)
 
     def _await_cold(self, request_id: str, lookup: _Lookup, wanted: list[bytes], hits: int, best: Seen) -> None:
         """Have what is cold brought before there is an answer, as no load may wait for it; then ask again."""
 
-        def told(arrived: Arrived) -> None:
-            if arrived.ended and self._lookups.get(request_id) is lookup and lookup.answer is None:
-                lookup.drawn = arrived.ended
+        def told(available: Available) -> None:
+            if available.ended and self._lookups.get(request_id) is lookup and lookup.answer is None:
+                lookup.drawn = available.ended
                 with contextlib.suppress(RuntimeError):  # closed
                     self._pool.submit(self._ask_again, request_id, lookup, wanted)
 
@@ -525,30 +535,30 @@ class PrefixLookup:
         """
         there, coming = before + leading(seen.there), np.flatnonzero(~seen.there[: seen.extent])
         if len(coming):
-            lookup.arrived = Arrived(there, "")
-            again = functools.partial(self._ask_more, request_id, lookup, wanted, seen.cut)
-            self._coming.wait(wanted[before + coming[len(coming) // 2]], [seen.cut], lookup.waits_until, again)
+            lookup.available = Available(there, "")
+            again = functools.partial(self._ask_more, request_id, lookup, wanted, seen.shard_layout)
+            self._coming.wait(wanted[before + coming[len(coming) // 2]], [seen.shard_layout], lookup.waits_until, again)
         else:
-            lookup.arrived = Arrived(there, "complete" if there >= len(wanted) else "published_gone")
+            lookup.available = Available(there, "complete" if there >= len(wanted) else "published_gone")
 
-    def _ask_more(self, request_id: str, lookup: _Lookup, wanted: list[bytes], cut: int, late: bool) -> None:
+    def _ask_more(self, request_id: str, lookup: _Lookup, wanted: list[bytes], shard_layout: int, late: bool) -> None:
         """Have it looked how much has arrived; in a thread that asks for all requests, so elsewhere."""
 
         def look() -> None:
-            assert lookup.arrived is not None
-            before = lookup.arrived.chunks
+            assert lookup.available is not None
+            before = lookup.available.chunks
             rest = wanted[before:]
             try:
-                (seen,) = self._see({cut: len(rest)}, rest, self._timeout, published=True)
+                (seen,) = self._see({shard_layout: len(rest)}, rest, self._timeout, published=True)
                 if late:
                     there = before + leading(seen.there)
-                    lookup.arrived = Arrived(there, "complete" if there == len(wanted) else "published_late")
+                    lookup.available = Available(there, "complete" if there == len(wanted) else "published_late")
                 else:
                     self._follow(request_id, lookup, wanted, seen, before)
             except DataPlaneError as error:
-                lookup.arrived = lookup.arrived._replace(ended=error.outcome)
+                lookup.available = lookup.available._replace(ended=error.outcome)
             except Exception:  # a bug must not leave the load waiting for its deadline
-                lookup.arrived = lookup.arrived._replace(ended="internal")
+                lookup.available = lookup.available._replace(ended="internal")
 
         if self._lookups.get(request_id) is lookup:
             with contextlib.suppress(RuntimeError):  # closed
@@ -563,19 +573,21 @@ class PrefixLookup:
             DataPlaneError: somebody could not say.
         """
         ends = time.monotonic() + timeout
-        counts = {cut: 1 if cut else len(chunk_keys) for cut in self._cuts}
+        counts = {shard_layout: 1 if shard_layout else len(chunk_keys) for shard_layout in self._layouts}
         own, *probes = self._see(counts, chunk_keys, timeout, published=published)
         best = own
         if not own.there.all():
-            for cut in [probe.cut for probe in probes if probe.extent]:
+            for shard_layout in [probe.shard_layout for probe in probes if probe.extent]:
                 left = max(ends - time.monotonic(), 0.001)
-                (other,) = self._see({cut: len(chunk_keys)}, chunk_keys, left, published=published)
+                (other,) = self._see({shard_layout: len(chunk_keys)}, chunk_keys, left, published=published)
                 best = max(best, other, key=lambda seen: seen.extent)
         return own, best
 
-    def _of_cuts(self, chunk_keys: Sequence[bytes], cuts: Iterable[int], timeout: float) -> tuple[Flags, Flags | None]:
-        """Return which chunks are there, and which are published, of whichever of these cuts."""
-        seen = self._see(dict.fromkeys(cuts, len(chunk_keys)), chunk_keys, timeout, published=True)
+    def _of_layouts(
+        self, chunk_keys: Sequence[bytes], shard_layouts: Iterable[int], timeout: float
+    ) -> tuple[Flags, Flags | None]:
+        """Return which chunks are there, and which are published, of whichever of these shard_layouts."""
+        seen = self._see(dict.fromkeys(shard_layouts, len(chunk_keys)), chunk_keys, timeout, published=True)
         there = np.logical_or.reduce([each.there for each in seen])
         known = [each.coming for each in seen if each.coming is not None]
         return there, np.logical_or.reduce(known) & ~there if len(known) == len(seen) else None
@@ -586,8 +598,10 @@ class PrefixLookup:
             return bool(coming[index])
         return lookup.disaggregation.waits > 0 and index * self._chunk_tokens < lookup.disaggregation.expected_tokens
 
-    def _wait(self, request_id: str, lookup: _Lookup, wanted: list[bytes], place: int, cuts: Iterable[int]) -> None:
-        """Ask again once a chunk is there, or is not coming; of these cuts."""
+    def _wait(
+        self, request_id: str, lookup: _Lookup, wanted: list[bytes], place: int, shard_layouts: Iterable[int]
+    ) -> None:
+        """Ask again once a chunk is there, or is not coming; of these shard_layouts."""
         self._wait_from(lookup)
 
         def again(late: bool) -> None:
@@ -598,7 +612,7 @@ class PrefixLookup:
                     with contextlib.suppress(RuntimeError):  # closed
                         self._pool.submit(self._ask_again, request_id, lookup, wanted)
 
-        self._coming.wait(wanted[place], cuts, lookup.waits_until, again)
+        self._coming.wait(wanted[place], shard_layouts, lookup.waits_until, again)
 
     def _wait_from(self, lookup: _Lookup) -> None:
         if not lookup.waits_until:
@@ -631,7 +645,7 @@ class PrefixLookup:
     def _publish(self, chunk_keys: Sequence[bytes], seconds: float) -> None:
         """Publish all ranks' records of some chunks; 0 seconds: they will not be stored."""
         held = dict.fromkeys(
-            each for group, every in zip(self._cuts[0], self._every, strict=True) if every for each in group
+            each for group, every in zip(self._layouts[0], self._every, strict=True) if every for each in group
         )
         for client in dict.fromkeys(client for client, _ in held):
             names = [name for each, name in held if each is client]
@@ -650,7 +664,7 @@ class PrefixLookup:
         published: bool,
         prefetch: bool = False,
     ) -> list[Seen]:
-        """Return what there is of the first so many chunk keys of each cut, asking all data planes at once.
+        """Return what there is of the first so many chunk keys of each shard_layout, asking all data planes at once.
 
         KV that one rank lacks is of no use, and so is a group's of which one part is missing.
 
@@ -659,7 +673,10 @@ class PrefixLookup:
         """
         # Ranks that hold the same part of the KV need the same records.
         asked = dict.fromkeys(
-            (*each, count) for cut, count in counts.items() for group in self._records[cut] for each in group
+            (*each, count)
+            for shard_layout, count in counts.items()
+            for group in self._records[shard_layout]
+            for each in group
         )
         found: dict[tuple[DataPlaneClient, bytes, int], Chain] = {}
         calls: list[tuple[list[tuple[DataPlaneClient, bytes, int]], Callable[[], Found]]] = []
@@ -684,8 +701,13 @@ class PrefixLookup:
         if problem is not None:
             raise problem
         return [
-            Seen.of(cut, count, [[found[*each, count] for each in group] for group in self._records[cut]], self._every)
-            for cut, count in counts.items()
+            Seen.of(
+                shard_layout,
+                count,
+                [[found[*each, count] for each in group] for group in self._records[shard_layout]],
+                self._every,
+            )
+            for shard_layout, count in counts.items()
         ]
 
     def _settle(self, lookup: _Lookup, answer: LookupAnswer) -> None:

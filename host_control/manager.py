@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from host_control.client import DataPlaneClient, FetchAnswer, FetchCall, FetchPart
-from host_control.disaggregation import Arrived
+from host_control.disaggregation import Available
 from host_control.layer_fetch import LayerFetch
 from host_control.placing import Placer
 from host_control.registered_memory import PROGRESS_BYTES, Memory, RegisteredMemory
@@ -67,7 +67,7 @@ class FetchJob:
         keys: of the chunks of each part, in prefix order; none of a part that nothing is wanted of.
         places: which chunk of all that are loaded each of these is, where some parts want others than the rest do.
         target: whatever ``scatter`` needs to know; never looked at here.
-        arrived: how many chunks are near already, where others still store the rest, or object storage brings it:
+        available: how many chunks are near already, where others still store the rest, or object storage brings it:
             :meth:`KVCacheManager.exchange` is told of that, and until then the job waits, and others go on.
         layerwise: fetch layer by layer, so that :meth:`KVCacheManager.wait_layer` returns as each is in place. Only of
             one part with all its layers, and no more chunks than the registration holds.
@@ -78,7 +78,7 @@ class FetchJob:
     keys: tuple[tuple[bytes, ...], ...]
     places: tuple[Sequence[int], ...] = ()
     target: Any = None
-    arrived: Arrived | None = None
+    available: Available | None = None
     layerwise: bool = False
     window_s: float = 0.0
 
@@ -97,7 +97,7 @@ class FetchResult:
         chunks: leading chunks that are in place, of each part.
         reason: ``"complete"``, or why there are not more: an ``Outcome`` of the wire in lower case, or
             ``"unreachable"``, ``"refused"``, ``"invalid_answer"``, ``"breaker_open"``, ``"no_memory"``,
-            ``"scatter_failed"``, ``"closed"``; or why no more of it was stored (:class:`Arrived`).
+            ``"scatter_failed"``, ``"closed"``; or why no more of it was stored (:class:`Available`).
         detail: a sentence, or empty.
         fetched_bytes: over the wire.
         delivered_bytes: into the registration.
@@ -135,11 +135,11 @@ class _Progress:
     """A job on its way through the manager."""
 
     job: FetchJob
-    arrived: float
+    enqueued_at: float
     deadline: float
     chunks: list[int]  # in place, of each part
     landed: list[int]  # that have arrived, in place or not
-    there: Arrived | None  # that can be fetched by now, of each part; None: all
+    there: Available | None  # that can be fetched by now, of each part; None: all
     begun: float = 0.0  # when it had its turn; 0 while it waits
     fetched_bytes: int = 0
     delivered_bytes: int = 0
@@ -277,14 +277,14 @@ class KVCacheManager:
         self,
         jobs: Iterable[FetchJob] = (),
         cancel: Iterable[str] = (),
-        arrived: Mapping[str, Arrived] = MappingProxyType({}),
+        available: Mapping[str, Available] = MappingProxyType({}),
     ) -> list[FetchResult]:
         """Hand over intercepted jobs and take those that have ended; one atomic step.
 
         Args:
             jobs: for the fetching queue.
             cancel: requests whose job should end early. It still has its outcome, once its memory is quiet.
-            arrived: of requests whose job waits for more, how much is there by now.
+            available: of requests whose job waits for more, how much is there by now.
 
         Returns:
             Outcomes since the last exchange, in order of completion.
@@ -300,13 +300,13 @@ class KVCacheManager:
                     raise ValueError(f"request {job.request_id} has a fetch job already")
             for job in new:
                 none, ends = [0] * len(job.keys), now + self._fetch_timeout
-                progress = _Progress(job, now, ends, list(none), list(none), job.arrived)
+                progress = _Progress(job, now, ends, list(none), list(none), job.available)
                 self._outstanding[job.request_id] = progress
                 self._fetching.append(progress)
             for request_id in cancel:
                 if (running := self._outstanding.get(request_id)) is not None:
                     running.cancelled = True
-            for request_id, more in arrived.items():
+            for request_id, more in available.items():
                 if (running := self._outstanding.get(request_id)) is not None:
                     running.there = more
             if self._outstanding:  # the engine calls this in each step: without a job the loop sleeps on
@@ -656,8 +656,8 @@ class KVCacheManager:
             detail=detail,
             fetched_bytes=progress.fetched_bytes,
             delivered_bytes=progress.delivered_bytes,
-            seconds=now - progress.arrived,
-            waited=(progress.begun or now) - progress.arrived,
+            seconds=now - progress.enqueued_at,
+            waited=(progress.begun or now) - progress.enqueued_at,
         )
         with self._condition:
             self._completion.append(result)  # first: :attr:`idle` takes no lock

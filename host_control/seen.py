@@ -69,10 +69,10 @@ class Chain(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """What a question about some chunk keys has found of the records of one cut.
+    """What a question about some chunk keys has found of the records of one shard_layout.
 
     Attributes:
-        cut: whose.
+        shard_layout: whose.
         present: of each group, which are there.
         there: which of them every group that keeps every chunk has.
         coming: which of the others are published; ``None`` where nobody can say.
@@ -81,7 +81,7 @@ class Seen:
         cold_seconds: in how many storage expects to have nearer what is cold of them.
     """
 
-    cut: int
+    shard_layout: int
     present: list[Flags]
     there: Flags
     coming: Flags | None
@@ -90,13 +90,13 @@ class Seen:
     cold_seconds: float
 
     @classmethod
-    def of(cls, cut: int, count: int, answers: Sequence[Sequence[Chain]], every: Sequence[bool]) -> Self:
+    def of(cls, shard_layout: int, count: int, answers: Sequence[Sequence[Chain]], every: Sequence[bool]) -> Self:
         """Return what the chains of each group say of so many chunks together.
 
         KV that one rank lacks is of no use, and so is a group's of which one part is missing.
 
         Args:
-            cut: whose.
+            shard_layout: whose.
             count: of chunks.
             answers: of each group, its chains.
             every: of each group, whether it keeps every chunk.
@@ -116,7 +116,7 @@ class Seen:
             np.maximum.reduce([chain.tiers for chain in group]) * flags
             for group, flags in zip(answers, present, strict=True)
         ]
-        return cls(cut, present, there, coming, tiers, each_bytes, cold_seconds)
+        return cls(shard_layout, present, there, coming, tiers, each_bytes, cold_seconds)
 
     @property
     def extent(self) -> int:

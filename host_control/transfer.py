@@ -11,11 +11,12 @@ docs/design/transfer-states.md is drawn from the same table (``scripts/gen-trans
 
 import enum
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 
 class State(enum.StrEnum):
-    """Where a transfer is. The last three states are final, unless the request is looked up again."""
+    """Where a transfer is. The last three states are final."""
 
     PROBING = "probing"
     """A lookup asks which chunks are stored."""
@@ -88,8 +89,8 @@ TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
         Event.FALL_SHORT: State.SHORT,
         Event.CANCEL: State.CANCELLED,
     },
-    State.PLACED: {Event.PROBE: State.PROBING},
-    State.SHORT: {Event.PROBE: State.PROBING},
+    State.PLACED: {},
+    State.SHORT: {},
     State.CANCELLED: {},
 }
 
@@ -158,16 +159,17 @@ class Reason(enum.StrEnum):
     WEIGHTS_UNKNOWN = "weights_unknown"
 
 
+@dataclass(eq=False)
 class Transfer:
-    """One transfer: its state, and the reason where it is a miss or has ended.
+    """One transfer.
 
-    Args:
-        state: The first state; QUEUED where no lookup precedes the transfer.
+    Attributes:
+        state: Where it is; QUEUED at the start where no lookup precedes the transfer.
+        reason: Why it is a miss, or how it ended.
     """
 
-    def __init__(self, state: State = State.PROBING) -> None:
-        self.state = state
-        self.reason = Reason.NONE
+    state: State = State.PROBING
+    reason: Reason = Reason.NONE
 
     def on(self, event: Event, reason: Reason = Reason.NONE) -> State:
         """Follow an event; return the state that it leads to.

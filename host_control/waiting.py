@@ -139,7 +139,7 @@ class WaitingQueue:
 
     # ---- What has happened
 
-    def arrived(self, request_id: str, priority: int = 0) -> None:
+    def enqueue(self, request_id: str, priority: int = 0) -> None:
         """A request waits, behind all others of its priority."""
         number = next(self._numbers)
         with self._lock:

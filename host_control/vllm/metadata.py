@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from host_control.disaggregation import Arrived
+from host_control.disaggregation import Available
 
 __all__ = ["GroupLoad", "LoadOperation", "ShadowServeMetadata", "StoreOperation", "WorkerHandshake", "WorkerReport"]
 
@@ -36,20 +36,20 @@ class LoadOperation:
     Attributes:
         request_id: of the request.
         epoch: that the keys belong to.
-        cut: whose records they are (:class:`host_control.vllm.parts.Part`).
+        shard_layout: whose records they are (:class:`host_control.vllm.parts.Part`).
         groups: what of each, by its index; none where the load is one that cannot be.
         layerwise: layer by layer, in the step that computes on it.
         in_step: all of it before the step that computes on it begins.
-        arrived: how many of its chunks are there, where others still store the rest.
+        available: how many of its chunks are there, where others still store the rest.
     """
 
     request_id: str
     epoch: str
-    cut: int
+    shard_layout: int
     groups: dict[int, GroupLoad]
     layerwise: bool = False
     in_step: bool = False
-    arrived: Arrived | None = None
+    available: Available | None = None
 
 
 @dataclass
@@ -91,7 +91,7 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
         epoch: of the weights, as far as the scheduler knows; another one after each change.
         loads: to start.
         cancels: requests whose load should end early.
-        arrived: of requests that load what others still store, how many of its chunks are there by now.
+        available: of requests that load what others still store, how many of its chunks are there by now.
         stores: to gather once this step's KV is written.
         window_s: seconds that the step is expected to compute with each layer; 0 where that is not known, or without
             loads.
@@ -104,7 +104,7 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
     epoch: str = ""
     loads: list[LoadOperation] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
-    arrived: dict[str, Arrived] = field(default_factory=dict)
+    available: dict[str, Available] = field(default_factory=dict)
     stores: list[StoreOperation] = field(default_factory=list)
     window_s: float = 0.0
     saves: dict[str, list[StoreOperation]] = field(default_factory=dict)

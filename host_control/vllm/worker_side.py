@@ -328,12 +328,12 @@ class WorkerSide:
         if not self._managers:
             self._results += [self._failed(load, "disabled") for load in metadata.loads]
             return
-        for key in {_manager_key(load.cut) for load in metadata.loads} - self._managers.keys():
+        for key in {_manager_key(load.shard_layout) for load in metadata.loads} - self._managers.keys():
             self._managers[key] = self._make_manager(key)
         for key, manager in self._managers.items():
-            loads = [load for load in metadata.loads if _manager_key(load.cut) == key]
+            loads = [load for load in metadata.loads if _manager_key(load.shard_layout) == key]
             try:
-                self._results += manager.exchange(map(self._job, loads), metadata.cancels, metadata.arrived)
+                self._results += manager.exchange(map(self._job, loads), metadata.cancels, metadata.available)
                 if in_step:
                     manager.wait(in_step)
                     self._results += manager.exchange()
@@ -355,9 +355,9 @@ class WorkerSide:
     def _job(self, load: LoadOperation) -> FetchJob:
         keys: list[tuple[bytes, ...]] = []
         places: list[list[int]] = []
-        for cut in self._cuts(_manager_key(load.cut)):
+        for cut in self._cuts(_manager_key(load.shard_layout)):
             for part, shape in zip(self._parts[cut], self._shapes[cut], strict=True):
-                group = load.groups[part.group.index] if load.groups and cut == load.cut else None
+                group = load.groups[part.group.index] if load.groups and cut == load.shard_layout else None
                 keys.append(tuple(record_keys(shape.namespace, group.chunk_keys)) if group is not None else ())
                 places.append(group.chunks if group is not None else [])
         return FetchJob(
@@ -365,7 +365,7 @@ class WorkerSide:
             keys=tuple(keys),
             places=tuple(places) if load.groups else (),
             target=load,
-            arrived=load.arrived,
+            available=load.available,
             layerwise=load.layerwise,
             window_s=self._window_s,
         )
@@ -515,7 +515,7 @@ class WorkerSide:
         if self._config.fetch_or_recompute and (complete or result.reason == "deadline"):
             self._seconds[load.request_id] = result.seconds - result.waited
         # Parts of one group have the same chunks; what several groups have of a prompt is of use as a whole.
-        placed = result.chunks[self._first_place(load.cut) :][: len(self._parts[load.cut])]
+        placed = result.chunks[self._first_place(load.shard_layout) :][: len(self._parts[load.shard_layout])]
         chunks = min(placed) if self._groups.one else max(placed) if complete else 0
         self.counts.add("load_seconds", result.seconds)
         self.counts.add("fetched_bytes", result.fetched_bytes)
@@ -613,8 +613,8 @@ class WorkerSide:
         self, job: FetchJob, part: int, first: int, chunks: Any, layers: tuple[int, int] | None = None
     ) -> None:
         load = job.target
-        place = part - self._first_place(load.cut)
-        made, chunk_bytes = self._parts[load.cut][place], self._shapes[load.cut][place].raw_bytes
+        place = part - self._first_place(load.shard_layout)
+        made, chunk_bytes = self._parts[load.shard_layout][place], self._shapes[load.shard_layout][place].raw_bytes
         each = made.group.record_blocks
         count = len(chunks) // chunk_bytes
         blocks = load.groups[made.group.index].blocks[first * each : (first + count) * each]

@@ -10,7 +10,7 @@ from machine import WAIT_MAX_S, wait_for
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
-from host_control.disaggregation import POLL_INTERVAL, Arrived, Disaggregation
+from host_control.disaggregation import POLL_INTERVAL, Available, Disaggregation
 from host_control.lookup import LookupAnswer, PrefixLookup
 from shadowserve.keys import prefix_chain, record_keys, tail_chunk_key
 from shadowserve.pieces import Flags, leading
@@ -203,11 +203,11 @@ def test_many_that_wait_ask_together_and_at_intervals(
         assert wait(lambda index=index: lookup.poll(f"{index}")) == LookupAnswer(4 * CHUNK, "complete")
 
 
-@pytest.mark.parametrize("cut", [0, 2])
+@pytest.mark.parametrize("shard_layout", [0, 2])
 def test_who_waits_asks_for_the_cut_that_is_published_alone(
-    client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any], cut: int
+    client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any], shard_layout: int
 ) -> None:
-    """An engine of other ranks than this one's may be what publishes; most are not, and each cut is a question more."""
+    """An engine of other ranks than this one's may be what publishes; most are not, and each shard_layout is a question more."""
     cuts = {number: bytes([number]) * 32 for number in range(4)}
     others = {number: [[(client, name)]] for number, name in cuts.items() if number}
     lookup = PrefixLookup(
@@ -215,13 +215,13 @@ def test_who_waits_asks_for_the_cut_that_is_published_alone(
     )
     try:
         assert plane.published is not None
-        theirs = record_keys(cuts[cut], LINKS)
+        theirs = record_keys(cuts[shard_layout], LINKS)
         plane.published.update(dict.fromkeys(theirs, MINUTE_MS))
         lookup.submit("r", TOKENS, disaggregation=WAITS)
         polls(plane, 4)
         assert plane.asked_keys == [theirs[-1:]], "the last that is coming: with it, all are there"
         plane.records.update(dict.fromkeys(theirs, b""))
-        assert wait(lambda: lookup.poll("r")) == LookupAnswer(4 * CHUNK, "complete", cut=cut)
+        assert wait(lambda: lookup.poll("r")) == LookupAnswer(4 * CHUNK, "complete", shard_layout=shard_layout)
     finally:
         lookup.close()
 
@@ -337,17 +337,17 @@ def test_a_load_may_begin_with_the_first_chunk_and_hears_of_the_others_as_they_a
     assert early.poll("r") is None, "blocks are not taken for what may take long to come"
     store(plane, LINKS[0])
     assert wait(lambda: early.poll("r")) == LookupAnswer(4 * CHUNK, "complete", tail=True)
-    assert early.arrived("r") == Arrived(1, "")
+    assert early.available("r") == Available(1, "")
     store(plane, *LINKS[1:])
-    wait_for(lambda: early.arrived("r") == Arrived(4, ""))
+    wait_for(lambda: early.available("r") == Available(4, ""))
     store(plane, TAIL, ranks=1)
     polls(plane)
-    assert early.arrived("r") == Arrived(4, ""), "one rank of two has stored it"
+    assert early.available("r") == Available(4, ""), "one rank of two has stored it"
     store(plane, TAIL)
-    wait_for(lambda: early.arrived("r") == Arrived(5, "complete"))
+    wait_for(lambda: early.available("r") == Available(5, "complete"))
     calls = plane.calls.count("Lookup")
     early.submit("cold", [9, *TOKENS[1:]], disaggregation=WAITS)
-    assert wait(lambda: early.poll("cold")) == LookupAnswer(0, "complete") and early.arrived("cold") is None
+    assert wait(lambda: early.poll("cold")) == LookupAnswer(0, "complete") and early.available("cold") is None
     assert plane.calls.count("Lookup") == calls + 1, "what is complete is asked for no more"
 
 
@@ -381,13 +381,13 @@ def test_a_load_that_has_begun_hears_why_no_more_arrives(
     answer = wait(lambda: early.poll("r"))
     if answer.reason == "published_late":  # the machine stood still meanwhile
         return
-    assert answer == LookupAnswer(4 * CHUNK, "complete") and early.arrived("r") == Arrived(1, "")
+    assert answer == LookupAnswer(4 * CHUNK, "complete") and early.available("r") == Available(1, "")
     happen(plane)
     if there == 2:
-        wait_for(lambda: early.arrived("r") == Arrived(1, ""))
+        wait_for(lambda: early.available("r") == Available(1, ""))
         store(plane, LINKS[1])
-    ended = wait_for(lambda: (early.arrived("r") or Arrived(0, "")).ended)
-    assert early.arrived("r") == Arrived(there, ended)
+    ended = wait_for(lambda: (early.available("r") or Available(0, "")).ended)
+    assert early.available("r") == Available(there, ended)
     assert ended == reason if reason else ended not in ("complete", "published_gone", "published_late")
 
 
@@ -401,7 +401,7 @@ def test_who_is_forgotten_while_its_load_waits_is_asked_for_no_more(
     early.forget("r")
     store(plane, *LINKS)
     wait_for(lambda: not early._coming._waiting)
-    assert early.arrived("r") is None
+    assert early.available("r") is None
     asked = plane.calls.count("Lookup")
     early.submit("another", [7, *TOKENS])
     wait(lambda: early.poll("another"))

@@ -16,7 +16,7 @@ from manager_support import Paged, collect, job, keys_of, prompt
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
-from host_control.disaggregation import Arrived
+from host_control.disaggregation import Available
 from host_control.manager import (
     FetchJob,
     FetchResult,
@@ -374,13 +374,13 @@ def test_buffers_that_are_full_in_the_middle_of_the_second_part_make_another_rou
 def test_a_part_of_which_the_last_chunk_alone_is_wanted_waits_for_that_one(
     parts: Parts, plane: ScriptedDataPlane
 ) -> None:
-    job = replace(parts.job("a", 4, 1), places=((0, 1, 2, 3), (3,)), arrived=Arrived(2, ""))
+    job = replace(parts.job("a", 4, 1), places=((0, 1, 2, 3), (3,)), available=Available(2, ""))
     parts.manager.exchange([job])
     wait_for(lambda: any(progress.waits() for progress in parts.manager._fetching))
     assert sorted(parts.pages.order) == [(0, 0), (0, 1)]
-    parts.manager.exchange(arrived={"a": Arrived(3, "")})
+    parts.manager.exchange(available={"a": Available(3, "")})
     wait_for(lambda: len(parts.pages.order) == 3)
-    parts.manager.exchange(arrived={"a": Arrived(4, "complete")})
+    parts.manager.exchange(available={"a": Available(4, "complete")})
     (result,) = collect(parts.manager, 1)
     assert (result.chunks, result.reason) == ((4, 1), "complete")
     assert sum(count for _, count in asked(plane, parts)) == 5, "none is asked for that is not there, and none twice"

@@ -9,7 +9,7 @@ from machine import NEVER_S, WAIT_MAX_S, wait_for
 from manager_support import Paged, collect, job
 from scripted import ScriptedDataPlane
 
-from host_control.disaggregation import Arrived
+from host_control.disaggregation import Available
 from host_control.manager import FetchJob, KVCacheManager
 
 Fill = Callable[[list[bytes]], None]
@@ -20,7 +20,7 @@ def coming(plane: ScriptedDataPlane, fill: Fill, name: str, count: int, there: i
     whole = job(name, count, fill)
     for key in whole.keys[0][there:]:
         del plane.records[key]
-    return replace(whole, arrived=Arrived(there, ""))
+    return replace(whole, available=Available(there, ""))
 
 
 def waits(manager: KVCacheManager, plane: ScriptedDataPlane, fetches: int) -> None:
@@ -39,10 +39,10 @@ def test_what_is_there_is_fetched_at_once_and_the_rest_as_it_arrives(
     manager.exchange([job("other", 2, fill)])
     assert collect(manager, 1)[0].job.request_id == "other", "who waits holds up nobody"
     fill(list(mine.keys[0][3:5]))
-    manager.exchange(arrived={"mine": Arrived(5, "")})
+    manager.exchange(available={"mine": Available(5, "")})
     waits(manager, plane, 3)
     fill(list(mine.keys[0][5:]))
-    manager.exchange(arrived={"mine": Arrived(6, "complete"), "unknown": Arrived(1, "")})
+    manager.exchange(available={"mine": Available(6, "complete"), "unknown": Available(1, "")})
     (result,) = collect(manager, 1)
     assert (result.chunks, result.reason) == ((6,), "complete")
     assert [paged.chunks["mine", index] for index in range(6)] == [plane.records[key] for key in mine.keys[0]]
@@ -86,7 +86,7 @@ def test_nobody_waits_for_the_end_of_a_job_that_has_to_be_told_of_more(
     waits(manager, plane, 1)
     manager.wait_any(NEVER_S)
     fill(list(mine.keys[0]))
-    assert manager.exchange(arrived={"mine": Arrived(4, "complete")}) == []
+    assert manager.exchange(available={"mine": Available(4, "complete")}) == []
     manager.wait_any(NEVER_S)
     assert [result.chunks for result in manager.exchange()] == [(4,)]
 
@@ -105,7 +105,7 @@ def test_what_never_arrives_ends_the_job_with_what_has(
     manager.exchange([mine])
     waits(manager, plane, 1)
     fill(list(mine.keys[0][1:there]))
-    manager.exchange(arrived={"mine": Arrived(there, reason)})
+    manager.exchange(available={"mine": Available(there, reason)})
     (result,) = collect(manager, 1)
     assert (result.chunks, result.reason) == ((max(there, 1),), reason)
     assert sorted(paged.chunks) == [("mine", index) for index in range(max(there, 1))]
@@ -117,10 +117,10 @@ def test_who_is_aborted_while_it_waits_ends_at_once_and_nothing_is_written_for_i
     mine = coming(plane, fill, "mine", 4, there=2)
     manager.exchange([mine])
     waits(manager, plane, 1)
-    ended = manager.exchange(cancel=["mine"], arrived={"mine": Arrived(4, "complete")})
+    ended = manager.exchange(cancel=["mine"], available={"mine": Available(4, "complete")})
     assert [result.reason for result in ended] == ["cancelled"]
     fill(list(mine.keys[0]))
-    manager.exchange([job("next", 1, fill)], arrived={"mine": Arrived(4, "complete")})
+    manager.exchange([job("next", 1, fill)], available={"mine": Available(4, "complete")})
     assert collect(manager, 1)[0].complete
     assert len(paged.chunks) == 3 and plane.calls.count("Fetch") == 2
 
@@ -143,7 +143,7 @@ def test_a_chunk_that_arrives_corrupt_ends_the_job_before_it(
     waits(manager, plane, 1)
     fill(list(mine.keys[0]))
     plane.script.fail_fetch_at = 1
-    manager.exchange(arrived={"mine": Arrived(4, "complete")})
+    manager.exchange(available={"mine": Available(4, "complete")})
     (result,) = collect(manager, 1)
     assert (result.chunks, result.reason) == ((3,), "corrupt")
     assert sorted(paged.chunks) == [("mine", index) for index in range(3)]

@@ -94,13 +94,13 @@ def test_a_queue_is_told_in_its_order_and_what_has_begun_leaves_it(
 ) -> None:
     told = Told(plane)
     for name in "abcd":
-        queue.arrived(name)
+        queue.enqueue(name)
     wait(lambda: told.read() == ["a", "b", "c", "d"])
     queue.begun("a")
     queue.begun("b")
     queue.ended("c")
     wait(lambda: told.read() == ["d"])
-    queue.arrived("e")
+    queue.enqueue("e")
     queue.sent_back("b")
     queue.sent_back("a")
     wait(lambda: told.read() == ["a", "b", "d", "e"])
@@ -117,7 +117,7 @@ def test_priorities_come_before_the_order_of_arrival(
     queue = WaitingQueue(lambda name: {client: [(NAMESPACE, keys_of(name))]}, [client], by_priority=True)
     told = Told(plane)
     for name, priority in (("a", 2), ("b", 1), ("c", 2), ("d", 0)):
-        queue.arrived(name, priority)
+        queue.enqueue(name, priority)
     wait(lambda: told.read() == ["d", "b", "a", "c"])
     queue.begun("a")
     wait(lambda: told.read() == ["d", "b", "c"])
@@ -131,8 +131,8 @@ def test_requests_are_told_of_once_they_have_been_looked_up(
 ) -> None:
     told = Told(plane)
     known["a"] = False
-    queue.arrived("a")
-    queue.arrived("b")
+    queue.enqueue("a")
+    queue.enqueue("b")
     wait(lambda: told.read() == ["b"])
     known["a"] = True
     wait(lambda: told.read() == ["a", "b"])
@@ -141,7 +141,7 @@ def test_requests_are_told_of_once_they_have_been_looked_up(
 def test_what_else_a_request_wants_can_be_said_anew(
     queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    queue.arrived("a")
+    queue.enqueue("a")
     wait(lambda: plane.expected)
     other = [b"k" * 32, b"l" * 32]
     queue.wants("a", {client: [(NAMESPACE, other)]})
@@ -153,7 +153,7 @@ def test_a_step_in_which_nothing_changes_says_nothing(
     queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any], clock: Clock
 ) -> None:
     clock.now = 100.0
-    queue.arrived("a")
+    queue.enqueue("a")
     wait(lambda: len(plane.expected) == 1)
     time.sleep(0.3)
     assert len(plane.expected) == 1
@@ -167,13 +167,13 @@ def test_while_a_message_is_under_way_the_next_one_gathers_what_happens(
     queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.stall.add("Expect")
-    queue.arrived("a")
+    queue.enqueue("a")
     plane.wait_for_call("Expect")
     begin = time.monotonic()
     for number in range(1000):
-        queue.arrived(f"r{number}")
+        queue.enqueue(f"r{number}")
         queue.begun(f"r{number}")
-    queue.arrived("b")
+    queue.enqueue("b")
     assert time.monotonic() - begin < WAIT_MAX_S / 10, "the engine's thread waits for nobody"
     plane.script.stall.clear()
     plane.script.unstall.set()
@@ -187,7 +187,7 @@ def test_a_data_plane_that_lacks_messages_is_told_everything(
 ) -> None:
     plane.script.expect_answer = lambda request: pb.ExpectResponse(again=not request.whole)
     for name in "abc":
-        queue.arrived(name)
+        queue.enqueue(name)
     told = Told(plane)
     wait(lambda: told.read() == ["a", "b", "c"])
     queue.begun("a")
@@ -200,10 +200,10 @@ def test_a_data_plane_that_has_restarted_is_told_everything_once_it_is_known_aga
     queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     told = Told(plane)
-    queue.arrived("a")
+    queue.enqueue("a")
     wait(lambda: told.read() == ["a"])
     plane.forget_hosts()
-    queue.arrived("b")
+    queue.enqueue("b")
     wait(lambda: client.peer is None)
     client.connect(WAIT_MAX_S)
     wait(lambda: told.read() == ["a", "b"])
@@ -218,10 +218,10 @@ def test_a_data_plane_that_makes_no_use_of_it_is_told_no_more(
         plane.script.expect_answer = lambda request: pb.ExpectResponse(unused=True)
     else:
         plane.script.abort["Expect"] = grpc.StatusCode.UNIMPLEMENTED
-    queue.arrived("a")
+    queue.enqueue("a")
     plane.wait_for_call("Expect")
     for name in "bcd":
-        queue.arrived(name)
+        queue.enqueue(name)
         time.sleep(0.05)
     assert plane.calls.count("Expect") == 1
     plane.script.abort.clear()
@@ -234,7 +234,7 @@ def test_a_data_plane_that_fails_is_not_stormed(
 ) -> None:
     clock.now = 100.0
     plane.script.abort["Expect"] = grpc.StatusCode.RESOURCE_EXHAUSTED
-    queue.arrived("a")
+    queue.enqueue("a")
     plane.wait_for_call("Expect")
     time.sleep(0.4)
     assert plane.calls.count("Expect") == 1
@@ -251,7 +251,7 @@ def test_long_queues_and_long_prompts_go_in_messages_of_bounded_size(
     many = [index.to_bytes(32, "little") for index in range(3000)]
     queue = WaitingQueue(lambda name: {client: [(NAMESPACE, many)]}, [client])
     for number in range(2000):
-        queue.arrived(str(number))
+        queue.enqueue(str(number))
     wait(lambda: sum(len(each.arrivals) for each in plane.expected) >= 10)
     queue.close()
     assert all(len(each.arrivals) <= 2 and len(each.order) <= 1024 for each in plane.expected)
@@ -275,7 +275,7 @@ def test_when_requests_will_begin_is_told_and_corrected(
 ) -> None:
     clock.now = 100.0
     for number in range(12):
-        queue.arrived(f"r{number}")
+        queue.enqueue(f"r{number}")
     for number in range(5):
         clock.now += 0.1
         queue.begun(f"r{number}")
@@ -291,7 +291,7 @@ def test_a_queue_that_stands_is_not_told_of_all_the_time(
 ) -> None:
     """Symptom: while requests waited, messages that corrected when they begin took 2 % of the engine's core."""
     for number in range(30):
-        queue.arrived(f"r{number}")
+        queue.enqueue(f"r{number}")
     for number in range(2):
         time.sleep(0.2)
         queue.begun(f"r{number}")
@@ -313,7 +313,7 @@ def test_any_history_leaves_the_data_plane_with_what_waits(
         kind = chance.choice(["arrive", "arrive", "begin", "back", "end"])
         if kind == "arrive":
             order.append(next(names))
-            queue.arrived(order[-1])
+            queue.enqueue(order[-1])
         elif kind == "begin" and order:
             running.append(order.pop(0))
             queue.begun(running[-1])

@@ -25,7 +25,7 @@ from scheduler_support import (
 )
 from scripted import ScriptedDataPlane
 
-from host_control.disaggregation import Arrived
+from host_control.disaggregation import Available
 from host_control.layouts import NOWHERE
 from shadowserve.keys import record_keys, tail_chunk_key
 
@@ -207,13 +207,13 @@ def test_a_load_begins_with_what_is_there_and_the_workers_hear_of_the_rest(
     side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], WHOLE + TAIL - local)
     begun = side.step(step())
     (load,) = begun.loads
-    assert load.arrived == Arrived(there, "") and not begun.arrived
+    assert load.available == Available(there, "") and not begun.available
     assert part(load).chunk_keys == [*chunk_keys(TOKENS)[local // CHUNK :], tail_of(TOKENS)]
     hold(plane, tail=False)
-    assert wait_for(lambda: side.step(step()).arrived) == {"r": Arrived(there + 2, "")}
+    assert wait_for(lambda: side.step(step()).available) == {"r": Available(there + 2, "")}
     hold(plane)
-    assert wait_for(lambda: side.step(step()).arrived) == {"r": Arrived(there + 3, "complete")}
-    assert not side.step(step()).arrived, "said once"
+    assert wait_for(lambda: side.step(step()).available) == {"r": Available(there + 3, "complete")}
+    assert not side.step(step()).available, "said once"
     side.worker_output({"r"}, report({}))
     assert not side.step(step({"r": (WHOLE + TAIL, 5)})).stores, "all of it is stored already"
 
@@ -226,7 +226,7 @@ def test_what_a_load_waited_for_in_vain_is_computed_and_stored_here(make_side: A
     side.step(step())
     assert plane.published is not None
     plane.published.clear()
-    assert wait_for(lambda: side.step(step()).arrived) == {"r": Arrived(1, "published_gone")}
+    assert wait_for(lambda: side.step(step()).available) == {"r": Available(1, "published_gone")}
     side.worker_output({"r"}, report({"r": 1}))
     assert matched(side, request, CHUNK) == 0, "not offered twice"
     stores = side.step(step({"r": (CHUNK, len(TOKENS) - CHUNK)})).stores
@@ -243,7 +243,7 @@ def test_a_load_that_waits_is_given_up_when_the_weights_change(make_side: Any, p
     side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], matched(side, request))
     side.step(step())
     side.reset()
-    assert side.step(step()).arrived == {"r": Arrived(1, "weights_changed")}
+    assert side.step(step()).available == {"r": Available(1, "weights_changed")}
 
 
 def test_a_request_that_is_aborted_while_its_load_waits_is_cancelled(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -255,7 +255,7 @@ def test_a_request_that_is_aborted_while_its_load_waits_is_cancelled(make_side: 
     side.finished(request)
     hold(plane)
     last = side.step(step())
-    assert (last.cancels, last.arrived) == (["r"], {})
+    assert (last.cancels, last.available) == (["r"], {})
 
 
 @pytest.mark.parametrize(
@@ -304,11 +304,11 @@ def test_a_load_of_several_groups_begins_with_what_is_there(make_side: Any, plan
     assert matched(side, request) == WHOLE + TAIL, "of windows nothing is published: it is there with its chunk's rest"
     assert side.waits(request)
     load = begin(side, request, WHOLE + TAIL)
-    assert load.arrived == Arrived(1, "")
+    assert load.available == Available(1, "")
     assert load.groups[FULL].chunks == [0, 1, 2, 3] and load.groups[WINDOW].chunks == [3]
     assert load.groups[WINDOW].chunk_keys == [tail_of(TOKENS)]
     hold(plane)
-    assert wait_for(lambda: side.step(step()).arrived) == {"r": Arrived(4, "complete")}
+    assert wait_for(lambda: side.step(step()).available) == {"r": Available(4, "complete")}
     side.worker_output({"r"}, report({}))
     assert not side.step(step({"r": (WHOLE + TAIL, 5)})).stores, "all of it is stored already"
 
@@ -321,10 +321,10 @@ def test_what_never_came_does_not_cost_several_groups_what_is_there(make_side: A
     plane.records |= dict.fromkeys([*keys(0, TOKENS)[:2], keys(0, TOKENS, WINDOW)[1]], b"")
     assert plane.published is not None
     plane.published.clear()
-    assert wait_for(lambda: side.step(step()).arrived) == {"r": Arrived(2, "published_gone")}
+    assert wait_for(lambda: side.step(step()).available) == {"r": Available(2, "published_gone")}
     side.worker_output({"r"}, report({"r": 0}))
     assert matched(side, request) == 2 * CHUNK, "vLLM has taken nothing of it, and asks again"
-    assert begin(side, request, 2 * CHUNK).arrived is None, "of what is there nothing is waited for"
+    assert begin(side, request, 2 * CHUNK).available is None, "of what is there nothing is waited for"
     side.worker_output({"r"}, report({"r": 0}))
     assert matched(side, request) == 0, "not offered a third time"
     stores = side.step(step({"r": (0, WHOLE)}, tables={"r": (BLOCKS, list(range(2000, 2100)))})).stores

@@ -189,7 +189,7 @@ def test_hits_of_an_earlier_epoch_are_not_offered(make_side: Any, plane: Any) ->
     side.reset()
     assert matched(side, request) == 0
     (store,) = side.step(step(new={"r": (0, len(TOKENS))})).stores
-    assert store.chunk_keys == chunk_keys(TOKENS, side._tracked["r"].extra)
+    assert store.chunk_keys == chunk_keys(TOKENS, side._requests["r"].extra)
     assert store.chunk_keys != chunk_keys(TOKENS)
 
 
@@ -210,7 +210,7 @@ def test_nothing_is_loaded_or_stored_behind_old_kv_of_the_engines_own(own: int, 
 def with_hits(side: Any, plane: Any) -> Any:
     """Return a request of which the first three chunks are stored in this epoch."""
     request = arrive(side, plane, TOKENS)
-    plane.records.update(dict.fromkeys(keys(TOKENS, side._tracked["r"].extra)[:3], b""))
+    plane.records.update(dict.fromkeys(keys(TOKENS, side._requests["r"].extra)[:3], b""))
     side.on_new_request(request)
     return request
 

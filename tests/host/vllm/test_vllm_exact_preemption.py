@@ -75,7 +75,7 @@ def test_it_loads_what_was_saved_of_it_and_nothing_else(side: Any, plane: Script
     side.allocated(request, [list(range(200, 240))], END)
     (load,) = side.step(step()).loads
     assert load.groups[0].chunk_keys == names_of(saves)
-    assert load.cut == side._preemption.of(request).promise.cut < 0 and not load.layerwise
+    assert load.shard_layout == side._requests["r"].current_save.expected_answer.shard_layout < 0 and not load.layerwise
 
 
 @pytest.mark.parametrize("lost", ["all", "tail", "second chunk"])

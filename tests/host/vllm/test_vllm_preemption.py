@@ -86,7 +86,7 @@ def test_blocks_of_later_steps_are_followed(make_side: Any, plane: ScriptedDataP
     request.all_token_ids += range(BLOCK)
     later = step(cached={"r": (END, BLOCK)})
     later.scheduled_cached_reqs.new_block_ids = [([77],)]
-    (table,) = side._preemption._held["r"].blocks
+    (table,) = side._requests["r"].held.blocks
     del table[10:]
     side.step(later)
     (_, tail) = preempt(side, request).saves["r"]
@@ -174,12 +174,12 @@ def test_it_is_promised_what_is_saved_while_that_is_stored(
     (load,) = side.step(step()).loads
     assert load.groups[0].chunk_keys == [*chunk_keys(PROMPT), tail_of(request.all_token_ids, END)]
     assert load.groups[0].blocks[8:] == [208, 209, NOWHERE, NOWHERE]
-    assert load.arrived is not None and (load.arrived.chunks, load.arrived.ended) == (0, "")
+    assert load.available is not None and (load.available.chunks, load.available.ended) == (0, "")
     for _ in range(ranks):
-        assert side.step(step()).arrived == {}, "not all ranks have said so"
+        assert side.step(step()).available == {}, "not all ranks have said so"
         side.worker_output(None, report(saved={"r": 1}))
-    assert side.step(step()).arrived == {"r": (3, "complete")}
-    assert side.step(step()).arrived == {}
+    assert side.step(step()).available == {"r": (3, "complete")}
+    assert side.step(step()).available == {}
     assert plane.calls.count("Lookup") == lookups
 
 
@@ -199,7 +199,7 @@ def test_what_is_stored_is_what_is_asked_for_and_offered(make_side: Any, plane: 
     assert side.matched_tokens(request, 0) == END
     side.allocated(request, [list(range(200, 240))], END)
     (load,) = side.step(step()).loads
-    assert load.arrived is None and load.groups[0].chunk_keys == [*chunks.chunk_keys, *tail.chunk_keys]
+    assert load.available is None and load.groups[0].chunk_keys == [*chunks.chunk_keys, *tail.chunk_keys]
 
 
 def test_what_was_dropped_is_not_offered(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -369,7 +369,7 @@ def test_with_windows_what_was_saved_is_loaded_to_the_end_of_its_last_block(
     assert (load.groups[FULL].chunk_keys, load.groups[WINDOW].chunk_keys) == (names, names[2:])
     assert load.groups[FULL].blocks == [*range(300, 309), NOWHERE, NOWHERE, NOWHERE]
     assert load.groups[WINDOW].blocks == [406, 407, 408] and load.groups[WINDOW].chunks == [2]
-    assert (load.arrived is not None) is under_way
+    assert (load.available is not None) is under_way
 
 
 def test_with_windows_a_tail_that_a_group_lacks_is_computed(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -445,7 +445,7 @@ def test_with_states_what_was_saved_is_loaded_to_the_last_token(
     assert (load.groups[FULL].chunk_keys, load.groups[STATE].chunk_keys) == (names, names[2:])
     assert load.groups[FULL].blocks == [300, 301, 302]
     assert load.groups[STATE].blocks == [402] and load.groups[STATE].chunks == [2]
-    assert (load.arrived is not None) is under_way
+    assert (load.available is not None) is under_way
 
 
 @pytest.mark.parametrize("gone", [FULL, STATE])
@@ -508,7 +508,7 @@ def test_a_request_that_ends_while_it_is_saved_is_forgotten(make_side: Any, plan
     preempt(side, request)
     side.finished(request)
     side.worker_output(None, report(saved={"r": 1}))
-    assert not side._preemption._held and not side._preemption._saved
+    assert not side._requests
 
 
 def test_ranks_report_together() -> None:

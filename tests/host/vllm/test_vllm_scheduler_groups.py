@@ -101,7 +101,7 @@ def test_a_load_takes_of_each_group_what_vllm_has_blocks_for(side: Any, plane: S
         STATE: (chain[3:4], [3003]),
     }
     side.worker_output({"r"}, report())
-    assert not side._loading
+    assert not side._loads
 
 
 def test_blocks_of_the_engine_s_own_prefix_are_not_loaded_in_any_group(side: Any, plane: ScriptedDataPlane) -> None:

@@ -129,7 +129,7 @@ def test_abort_while_loading_cancels_at_the_workers(make_side: Any, plane: Scrip
     assert side.step(step()).cancels == ["r"]
     assert side.step(step()).cancels == []
     side.worker_output({"r"}, report())
-    assert not side._loading and not side._tracked and not side._boundary
+    assert not side._loads and not side._requests
 
 
 def test_a_step_is_idle_only_while_every_request_waits_for_its_load(make_side: Any, plane: ScriptedDataPlane) -> None:
