@@ -212,7 +212,7 @@ class PageDelivery:
         blocks: Sequence[int],
         deadline: float,
         cancelled: Callable[[], bool],
-        told: Callable[[int], None],
+        on_layers: Callable[[int], None],
     ) -> FetchAnswer | None:
         """Load the leading chunks of those that lie on devices.
 
@@ -221,7 +221,7 @@ class PageDelivery:
             blocks: that they go to, chunk after chunk.
             deadline: on the clock of ``time.monotonic()``.
             cancelled: whether to end early.
-            told: is told how many leading layers are in place of all chunks.
+            on_layers: receives how many leading layers are in place of all chunks.
 
         Returns:
             What came of it, None where the data plane was not asked. After an answer that is not quiet, nobody may use
@@ -231,7 +231,7 @@ class PageDelivery:
             try:
                 if not self._register(deadline - time.monotonic()):
                     return None
-                answer = self._call(keys, blocks, deadline, cancelled, told)
+                answer = self._call(keys, blocks, deadline, cancelled, on_layers)
             except DataPlaneError as error:
                 _logger.debug("no pages: %s", error)
                 return None
@@ -270,7 +270,7 @@ class PageDelivery:
         blocks: Sequence[int],
         deadline: float,
         cancelled: Callable[[], bool],
-        told: Callable[[int], None],
+        on_layers: Callable[[int], None],
     ) -> FetchAnswer:
         from shadowserve import native  # an engine loads the C core only where it has to
 
@@ -285,7 +285,7 @@ class PageDelivery:
             layers = min(native.progress_wait(word, seen, _LOOK_INTERVAL), self._shape.layers)
             if layers > seen:
                 seen = layers
-                told(layers)
+                on_layers(layers)
         return call.result()
 
     def close(self) -> None:

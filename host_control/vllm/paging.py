@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from host_control.config import HostConfig
+from host_control.fetch import FetchJob, Placed
 from host_control.layouts import NOWHERE
-from host_control.manager import FetchJob
 from host_control.pages import PageDelivery, SharedPages
-from host_control.placing import Placed
 from host_control.vllm.groups import Groups
 from host_control.vllm.parts import Part
 from host_control.vllm.weights_watch import WeightsWatch
@@ -59,7 +58,7 @@ def share_pages(
 
 
 class PagePlacer:
-    """Places a load's chunks: a :class:`~host_control.placing.Placer`.
+    """Places a load's chunks: a :class:`~host_control.fetch.Placer`.
 
     Args:
         delivery: into the pages.
@@ -92,13 +91,13 @@ class PagePlacer:
         chunks: range,
         deadline: float,
         cancelled: Callable[[], bool],
-        told: Callable[[int], None],
+        on_layers: Callable[[int], None],
     ) -> Placed:
-        """See :class:`~host_control.placing.Placer`."""
+        """See :class:`~host_control.fetch.Placer`."""
         each = self._part.record_blocks
         keys: Sequence[bytes] = job.keys[0][chunks.start : chunks.stop]
         blocks = self._blocks(job)[chunks.start * each : chunks.stop * each]
-        answer = self._delivery.fetch(keys, blocks, deadline, cancelled, told)
+        answer = self._delivery.fetch(keys, blocks, deadline, cancelled, on_layers)
         if answer is None:
             return Placed(0)
         watch = self._watch()

@@ -382,7 +382,7 @@ class WorkerSide:
         """Wait until a layer is in place of this step's loads that go layer by layer, or they have ended."""
         if (layer := self._layers.get(name)) is not None and self._managers:
             began_s = time.monotonic()
-            self._managers[0].wait_layer(self.layerwise, layer)
+            self._managers[0].wait(self.layerwise, layer)
             self._awaited.add(layer)
             if self._device.type == "cpu":
                 self._layer_times.waited(began_s, time.monotonic())

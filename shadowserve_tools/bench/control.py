@@ -189,14 +189,14 @@ def _queue_steps(stack: ExitStack, address: str) -> tuple[list[float], list[floa
 
     queue._tell = timed  # type: ignore[method-assign]
     for index in range(_WAITING):
-        queue.arrived(str(index))
+        queue.enqueue(str(index))
     samples = []
     for step in range(STEPS):
         begin = time.perf_counter()
         queue.begun(str(step))
         if step:
             queue.ended(str(step - 1))
-        queue.arrived(str(step + _WAITING))
+        queue.enqueue(str(step + _WAITING))
         if step % 2:
             queue.sent_back(str(step))
             queue.begun(str(step))

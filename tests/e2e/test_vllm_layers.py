@@ -145,9 +145,10 @@ def test_layers_that_were_decided_for_and_fail_cost_no_token(
     assert plane.layerwise_calls == 1
     counted = deciding.counted_since()
     assert counted["decisions/layers"] == 1 and counted["load_failures/corrupt"] == 1
-    side = deciding.connector._scheduler._policy_runner
-    line = side._policy._fetching._lines[Tier.STORAGE]
-    assert side._loads == {} == side._policy._loads and line._last[-1][1] == 0.2
+    side = deciding.connector._scheduler
+    policy = side._policy_runner._policy
+    line = policy._fetching._lines[Tier.STORAGE]
+    assert side._loads == {} == policy._loads and line._last[-1][1] == 0.2
 
 
 def test_a_layer_computes_while_the_next_ones_are_away(
@@ -155,13 +156,13 @@ def test_a_layer_computes_while_the_next_ones_are_away(
 ) -> None:
     """Each layer comes only once the one before was asked for by the engine: all at once they would never come."""
     manager, asked = engine.worker._managers[0], threading.Semaphore(1)
-    wait = manager.wait_layer
+    wait = manager.wait
 
-    def waited(names: Any, layer: int) -> None:
+    def waited(names: Any, layer: int | None = None) -> None:
         wait(names, layer)
         asked.release()
 
-    monkeypatch.setattr(manager, "wait_layer", waited)
+    monkeypatch.setattr(manager, "wait", waited)
     plane.script.before_layer = lambda layer: asked.acquire(timeout=WAIT_MAX_S)
     begin = time.monotonic()
     assert engine.outputs([prompt(700)]) == reference([prompt(700)])

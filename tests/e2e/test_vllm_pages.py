@@ -79,9 +79,9 @@ def test_prompts_come_from_devices_into_pages(
     engine: Any, plane: Plane, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layer by layer, as nothing else runs; each is told of as it comes."""
-    manager, told = type(engine.worker._managers[0]), list[int]()
-    tell = manager._tell
-    monkeypatch.setattr(manager, "_tell", lambda *arguments: (told.append(arguments[2]), tell(*arguments)))
+    pages, told = engine.worker._managers[0]._pages, list[int]()
+    tell = pages._tell
+    monkeypatch.setattr(pages, "_tell", lambda fetch, layers: (told.append(layers), tell(fetch, layers)))
     for length in LENGTHS:
         assert loads(engine, plane, prompt(length), length // 256 * 256) == reference([prompt(length)])[0]
     assert told, "layers were told of while they came"
@@ -127,8 +127,8 @@ def test_what_another_request_loads_while_the_memory_is_replaced_is_not_lost(
     engine: Any, plane: Plane, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Symptom: other tokens. What was scattered between copy and mapping was written to memory that nobody had more."""
-    pages, delivery, manager = engine.worker._pages, engine.worker._page_delivery, engine.worker._managers[0]
-    fetch, scatter, copy = delivery.fetch, manager._scatter, ctypes.memmove
+    pages, delivery, batches = engine.worker._pages, engine.worker._page_delivery, engine.worker._managers[0]._batches
+    fetch, scatter, copy = delivery.fetch, batches._scatter, ctypes.memmove
     before, copied, scattered = pages.segment, threading.Event(), threading.Event()
 
     def without_answer(*arguments: Any) -> Any:
@@ -154,7 +154,7 @@ def test_what_another_request_loads_while_the_memory_is_replaced_is_not_lost(
     spoil(engine)
     with monkeypatch.context() as patch, engine.awaiting_lookups():  # or one could come before the other is asked for
         patch.setattr(delivery, "fetch", without_answer)
-        patch.setattr(manager, "_scatter", scatter_meanwhile)
+        patch.setattr(batches, "_scatter", scatter_meanwhile)
         patch.setattr(ctypes, "memmove", copy_slowly)
         prompts = [prompt(31), prompt(600, 1), prompt(1000)]
         assert engine.outputs(prompts) == reference(prompts)

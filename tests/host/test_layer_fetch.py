@@ -78,7 +78,7 @@ def test_each_layer_is_scattered_as_it_is_told(
     """The second layer only comes once the first one is scattered."""
     scattered = threading.Event()
     place = pages.__call__
-    manager._scatter_layers = lambda *given: (place(*given), scattered.set())[0]
+    manager._layers.scatter = lambda *given: (place(*given), scattered.set())[0]
     plane.script.before_layer = lambda layer: layer == 0 or scattered.wait(WAIT_MAX_S)
     wanted = layered("a", fill)
     manager.exchange([wanted])

@@ -376,7 +376,7 @@ def test_a_part_of_which_the_last_chunk_alone_is_wanted_waits_for_that_one(
 ) -> None:
     job = replace(parts.job("a", 4, 1), places=((0, 1, 2, 3), (3,)), available=Available(2, ""))
     parts.manager.exchange([job])
-    wait_for(lambda: any(progress.waits() for progress in parts.manager._fetching))
+    wait_for(lambda: any(progress.waits() for progress in parts.manager._queue))
     assert sorted(parts.pages.order) == [(0, 0), (0, 1)]
     parts.manager.exchange(available={"a": Available(3, "")})
     wait_for(lambda: len(parts.pages.order) == 3)
@@ -656,7 +656,7 @@ def test_memory_that_is_made_shorter_while_it_is_scattered_is_an_outcome_and_giv
     paged.gate.set()
     (result,) = collect(manager, 1)
     assert (result.chunks, result.reason) == ((0,), "scatter_failed")
-    assert "made shorter" in result.detail
+    assert "truncated" in result.detail
     paged.chunks.clear()
     manager.exchange([job("b", 6, fill)])
     (result,) = collect(manager, 1)

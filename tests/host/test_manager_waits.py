@@ -26,7 +26,7 @@ def coming(plane: ScriptedDataPlane, fill: Fill, name: str, count: int, there: i
 def waits(manager: KVCacheManager, plane: ScriptedDataPlane, fetches: int) -> None:
     """Await that a job has fetched what there is."""
     plane.wait_for_call("Fetch", fetches)
-    wait_for(lambda: any(progress.waits() for progress in manager._fetching))
+    wait_for(lambda: any(progress.waits() for progress in manager._queue))
 
 
 def test_what_is_there_is_fetched_at_once_and_the_rest_as_it_arrives(
