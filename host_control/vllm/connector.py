@@ -257,8 +257,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait until a layer is in place of what this step loads layer by layer, or that has ended, by its deadline."""
         assert self._worker is not None
-        if self._worker.layerwise:
-            self._worker.wait_layer(layer_name)
+        self._worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: chunks are gathered after the step, all layers at once."""

@@ -34,8 +34,8 @@ _DETAILS: Final = {
     "pending_chunks": "layer_order is configured, and a load waits for chunks that another engine is still storing, "
     "or that are in object storage alone; it goes chunk by chunk",
     "no_publishing": "a request is to wait for chunks that another engine is storing, and storage publishes no chunks "
-    "(Redis, Valkey and clusters of them do not); it loads the chunks that are stored at that time. Use a storage node of "
-    "ShadowServe, or a proxy that carries kv_transfer_params (docs/disaggregation.md)",
+    "(Redis, Valkey and clusters of them do not); it loads the chunks that are stored by then. Use a storage node "
+    "of ShadowServe, or a proxy that carries kv_transfer_params (docs/disaggregation.md)",
 }
 """Log lines by reason. docs/combinations.md has a row for each reason."""
 

@@ -54,12 +54,12 @@ def engine(running: Any, decides: Any, plane: Any, prompt: Any) -> Any:
 
 def spoil(engine: Any) -> None:
     """Fill paged memory: or blocks may still hold what a prompt left there when it was stored."""
-    for cache in engine.worker._parts[0][0].layout._mover._views:
+    for cache in engine.worker._shards.parts[0][0].layout._mover._views:
         cache.fill_(3.0)
 
 
 def layers(engine: Any) -> int:
-    return int(engine.worker._parts[0][0].layout.layers)
+    return int(engine.worker._shards.parts[0][0].layout.layers)
 
 
 def test_outputs_are_the_same(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
@@ -155,7 +155,7 @@ def test_a_layer_computes_while_the_next_ones_are_away(
     engine: Any, plane: Any, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each layer comes only once the one before was asked for by the engine: all at once they would never come."""
-    manager, asked = engine.worker._managers[0], threading.Semaphore(1)
+    manager, asked = engine.worker._loads.managers[0], threading.Semaphore(1)
     wait = manager.wait
 
     def waited(names: Any, layer: int | None = None) -> None:

@@ -184,7 +184,7 @@ def test_value_that_is_no_record_is_recomputed_and_replaced(
 def test_wrong_kv_would_be_seen(engine: Any, reference: Any, prompt: Any) -> None:
     """The other tests compare outputs; this one shows that outputs do tell right KV from wrong."""
     worker = engine.worker
-    batches = worker._managers[0]._batches
+    batches = worker._loads.managers[0]._batches
     scatter, batches._scatter = batches._scatter, lambda job, part, first, chunks: None
     try:
         prompts = [prompt(length) for length in LENGTHS]

@@ -203,7 +203,7 @@ def test_kv_caches_that_cannot_be_taken_leave_no_half_of_it_running(
     worker = make("WORKER", "")
 
     def fail(caches: Any) -> None:
-        worker._worker._client = worker._worker._config.client(0)
+        worker._worker._client = worker._worker._engine.config.client(0)
         raise PermissionError("model.safetensors")
 
     monkeypatch.setattr(worker._worker, "register", fail)

@@ -43,8 +43,8 @@ def worker_of(groups: Any, **config: Any) -> Any:
         problem="",
         logger=logging.getLogger("test"),
     )
-    worker._parts = {0: [SimpleNamespace(group=group) for group in groups.groups]}
-    worker._shapes = {0: [SimpleNamespace(namespace=bytes(32)) for _ in groups.groups]}
+    worker._shards.parts = {0: [SimpleNamespace(group=group) for group in groups.groups]}
+    worker._shards.shapes = {0: [SimpleNamespace(namespace=bytes(32)) for _ in groups.groups]}
     return worker
 
 
