@@ -21,16 +21,17 @@ from host_control.answers import (
     FetchAnswer,
     FetchCall,
     FetchPart,
+    Found,
     Registration,
     StoreAnswer,
     delivered_of,
+    found_of,
     reason_of,
 )
 from host_control.breaker import Breaker
 from host_control.connection import Connection, Peer, explain
 from host_control.fetch_policy import Decision
 from host_control.layer_stream import LayerStream
-from host_control.seen import Found, found_of
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
 from shadowserve.pieces import Flags, unpack

@@ -279,7 +279,7 @@ def left_behind(engine: Any) -> dict[str, Any]:
     kept |= {name: getattr(worker._loads, name) for name in _OF_LOADS}
     kept |= {"layerwise": worker._loads.layers.requests, "saves": worker._stores._saves}
     kept |= {"loaded": worker._loads._report.loaded, "seconds": worker._loads._report.seconds}
-    kept |= {"lookups": side._lookup._lookups, "published": side._lookup._coming._published}
+    kept |= {"lookups": side._lookup._lookups, "published": side._lookup._publications._published}
     kept |= {"waiting": side.waiting._entries, "begun": side.waiting._begun}
     if side._policy_runner is not None:
         kept["first tokens"] = side._policy_runner._waiting

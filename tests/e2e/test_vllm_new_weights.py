@@ -129,7 +129,7 @@ def naming(serving: Serving, request_id: str) -> Callable[[list[int]], set[bytes
 
     scheduler = serving.engine.connector._scheduler
     (state,) = [one for name, one in scheduler._requests.items() if name.startswith(request_id)]
-    (((_, namespace),),) = scheduler._lookup._layouts[0]
+    (((_, namespace),),) = scheduler._lookup._prober.layouts[0]
     model, extra = scheduler._lookup._model, state.extra
     return lambda tokens: set(record_keys(namespace, prefix_chain(model, tokens, chunk_tokens=CHUNK, extra=extra)))
 

@@ -124,7 +124,7 @@ def test_nothing_is_brought_for_a_request_that_has_ended(
         lookup.begin_load(name, CHUNKS)
     lookup.forget("r")
     lookup.forget("other")
-    wait_for(lambda: not lookup._cold_loads._waiting)
+    wait_for(lambda: not lookup._cold_loads._loads)
     lookup.begin_load("r", CHUNKS)  # unknown by now
 
 

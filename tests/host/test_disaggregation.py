@@ -130,7 +130,7 @@ def test_what_is_dropped_in_the_middle_ends_the_wait_at_the_gap(
         del plane.published[key]
     store(plane, LINKS[0], *LINKS[2:])
     assert wait(lambda: lookup.poll("r")) == LookupAnswer(
-        CHUNK, "published_gone", "chunks that were published are not stored"
+        CHUNK, "published_gone", "chunks that were pending are not stored"
     )
 
 
@@ -400,7 +400,7 @@ def test_who_is_forgotten_while_its_load_waits_is_asked_for_no_more(
     wait(lambda: early.poll("r"))
     early.forget("r")
     store(plane, *LINKS)
-    wait_for(lambda: not early._coming._waiting)
+    wait_for(lambda: not early._publications._waits)
     assert early.available("r") is None
     asked = plane.calls.count("Lookup")
     early.submit("another", [7, *TOKENS])
