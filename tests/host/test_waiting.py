@@ -14,7 +14,8 @@ from scripted import ScriptedDataPlane
 
 from host_control import waiting
 from host_control.client import DataPlaneClient
-from host_control.waiting import Begins, Chains, WaitingQueue
+from host_control.lookup import RecordKeys
+from host_control.waiting import Begins, WaitingQueue
 from shadowserve.proto import dataplane_pb2 as pb
 
 NAMESPACE = b"n" * 32
@@ -81,7 +82,7 @@ def clock() -> Clock:
 def queue(client: DataPlaneClient, known: dict[str, bool], clock: Clock) -> Iterator[WaitingQueue]:
     client.connect(WAIT_MAX_S)
 
-    def look(request_id: str) -> Chains | None:
+    def look(request_id: str) -> RecordKeys | None:
         return {client: [(NAMESPACE, keys_of(request_id))]} if known.get(request_id, True) else None
 
     queue = WaitingQueue(look, [client], clock=clock)
