@@ -395,7 +395,7 @@ def test_full_staging_drops_and_counts(engine: Any, plane: Any, reference: Any, 
     engine.reset(plane, records=True)
     plane.script.stall.add("Store")
     store = engine.worker._stores.queue
-    slots, store._free = store._free, {segment: [free[0][:1]] for segment, free in store._free.items()}
+    slots, store._slots._free = store._slots._free, {segment: [free[0][:1]] for segment, free in store._slots._free.items()}
     try:
         assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
         counted = engine.counted_since()
@@ -403,6 +403,6 @@ def test_full_staging_drops_and_counts(engine: Any, plane: Any, reference: Any, 
     finally:
         plane.script.unstall.set()
         engine.flush()
-        store._free = slots
+        store._slots._free = slots
         for (free,) in slots.values():
             free.sort()

@@ -120,7 +120,7 @@ def test_without_room_for_another_segment_the_memory_is_the_engines_alone(
         (make_caches(4096 + 512), 4, "multiples of 4096"),
         (make_caches(), 1024, "lower host.chunk_tokens"),
         ([torch.zeros(BLOCKS, 2, 16, 64) for _ in range(2)], 4, "one allocation"),
-        ([torch.zeros(BLOCKS, 64, 16, 2).transpose(1, 3)], 4, "one piece each"),
+        ([torch.zeros(BLOCKS, 64, 16, 2).transpose(1, 3)], 4, "not contiguous"),
     ],
 )
 def test_pages_that_devices_cannot_reach_are_left_alone(caches: list[Any], blocks: int, why: str) -> None:

@@ -408,5 +408,5 @@ def test_a_part_is_stored_as_two_shapes_from_the_same_slots(
 
 def test_shapes_of_one_part_have_the_same_size(client: DataPlaneClient, shape: ChunkLayout) -> None:
     small = replace(shape, vector_length=shape.vector_length // 2)
-    with pytest.raises(ValueError, match="parts"):
+    with pytest.raises(ValueError, match="shards"):
         StoreQueue(client, RegisteredMemory(client, [shape, small], 4 * shape.raw_bytes), parts=1)
