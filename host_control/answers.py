@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from host_control.transfer import Reason
 from shadowserve.chunk import ChunkLayout
 from shadowserve.pieces import Flags, leading_chunks, pack, unpack
 from shadowserve.proto import dataplane_pb2 as pb
@@ -181,9 +182,9 @@ def delivered_of(answer: pb.FetchResponse, wanted: Sequence[Flags]) -> list[Flag
     unwanted = any((pieces & ~asked_for).any() for pieces, asked_for in zip(delivered, wanted, strict=True))
     if (
         unwanted
-        or reason == "unspecified"
-        or (count == asked) != (reason == "complete")
-        or (reason == "batch_full" and not count)
+        or reason == Reason.UNSPECIFIED
+        or (count == asked) != (reason == Reason.COMPLETE)
+        or (reason == Reason.BATCH_FULL and not count)
     ):
         raise ValueError(f"{count} pieces with outcome '{reason}' where {asked} were asked for")
     return delivered
@@ -194,4 +195,4 @@ def reason_of(outcome: int) -> str:
     try:
         return pb.Outcome.Name(outcome).removeprefix("OUTCOME_").lower()
     except ValueError:
-        return "unspecified"
+        return Reason.UNSPECIFIED

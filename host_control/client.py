@@ -32,6 +32,7 @@ from host_control.breaker import Breaker
 from host_control.connection import Connection, Peer, explain
 from host_control.fetch_policy import Decision
 from host_control.layer_stream import LayerStream
+from host_control.transfer import Reason
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
 from shadowserve.pieces import Flags, unpack
@@ -59,21 +60,21 @@ _MEMORY_FIELDS: Final[dict[type[Any], str]] = {
     pb.CudaIpcMemory: "cuda_ipc",
 }
 _OPERATION = Literal["lookup", "fetch", "store", "register"]
-_ADVICE: Final = {
-    "unreachable": "; is `shadowserve dpu` running there?",
-    "deadline": "; is `shadowserve dpu` running there, and can it reach the storage server?",
-    "storage_unavailable": "; can the data plane reach the storage server?",
+_ADVICE: Final[dict[str, str]] = {
+    Reason.UNREACHABLE: "; is `shadowserve dpu` running there?",
+    Reason.DEADLINE: "; is `shadowserve dpu` running there, and can it reach the storage server?",
+    Reason.STORAGE_UNAVAILABLE: "; can the data plane reach the storage server?",
 }
 """What to do about failures that the data plane does not explain."""
 _AT_FAULT: Final = {
-    "unreachable",
-    "deadline",
-    "refused",
-    "invalid_answer",
-    "storage_unavailable",
-    "storage_refused",
-    "internal",
-    "device",
+    Reason.UNREACHABLE,
+    Reason.DEADLINE,
+    Reason.REFUSED,
+    Reason.INVALID_ANSWER,
+    Reason.STORAGE_UNAVAILABLE,
+    Reason.STORAGE_REFUSED,
+    Reason.INTERNAL,
+    Reason.DEVICE,
 }
 
 
@@ -283,12 +284,12 @@ class DataPlaneClient:
 
     def _found(self, answer: pb.LookupResponse, counts: Sequence[int]) -> Found:
         reason = reason_of(answer.outcome)
-        if reason != "complete":
+        if reason != Reason.COMPLETE:
             raise self._fail("lookup", reason, answer.detail)
         try:
             found = found_of(answer, counts)
         except ValueError as error:
-            raise self._fail("lookup", "invalid_answer", str(error)) from error
+            raise self._fail("lookup", Reason.INVALID_ANSWER, str(error)) from error
         self._report("lookup", reason)
         return found
 
@@ -319,8 +320,8 @@ class DataPlaneClient:
             raise self._fail("register", *explain(error)) from error
         if list(answer.chunk_bytes) != (ours := [shape.raw_bytes for shape in shapes]):
             detail = f"the data plane counts {list(answer.chunk_bytes)[:16]} bytes in a chunk, this host {ours[:16]}"
-            raise self._fail("register", "invalid_answer", detail)
-        self._report("register", "complete")
+            raise self._fail("register", Reason.INVALID_ANSWER, detail)
+        self._report("register", Reason.COMPLETE)
         return Registration(answer.memory_id)
 
     def release(self, memory_id: int, *, wait: bool) -> bool:
@@ -460,11 +461,11 @@ class DataPlaneClient:
         try:
             delivered = delivered_of(answer, wanted)
         except ValueError as error:
-            self._report("fetch", "invalid_answer")
-            return FetchAnswer(nothing, wanted, "invalid_answer", str(error), quiet=False)
+            self._report("fetch", Reason.INVALID_ANSWER)
+            return FetchAnswer(nothing, wanted, Reason.INVALID_ANSWER, str(error), quiet=False)
         # After a deadline with some pieces the fetch is slow, and the peer not at fault.
-        slow = reason == "deadline" and any(each.any() for each in delivered)
-        self._report("fetch", "complete" if slow else reason)
+        slow = reason == Reason.DEADLINE and any(each.any() for each in delivered)
+        self._report("fetch", Reason.COMPLETE if slow else reason)
         moved = (answer.fetched_bytes, answer.delivered_bytes)
         return FetchAnswer(delivered, wanted, reason, answer.detail, True, *moved)
 
@@ -497,7 +498,7 @@ class DataPlaneClient:
         """
         nothing = unpack(b"", len(keys))
         if not self.breakers["store"].allow():
-            return StoreAnswer(nothing, "breaker_open", "", quiet=True)
+            return StoreAnswer(nothing, Reason.BREAKER_OPEN, "", quiet=True)
         request = pb.StoreRequest(
             job_id=job_id,
             memory_id=memory_id,
@@ -519,11 +520,11 @@ class DataPlaneClient:
         reason = reason_of(answer.outcome)
         try:
             stored = unpack(answer.stored, len(keys))
-            if reason == "unspecified" or bool(stored.all()) != (reason == "complete"):
+            if reason == Reason.UNSPECIFIED or bool(stored.all()) != (reason == Reason.COMPLETE):
                 raise ValueError(f"{stored.sum()} chunks with outcome '{reason}' where {len(keys)} were offered")
         except ValueError as error:
-            self._report("store", "invalid_answer")
-            return StoreAnswer(nothing, "invalid_answer", str(error), quiet=False)
+            self._report("store", Reason.INVALID_ANSWER)
+            return StoreAnswer(nothing, Reason.INVALID_ANSWER, str(error), quiet=False)
         self._report("store", reason)
         return StoreAnswer(stored, reason, answer.detail, True, answer.raw_bytes, answer.stored_bytes)
 
@@ -580,7 +581,7 @@ class DataPlaneClient:
     def _allow(self, operation: _OPERATION) -> None:
         if not self.breakers[operation].allow():
             raise DataPlaneError(
-                f"{operation} at the data plane {self.address} is paused after repeated failures", "breaker_open"
+                f"{operation} at the data plane {self.address} is paused after repeated failures", Reason.BREAKER_OPEN
             )
 
     def _report(self, operation: _OPERATION, reason: str) -> None:
@@ -589,10 +590,10 @@ class DataPlaneClient:
     def _unanswered(self, operation: _OPERATION, error: BaseException) -> tuple[str, str, bool]:
         """Return reason and detail of a call that ended without an answer, and True if it is quiet nevertheless."""
         if self._connection.lost(error):
-            return "unknown_memory", "the data plane does not know this host", True
+            return Reason.UNKNOWN_MEMORY, "the data plane does not know this host", True
         reason, detail = explain(error)
         self._report(operation, reason)
-        return reason, detail, reason == "refused"
+        return reason, detail, reason == Reason.REFUSED
 
     def _fail(self, operation: _OPERATION, reason: str, detail: str) -> DataPlaneError:
         self._report(operation, reason)

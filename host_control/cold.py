@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from host_control.disaggregation import Available
+from host_control.transfer import Reason
 from shadowserve.errors import DataPlaneError
 from shadowserve.pieces import Flags, leading
 
@@ -104,13 +105,13 @@ class ColdLoads:
         try:
             near, moving = load.ask(load.near, load.chunks)
         except DataPlaneError as error:
-            return Available(load.near, "" if error.outcome == "deadline" and not late else error.outcome)
+            return Available(load.near, "" if error.outcome == Reason.DEADLINE and not late else error.outcome)
         except Exception:  # a bug must not leave the load waiting for its deadline
-            return Available(load.near, "internal")
+            return Available(load.near, Reason.INTERNAL)
         count = leading(near)
         load.near += count
         if load.near == load.chunks:
-            return Available(load.near, "complete")
+            return Available(load.near, Reason.COMPLETE)
         if not moving[count]:
-            return Available(load.near, "cold_gone")
-        return Available(load.near, "cold_late" if late else "")
+            return Available(load.near, Reason.COLD_GONE)
+        return Available(load.near, Reason.COLD_LATE if late else "")

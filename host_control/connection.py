@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import grpc
 
+from host_control.transfer import Reason
 from shadowserve import __version__
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.keys import RECORD_VERSION, SCHEMA_VERSION
@@ -154,7 +155,7 @@ class Connection:
             # The first call does not wait: a call that waits learns no reason, and some failures do not go away.
             answer = self._hello(request, ends, wait=False)
         except DataPlaneError as error:
-            if not wait or error.outcome != "unreachable" or time.monotonic() >= ends:
+            if not wait or error.outcome != Reason.UNREACHABLE or time.monotonic() >= ends:
                 raise
             answer = self._hello(request, ends, wait=True)
         peer = Peer(
@@ -178,7 +179,9 @@ class Connection:
         except grpc.RpcError as error:
             raise self._not_connected(error, ends - time.monotonic()) from error
         except ValueError as error:
-            raise DataPlaneError(f"the connection to the data plane {self.address} is closed", "unreachable") from error
+            raise DataPlaneError(
+                f"the connection to the data plane {self.address} is closed", Reason.UNREACHABLE
+            ) from error
         return answer
 
     def _renew(self) -> None:
@@ -190,17 +193,17 @@ class Connection:
                 self._open()  # calls in flight keep the old channel until they end
             except ConfigurationError as error:
                 message = f"connecting to the data plane {self.address} failed: TLS: {error}"
-                raise DataPlaneError(message, "refused") from error
+                raise DataPlaneError(message, Reason.REFUSED) from error
 
     def _not_connected(self, error: Any, left: float) -> DataPlaneError:
         reason, detail = explain(error)
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             detail = f"it is of an older release than this host's {__version__}; install the same on both sides"
-        elif reason != "refused":
-            reason, host_port = "unreachable", _host_port(self.address)
+        elif reason != Reason.REFUSED:
+            reason, host_port = Reason.UNREACHABLE, _host_port(self.address)
             if host_port is not None and (why := diagnose(*host_port, self._credentials, max(left, 0.05))):
-                reason, detail = "refused", why
-        if reason == "unreachable":
+                reason, detail = Reason.REFUSED, why
+        if reason == Reason.UNREACHABLE:
             detail = f"no data plane answers ({detail}); start `shadowserve dpu` there"
         return DataPlaneError(f"connecting to the data plane {self.address} failed: {detail}", reason)
 
@@ -243,10 +246,10 @@ def _host_port(address: str) -> tuple[str, int] | None:
 def explain(error: BaseException) -> tuple[str, str]:
     """Return reason and detail of a call that ended without an answer."""
     if not isinstance(error, grpc.Call):
-        return "unreachable", str(error) or type(error).__name__
+        return Reason.UNREACHABLE, str(error) or type(error).__name__
     code, detail = error.code(), str(error.details())[:_DETAIL_MAX]
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return "deadline", "the data plane did not answer in time"
+        return Reason.DEADLINE, "the data plane did not answer in time"
     if code in _REFUSALS:
-        return "refused", f"{code.name}: {detail}"
-    return "unreachable", f"{code.name}: {detail}"
+        return Reason.REFUSED, f"{code.name}: {detail}"
+    return Reason.UNREACHABLE, f"{code.name}: {detail}"

@@ -45,7 +45,6 @@ class FetchResult:
     """The one outcome of a job.
 
     Attributes:
-        job: The job.
         chunks: Leading chunks of each shard that are in place.
         reason: A :class:`~host_control.transfer.Reason`: ``complete``, or why there are not more.
         detail: A sentence about the reason, or empty.
@@ -75,7 +74,6 @@ class Fetch(Transfer):
     """A job on its way through the manager.
 
     Attributes:
-        job: The job.
         enqueued_at: Time of the hand-over (monotonic).
         deadline: Time by which the fetch has its outcome.
         available: Chunks that can be fetched by now; None: all.

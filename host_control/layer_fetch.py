@@ -20,6 +20,7 @@ import numpy as np
 from host_control.client import DataPlaneClient, FetchAnswer, FetchCall, FetchPart
 from host_control.progress import Progress, StreamProgress, WordProgress, cancel_if, follow
 from host_control.registered_memory import PROGRESS_BYTES, Memory, RegisteredMemory
+from host_control.transfer import Reason
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.pieces import Flags, leading_chunks, leading_layers
 
@@ -45,7 +46,6 @@ class LayerFetch:
     """A fetch of one shard's chunks; :meth:`run` is called once.
 
     Args:
-        client: Client of the data plane.
         registration: Registered memory that holds all of the chunks; nothing else uses it meanwhile.
         keys: Record keys of the chunks.
         deadline: Time of the clock ``time.monotonic()`` by which it ends.
@@ -97,7 +97,7 @@ class LayerFetch:
         before, memory = self._memory, self._acquire()
         if before is not None and memory is not before and self._delivered.any():
             # The first layers of every chunk are in the memory that was given up.
-            raise _Ended("unknown_memory", "the memory that holds the first layers was given up")
+            raise _Ended(Reason.UNKNOWN_MEMORY, "the memory that holds the first layers was given up")
         self._memory = memory
         job_id = f"layers-{secrets.token_hex(8)}"
         missing = self._wanted & ~self._delivered
@@ -112,9 +112,9 @@ class LayerFetch:
         self.delivered_bytes += answer.delivered_bytes
         self._delivered |= answer.delivered[0]
         self._place(leading_layers(self._delivered, self._wanted), len(self.keys))
-        if answer.reason == "unknown_memory" and before is None:
+        if answer.reason == Reason.UNKNOWN_MEMORY and before is None:
             return  # the data plane has restarted: register again, once
-        if answer.reason != "batch_full":
+        if answer.reason != Reason.BATCH_FULL:
             raise _Ended(answer.reason, answer.detail)
 
     def _follow(self, call: FetchCall, progress: Progress, job_id: str, missing: Flags) -> FetchAnswer:
@@ -131,7 +131,7 @@ class LayerFetch:
             raise
         finally:
             answer = call.result()
-            if not answer.quiet or answer.reason == "unknown_memory":
+            if not answer.quiet or answer.reason == Reason.UNKNOWN_MEMORY:
                 self.registration.retire(release=not answer.quiet)
         return answer
 
@@ -147,13 +147,13 @@ class LayerFetch:
     def _acquire(self) -> Memory:
         left = self.deadline - time.monotonic()
         if self.cancelled() or left <= 0:
-            raise _Ended("cancelled" if self.cancelled() else "deadline")
+            raise _Ended(Reason.CANCELLED if self.cancelled() else Reason.DEADLINE)
         try:
             return self.registration.acquire(left)
         except DataPlaneError as error:
             raise _Ended(error.outcome, str(error)) from error
         except ConfigurationError as error:
-            raise _Ended("no_memory", str(error)) from error
+            raise _Ended(Reason.NO_MEMORY, str(error)) from error
 
     def _arrived(self, layers: int, missing: Flags) -> None:
         self._delivered[:layers] |= missing[:layers]
@@ -169,12 +169,12 @@ class LayerFetch:
             self.scatter(self._memory.memory[: chunks * self._shape.raw_bytes], (self._placed, layers))
         except Exception as error:
             _logger.exception("scattering layers failed")
-            raise _Ended("scatter_failed", f"{type(error).__name__}: {error}") from error
+            raise _Ended(Reason.SCATTER_FAILED, f"{type(error).__name__}: {error}") from error
         if not self._memory.whole():
             lost = "another process truncated the memory that chunks arrive in; it is given up"
             _logger.error("shadowserve: %s", lost)
             self.registration.lost(self._memory)
-            raise _Ended("scatter_failed", lost)
+            raise _Ended(Reason.SCATTER_FAILED, lost)
         if chunks == len(self.keys):
             self._placed = layers
             self.on_layers(layers)

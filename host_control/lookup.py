@@ -23,6 +23,7 @@ from host_control.client import DataPlaneClient
 from host_control.cold import ColdLoads
 from host_control.disaggregation import Available, Disaggregation, Publications
 from host_control.probe import Probe, Prober, Records
+from host_control.transfer import Reason
 from shadowserve.errors import DataPlaneError
 from shadowserve.keys import Extra, prefix_chain, record_keys, tail_chunk_key
 from shadowserve.pieces import Flags, leading
@@ -115,12 +116,12 @@ class _Lookup:
     deadline: float
     disaggregation: Disaggregation = _ALONE
     answer: LookupAnswer | None = None
-    best_answer: LookupAnswer = field(default_factory=lambda: LookupAnswer(0, "deadline"))
+    best_answer: LookupAnswer = field(default_factory=lambda: LookupAnswer(0, Reason.DEADLINE))
     chunk_keys: list[bytes] | None = None
     tail: list[bytes] = field(default_factory=list)
     saved: Sequence[bytes] = ()
     waits_until: float = 0.0
-    late_reason: str = "deadline"
+    late_reason: str = Reason.DEADLINE
     available: Available | None = None
     bring_cold: Callable[[int], None] | None = None
     cold_ended: str = ""
@@ -203,7 +204,6 @@ class PrefixLookup:
         """Start a lookup, or start it over.
 
         Args:
-            request_id: Name of the request.
             tokens: Tokens of the prompt; must not change until :meth:`forget`, except by growing.
             extra: Inputs of its KV beside tokens, or a function that returns them, called on a lookup thread. If it
                 raises, the answer's reason is ``unnamed``, and there are no chunk keys.
@@ -213,9 +213,9 @@ class PrefixLookup:
         lookup = _Lookup(tokens, len(tokens), extra, time.monotonic() + self._timeout, disaggregation, saved=saved)
         count = lookup.length // self._chunk_tokens
         if count == 0 and not disaggregation.tail_tokens:
-            lookup.answer, lookup.chunk_keys = LookupAnswer(0, "short"), []
+            lookup.answer, lookup.chunk_keys = LookupAnswer(0, Reason.SHORT), []
         elif not self._enabled:
-            lookup.answer = LookupAnswer(0, "disabled")
+            lookup.answer = LookupAnswer(0, Reason.DISABLED)
         with self._lock:
             self._lookups[request_id] = lookup
         if lookup.chunk_keys is None:
@@ -225,7 +225,7 @@ class PrefixLookup:
         """Return the answer, or None while there is none and time is left."""
         lookup = self._lookups.get(request_id)
         if lookup is None:
-            return LookupAnswer(0, "unknown")
+            return LookupAnswer(0, Reason.UNKNOWN)
         if lookup.answer is None and time.monotonic() >= lookup.deadline:
             with self._lock:
                 # A lookup thread may have answered since; the first answer counts.
@@ -352,7 +352,7 @@ class PrefixLookup:
                 if self._enabled:
                     self._probe(request_id, lookup, wanted)
         except Exception as error:  # a bug must not leave the request waiting for its deadline
-            self._resolve(lookup, LookupAnswer(0, "internal", f"{type(error).__name__}: {error}"))
+            self._resolve(lookup, LookupAnswer(0, Reason.INTERNAL, f"{type(error).__name__}: {error}"))
 
     def _named(self, lookup: _Lookup) -> bool:
         """Find the inputs of a prompt's KV beside tokens; return False where one has no identity."""
@@ -362,7 +362,7 @@ class PrefixLookup:
             lookup.extra = lookup.extra()
         except Exception as error:  # also of an input of an unknown kind
             with self._lock:  # also over "disabled" and "deadline", after which chunks could be stored
-                lookup.answer = LookupAnswer(0, "unnamed", str(error) or type(error).__name__)
+                lookup.answer = LookupAnswer(0, Reason.UNNAMED, str(error) or type(error).__name__)
             return False
         return True
 
@@ -409,16 +409,17 @@ class PrefixLookup:
         if seconds := lookup.disaggregation.publishes:  # before this engine can have computed and stored it
             stored = own.stored | (np.arange(len(wanted)) < hits)
             self._publish_absent(request_id, lookup, wanted, stored, seconds)
-        reason, detail = "complete", ""
-        if lookup.cold_ended not in ("", "complete"):
+        reason: str = Reason.COMPLETE
+        detail = ""
+        if lookup.cold_ended not in ("", Reason.COMPLETE):
             reason, detail = lookup.cold_ended, "chunks are in object storage alone, and were not brought"
         elif hits < len(wanted) and lookup.waits_until and lookup.available is None and not lookup.cold_ended:
-            reason, detail = "published_gone", "chunks that were pending are not stored"
+            reason, detail = Reason.PUBLISHED_GONE, "chunks that were pending are not stored"
         self._resolve(lookup, replace(lookup.best_answer, reason=reason, detail=detail))
 
     def _probe_failed(self, request_id: str, lookup: _Lookup, wanted: list[bytes], error: DataPlaneError) -> None:
         self._resolve(lookup, replace(lookup.best_answer, reason=error.outcome, detail=str(error)))
-        if error.outcome == "deadline":
+        if error.outcome == Reason.DEADLINE:
             with contextlib.suppress(RuntimeError):  # closed
                 self._late.submit(self._learn_stored, request_id, lookup, wanted)
 
@@ -455,7 +456,7 @@ class PrefixLookup:
         present = [flags[:whole] for flags in best.present]
         answer = LookupAnswer(
             self._rule(present, lookup.length) if whole else 0,
-            "complete",
+            Reason.COMPLETE,
             shard_layout=best.shard_layout,
             present=present,
             tail=leading(best.stored) > whole and self._has_tail(lookup, best, whole),
@@ -483,11 +484,11 @@ class PrefixLookup:
         return self._rule(probe.present, end + 1, size) == end
 
     def _late_answer(self, lookup: _Lookup) -> LookupAnswer:
-        details = {
-            "deadline": f"no answer within {self._timeout:g} s (host.lookup_timeout_s)",
-            "cold_late": f"not all came from object storage within {self._load_timeout:g} s (host.fetch_timeout_s)",
-        }
-        detail = details.get(lookup.late_reason, f"still pending after {lookup.disaggregation.waits:g} s")
+        detail = f"still pending after {lookup.disaggregation.waits:g} s"
+        if lookup.late_reason == Reason.DEADLINE:
+            detail = f"no answer within {self._timeout:g} s (host.lookup_timeout_s)"
+        elif lookup.late_reason == Reason.COLD_LATE:
+            detail = f"not all came from object storage within {self._load_timeout:g} s (host.fetch_timeout_s)"
         return replace(lookup.best_answer, reason=lookup.late_reason, detail=detail)
 
     def _learn_stored(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
@@ -507,7 +508,7 @@ class PrefixLookup:
             try:
                 self._probe(request_id, lookup, wanted)
             except Exception as error:  # as in _run
-                self._resolve(lookup, LookupAnswer(0, "internal", f"{type(error).__name__}: {error}"))
+                self._resolve(lookup, LookupAnswer(0, Reason.INTERNAL, f"{type(error).__name__}: {error}"))
 
         if self._lookups.get(request_id) is lookup and lookup.answer is None:
             with contextlib.suppress(RuntimeError):  # closed
@@ -562,7 +563,7 @@ class PrefixLookup:
 
         bring = self._cold_bringer(request_id, lookup, wanted[:hits], best, then)
         self._note(lookup, best.without_cold(self._prober.every), len(wanted) - len(lookup.tail))
-        lookup.late_reason = "cold_late"
+        lookup.late_reason = Reason.COLD_LATE
         lookup.deadline = lookup.waits_until = time.monotonic() + self._load_timeout
         bring(hits)
 
@@ -577,7 +578,7 @@ class PrefixLookup:
     def _start_waiting(self, lookup: _Lookup) -> None:
         if not lookup.waits_until:
             lookup.waits_until = lookup.deadline - self._timeout + lookup.disaggregation.waits
-            lookup.deadline, lookup.late_reason = lookup.waits_until, "published_late"
+            lookup.deadline, lookup.late_reason = lookup.waits_until, Reason.PUBLISHED_LATE
 
     def _await_pending(
         self, request_id: str, lookup: _Lookup, wanted: list[bytes], index: int, layouts: Iterable[int]
@@ -620,7 +621,7 @@ class PrefixLookup:
             again = functools.partial(self._poll_pending, request_id, lookup, wanted, probe.shard_layout)
             self._publications.wait(middle, [probe.shard_layout], lookup.waits_until, again)
         else:
-            lookup.available = Available(stored, "complete" if stored >= len(wanted) else "published_gone")
+            lookup.available = Available(stored, Reason.COMPLETE if stored >= len(wanted) else Reason.PUBLISHED_GONE)
 
     def _poll_pending(self, request_id: str, lookup: _Lookup, wanted: list[bytes], layout: int, late: bool) -> None:
         """Ask on a lookup thread how many chunks are stored by now; the calling thread serves all requests."""
@@ -633,13 +634,14 @@ class PrefixLookup:
                 (probe,) = self._prober.ask({layout: len(rest)}, rest, self._timeout, published=True)
                 if late:
                     stored = before + leading(probe.stored)
-                    lookup.available = Available(stored, "complete" if stored == len(wanted) else "published_late")
+                    ended = Reason.COMPLETE if stored == len(wanted) else Reason.PUBLISHED_LATE
+                    lookup.available = Available(stored, ended)
                 else:
                     self._follow_pending(request_id, lookup, wanted, probe, before)
             except DataPlaneError as error:
                 lookup.available = lookup.available._replace(ended=error.outcome)
             except Exception:  # a bug must not leave the load waiting for its deadline
-                lookup.available = lookup.available._replace(ended="internal")
+                lookup.available = lookup.available._replace(ended=Reason.INTERNAL)
 
         if self._lookups.get(request_id) is lookup:
             with contextlib.suppress(RuntimeError):  # closed

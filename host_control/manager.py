@@ -31,7 +31,7 @@ from host_control.fetch import (
 )
 from host_control.movers import BatchMover, LayerMover, PageMover
 from host_control.registered_memory import RegisteredMemory
-from host_control.transfer import Event, State
+from host_control.transfer import Event, Reason, State
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -55,7 +55,6 @@ class KVCacheManager:
     """Fetches in the background. All public methods may be called from any thread and return at once.
 
     Args:
-        client: Client of the data plane.
         registration: Memory that chunks arrive in, at least two of the largest. The manager owns it from now on.
         scatter: Moves chunks into paged memory; called in the manager's thread.
         scatter_layers: Moves layers, from one up to another, of a job's leading chunks; for layerwise jobs.
@@ -215,7 +214,7 @@ class KVCacheManager:
                     pass
             except Exception as error:  # the thread must survive any bug; the job is recomputed
                 _logger.exception("fetching for request %s failed", fetch.job.request_id)
-                self._batches.end(fetch, "internal", f"{type(error).__name__}: {error}")
+                self._batches.end(fetch, Reason.INTERNAL, f"{type(error).__name__}: {error}")
                 self._registration.retire(release=True)
 
     def _connect_early(self) -> None:
@@ -259,7 +258,7 @@ class KVCacheManager:
             assert self._layers is not None, "a layerwise job, and no function that scatters layers"
             return self._layers.move(fetch)
         if fetch.cancelled or fetch.scatter_error or fetch.left_s <= 0:
-            self._batches.end(fetch, "cancelled" if fetch.cancelled else "deadline")
+            self._batches.end(fetch, Reason.CANCELLED if fetch.cancelled else Reason.DEADLINE)
             return False
         if self._pages is not None and self._pages.is_due(fetch):
             return self._pages.move(fetch)
@@ -286,9 +285,9 @@ class KVCacheManager:
     def _complete(self, fetch: Fetch) -> None:
         reason, detail = fetch.ending, fetch.detail
         if fetch.scatter_error:
-            reason, detail = "scatter_failed", fetch.scatter_error
+            reason, detail = Reason.SCATTER_FAILED, fetch.scatter_error
         if fetch.cancelled:
-            reason = "closed" if self._closing else "cancelled"
+            reason = Reason.CLOSED if self._closing else Reason.CANCELLED
         now = time.monotonic()
         result = FetchResult(
             job=fetch.job,
@@ -310,5 +309,5 @@ class KVCacheManager:
         """End queued jobs that are cancelled or out of time, even if the thread is stuck. The lock is held."""
         for fetch in [each for each in self._queue if each.cancelled or each.deadline <= now]:
             self._queue.remove(fetch)
-            fetch.ending = "deadline"
+            fetch.ending = Reason.DEADLINE
             self._complete(fetch)

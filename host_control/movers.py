@@ -17,6 +17,7 @@ from host_control.fetch import Fetch, Placer, Scatter
 from host_control.layer_fetch import LayerFetch
 from host_control.progress import WordProgress, follow
 from host_control.registered_memory import PROGRESS_BYTES, Memory, RegisteredMemory
+from host_control.transfer import Reason
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
 _logger = logging.getLogger(__name__)
@@ -60,7 +61,6 @@ class BatchMover:
     what is left, so that as little as possible is scattered after the last one.
 
     Args:
-        client: Client of the data plane.
         registration: Memory that chunks arrive in.
         scatter: Moves chunks into paged memory.
         condition: Lock of the manager, which is notified of cancellations.
@@ -116,7 +116,7 @@ class BatchMover:
             if fetch.available is not None and not fetch.all_delivered:
                 self.end(fetch, fetch.available.ended, "chunks that it waited for have not come")
             else:
-                self.end(fetch, "complete")
+                self.end(fetch, Reason.COMPLETE)
             return False
         try:
             memory = self._registration.acquire(fetch.left_s)
@@ -125,28 +125,30 @@ class BatchMover:
             self.end(fetch, error.outcome, str(error))
             return False
         except ConfigurationError as error:
-            self.end(fetch, "no_memory", str(error))
+            self.end(fetch, Reason.NO_MEMORY, str(error))
             return False
         self.flush()
         placed = list(fetch.placed)
         scattered = 0 if progress is None else self._scatter_arriving(call, progress, fetch, memory, runs)
         answer = self._wait(call, job_id, fetch)
-        if answer.reason == "invalid_answer":  # then nothing is believed, not the progress either
+        if answer.reason == Reason.INVALID_ANSWER:  # then nothing is believed, not the progress either
             fetch.placed, scattered = placed, 0
-        if not answer.quiet or answer.reason == "unknown_memory":
+        if not answer.quiet or answer.reason == Reason.UNKNOWN_MEMORY:
             self._registration.retire(release=not answer.quiet)
         moved = self._take(fetch, memory, runs, scattered, answer)
         return self._goes_on(fetch, answer, moved=moved)
 
     def _goes_on(self, fetch: Fetch, answer: FetchAnswer, *, moved: bool) -> bool:
         """Return whether another batch follows an answer; else end the fetch."""
-        if answer.reason == "unknown_memory" and not moved and not fetch.retried:
+        if answer.reason == Reason.UNKNOWN_MEMORY and not moved and not fetch.retried:
             fetch.retried = True  # the data plane has restarted: register again, once
             return True
-        if answer.reason == "batch_full" and not moved:
-            self.end(fetch, "invalid_answer", "the data plane's buffers are full, and the first chunk did not come")
+        if answer.reason == Reason.BATCH_FULL and not moved:
+            self.end(
+                fetch, Reason.INVALID_ANSWER, "the data plane's buffers are full, and the first chunk did not come"
+            )
             return False
-        if answer.reason == "batch_full" or (answer.reason == "complete" and not fetch.all_delivered):
+        if answer.reason == Reason.BATCH_FULL or (answer.reason == Reason.COMPLETE and not fetch.all_delivered):
             return True
         self.end(fetch, answer.reason, answer.detail)
         return False
@@ -330,7 +332,6 @@ class LayerMover:
     """Fetches all chunks of one fetch layer by layer.
 
     Args:
-        client: Client of the data plane.
         registration: Memory that chunks arrive in.
         scatter: Moves layers, from one up to another, of a job's leading chunks.
         batches: Mover that ends fetches, and whose chunks are scattered first.
@@ -355,7 +356,7 @@ class LayerMover:
         """Fetch everything that is left, and end the fetch."""
         self._batches.flush()  # layers arrive in both halves
         if fetch.all_delivered:
-            self._batches.end(fetch, "complete")
+            self._batches.end(fetch, Reason.COMPLETE)
             return False
         job = fetch.job
         layers = LayerFetch(

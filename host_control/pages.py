@@ -24,6 +24,7 @@ from host_control.client import DataPlaneClient, FetchAnswer
 from host_control.progress import WordProgress, cancel_if, follow
 from host_control.registered_memory import PROGRESS_BYTES
 from host_control.segment import Segment
+from host_control.transfer import Reason
 from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
@@ -182,7 +183,6 @@ class PageDelivery:
     """Loads chunks into shared pages, as far as devices of the data plane hold them; used by one thread.
 
     Args:
-        client: Client of the data plane.
         pages: Shared pages, which are registered when they are first needed, and again when the data plane does not
             know them any more.
         shape: Layout of the chunks.
@@ -239,7 +239,7 @@ class PageDelivery:
             except DataPlaneError as error:
                 _logger.debug("no pages: %s", error)
                 return None
-            if answer.reason != "unknown_memory":
+            if answer.reason != Reason.UNKNOWN_MEMORY:
                 break
             self._memory_id = 0  # the data plane has restarted: register again, once
         if not answer.quiet:
@@ -262,7 +262,7 @@ class PageDelivery:
         try:
             registered = self._client.register([self._shape], self._pages.message(), self._pages.paging())
         except DataPlaneError as error:
-            if error.outcome == "refused":
+            if error.outcome == Reason.REFUSED:
                 self._not_before = time.monotonic() + _REFUSED_S
             raise
         self._memory_id, self._segment = registered.memory_id, self._pages.segment

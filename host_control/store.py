@@ -19,6 +19,7 @@ from typing import Any
 
 from host_control.client import DataPlaneClient, StoreAnswer
 from host_control.registered_memory import Memory, RegisteredMemory
+from host_control.transfer import Reason
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -122,7 +123,6 @@ class StoreQueue:
     slots.
 
     Args:
-        client: Client of the data plane.
         registration: Memory that chunks wait in. The queue owns it from now on. Its chunk layouts are those of each
             shard, and then others of the same shards, if any.
         parts: Number of shards; by default one for each chunk layout.
@@ -338,7 +338,7 @@ class StoreQueue:
                 self._store(batch)
             except Exception as error:
                 _logger.exception("storing failed")
-                self._drop(batch, "internal")
+                self._drop(batch, Reason.INTERNAL)
                 self.last_error = f"{type(error).__name__}"
                 self._registration.retire(release=True)
             finally:
@@ -358,9 +358,9 @@ class StoreQueue:
             self.details[error.outcome] = str(error)
             return None
         except ConfigurationError as error:
-            if self.last_error != "no_memory":
+            if self.last_error != Reason.NO_MEMORY:
                 _logger.warning("shadowserve: nothing is stored: %s", error)
-            self.last_error = "no_memory"
+            self.last_error = Reason.NO_MEMORY
             return None
         with self._condition:
             self._slots.add(segment, {staged.segment for staged in self._queue})
@@ -397,12 +397,12 @@ class StoreQueue:
                 batch = self._move(batch, segment)
             if not source.whole():  # bytes of truncated memory read as zeros
                 self._registration.lost(source)
-                self._drop(batch, "no_memory", "another process truncated the memory that chunks wait in")
+                self._drop(batch, Reason.NO_MEMORY, "another process truncated the memory that chunks wait in")
                 return
             if source is not segment:
                 continue
             answer = self._call(batch)
-            if answer.reason == "unknown_memory" and not retried:
+            if answer.reason == Reason.UNKNOWN_MEMORY and not retried:
                 retried = True  # the data plane has restarted: register again, once
                 self._registration.retire(release=False)
                 continue

@@ -120,7 +120,6 @@ class WaitingQueue:
 
     Args:
         look: Returns the records that a request will load; None while unknown. Called on this object's own thread.
-        clients: Clients of the data planes.
         by_priority: Requests run by priority, the lowest number first, and in order of arrival within a priority. One
             that is sent back keeps its rank then; otherwise it comes first.
         clock: Seconds, monotonic.

@@ -40,8 +40,6 @@ def disaggregation_of(
     """Return what a new request needs of other engines.
 
     Args:
-        request: vLLM's request.
-        config: Configuration of the host.
         chunk_tokens: Tokens in a chunk.
         block_tokens: Tails end with a multiple of this; 0 for an engine whose prompts have no tails.
         fetch, store: This engine fetches; stores.
@@ -89,7 +87,6 @@ def reply_of(request: Any, config: HostConfig, stored_tokens: int) -> dict[str, 
 
     Args:
         request: vLLM's request, which has ended.
-        config: Configuration of the host.
         stored_tokens: Leading tokens that are stored, or are being stored.
     """
     if _mapping(request.kv_transfer_params).get("do_remote_decode") is not True or not stored_tokens:

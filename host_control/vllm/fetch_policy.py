@@ -43,13 +43,11 @@ class PolicyRunner:
     """Decides for vLLM's scheduler, and counts. Used on the engine's thread only.
 
     Args:
-        config: Configuration of the host.
         table: Measured computing times.
         loads: Measured load times.
         rate: Returns the bytes a second that loads are delivered at now; 0: unlimited.
         chunk_tokens: Tokens in a chunk.
         step_tokens: Most tokens that a step computes.
-        counts: Metrics of the connector.
         report: Receives the result of each decision.
         clock: Seconds, monotonic.
     """
@@ -104,7 +102,6 @@ class PolicyRunner:
         """Decide for a hit; return how many tokens to load, and set the decision and the way of the request's load.
 
         Args:
-            state: The request.
             answer: Answer of its lookup.
             groups: KV cache groups of the engine.
             usable: Tokens behind the engine's own prefix that can be loaded.
@@ -132,7 +129,6 @@ class PolicyRunner:
         """Tell if computing a prompt is best even if all of it is stored; then the lookup is not waited for.
 
         Args:
-            state: The request.
             layerwise: Tells if a load may go layer by layer.
             stores: This engine stores what it computes. Its second step needs the lookup's answer for that, so a
                 request of a single step waits for the lookup.

@@ -97,7 +97,6 @@ class LoadWays:
     """Chooses the way of each load. Used on the engine's thread only.
 
     Args:
-        config: Configuration of the host.
         groups: KV cache groups of the engine; None where the plugin is off.
         slower: Counts the loads that take a slower way than configured.
         sampling_state: The engine runs logits processors that may keep state.
@@ -124,7 +123,6 @@ class LoadWays:
         """Return the reason why a load cannot go layer by layer, whatever its length; empty if it can.
 
         Args:
-            request: vLLM's request.
             pending: Other engines still store some of its chunks.
             other_records: Reason where its records are not the ones that this engine stores for others, or empty.
             alone: No other request runs or loads.

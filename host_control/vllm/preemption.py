@@ -40,8 +40,6 @@ class Preemption:
     Args:
         requests: The scheduler side's requests.
         groups: KV cache groups: full attention, and windows or recurrent state.
-        lookup: Lookups of the requests.
-        stores: Makes store operations.
         ranks: Workers, each of which saves its shard.
         timeout: Seconds that a request waits at most for its save.
         apart: Saves have records of their own, because the others are not exact.

@@ -8,7 +8,7 @@ from typing import Any, Final
 from host_control.disaggregation import Available, Disaggregation
 from host_control.fetch_policy import Decision
 from host_control.lookup import SAVED, LookupAnswer
-from host_control.transfer import Event, State, Transfer
+from host_control.transfer import Event, Reason, State, Transfer
 from host_control.vllm.metadata import LoadOperation
 from shadowserve.keys import Extra
 
@@ -73,7 +73,6 @@ class Held:
     """KV that a running request has in the engine's memory.
 
     Attributes:
-        request_id: Name of the request.
         blocks: Block table of each group.
         tokens: Leading tokens whose KV exists after the request's last step, drafts included.
     """
@@ -121,7 +120,9 @@ class Save(Transfer):
     def expected_answer(self) -> LookupAnswer:
         """The answer of a lookup after the save, if every rank stores all of it."""
         layout = SAVED if self.apart else 0
-        return LookupAnswer(self.tokens - self.tail_tokens, "complete", shard_layout=layout, tail=self.tail_tokens > 0)
+        return LookupAnswer(
+            self.tokens - self.tail_tokens, Reason.COMPLETE, shard_layout=layout, tail=self.tail_tokens > 0
+        )
 
     def settle(self, ranks: int) -> None:
         """Record that some more ranks have stored or dropped their part."""
@@ -135,7 +136,6 @@ class RequestState:
     """One request, from its arrival to its end.
 
     Attributes:
-        request: vLLM's request.
         served: The request has chunk keys; others are computed without the cache.
         extra: Inputs of its KV beside tokens (:meth:`RequestInputs.extra`).
         disaggregation: What its prompt needs of another engine.

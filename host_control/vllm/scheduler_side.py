@@ -55,7 +55,6 @@ class _Engine:
     """Facts of the engine that do not change.
 
     Attributes:
-        config: Configuration of the host.
         groups: KV cache groups; None where the plugin is off.
         fetch, store: This engine fetches; stores (``kv_role``, configuration).
         recomputes: vLLM computes what a load does not bring, instead of failing the request.
@@ -85,11 +84,9 @@ class SchedulerSide:
     """Decides which prompts to load and which chunks to store.
 
     Args:
-        config: Configuration of the host.
         groups: KV cache groups; None where there is a problem.
         fetch, store: This engine fetches; stores (``kv_role``, configuration).
         problem: Why this engine is served without the cache, or empty.
-        logger: Logger of failures.
         inputs: Inputs of requests' KV beside tokens.
         recomputes: vLLM computes what a load does not bring, instead of failing the request.
         step_tokens: Most tokens that the engine computes in a step.
@@ -355,7 +352,7 @@ class SchedulerSide:
         )
 
     def _count_lookup(self, state: RequestState, answer: LookupAnswer) -> None:
-        if state.counted or answer.reason == "short":
+        if state.counted or answer.reason == Reason.SHORT:
             return
         state.counted = True
         chunk_tokens = self._groups.chunk_tokens
@@ -368,9 +365,9 @@ class SchedulerSide:
         for tier, chunks in Counter(answer.tiers[: self._chunks(answer.tokens)]).items():
             if tier != Tier.NONE:  # the chunk is pending
                 self.counts.add("tier_hit_tokens", chunks * chunk_tokens, reason=Tier(tier).label)
-        if answer.reason != "complete":
+        if answer.reason != Reason.COMPLETE:
             self.counts.add("lookup_failures", reason=answer.reason)
-            unnamed = answer.reason == "unnamed"
+            unnamed = answer.reason == Reason.UNNAMED
             what = "a request is served without the cache" if unnamed else "lookup failed, prompts are computed"
             self._failures.warn(what, answer.reason, answer.detail)
 
@@ -450,9 +447,9 @@ class SchedulerSide:
                 continue
             available = self._available(state)
             if available is None and state.current_save is not None:
-                available = Available(load.chunks, "complete")  # all of the save is stored by now, or dropped
+                available = Available(load.chunks, Reason.COMPLETE)  # all of the save is stored by now, or dropped
             # Without a save, the request was looked up again: weights changed, or another rank's load fell short.
-            why = "published_gone" if load.epoch == self.epochs.current else "weights_changed"
+            why = Reason.PUBLISHED_GONE if load.epoch == self.epochs.current else Reason.WEIGHTS_CHANGED
             available = available or before._replace(ended=why)
             if available != before:
                 load.operation.available = available
@@ -521,7 +518,7 @@ class SchedulerSide:
     def _fell_short(self, state: RequestState, load: Load, chunks: int) -> None:
         """Compute and store again what a load did not bring."""
         available = None if load.in_step else load.available
-        if available is None or available.ended != "cold_late":  # else the chunks are stored, and far away
+        if available is None or available.ended != Reason.COLD_LATE:  # else the chunks are stored, and far away
             state.stored_chunks = min(state.stored_chunks, load.first_chunk + chunks)
             state.tail_stored = False
         if self._preemption is not None:
@@ -685,7 +682,7 @@ class SchedulerSide:
         try:
             state.extra = self._inputs.extra(state.request, self.epochs.current)
         except Exception as error:  # an input of an unknown kind must not fail the request
-            self._failures.warn("a request is served without the cache", "unnamed", str(error) or repr(error))
+            self._failures.warn("a request is served without the cache", Reason.UNNAMED, str(error) or repr(error))
             return False
         return True
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from host_control.layouts import NOWHERE
 from host_control.lookup import PrefixLookup
+from host_control.transfer import Reason
 from host_control.vllm.disaggregation import LET_GO, count_tail
 from host_control.vllm.groups import NULL_BLOCK, Group, Groups
 from host_control.vllm.metadata import StoreOperation
@@ -22,8 +23,6 @@ class Stores:
 
     Args:
         model: Digest of the model, with which chunk keys begin.
-        groups: The engine's KV cache groups.
-        lookup: Lookups of the requests.
         slower: Counts prompts whose tail cannot be shared.
         enabled: This engine stores.
     """
@@ -54,7 +53,6 @@ class Stores:
         """Return the stores of the chunks, and of the tail, that a request completes in a step.
 
         Args:
-            state: The request.
             block_state: vLLM's block tables after the step.
             computed: Tokens that are computed after the step.
         """
@@ -62,7 +60,7 @@ class Stores:
         answer = self._lookup.poll(request.request_id)
         chunk_keys = self._lookup.chunk_keys(request.request_id)
         if answer is None or chunk_keys is None:
-            if answer is not None and answer.reason == "unnamed":
+            if answer is not None and answer.reason == Reason.UNNAMED:
                 state.store_at = NEVER
             return []  # the lookup still runs: the next step asks again
         # Drafts, and tokens that are still being sampled, have no identity yet.
@@ -146,7 +144,6 @@ class Stores:
         """Yield the stores of recurrent state that a step leaves in blocks, before those can change.
 
         Args:
-            state: The request.
             offered: Group, block and tokens of each state.
         """
         request_id = state.request.request_id
@@ -199,7 +196,6 @@ class Stores:
         """Yield stores of those chunks that the engine keeps whole and that storage lacks.
 
         Args:
-            request_id: Name of the request.
             group: KV cache group of the records.
             table: The request's block table of that group.
             chunk_keys: Keys of the request's chunks.

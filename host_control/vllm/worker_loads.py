@@ -16,6 +16,7 @@ from host_control.layouts import NOWHERE
 from host_control.manager import FetchJob, FetchResult, KVCacheManager
 from host_control.pages import SharedPages
 from host_control.store import StoreQueue
+from host_control.transfer import Reason
 from host_control.vllm.groups import Groups
 from host_control.vllm.metadata import LoadOperation, ShadowServeMetadata, WorkerReport
 from host_control.vllm.metrics import Counts, FailureLog
@@ -48,12 +49,7 @@ class WorkerLoads:
     """Runs the loads of one worker, on its main thread; :meth:`scatter` runs on the managers' threads.
 
     Args:
-        config: Configuration of the host.
         groups: KV cache groups; None where the plugin is off.
-        shards: Shards of the worker.
-        watch: Watch of the engine's weights.
-        counts: Metrics of the worker.
-        logger: Logger of failures.
         make_manager: Makes the manager with a key of :func:`~host_control.vllm.shards.manager_key`.
 
     Attributes:
@@ -108,7 +104,7 @@ class WorkerLoads:
         self.layers.awaited = set()
         self._window_s = metadata.window_s
         if not self.managers:
-            self._results += [self._failed_load(load, "disabled") for load in metadata.loads]
+            self._results += [self._failed_load(load, Reason.DISABLED) for load in metadata.loads]
             return
         for key in {manager_key(load.shard_layout) for load in metadata.loads} - self.managers.keys():
             self.managers[key] = self._make_manager(key)
@@ -129,7 +125,7 @@ class WorkerLoads:
                 manager.wait(in_step)
                 self._results += manager.exchange()
         except ValueError as error:  # vLLM handed over a request twice; computing it is always right
-            self._results += [self._failed_load(load, "internal", str(error)) for load in loads]
+            self._results += [self._failed_load(load, Reason.INTERNAL, str(error)) for load in loads]
 
     def _await_end(self) -> None:
         """Wait a moment for a load's end.
@@ -195,7 +191,7 @@ class WorkerLoads:
         if awaited < layers:
             detail = f"the engine waited for {awaited} of {layers} layers"
             self._results = [
-                replace(result, chunks=(0,), reason="not_awaited", detail=detail)
+                replace(result, chunks=(0,), reason=Reason.NOT_AWAITED, detail=detail)
                 if result.job.request_id in requests
                 else result
                 for result in self._results
@@ -234,16 +230,16 @@ class WorkerLoads:
             return []
         self._doubted_at = None
         detail = "whether the engine computes with the same weights is not known yet"
-        return [_without_chunks(one, "weights_unknown", detail) if any(one.chunks) else one for one in results]
+        return [_without_chunks(one, Reason.WEIGHTS_UNKNOWN, detail) if any(one.chunks) else one for one in results]
 
     def _account(self, result: FetchResult) -> None:
         """Count an outcome, and note what vLLM and the scheduler side are told of it."""
         load: LoadOperation = result.job.target
         if any(result.chunks) and not self._watch.lasts(load.epoch):
-            result = _without_chunks(result, "weights_changed", "the engine computes with other weights")
+            result = _without_chunks(result, Reason.WEIGHTS_CHANGED, "the engine computes with other weights")
         complete = result.complete and bool(load.groups)
         chunks = self._usable_chunks(result, complete=complete)
-        if self._config.fetch_or_recompute and (complete or result.reason == "deadline"):
+        if self._config.fetch_or_recompute and (complete or result.reason == Reason.DEADLINE):
             self._report.seconds[load.request_id] = result.seconds - result.waited
         self._counts.add("load_seconds", result.seconds)
         self._counts.add("fetched_bytes", result.fetched_bytes)
@@ -256,7 +252,7 @@ class WorkerLoads:
                 self._report.loaded[load.request_id] = chunks
             return
         self._counts.add("load_failures", reason=result.reason)
-        if result.reason == "cancelled":
+        if result.reason == Reason.CANCELLED:
             return  # aborted: vLLM does not use these blocks
         self._failures.warn("a prompt was not loaded in full, the rest is computed", result.reason, result.detail)
         self._report.loaded[load.request_id] = chunks
@@ -277,7 +273,7 @@ class WorkerLoads:
             return
         for keys, placed in zip(result.job.keys, result.chunks, strict=True):
             self.store.remember(keys[:placed])
-            if not complete and result.reason != "cancelled":
+            if not complete and result.reason != Reason.CANCELLED:
                 self.store.forget(keys[placed:])
 
     def _fail_blocks(self, load: LoadOperation, chunks: int) -> None:

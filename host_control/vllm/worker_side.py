@@ -42,10 +42,7 @@ class _Engine:
     """Facts of the worker's engine that do not change.
 
     Attributes:
-        config: Configuration of the host.
-        vllm_config, kv_cache_config: vLLM's configurations.
         groups: KV cache groups that are stored; None where there is a problem.
-        rank: Rank of the worker.
         fetch, store: This engine fetches; stores.
     """
 
@@ -62,13 +59,9 @@ class WorkerSide:
     """Moves KV between paged memory and the data plane. All methods run on the worker's main thread.
 
     Args:
-        config: Configuration of the host.
-        vllm_config, kv_cache_config: vLLM's configurations.
         groups: KV cache groups that are stored; None where there is a problem.
-        rank: Rank of the worker.
         fetch, store: This engine fetches; stores.
         problem: Why this engine is served without the cache, or empty.
-        logger: Logger of failures.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ import torch
 from host_control.config import HostConfig
 from host_control.lookup import SAVED
 from host_control.store import StoreQueue
+from host_control.transfer import Reason
 from host_control.vllm.groups import Groups
 from host_control.vllm.metadata import ShadowServeMetadata, StoreOperation
 from host_control.vllm.metrics import Counts, FailureLog
@@ -25,14 +26,7 @@ class WorkerStores:
     """Copies KV of one worker into its store queue, on the worker's main thread.
 
     Args:
-        config: Configuration of the host.
         groups: KV cache groups; None where the plugin is off.
-        rank: Rank of the worker.
-        shards: Shards of the worker.
-        device: Device of the KV caches.
-        watch: Watch of the engine's weights.
-        counts: Metrics of the worker.
-        logger: Logger of failures.
 
     Attributes:
         queue: Store queue; None where nothing is stored.
@@ -71,8 +65,8 @@ class WorkerStores:
 
         def why_not() -> str:
             if not self._watch.known(self._config.store_timeout_s, everywhere=True):
-                return "weights_unknown"
-            return "" if self._watch.check(epoch, sample()) else "weights_changed"
+                return Reason.WEIGHTS_UNKNOWN
+            return "" if self._watch.check(epoch, sample()) else Reason.WEIGHTS_CHANGED
 
         with self.queue.together():
             for operation in operations:

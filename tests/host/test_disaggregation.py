@@ -207,7 +207,7 @@ def test_many_that_wait_ask_together_and_at_intervals(
 def test_who_waits_asks_for_the_cut_that_is_published_alone(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any], shard_layout: int
 ) -> None:
-    """An engine of other ranks than this one's may be what publishes; most are not, and each shard_layout is a question more."""
+    """An engine of other ranks may publish the chunks; most do not, and each shard layout costs a question."""
     cuts = {number: bytes([number]) * 32 for number in range(4)}
     others = {number: [[(client, name)]] for number, name in cuts.items() if number}
     lookup = PrefixLookup(
