@@ -394,8 +394,8 @@ def test_a_request_that_computes_is_not_held_up_by_one_that_loads(
 def test_full_staging_drops_and_counts(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
     engine.reset(plane, records=True)
     plane.script.stall.add("Store")
-    store = engine.worker._stores.queue
-    slots, store._slots._free = store._slots._free, {segment: [free[0][:1]] for segment, free in store._slots._free.items()}
+    store = engine.worker._stores.queue._slots
+    slots, store._free = store._free, {segment: [free[0][:1]] for segment, free in store._free.items()}
     try:
         assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
         counted = engine.counted_since()
@@ -403,6 +403,6 @@ def test_full_staging_drops_and_counts(engine: Any, plane: Any, reference: Any, 
     finally:
         plane.script.unstall.set()
         engine.flush()
-        store._slots._free = slots
+        store._free = slots
         for (free,) in slots.values():
             free.sort()
