@@ -325,7 +325,7 @@ class DataPlaneClient:
         return Registration(answer.memory_id)
 
     def release(self, memory_id: int, *, wait: bool) -> bool:
-        """Release registered memory; a data plane that does not answer releases it by itself after some time.
+        """Release registered memory; a data plane that does not answer releases it after some time.
 
         Args:
             memory_id: The memory.
@@ -363,7 +363,7 @@ class DataPlaneClient:
 
         Args:
             job_id: Unique among calls in flight.
-            parts: What is wanted; their regions do not overlap.
+            parts: Wanted pieces of each shard; the regions do not overlap.
             timeout: Seconds.
             layerwise: Fetch layer by layer, not chunk by chunk.
             progress: Offset, in the memory of the first part, of the word where the data plane counts the leading

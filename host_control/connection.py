@@ -36,7 +36,7 @@ _REFUSALS: Final = {
     grpc.StatusCode.FAILED_PRECONDITION,
 }
 _CHANNEL_OPTIONS: Final = (
-    # gRPC's own backoff grows to two minutes; a daemon that is back should be found within a second.
+    # gRPC's own backoff grows to two minutes; a data plane that is back should be found within a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Also the time that one attempt to connect may take; a busy machine needs some.
     ("grpc.min_reconnect_backoff_ms", 2000),

@@ -2,7 +2,7 @@
 
 The data plane tells how many leading layers are in place (:mod:`host_control.progress`), so a layer costs no call.
 Layers that were told stay valid, whatever the answer is; the answer tells of the rest. Where the data plane's buffers
-hold less than the fetch, another call asks for what is missing, into the same places.
+hold less than the fetch, another call fetches the missing pieces into the same places.
 
 Chunks are useful as a prefix only. At the end of a fetch that fails, the layers that lack some chunks are scattered for
 the leading chunks that are complete.
@@ -89,11 +89,11 @@ class LayerFetch:
                 chunks = leading_chunks(self._delivered, self._wanted)
                 self._place(self._shape.layers, chunks)
                 return chunks, end.reason, end.detail
-        except _Ended as end:  # what has arrived cannot be used
+        except _Ended as end:  # the delivered layers cannot be used
             return 0, end.reason, end.detail
 
     def _call(self) -> None:
-        """Fetch what is missing, and place layers as they arrive; raise :class:`_Ended` where no call follows."""
+        """Fetch the missing pieces, and place layers as they arrive; raise :class:`_Ended` where no call follows."""
         before, memory = self._memory, self._acquire()
         if before is not None and memory is not before and self._delivered.any():
             # The first layers of every chunk are in the memory that was given up.

@@ -93,7 +93,7 @@ class _Lookup:
 
     Attributes:
         tokens, length: The prompt, which may grow, and its length at the start.
-        extra: Inputs of its KV beside tokens, or the function that finds them.
+        extra: Inputs of its KV other than tokens, or the function that finds them.
         deadline: Time (monotonic) by which it has an answer.
         disaggregation: What it waits for and publishes.
         answer: The answer, once there is one.
@@ -205,7 +205,7 @@ class PrefixLookup:
 
         Args:
             tokens: Tokens of the prompt; must not change until :meth:`forget`, except by growing.
-            extra: Inputs of its KV beside tokens, or a function that returns them, called on a lookup thread. If it
+            extra: Inputs of its KV other than tokens, or a function that returns them, called on a lookup thread. If it
                 raises, the answer's reason is ``unnamed``, and there are no chunk keys.
             disaggregation: What the lookup waits for and publishes.
             saved: Names of its chunks, and of its tail, among :data:`SAVED` records: only these are asked for.
@@ -251,7 +251,7 @@ class PrefixLookup:
         return [] if lookup is None else lookup.tail
 
     def extra(self, request_id: str) -> Extra:
-        """Return the inputs of a request's KV beside tokens; only for requests with chunk keys."""
+        """Return the inputs of a request's KV other than tokens; only for requests with chunk keys."""
         extra = self._lookups[request_id].extra
         assert isinstance(extra, Extra), "chunk keys without their inputs"
         return extra
@@ -355,7 +355,7 @@ class PrefixLookup:
             self._resolve(lookup, LookupAnswer(0, Reason.INTERNAL, f"{type(error).__name__}: {error}"))
 
     def _named(self, lookup: _Lookup) -> bool:
-        """Find the inputs of a prompt's KV beside tokens; return False where one has no identity."""
+        """Find the inputs of a prompt's KV other than tokens; return False where one has no identity."""
         if isinstance(lookup.extra, Extra):
             return True
         try:

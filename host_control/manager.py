@@ -247,7 +247,7 @@ class KVCacheManager:
         try:
             index = self._order([fetch.job for fetch in ready])
             return index if 0 <= index < len(ready) else 0
-        except Exception:  # in an order that was plugged in: fetching goes on without it
+        except Exception:  # in a configured order: fetching continues without it
             _logger.exception("the fetch order failed; taking the oldest job")
             return 0
 

@@ -110,7 +110,7 @@ class BatchMover:
         return self._delivered is not None
 
     def move(self, fetch: Fetch) -> bool:
-        """Fetch one batch, and scatter the one before it meanwhile; return whether other moves may follow."""
+        """Fetch one batch, and scatter the one before it meanwhile; return True if other moves may follow."""
         told_at = self._registration.progress_offset
         if not (runs := self._plan(fetch, halving=told_at is None)):
             if fetch.available is not None and not fetch.all_delivered:
@@ -139,7 +139,7 @@ class BatchMover:
         return self._goes_on(fetch, answer, moved=moved)
 
     def _goes_on(self, fetch: Fetch, answer: FetchAnswer, *, moved: bool) -> bool:
-        """Return whether another batch follows an answer; else end the fetch."""
+        """Return True if another batch follows an answer; else end the fetch."""
         if answer.reason == Reason.UNKNOWN_MEMORY and not moved and not fetch.retried:
             fetch.retried = True  # the data plane has restarted: register again, once
             return True
@@ -236,7 +236,7 @@ class BatchMover:
         return call.result()
 
     def _take(self, fetch: Fetch, memory: Memory, runs: Sequence[_Run], scattered: int, answer: FetchAnswer) -> bool:
-        """Record what a batch has delivered beside the chunks scattered already; return whether it moved any chunk."""
+        """Record a batch's delivered chunks, of which some are scattered; return True if it moved any chunk."""
         fetch.fetched_bytes += answer.fetched_bytes
         fetch.delivered_bytes += answer.delivered_bytes
         left = []
@@ -281,6 +281,7 @@ class BatchMover:
             self._complete(fetch)
 
 
+@dataclass
 class PageMover:
     """Lets devices place chunks straight into paged memory, where they hold them.
 
@@ -290,23 +291,22 @@ class PageMover:
         tell: Receives the number of leading layers of a fetch that are in place.
     """
 
-    def __init__(self, placer: Placer, batches: BatchMover, tell: Callable[[Fetch, int], None]) -> None:
-        self._placer = placer
-        self._batches = batches
-        self._tell = tell
+    placer: Placer
+    batches: BatchMover
+    tell: Callable[[Fetch, int], None]
 
     def prepare(self, fetch: Fetch) -> None:
         """Set from which chunk on devices may place a fetch."""
         if fetch.available is None and len(fetch.job.keys) == 1:
-            fetch.pages_from = self._placer.first(fetch.job)
+            fetch.pages_from = self.placer.first(fetch.job)
 
     def is_due(self, fetch: Fetch) -> bool:
         """Tell if the next chunk is the first that devices may place."""
         return fetch.pages_from is not None and fetch.delivered[0] >= fetch.pages_from
 
     def move(self, fetch: Fetch) -> bool:
-        """Place the chunks from here on that devices hold; return whether other moves may follow."""
-        self._batches.flush()  # chunks count as a prefix
+        """Place the chunks from here on that devices hold; return True if other moves may follow."""
+        self.batches.flush()  # chunks count as a prefix
         job, first, end = fetch.job, fetch.delivered[0], fetch.job.chunks
         fetch.pages_from = None
         if fetch.scatter_error or first == end:
@@ -314,20 +314,21 @@ class PageMover:
 
         def on_layers(layers: int) -> None:
             if first == 0:
-                self._tell(fetch, layers)
+                self.tell(fetch, layers)
 
-        placed = self._placer.place(job, range(first, end), fetch.deadline, lambda: fetch.cancelled, on_layers)
+        placed = self.placer.place(job, range(first, end), fetch.deadline, lambda: fetch.cancelled, on_layers)
         fetch.delivered[0] += placed.chunks
         fetch.placed[0] += placed.chunks
         fetch.fetched_bytes += placed.moved_bytes
         fetch.delivered_bytes += placed.moved_bytes
         if placed.reason:
-            self._batches.end(fetch, placed.reason, placed.detail)
+            self.batches.end(fetch, placed.reason, placed.detail)
         elif placed.chunks == end - first:
             fetch.pages_from = fetch.delivered[0]
         return not placed.reason
 
 
+@dataclass
 class LayerMover:
     """Fetches all chunks of one fetch layer by layer.
 
@@ -338,39 +339,31 @@ class LayerMover:
         tell: Receives the number of leading layers of a fetch that are in place.
     """
 
-    def __init__(
-        self,
-        client: DataPlaneClient,
-        registration: RegisteredMemory,
-        scatter: Callable[[Any, Any, tuple[int, int]], None],
-        batches: BatchMover,
-        tell: Callable[[Fetch, int], None],
-    ) -> None:
-        self._client = client
-        self._registration = registration
-        self.scatter = scatter
-        self._batches = batches
-        self._tell = tell
+    client: DataPlaneClient
+    registration: RegisteredMemory
+    scatter: Callable[[Any, Any, tuple[int, int]], None]
+    batches: BatchMover
+    tell: Callable[[Fetch, int], None]
 
     def move(self, fetch: Fetch) -> bool:
         """Fetch everything that is left, and end the fetch."""
-        self._batches.flush()  # layers arrive in both halves
+        self.batches.flush()  # layers arrive in both halves
         if fetch.all_delivered:
-            self._batches.end(fetch, Reason.COMPLETE)
+            self.batches.end(fetch, Reason.COMPLETE)
             return False
         job = fetch.job
         layers = LayerFetch(
-            self._client,
-            self._registration,
+            self.client,
+            self.registration,
             job.keys[0],
             fetch.deadline,
             cancelled=lambda: fetch.cancelled,
             scatter=lambda chunks, layers: self.scatter(job, chunks, layers),
-            on_layers=lambda layers: self._tell(fetch, layers),
+            on_layers=lambda layers: self.tell(fetch, layers),
             window_s=job.window_s,
         )
         fetch.placed[0], reason, detail = layers.run()
         fetch.fetched_bytes += layers.fetched_bytes
         fetch.delivered_bytes += layers.delivered_bytes
-        self._batches.end(fetch, reason, detail)
+        self.batches.end(fetch, reason, detail)
         return False

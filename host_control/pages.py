@@ -77,7 +77,7 @@ class SharedPages:
                 f"cannot move {self._bytes >> 20} MiB of paged memory to shared memory: {error}; enlarge /dev/shm "
                 "(containers: --shm-size), or switch host.pages off"
             ) from error
-        self.segment = self._map_anew()
+        self.segment = self._map_to_new_segment()
 
     def _check(self, caches: Sequence[Any], chunk_blocks: int) -> None:
         """Check that devices can reach every page, and that a record can hold it.
@@ -118,7 +118,7 @@ class SharedPages:
         """Return the word behind the pages that counts the layers in place."""
         return self.segment.memory[self.progress_offset : self.progress_offset + PROGRESS_BYTES]
 
-    def _map_anew(self) -> Segment:
+    def _map_to_new_segment(self) -> Segment:
         """Map the memory onto a new segment with a copy of its content; only while nothing else writes to it."""
         segment = Segment.create(self._bytes + _ALIGNMENT)
         try:
@@ -149,7 +149,7 @@ class SharedPages:
         began, before = time.monotonic(), self.segment
         with self.writing:
             try:
-                self.segment = self._map_anew()
+                self.segment = self._map_to_new_segment()
                 self.lost = False
             except ConfigurationError as error:
                 self._map_private()

@@ -289,7 +289,7 @@ class StoreQueue:
                 self._recent.pop(key, None)
 
     def take_counts(self) -> dict[str, int]:
-        """Return what happened since the last call: ``stored``, ``stored_raw_bytes``, ``dropped_REASON``..."""
+        """Return the counters since the last call: ``stored``, ``stored_raw_bytes``, ``dropped_REASON``..."""
         if not self._counts:  # in most steps of an engine
             return {}
         with self._condition:

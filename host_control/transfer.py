@@ -147,7 +147,7 @@ class Reason(enum.StrEnum):
     OTHER_WEIGHTS = "other_weights"
     """The request holds KV of other weights."""
     NOT_EXACT = "not_exact"
-    """What is stored is not exactly what the preempted request had."""
+    """The stored chunks are not exactly the KV that the preempted request had."""
     NOT_WORTH_IT = "not_worth_it"
     """Too few tokens, or computing is faster."""
     NO_MEMORY = "no_memory"

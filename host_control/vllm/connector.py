@@ -182,7 +182,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._scheduler.allocated(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Return what the workers have to do in this step."""
+        """Return the workers' tasks of this step."""
         assert self._scheduler is not None
         return self._scheduler.step(scheduler_output)
 

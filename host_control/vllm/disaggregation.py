@@ -37,7 +37,7 @@ def disaggregation_of(
     store: bool,
     to_the_end: bool = True,
 ) -> Disaggregation:
-    """Return what a new request needs of other engines.
+    """Return a new request's disaggregation.
 
     Args:
         chunk_tokens: Tokens in a chunk.

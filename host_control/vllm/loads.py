@@ -1,7 +1,7 @@
 """Loads: which chunks a load takes of each KV cache group, and which way it takes.
 
-A load runs beside other requests, or before the step that computes on it, or layer by layer within that step. The
-scheduler side decides, counts each load that takes a slower way than configured, and writes the way into the
+A load runs in parallel with other requests, or before the step that computes on it, or layer by layer within that step.
+The scheduler side decides, counts each load that takes a slower way than configured, and writes the way into the
 :class:`~host_control.vllm.metadata.LoadOperation`. The worker side has no rule of its own.
 """
 
@@ -49,7 +49,7 @@ def has_own_logits_processors(vllm_config: Any) -> bool:
 def group_loads(
     load: Load, groups: Sequence[Group], tables: Sequence[list[int]], end_tokens: int, chunk_tokens: int
 ) -> dict[int, GroupLoad]:
-    """Return what a load up to ``end_tokens`` takes of each group, by the group's index.
+    """Return the chunks that a load up to ``end_tokens`` takes of each group, by the group's index.
 
     Raises:
         ValueError: vLLM expects KV in a block that no record has.

@@ -5,7 +5,7 @@ write to them in that step. The connector learns of a preemption when the reques
 the tables of all running requests, step by step. At the beginning of the step, before any write, the workers copy the
 KV that storage lacks into the store buffer: chunks that were not stored as they were completed, and the tokens behind
 the last chunk, a *tail* (:mod:`host_control.disaggregation`). A request that runs again then computes one token in its
-first step, like any request that decodes. With windows beside full attention a tail ends with a block, because KV
+first step, like any request that decodes. With windows next to full attention a tail ends with a block, because KV
 behind a window is gone, and up to a block of tokens is computed again. With recurrent state the tail holds the state,
 which stands for all tokens so far.
 
@@ -101,7 +101,7 @@ class Preemption:
             state.held = Held(name, [list(blocks[group.index]) for group in self._groups.groups], tokens)
 
     def _drop_overwritten(self, lost: Sequence[Held], output: Any) -> None:
-        """Shorten what is saved to before the first block that a worker overwrites before it saves."""
+        """Shorten the save to end before the first block that is overwritten before it is saved."""
         written = set(output.new_block_ids_to_zero or ())
         written.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
         for held in lost if written else ():

@@ -1,4 +1,4 @@
-"""The scheduler side's state of one request: its load, what is stored of it, what a preemption saved."""
+"""The scheduler side's state of one request: its load, its stores, and the save of a preemption."""
 
 import time
 from collections.abc import Callable
@@ -137,7 +137,7 @@ class RequestState:
 
     Attributes:
         served: The request has chunk keys; others are computed without the cache.
-        extra: Inputs of its KV beside tokens (:meth:`RequestInputs.extra`).
+        extra: Inputs of its KV other than tokens (:meth:`RequestInputs.extra`).
         disaggregation: What its prompt needs of another engine.
         load: Its current load.
         save: Its last save.
@@ -190,7 +190,7 @@ class RequestState:
 
     @property
     def prompt_is_shared(self) -> bool:
-        """Another engine computes the prompt, or goes on with it, and no token was generated yet."""
+        """Another engine computes the prompt or continues it, and no token was generated yet."""
         request, disaggregation = self.request, self.disaggregation
         shared = disaggregation.publishes or disaggregation.waits
         return bool(shared) and request.num_tokens == request.num_prompt_tokens

@@ -75,7 +75,7 @@ class _Engine:
 
     @property
     def loads_wait(self) -> bool:
-        """A load may wait for chunks: it may fall short of them, and the engine must be able to go on without."""
+        """A load may wait for chunks. It may fall short of them, and then the engine must compute them."""
         several = self.groups is not None and not self.groups.one
         return self.recomputes and (self.config.asynchronous_fetch or several)
 
@@ -87,7 +87,7 @@ class SchedulerSide:
         groups: KV cache groups; None where there is a problem.
         fetch, store: This engine fetches; stores (``kv_role``, configuration).
         problem: Why this engine is served without the cache, or empty.
-        inputs: Inputs of requests' KV beside tokens.
+        inputs: Inputs of requests' KV other than tokens.
         recomputes: vLLM computes what a load does not bring, instead of failing the request.
         step_tokens: Most tokens that the engine computes in a step.
         by_priority: Waiting requests run by priority, not in order of arrival.
@@ -236,7 +236,7 @@ class SchedulerSide:
             disaggregation, size = Disaggregation(tail_tokens=save.tail_tokens), 0
             tokens = tokens[: save.tokens + (not save.tail_tokens)]
         elif len(tokens) != request.num_prompt_tokens:
-            disaggregation, size = Disaggregation(), 0  # it has generated tokens: only this engine goes on with it
+            disaggregation, size = Disaggregation(), 0  # it has generated tokens: only this engine continues it
         state.tail_stored = state.foreseen = False
         chunk_tokens = self._groups.chunk_tokens
         state.tail_end = len(tokens) // chunk_tokens * chunk_tokens + size if size else 0
@@ -554,7 +554,7 @@ class SchedulerSide:
     # ------------------------------------------------------------------ each step
 
     def step(self, output: Any) -> ShadowServeMetadata:
-        """Return what the workers have to do in this step."""
+        """Return the workers' tasks of this step."""
         if self.epochs.look(self._logger):
             self._begin_epoch()
         metadata = ShadowServeMetadata(self.epochs.current, doubts=self.epochs.doubts, agreed=self.epochs.agreed)
@@ -574,22 +574,22 @@ class SchedulerSide:
 
     def _step_loads(self, output: Any, metadata: ShadowServeMetadata) -> None:
         """Send new loads, aborts, and what became available of loads in flight."""
-        beside = [load for load in self._loads.values() if not load.in_step]
+        asynchronous = [load for load in self._loads.values() if not load.in_step]
         new = [load for load in self._loads.values() if load.state is State.ALLOCATED]
-        if beside:
+        if asynchronous:
             metadata.available = dict(self._newly_available())
             metadata.idle = not output.total_num_scheduled_tokens and all(
                 request_id in self._loads and not self._loads[request_id].in_step for request_id in self._requests
             )
         begin = sum(not load.in_step for load in new)
-        self._timing.step(output, waits=len(beside) < len(self._loads), loads=len(beside), begin=begin)
+        self._timing.step(output, waits=len(asynchronous) < len(self._loads), loads=len(asynchronous), begin=begin)
         for load in new:
             assert load.operation is not None
             load.on(Event.QUEUE)
             metadata.loads.append(load.operation)
         if new:
             metadata.window_s = self._timing.layer_seconds()
-        for load in beside:
+        for load in asynchronous:
             if load.abort_due:
                 load.abort_due = False
                 metadata.cancels.append(load.request_id)

@@ -1,4 +1,4 @@
-"""Loads of a worker: jobs for the KV cache managers, and what vLLM is told of their outcomes."""
+"""Loads of a worker: jobs for the KV cache managers, and the reports of their outcomes."""
 
 import contextlib
 import logging
@@ -233,7 +233,7 @@ class WorkerLoads:
         return [_without_chunks(one, Reason.WEIGHTS_UNKNOWN, detail) if any(one.chunks) else one for one in results]
 
     def _account(self, result: FetchResult) -> None:
-        """Count an outcome, and note what vLLM and the scheduler side are told of it."""
+        """Count an outcome, and add it to the reports to vLLM and to the scheduler side."""
         load: LoadOperation = result.job.target
         if any(result.chunks) and not self._watch.lasts(load.epoch):
             result = _without_chunks(result, Reason.WEIGHTS_CHANGED, "the engine computes with other weights")
@@ -301,7 +301,7 @@ class WorkerLoads:
         return bad
 
     def take_report(self) -> WorkerReport:
-        """Return what the scheduler side has to know of the loads that ended since the last call."""
+        """Return the report of the loads that ended since the last call."""
         report, self._report = self._report, WorkerReport()
         return report
 

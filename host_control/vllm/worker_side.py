@@ -206,7 +206,7 @@ class WorkerSide:
         assert self._client is not None
         config, shards, loads = self._engine.config, self._shards, self._loads
         layouts = shards.layouts_of(key)
-        # Loads after a preemption are rare, and run beside all others.
+        # Loads after a preemption are rare, and other loads run at the same time.
         size = config.fetch_buffer_bytes // (4 if key == SAVED else 1)
         return KVCacheManager(
             self._client,
@@ -275,7 +275,7 @@ class WorkerSide:
         return weights
 
     def handshake(self) -> WorkerHandshake:
-        """Return what the scheduler side needs to know."""
+        """Return this rank's handshake."""
         shards = self._shards
         namespaces = tuple(
             (layout, part.group.index, shape.namespace)

@@ -80,8 +80,8 @@ def test_prompts_come_from_devices_into_pages(
 ) -> None:
     """Layer by layer, as nothing else runs; each is told of as it comes."""
     pages, told = engine.worker._loads.managers[0]._pages, list[int]()
-    tell = pages._tell
-    monkeypatch.setattr(pages, "_tell", lambda fetch, layers: (told.append(layers), tell(fetch, layers)))
+    tell = pages.tell
+    monkeypatch.setattr(pages, "tell", lambda fetch, layers: (told.append(layers), tell(fetch, layers)))
     for length in LENGTHS:
         assert loads(engine, plane, prompt(length), length // 256 * 256) == reference([prompt(length)])[0]
     assert told, "layers were told of while they came"
