@@ -50,7 +50,7 @@ def make(client: DataPlaneClient, plane: ScriptedDataPlane) -> Iterator[Callable
         each.close()
 
 
-def test_an_answer_counts_what_is_cold_and_says_where_it_is(
+def test_an_answer_counts_cold_chunks_and_tells_their_tier(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.tiers[KEYS[0]] = Tier.MEMORY
@@ -65,7 +65,7 @@ def test_an_answer_counts_what_is_cold_and_says_where_it_is(
     assert plane.prefetches == 0, "nothing is brought before a load begins"
 
 
-def test_a_load_that_begins_has_what_is_cold_brought_and_hears_of_it(
+def test_a_load_brings_its_cold_chunks_and_follows_them(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.brings = 0
@@ -84,7 +84,7 @@ def test_a_load_that_begins_has_what_is_cold_brought_and_hears_of_it(
     assert plane.prefetches == before and lookup.available("other") is None, "nothing of it is cold any more"
 
 
-def test_of_a_load_that_takes_less_no_more_is_brought(
+def test_a_shorter_load_brings_only_its_own_cold_chunks(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     lookup = make()
@@ -95,7 +95,7 @@ def test_of_a_load_that_takes_less_no_more_is_brought(
     assert plane.script.cold == set(KEYS[3:])
 
 
-def test_what_does_not_come_in_time_is_late_and_what_is_gone_is_gone(
+def test_cold_chunks_that_stay_away_end_as_cold_late_or_cold_gone(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.brings = 0
@@ -140,7 +140,7 @@ def test_where_no_load_may_wait_the_lookup_waits_until_all_is_near(
     assert wait(lambda: lookup.poll("r")) == ALL and lookup.available("r") is None
 
 
-def test_where_no_load_may_wait_what_is_late_is_no_hit_but_stored(
+def test_late_cold_chunks_are_a_miss_where_no_load_may_wait_and_count_as_stored(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.brings = 0
@@ -152,7 +152,7 @@ def test_where_no_load_may_wait_what_is_late_is_no_hit_but_stored(
     assert present.all()
 
 
-def test_a_request_that_waits_for_nothing_has_what_is_near(
+def test_a_request_that_does_not_wait_gets_the_near_chunks(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     lookup = make()
@@ -161,7 +161,7 @@ def test_a_request_that_waits_for_nothing_has_what_is_near(
     assert lookup.available("r") is None and plane.prefetches == 0
 
 
-def test_what_is_cold_of_a_window_counts_as_far_as_a_load_needs_it(
+def test_cold_chunks_of_a_window_count_only_where_a_load_needs_them(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     """A group that keeps every chunk, all of which are near, and one of which a hit needs the last."""
@@ -185,7 +185,7 @@ def test_what_is_cold_of_a_window_counts_as_far_as_a_load_needs_it(
     wait_for(lambda: lookup.available("last") == Available(CHUNKS, "complete"))
 
 
-def test_what_others_still_store_and_what_is_cold_are_waited_for_together(
+def test_a_load_waits_for_pending_and_cold_chunks_together(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     assert plane.published is not None
@@ -201,7 +201,7 @@ def test_what_others_still_store_and_what_is_cold_are_waited_for_together(
     wait_for(lambda: lookup.available("r") == Available(CHUNKS, "complete"))
 
 
-def test_a_lookup_that_was_too_slow_tells_what_is_stored_all_the_same(
+def test_a_late_lookup_still_learns_which_chunks_are_stored(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.stall.add("Lookup")

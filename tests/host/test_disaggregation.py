@@ -74,7 +74,7 @@ def polls(plane: ScriptedDataPlane, more: int = 2) -> None:
     plane.wait_for_call("Lookup", plane.calls.count("Lookup") + more)
 
 
-def test_a_cold_prompt_is_answered_at_once_also_by_who_would_wait(
+def test_a_cold_prompt_is_answered_at_once_even_if_the_request_may_wait(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     lookup.submit("r", TOKENS, disaggregation=WAITS)
@@ -98,7 +98,7 @@ def test_a_prompt_that_is_being_computed_elsewhere_is_a_hit_once_it_is_stored(
     assert known(lookup, "r") == 4
 
 
-def test_who_does_not_hand_over_waits_for_nobody(
+def test_a_request_without_disaggregation_does_not_wait(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     publish(plane, *LINKS)
@@ -119,7 +119,7 @@ def test_chunks_that_come_in_another_order_are_all_waited_for(
     assert wait(lambda: lookup.poll("r")) == LookupAnswer(4 * CHUNK, "complete")
 
 
-def test_what_is_dropped_in_the_middle_ends_the_wait_at_the_gap(
+def test_a_dropped_chunk_ends_the_wait_at_the_gap(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     publish(plane, *LINKS)
@@ -142,7 +142,7 @@ def test_chunks_that_one_rank_will_not_store_are_not_waited_for(
     assert wait(lambda: lookup.poll("r")) == LookupAnswer(0, "complete")
 
 
-def test_a_store_that_is_dropped_ends_the_wait_with_what_is_there(
+def test_a_dropped_store_ends_the_wait_with_the_stored_chunks(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     store(plane, *LINKS[:2])
@@ -204,7 +204,7 @@ def test_many_that_wait_ask_together_and_at_intervals(
 
 
 @pytest.mark.parametrize("shard_layout", [0, 2])
-def test_who_waits_asks_for_the_cut_that_is_published_alone(
+def test_a_wait_polls_only_the_published_shard_layout(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any], shard_layout: int
 ) -> None:
     """An engine of other ranks may publish the chunks; most do not, and each shard layout costs a question."""
@@ -226,7 +226,7 @@ def test_who_waits_asks_for_the_cut_that_is_published_alone(
         lookup.close()
 
 
-def test_without_publications_what_the_other_engine_has_told_of_is_waited_for(
+def test_without_publications_the_tokens_named_by_the_proxy_are_waited_for(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.published = None
@@ -242,7 +242,7 @@ def test_without_publications_what_the_other_engine_has_told_of_is_waited_for(
     assert answer.tokens == 2 * CHUNK, "behind what it was told of it waits for nothing"
 
 
-def test_what_is_absent_is_published_again_and_again_and_withdrawn_at_the_end(
+def test_absent_chunks_are_published_repeatedly_and_withdrawn_at_the_end(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     store(plane, *LINKS[:1])
@@ -292,7 +292,7 @@ def test_a_chunk_that_a_rank_has_dropped_is_not_published_again_while_others_are
     assert set(plane.published) == set(keys(LINKS[0], *LINKS[2:]))
 
 
-def test_what_the_cap_lets_nobody_store_is_not_published(
+def test_chunks_beyond_the_store_limit_are_not_published(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     lookup.submit(
@@ -391,7 +391,7 @@ def test_a_load_that_has_begun_hears_why_no_more_arrives(
     assert ended == reason if reason else ended not in ("complete", "published_gone", "published_late")
 
 
-def test_who_is_forgotten_while_its_load_waits_is_asked_for_no_more(
+def test_a_forgotten_request_is_not_polled_for_any_more(
     early: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     store(plane, LINKS[0])

@@ -34,7 +34,7 @@ from shadowserve.proto import dataplane_pb2 as pb
 # ---------------------------------------------------------------------- exchange (figure 6)
 
 
-def test_scheduler_goes_on_while_fetches_run(
+def test_the_scheduler_is_not_blocked_while_fetches_run(
     manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
 ) -> None:
     plane.script.stall.add("Fetch")
@@ -67,7 +67,7 @@ def test_an_engine_that_loads_nothing_wakes_no_thread_with_its_steps(manager: KV
     assert switches() == before
 
 
-def test_it_is_not_idle_before_the_last_outcome_is_taken(
+def test_the_manager_is_not_idle_before_the_last_outcome_is_taken(
     manager: KVCacheManager, fill: Callable[[list[bytes]], None]
 ) -> None:
     assert manager.idle
@@ -348,7 +348,7 @@ def test_each_batch_takes_half_of_the_bytes_that_are_left(parts: Parts, plane: S
 
 
 @pytest.mark.parametrize("good", [(0, 3), (2, 0), (3, 2), (1, 3)], ids=str)
-def test_what_is_missing_of_one_part_is_the_outcome_of_all(
+def test_the_outcome_of_one_shard_is_the_outcome_of_the_job(
     parts: Parts, plane: ScriptedDataPlane, good: tuple[int, int]
 ) -> None:
     job = parts.job("a", 3, 3)
@@ -509,7 +509,7 @@ def test_daemon_that_never_knows_us_is_not_asked_forever(
     assert plane.calls.count("Fetch") == 2
 
 
-def test_daemon_that_brings_only_what_is_behind_a_gap_is_not_asked_forever(
+def test_a_data_plane_that_delivers_only_behind_a_gap_is_not_asked_forever(
     manager: KVCacheManager, shape: ChunkLayout, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
 ) -> None:
     pieces = np.zeros((shape.layers, 2), np.bool_)
@@ -523,7 +523,7 @@ def test_daemon_that_brings_only_what_is_behind_a_gap_is_not_asked_forever(
     assert plane.calls.count("Fetch") == 1
 
 
-def test_daemon_that_dies_mid_fetch_and_comes_back(
+def test_a_data_plane_that_dies_during_a_fetch_and_restarts(
     manager: KVCacheManager,
     registration: RegisteredMemory,
     fill: Callable[[list[bytes]], None],

@@ -90,7 +90,7 @@ def queue(client: DataPlaneClient, known: dict[str, bool], clock: Clock) -> Iter
     queue.close()
 
 
-def test_a_queue_is_told_in_its_order_and_what_has_begun_leaves_it(
+def test_a_queue_is_sent_in_its_order_without_requests_that_have_begun(
     queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     told = Told(plane)
@@ -127,7 +127,7 @@ def test_priorities_come_before_the_order_of_arrival(
     queue.close()
 
 
-def test_requests_are_told_of_once_they_have_been_looked_up(
+def test_requests_are_sent_once_they_are_looked_up(
     queue: WaitingQueue, known: dict[str, bool], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     told = Told(plane)
@@ -139,7 +139,7 @@ def test_requests_are_told_of_once_they_have_been_looked_up(
     wait(lambda: told.read() == ["a", "b"])
 
 
-def test_what_else_a_request_wants_can_be_said_anew(
+def test_the_records_of_a_waiting_request_can_be_replaced(
     queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     queue.enqueue("a")
@@ -164,7 +164,7 @@ def test_a_step_in_which_nothing_changes_says_nothing(
     assert not any(each.arrivals or each.order or each.whole for each in plane.expected[1:]), "only that it still lasts"
 
 
-def test_while_a_message_is_under_way_the_next_one_gathers_what_happens(
+def test_events_during_a_message_go_into_the_next_one(
     queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.stall.add("Expect")
@@ -183,7 +183,7 @@ def test_while_a_message_is_under_way_the_next_one_gathers_what_happens(
     assert told.messages == 2
 
 
-def test_a_data_plane_that_lacks_messages_is_told_everything(
+def test_a_data_plane_that_lacks_messages_is_sent_everything(
     queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.expect_answer = lambda request: pb.ExpectResponse(again=not request.whole)
@@ -197,7 +197,7 @@ def test_a_data_plane_that_lacks_messages_is_told_everything(
     assert numbers == sorted(set(numbers)), "what comes later is known by its number"
 
 
-def test_a_data_plane_that_has_restarted_is_told_everything_once_it_is_known_again(
+def test_a_restarted_data_plane_is_sent_everything_after_hello(
     queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     told = Told(plane)
@@ -212,7 +212,7 @@ def test_a_data_plane_that_has_restarted_is_told_everything_once_it_is_known_aga
 
 
 @pytest.mark.parametrize("how", ["unused", "unknown"])
-def test_a_data_plane_that_makes_no_use_of_it_is_told_no_more(
+def test_a_data_plane_that_ignores_messages_gets_no_more(
     queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any], how: str
 ) -> None:
     if how == "unused":
@@ -271,7 +271,7 @@ def test_requests_are_expected_as_others_have_begun() -> None:
     assert begins.expected(0, 30.0) == math.inf, "nobody waited: how long it took tells nothing"
 
 
-def test_when_requests_will_begin_is_told_and_corrected(
+def test_expected_begins_are_sent_and_corrected(
     queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any], clock: Clock
 ) -> None:
     clock.now = 100.0
@@ -287,7 +287,7 @@ def test_when_requests_will_begin_is_told_and_corrected(
     wait(lambda: told.read() and told.begins == pytest.approx(range(25, 700, 100), abs=1))
 
 
-def test_a_queue_that_stands_is_not_told_of_all_the_time(
+def test_an_unchanged_queue_is_rarely_sent(
     queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     """Symptom: while requests waited, messages that corrected when they begin took 2 % of the engine's core."""
@@ -302,7 +302,7 @@ def test_a_queue_that_stands_is_not_told_of_all_the_time(
     assert time.monotonic() - began > 3 * waiting._CORRECTS_S
 
 
-def test_any_history_leaves_the_data_plane_with_what_waits(
+def test_after_any_history_the_data_plane_knows_the_waiting_requests(
     queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     chance = random.Random(3)

@@ -225,7 +225,7 @@ def test_change_is_noticed_once_for_all_ranks(make_side: Any, plane: Any) -> Non
     assert side.epochs.current == epoch
 
 
-def test_a_request_that_has_lost_its_name_and_is_aborted_while_it_loads_has_its_load_ended(
+def test_the_load_of_an_aborted_request_without_a_name_is_cancelled(
     make_side: Any, plane: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the load goes on until its deadline, into blocks that vLLM keeps for it meanwhile."""

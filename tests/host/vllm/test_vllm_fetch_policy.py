@@ -108,7 +108,7 @@ def test_a_load_that_ended_in_time_is_learnt_from(parts: Any, seconds: float, le
     assert parts.policy.loads == learnt and parts.policy.ended_loads == ["a"]
 
 
-def test_what_came_is_told_with_the_first_token(parts: Any) -> None:
+def test_the_result_of_a_decision_is_reported_with_the_first_token(parts: Any) -> None:
     runner, clock = parts.runner, parts.clock
     runner.follow(request_of("a"), fetching())
     runner.follow(request_of("gone"), fetching())
@@ -188,7 +188,7 @@ def test_no_lookup_is_waited_for_that_could_change_nothing(side: Any, plane: Scr
     assert (counted["lookup_requests"], counted["hit_tokens"]) == (1, 40 * CHUNK), "it is counted all the same"
 
 
-def test_what_is_computed_before_its_lookup_has_ended_is_stored_in_the_next_step(
+def test_chunks_computed_before_the_lookup_answers_are_stored_in_the_next_step(
     side: Any, plane: ScriptedDataPlane
 ) -> None:
     known_size(side)
@@ -239,7 +239,7 @@ def test_an_engine_that_stores_nothing_waits_for_no_lookup_of_a_single_token(
     plane.script.unstall.set()
 
 
-def test_what_is_cold_is_not_fetched_by_its_lookup_and_is_told(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_cold_chunks_are_reported_and_not_fetched_by_the_lookup(make_side: Any, plane: ScriptedDataPlane) -> None:
     """Where the chunk key is fast, and computing would take a fourth of a second."""
     side = make_side(fetch_or_recompute=True)
     plane.script.record_bytes = RECORD_BYTES
@@ -265,7 +265,7 @@ def test_what_is_cold_is_not_fetched_by_its_lookup_and_is_told(make_side: Any, p
     assert side.counts.take().data["cold_seconds/compute"] == 3.0
 
 
-def test_what_is_fast_is_fetched_and_its_time_is_learnt(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_a_fast_load_is_chosen_and_its_time_is_learned(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side(ranks=2, fetch_or_recompute=True)
     plane.script.record_bytes = 1000
     for number in range(3):
@@ -287,7 +287,7 @@ def test_what_is_fast_is_fetched_and_its_time_is_learnt(make_side: Any, plane: S
     assert side.counts.take().data["decisions/fetch"] == 1
 
 
-def test_what_another_engine_has_computed_for_this_one_is_fetched(side: Any, plane: ScriptedDataPlane) -> None:
+def test_a_prompt_that_a_prefill_engine_computed_is_fetched(side: Any, plane: ScriptedDataPlane) -> None:
     told = {"do_remote_prefill": True, "shadowserve": {"v": 1, "tokens": 40 * CHUNK}}
     assert matched(side, arrive(side, plane, TOKENS, stored=40, kv_transfer_params=told)) == 40 * CHUNK
 
@@ -303,7 +303,7 @@ def test_a_request_that_is_preempted_is_decided_anew(side: Any, plane: ScriptedD
     assert matched(side, request) == 40 * CHUNK
 
 
-def test_a_shorter_prefix_is_one_that_the_groups_have(
+def test_a_shorter_prefix_ends_where_the_groups_have_it(
     make_side: Any, plane: ScriptedDataPlane, monkeypatch: Any
 ) -> None:
     side = slow(make_side(fetch_or_recompute=True), plane)
@@ -363,7 +363,7 @@ def test_without_the_setting_nothing_is_decided(make_side: Any, plane: ScriptedD
     assert not any(name.startswith("decisions") for name in side.counts.take().data) and plane.decisions == []
 
 
-def test_a_shorter_prefix_of_several_groups_ends_where_all_have_what_it_needs(
+def test_a_shorter_prefix_of_several_groups_ends_where_all_groups_can(
     make_side: Any, plane: ScriptedDataPlane, monkeypatch: Any
 ) -> None:
     specs = full(), state(block_size=CHUNK)
@@ -485,7 +485,7 @@ def test_a_load_that_waited_for_object_storage_in_vain_is_not_stored_again(
     assert computed.stores == []
 
 
-def test_of_several_groups_what_is_near_is_offered_once_where_the_rest_did_not_come(
+def test_several_groups_offer_the_near_chunks_once_after_cold_ones_stayed_away(
     make_side: Any, plane: ScriptedDataPlane
 ) -> None:
     specs = full(), full(num_kv_heads=2)

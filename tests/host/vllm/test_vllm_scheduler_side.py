@@ -324,7 +324,7 @@ def test_step_with_256_running_requests_costs_under_a_fifth_of_a_millisecond(
     assert best < 0.0002
 
 
-def test_the_engines_queue_is_told_with_what_each_request_will_load(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_the_engines_queue_is_sent_with_each_requests_records(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side(ranks=2)
     prompts = {name: [*range(number, number + 3 * CHUNK + 5)] for number, name in enumerate("abc")}
     requests = {name: arrive(side, plane, tokens, stored=2, name=name) for name, tokens in prompts.items()}
