@@ -20,8 +20,8 @@ from host_control.transfer import Reason
 from host_control.vllm.groups import Groups
 from host_control.vllm.metadata import LoadOperation, ShadowServeMetadata, WorkerReport
 from host_control.vllm.metrics import Counts, FailureLog
-from host_control.vllm.shards import Shards, manager_key
 from host_control.vllm.weights_watch import WeightsWatch
+from host_control.vllm.worker_shards import WorkerShards, manager_key
 from shadowserve.keys import record_keys
 
 _IDLE_S: Final = 0.002
@@ -50,7 +50,7 @@ class WorkerLoads:
 
     Args:
         groups: KV cache groups; None where the plugin is off.
-        make_manager: Makes the manager with a key of :func:`~host_control.vllm.shards.manager_key`.
+        make_manager: Makes the manager with a key of :func:`~host_control.vllm.worker_shards.manager_key`.
 
     Attributes:
         managers: Managers by key; none where nothing is fetched.
@@ -65,7 +65,7 @@ class WorkerLoads:
         self,
         config: HostConfig,
         groups: Groups | None,
-        shards: Shards,
+        shards: WorkerShards,
         watch: WeightsWatch,
         counts: Counts,
         logger: logging.Logger,

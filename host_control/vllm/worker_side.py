@@ -26,10 +26,10 @@ from host_control.vllm.metadata import ShadowServeMetadata, StoreOperation, Work
 from host_control.vllm.metrics import Counts, FailureLog, SlowerPaths
 from host_control.vllm.paging import PagePlacer, share_pages
 from host_control.vllm.parts import Rank, find_parts
-from host_control.vllm.shards import Shards
 from host_control.vllm.support import UncacheableError, offloading_problem
 from host_control.vllm.weights_watch import WeightsWatch
 from host_control.vllm.worker_loads import WorkerLoads
+from host_control.vllm.worker_shards import WorkerShards
 from host_control.vllm.worker_stores import WorkerStores
 from shadowserve.chunk import ChunkLayout, Quantizer
 from shadowserve.errors import ConfigurationError
@@ -88,7 +88,7 @@ class WorkerSide:
         self._delivery: Delivery
         self._pages: SharedPages | None = None
         self._page_delivery: PageDelivery | None = None
-        self._shards = Shards()
+        self._shards = WorkerShards()
         self._watch = WeightsWatch(None)
         self._make_sides()
 
@@ -195,9 +195,7 @@ class WorkerSide:
             client,
             self._registration(client, [0], size, self._delivery.store, shards.shapes.get(SAVED, ())),
             parts=len(shards.parts[0]),
-            batch_chunks=config.store_batch_chunks,
             timeout=config.store_timeout_s,
-            recent_keys=config.recent_keys,
             plain=self._pages is not None,
         )
 

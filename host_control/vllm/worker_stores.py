@@ -16,8 +16,8 @@ from host_control.vllm.groups import Groups
 from host_control.vllm.metadata import ShadowServeMetadata, StoreOperation
 from host_control.vllm.metrics import Counts, FailureLog
 from host_control.vllm.parts import Part, Rank
-from host_control.vllm.shards import Shards
 from host_control.vllm.weights_watch import WeightsWatch
+from host_control.vllm.worker_shards import WorkerShards
 from shadowserve.keys import record_keys
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -37,7 +37,7 @@ class WorkerStores:
         config: HostConfig,
         groups: Groups | None,
         rank: Rank,
-        shards: Shards,
+        shards: WorkerShards,
         device: torch.device,
         watch: WeightsWatch,
         counts: Counts,

@@ -18,7 +18,7 @@ def manager_key(shard_layout: int) -> int:
     return shard_layout if shard_layout in (0, SAVED) else OTHER_LAYOUTS
 
 
-class Shards:
+class WorkerShards:
     """Shards of a worker by shard layout: 0 is its own, ``SAVED`` holds saves of preempted requests.
 
     Attributes:
