@@ -1,18 +1,20 @@
-"""Small files of the host in the user's cache folder."""
+"""Where the host side remembers what it may forget: small files in the user's cache folder."""
 
 import os
 from pathlib import Path
 
+__all__ = ["cache_file"]
+
 
 def cache_file(configured: str, name: str) -> Path | None:
-    """Return the path of a cache file.
+    """Return the file that a setting names.
 
     Args:
-        configured: A path; ``none`` for no file; empty for the default, ``name`` in the user's cache folder.
-        name: Name of the file.
+        configured: a path; ``none`` for none; empty for the file of that name in the user's cache folder.
+        name: of the file.
 
     Returns:
-        None where no file is wanted, or the user has no cache folder, as in some containers.
+        None where there is to be none, or the user has no such folder, as in some containers.
     """
     if configured:
         return None if configured == "none" else Path(configured)

@@ -12,7 +12,7 @@ from redis import Redis
 from stack import Process, data_plane
 
 from host_control.client import DataPlaneClient
-from host_control.disaggregation import Available, Disaggregation
+from host_control.disaggregation import Arrived, Disaggregation
 from host_control.lookup import LookupAnswer, PrefixLookup
 from host_control.manager import FetchJob, FetchResult, KVCacheManager
 from host_control.registered_memory import RegisteredMemory
@@ -158,10 +158,10 @@ class Loads(Sides):
         """Have the decode engine load what is there, and wait for the rest."""
         self.decode.submit("r", TOKENS, disaggregation=Disaggregation(waits=WAIT_MAX_S))
         assert self.answer() == LookupAnswer(len(TOKENS), "complete")
-        available = self.decode.available("r")
-        self.manager.exchange([FetchJob(request_id="r", keys=(tuple(KEYS),), available=available)])
-        there = available.chunks if available else 0
-        wait_for(lambda: len(self.scattered) == there and any(each.waits() for each in self.manager._queue))
+        arrived = self.decode.arrived("r")
+        self.manager.exchange([FetchJob(request_id="r", keys=(tuple(KEYS),), arrived=arrived)])
+        there = arrived.chunks if arrived else 0
+        wait_for(lambda: len(self.scattered) == there and any(each.waits() for each in self.manager._fetching))
 
     def published(self) -> int:
         """Return how many chunks the decode engine hears of as published."""
@@ -172,7 +172,7 @@ class Loads(Sides):
         """Return what the load ends with; the workers are told what arrives, as in the steps of an engine."""
 
         def step() -> list[FetchResult]:
-            return self.manager.exchange(available={"r": self.decode.available("r") or Available(0, "")})
+            return self.manager.exchange(arrived={"r": self.decode.arrived("r") or Arrived(0, "")})
 
         (result,) = wait_for(step)
         return result

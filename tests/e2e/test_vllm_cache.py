@@ -199,11 +199,10 @@ def test_wrong_idea_of_the_layout_is_found_before_anything_moves(engine: Any) ->
 
     worker = engine.worker
     caches = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches
-    name = worker._engine.kv_cache_config.kv_cache_groups[0].layer_names[0]
-    config = worker._engine.vllm_config
-    assert find_layout(config, name, caches[0], ["kv_cells", "cpu_tiles", "cpu_pages"]) == "cpu_pages"
+    name = worker._kv_cache_config.kv_cache_groups[0].layer_names[0]
+    assert find_layout(worker._vllm_config, name, caches[0], ["kv_cells", "cpu_tiles", "cpu_pages"]) == "cpu_pages"
     with pytest.raises(UncacheableError, match="not laid out"):
-        find_layout(config, name, caches[0], ["kv_cells", "cpu_tiles"])
+        find_layout(worker._vllm_config, name, caches[0], ["kv_cells", "cpu_tiles"])
 
 
 # ---------------------------------------------------------------------- failures: recomputed, never wrong
@@ -247,7 +246,7 @@ def test_failed_load_behind_a_local_prefix_is_recomputed(engine: Any, plane: Any
 def test_lying_answer_is_not_believed(engine: Any, plane: Any, reference: Any, prompt: Any, chunks: int) -> None:
     from scripted import pieces
 
-    layers = engine.worker._loads.managers[0]._registration.shapes[0].layers
+    layers = engine.worker._managers[0]._registration.shapes[0].layers
 
     def lie(answer: pb.FetchResponse, request: pb.FetchRequest) -> pb.FetchResponse:
         return pb.FetchResponse(delivered=[pieces(layers, chunks, 3)], outcome=pb.OUTCOME_COMPLETE)
@@ -331,7 +330,7 @@ def test_abort_while_loading_frees_the_blocks_once_quiet(engine: Any, plane: Any
         assert time.monotonic() < ends
     assert engine.free_blocks() == free
     assert "Cancel" in plane.calls
-    assert internal not in engine.worker._loads.managers[0]._outstanding
+    assert internal not in engine.worker._managers[0]._outstanding
     plane.script.fetch_delay = 0.0
     assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
 
@@ -339,7 +338,7 @@ def test_abort_while_loading_frees_the_blocks_once_quiet(engine: Any, plane: Any
 @pytest.fixture
 def patient_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have idle steps wait for the end of a load however long that takes."""
-    monkeypatch.setattr("host_control.vllm.worker_loads._IDLE_S", NEVER_S)
+    monkeypatch.setattr("host_control.vllm.worker_side._IDLE_S", NEVER_S)
 
 
 @pytest.mark.usefixtures("patient_steps")
@@ -386,7 +385,7 @@ def test_a_request_that_computes_is_not_held_up_by_one_that_loads(
             if output.finished:
                 found[output.request_id] = list(output.outputs[0].token_ids)
         if "computes" in found and not plane.script.unstall.is_set():
-            assert "Fetch" in plane.calls and not engine.worker._loads.managers[0].idle, "its load has not ended"
+            assert "Fetch" in plane.calls and not engine.worker._managers[0].idle, "its load has not ended"
             plane.script.unstall.set()
     assert found == {"computes": reference([prompt(200)], 150)[0], "loads": reference([prompt(1000)])[0]}
 
@@ -394,7 +393,7 @@ def test_a_request_that_computes_is_not_held_up_by_one_that_loads(
 def test_full_staging_drops_and_counts(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
     engine.reset(plane, records=True)
     plane.script.stall.add("Store")
-    store = engine.worker._stores.queue._slots
+    store = engine.worker._store
     slots, store._free = store._free, {segment: [free[0][:1]] for segment, free in store._free.items()}
     try:
         assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])

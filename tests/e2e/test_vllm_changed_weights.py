@@ -171,7 +171,7 @@ def test_until_the_weights_are_known_nothing_loads_or_is_stored(
     fetches = len(plane.fetches)
     try:
         step_until(lambda: len(outputs.get("fresh", ())) == 8 and len(plane.fetches) > fetches)
-        step_until(lambda: engine.worker._loads._results)
+        step_until(lambda: engine.worker._results)
         for _ in range(20):
             core.step()
         assert "stored" not in outputs and len(plane.records) == 3

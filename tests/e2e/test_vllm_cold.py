@@ -106,7 +106,7 @@ def test_a_cold_prompt_is_loaded_while_others_run_and_nothing_is_sent_again(
 
     try:
         add(engine, "cold", tokens)
-        wait_for(lambda: core.step() == [] and engine.connector._scheduler._loads)
+        wait_for(lambda: core.step() == [] and engine.connector._scheduler._loading)
         add(engine, "other", other)
         step_until("other")
         assert "cold" not in done

@@ -54,12 +54,12 @@ def engine(running: Any, decides: Any, plane: Any, prompt: Any) -> Any:
 
 def spoil(engine: Any) -> None:
     """Fill paged memory: or blocks may still hold what a prompt left there when it was stored."""
-    for cache in engine.worker._shards.parts[0][0].layout._mover._views:
+    for cache in engine.worker._parts[0][0].layout._mover._views:
         cache.fill_(3.0)
 
 
 def layers(engine: Any) -> int:
-    return int(engine.worker._shards.parts[0][0].layout.layers)
+    return int(engine.worker._parts[0][0].layout.layers)
 
 
 def test_outputs_are_the_same(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
@@ -145,24 +145,23 @@ def test_layers_that_were_decided_for_and_fail_cost_no_token(
     assert plane.layerwise_calls == 1
     counted = deciding.counted_since()
     assert counted["decisions/layers"] == 1 and counted["load_failures/corrupt"] == 1
-    side = deciding.connector._scheduler
-    policy = side._policy_runner._policy
-    line = policy._fetching._lines[Tier.STORAGE]
-    assert side._loads == {} == policy._loads and line._last[-1][1] == 0.2
+    side = deciding.connector._scheduler._policy_runner
+    line = side._policy._fetching._lines[Tier.STORAGE]
+    assert side._loads == {} == side._policy._loads and line._last[-1][1] == 0.2
 
 
 def test_a_layer_computes_while_the_next_ones_are_away(
     engine: Any, plane: Any, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each layer comes only once the one before was asked for by the engine: all at once they would never come."""
-    manager, asked = engine.worker._loads.managers[0], threading.Semaphore(1)
-    wait = manager.wait
+    manager, asked = engine.worker._managers[0], threading.Semaphore(1)
+    wait = manager.wait_layer
 
-    def waited(names: Any, layer: int | None = None) -> None:
+    def waited(names: Any, layer: int) -> None:
         wait(names, layer)
         asked.release()
 
-    monkeypatch.setattr(manager, "wait", waited)
+    monkeypatch.setattr(manager, "wait_layer", waited)
     plane.script.before_layer = lambda layer: asked.acquire(timeout=WAIT_MAX_S)
     begin = time.monotonic()
     assert engine.outputs([prompt(700)]) == reference([prompt(700)])

@@ -194,7 +194,7 @@ def test_a_request_that_is_aborted_while_preempted_leaves_nothing(
     }
     engine.flush()
     side = engine.connector._scheduler
-    assert not side._requests and not engine.worker._stores._saves
+    assert not side._preemption._held and not side._preemption._saved and not engine.worker._saves
     assert engine.free_blocks() == BLOCKS - 1
 
 

@@ -80,7 +80,7 @@ def test_nothing_wrong_is_stored_behind_a_load_that_fails(
     whole = dict(plane.records)
     del plane.records[list(whole)[2]]  # two chunks are loaded, the third is computed behind them, in the same step
     plane.script.fail_fetch_at = good
-    for cache in engine.worker._shards.parts[0][0].layout._mover._views:
+    for cache in engine.worker._parts[0][0].layout._mover._views:
         cache.fill_(3.0)  # or the blocks may still hold what the prompt left there when it was stored
     prompts = [prompt(1000), prompt(700), prompt(600, 1)]
     assert engine.outputs(prompts) == reference(prompts)

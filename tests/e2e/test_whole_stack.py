@@ -104,7 +104,7 @@ def test_daemon_is_killed_while_it_loads(engine: Any, daemon: Process, reference
     llm_engine.add_request("r", {"prompt_token_ids": prompt(1000)}, parameters)
     ends = time.monotonic() + WAIT_MAX_S
     while not any(str(request.status).endswith("WAITING_FOR_REMOTE_KVS") for request in _requests(engine)):
-        if not engine.connector._scheduler._loads:
+        if not engine.connector._scheduler._loading:
             present = engine.connector._scheduler._lookup.present(_id(engine))
             daemon.freeze(frozen=present is not None and bool(present[0].any()))
         llm_engine.step()
@@ -184,13 +184,13 @@ def test_value_that_is_no_record_is_recomputed_and_replaced(
 def test_wrong_kv_would_be_seen(engine: Any, reference: Any, prompt: Any) -> None:
     """The other tests compare outputs; this one shows that outputs do tell right KV from wrong."""
     worker = engine.worker
-    batches = worker._loads.managers[0]._batches
-    scatter, batches._scatter = batches._scatter, lambda job, part, first, chunks: None
+    manager = worker._managers[0]
+    scatter, manager._scatter = manager._scatter, lambda job, part, first, chunks: None
     try:
         prompts = [prompt(length) for length in LENGTHS]
         assert engine.outputs(prompts) != reference(prompts)
     finally:
-        batches._scatter = scatter
+        manager._scatter = scatter
 
 
 def test_absent_daemon_is_no_error(engine: Any, make_engine: Any, reference: Any, prompt: Any) -> None:

@@ -339,7 +339,7 @@ def test_layers_that_a_dpu_wrote_into_a_gpu_are_flushed_before_each_is_read(
         seen.append(flushes())
         scatter(*arguments)
 
-    reader.manager._layers.scatter = scattered
+    reader.manager._scatter_layers = scattered
     before = flushes()
     assert reader.fetch(list(range(BLOCKS)), layerwise=True).complete
     assert seen and seen == list(range(before + 1, before + 1 + len(seen)))

@@ -162,17 +162,17 @@ def test_a_request_without_parameters_stores_whole_chunks_and_gets_no_reply(
     assert side.finished(request) is None and "Publish" not in plane.calls
 
 
-@pytest.mark.parametrize("pd_role", ["prefill", "decode"])
+@pytest.mark.parametrize("disaggregation", ["prefill", "decode"])
 def test_behind_a_proxy_that_says_nothing_the_configuration_does(
-    make_side: Any, plane: ScriptedDataPlane, pd_role: str
+    make_side: Any, plane: ScriptedDataPlane, disaggregation: str
 ) -> None:
-    side = make_side(pd_role=pd_role)
-    if pd_role == "decode":
+    side = make_side(pd_role=disaggregation)
+    if disaggregation == "decode":
         hold(plane)
     request = arrive(side)
-    assert matched(side, request) == (WHOLE + TAIL if pd_role == "decode" else 0)
+    assert matched(side, request) == (WHOLE + TAIL if disaggregation == "decode" else 0)
     stores = side.step(step({"r": (0, len(TOKENS))})).stores
-    if pd_role == "prefill":
+    if disaggregation == "prefill":
         assert stores[-1].chunk_keys[-1] == tail_of(TOKENS)
         wait_for(lambda: set(plane.published or ()) == {*keys(0, TOKENS), tail_key(TOKENS)})
     assert side.finished(request) is None
