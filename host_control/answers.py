@@ -1,43 +1,79 @@
-"""What calls of the data plane's client ask for and bring; answers are checked before they are believed."""
+"""Arguments and answers of the data plane's calls. Answers are checked before they are used."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 
+from host_control.transfer import Reason
 from shadowserve.chunk import ChunkLayout
 from shadowserve.pieces import Flags, leading_chunks, pack, unpack
 from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.tier import Tier
 
-__all__ = [
-    "FetchAnswer",
-    "FetchCall",
-    "FetchPart",
-    "Registration",
-    "StoreAnswer",
-    "delivered_of",
-    "reason_of",
-]
+Tiers = npt.NDArray[np.uint8]
+"""A :class:`~shadowserve.tier.Tier` for each chunk."""
 
 
 class Registration(NamedTuple):
-    """What the daemon calls registered memory."""
+    """Name of registered memory at the data plane."""
 
     memory_id: int
 
 
-@dataclass(frozen=True)
-class FetchPart:
-    """What a fetch wants of one group.
+class Found(NamedTuple):
+    """Answer of a lookup, for each chain.
 
     Attributes:
-        memory_id: of the memory that it goes to.
-        offset: of the first chunk's place in it.
-        length: bytes from there on that chunks go to.
-        keys: of the chunks.
-        wanted: pieces, by layer and chunk.
-        layout: index of their shape among those that the memory was registered with.
+        present: Records that are stored.
+        published: Records that are pending; None: not known.
+        stored_bytes: Bytes of the stored records together.
+        cold_seconds: Seconds after which storage expects to have the cold ones nearer.
+        tiers: Tier of each record.
+    """
+
+    present: list[Flags]
+    published: list[Flags] | None
+    stored_bytes: list[int]
+    cold_seconds: list[float]
+    tiers: list[Tiers]
+
+
+def found_of(answer: pb.LookupResponse, counts: Sequence[int]) -> Found:
+    """Return the answer of a lookup for chains of so many records.
+
+    Raises:
+        ValueError: The answer contradicts itself or the question.
+    """
+
+    def flags(packed: Sequence[bytes]) -> list[Flags]:
+        return [unpack(data, count) for data, count in zip(packed, counts, strict=True)]
+
+    present = flags(answer.present)
+    published = flags(answer.published) if answer.published else None
+    for numbers, what in (answer.stored_bytes, "bytes"), (answer.cold_ms, "times"), (answer.tiers, "tiers"):
+        if len(numbers) != len(counts):
+            raise ValueError(f"{what} of {len(numbers)} chains where {len(counts)} were asked for")
+    tiers = [np.frombuffer(each, np.uint8) for each in answer.tiers]
+    for each, stored in zip(tiers, present, strict=True):
+        if len(each) != len(stored) or not np.array_equal(each > Tier.NONE, stored) or (each > Tier.COLD).any():
+            raise ValueError("the tiers are not those of the stored chunks")
+    return Found(present, published, list(answer.stored_bytes), [ms / 1e3 for ms in answer.cold_ms], tiers)
+
+
+@dataclass(frozen=True)
+class FetchPart:
+    """What a fetch wants of one shard.
+
+    Attributes:
+        memory_id: Registered memory that the chunks go to.
+        offset: Offset of the first chunk in that memory.
+        length: Bytes from there on that the chunks may use.
+        keys: Record keys of the chunks.
+        wanted: Wanted pieces, [layer, chunk].
+        layout: Index of the chunk layout among those that the memory was registered with.
     """
 
     memory_id: int
@@ -58,7 +94,7 @@ class FetchPart:
         layers: slice = slice(None),
         layout: int = 0,
     ) -> Self:
-        """Return the part that wants chunks, all layers or some, by default in a region that has room for them."""
+        """Return the part that wants some layers of every chunk, by default in a region that just holds them."""
         size = len(keys) * shape.raw_bytes if length is None else length
         wanted = np.zeros((shape.layers, len(keys)), np.bool_)
         wanted[layers] = True
@@ -66,7 +102,7 @@ class FetchPart:
 
     @property
     def message(self) -> pb.FetchPart:
-        """What the data plane is told."""
+        """The wire's message."""
         wanted = b"" if self.wanted.all() else pack(self.wanted)
         return pb.FetchPart(
             memory_id=self.memory_id,
@@ -79,9 +115,9 @@ class FetchPart:
 
 
 class FetchAnswer(NamedTuple):
-    """Outcome of one batch, and of each part the pieces that it put in place, and those that were wanted.
+    """Outcome of a fetch: of each part, the pieces that are in place, and those that were wanted.
 
-    ``quiet``: nobody writes any more.
+    ``quiet``: nothing writes into the memory any more.
     """
 
     delivered: list[Flags]
@@ -94,12 +130,12 @@ class FetchAnswer(NamedTuple):
 
     @property
     def chunks(self) -> list[int]:
-        """Leading chunks of each part of which nothing is missing that was wanted."""
+        """Leading chunks of each part that have every wanted piece."""
         return [leading_chunks(pieces, wanted) for pieces, wanted in zip(self.delivered, self.wanted, strict=True)]
 
 
 class StoreAnswer(NamedTuple):
-    """Outcome of one Store, and which of its chunks are stored. ``quiet``: nobody reads the region any more."""
+    """Outcome of a store, and which of its chunks are stored. ``quiet``: nothing reads the memory any more."""
 
     stored: Flags
     reason: str
@@ -110,50 +146,53 @@ class StoreAnswer(NamedTuple):
 
 
 class FetchCall:
-    """A Fetch on its way."""
+    """A fetch in flight."""
 
     def __init__(self, call: Any, answer: Callable[[Any], FetchAnswer]) -> None:
         self._call = call
         self._answer = answer
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called, in any thread, once the call has ended; at once if it has."""
+        """Call a function, in any thread, once the call has ended; at once if it has."""
         self._call.add_done_callback(lambda _: callback())
 
     def done(self) -> bool:
-        """Return whether the call has ended."""
+        """Tell if the call has ended."""
         return bool(self._call.done())
 
     def layers(self, seen: int, seconds: float) -> int:
-        """Wait for further leading layers than were ``seen``; see :meth:`DataPlaneClient.start_fetch_layers`."""
+        """Wait for more leading layers than ``seen``; only of :meth:`DataPlaneClient.start_fetch_layers`."""
         return int(self._call.layers(seen, seconds))
 
     def result(self) -> FetchAnswer:
-        """Return the outcome, waiting for it at most until the call's own deadline."""
+        """Return the outcome; blocks until the call's own deadline at most."""
         return self._answer(self._call)
 
 
 def delivered_of(answer: pb.FetchResponse, wanted: Sequence[Flags]) -> list[Flags]:
-    """Return what a fetch has delivered of each part; raise ValueError where its answer cannot be."""
+    """Return the delivered pieces of each part.
+
+    Raises:
+        ValueError: The answer contradicts itself or the question.
+    """
     reason = reason_of(answer.outcome)
-    sets = answer.delivered or [b""] * len(wanted)  # of a call that did not come to its parts
-    delivered = [unpack(data, *each.shape) for data, each in zip(sets, wanted, strict=True)]
+    packed = answer.delivered or [b""] * len(wanted)  # a call may end before its first part
+    delivered = [unpack(data, *each.shape) for data, each in zip(packed, wanted, strict=True)]
     count, asked = (sum(int(each.sum()) for each in pieces) for pieces in (delivered, wanted))
-    foreign = any((mine & ~theirs).any() for mine, theirs in zip(delivered, wanted, strict=True))
-    complete = count == asked
+    unwanted = any((pieces & ~asked_for).any() for pieces, asked_for in zip(delivered, wanted, strict=True))
     if (
-        foreign
-        or reason == "unspecified"
-        or complete != (reason == "complete")
-        or (reason == "batch_full" and not count)
+        unwanted
+        or reason == Reason.UNSPECIFIED
+        or (count == asked) != (reason == Reason.COMPLETE)
+        or (reason == Reason.BATCH_FULL and not count)
     ):
         raise ValueError(f"{count} pieces with outcome '{reason}' where {asked} were asked for")
     return delivered
 
 
 def reason_of(outcome: int) -> str:
-    """Return an Outcome's name in lower case, ``"unspecified"`` where it has none."""
+    """Return an Outcome's name in lower case, ``unspecified`` for one of a newer data plane."""
     try:
         return pb.Outcome.Name(outcome).removeprefix("OUTCOME_").lower()
-    except ValueError:  # of a newer daemon
-        return "unspecified"
+    except ValueError:
+        return Reason.UNSPECIFIED

@@ -1,14 +1,12 @@
-"""A breaker: whoever fails again and again is left alone for a while."""
+"""A circuit breaker for calls to a peer."""
 
 import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Breaker"]
-
 
 class Breaker:
-    """Leaves a peer alone after repeated failures, and always tries again.
+    """Pauses calls to a peer after repeated failures, and always tries again.
 
     Closed until ``failures`` calls in a row have failed; then open for ``backoff`` seconds, doubled with each further
     failure up to ``backoff_max_s``. When the time is over one call is let through as a probe: its success closes the
@@ -27,7 +25,7 @@ class Breaker:
         self._closed_until_probe = 0.0
 
     def allow(self) -> bool:
-        """Return whether a call may go out now; in the open state, ``True`` makes the caller the probe."""
+        """Tell if a call may go out now. While open, True makes this call the probe."""
         with self._lock:
             if self._failures < self._failures_max:
                 return True
@@ -38,7 +36,7 @@ class Breaker:
             return True
 
     def report(self, success: bool) -> None:
-        """Take the outcome of a call that :meth:`allow` let through."""
+        """Count the outcome of a call that :meth:`allow` let through."""
         with self._lock:
             if success:
                 self._failures = 0
@@ -50,6 +48,6 @@ class Breaker:
 
     @property
     def open(self) -> bool:
-        """Whether calls are being turned away."""
+        """Calls are turned away."""
         with self._lock:
             return self._failures >= self._failures_max

@@ -1,12 +1,12 @@
 """The data plane's client: deadlines on every call, a breaker for each kind of call, and a reason for every failure.
 
-Connecting (:mod:`host_control.connection`) is saying Hello. A call that finds that the daemon does not know this host
-(any more) is repeated after another Hello, or ends as ``unknown_memory``: a daemon that does not know the host
+Connecting (:mod:`host_control.connection`) means saying Hello. A call that finds that the data plane does not know this
+host (any more) is repeated after another Hello, or ends as ``unknown_memory``: a data plane that does not know the host
 does not know its memory either.
 
-What the daemon answers is checked before it is believed. A Fetch or Store that ends without an answer (the connection
-broke, the deadline passed, the answer makes no sense) is not *quiet*: the daemon may still move bytes in the region, so
-the caller must not use that memory again (:mod:`host_control.registered_memory` retires it).
+Answers are checked before they are used. A Fetch or Store that ends without an answer (the connection broke, the
+deadline passed, the answer makes no sense) is not *quiet*: the data plane may still move bytes in the region, so the
+caller must not use that memory again (:mod:`host_control.registered_memory` retires it).
 """
 
 import contextlib
@@ -21,16 +21,18 @@ from host_control.answers import (
     FetchAnswer,
     FetchCall,
     FetchPart,
+    Found,
     Registration,
     StoreAnswer,
     delivered_of,
+    found_of,
     reason_of,
 )
 from host_control.breaker import Breaker
 from host_control.connection import Connection, Peer, explain
 from host_control.fetch_policy import Decision
 from host_control.layer_stream import LayerStream
-from host_control.seen import Found, found_of
+from host_control.transfer import Reason
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
 from shadowserve.pieces import Flags, unpack
@@ -49,7 +51,7 @@ __all__ = [
 ]
 
 _GRACE: Final = 0.25
-"""Seconds that a call may outlast the deadline that the daemon was given: its answer is worth more than the time."""
+"""Seconds that a call may outlast the deadline in its request, so that the data plane's answer still counts."""
 
 MemoryMessage = pb.SharedMemory | pb.ExportedMemory | pb.CudaIpcMemory
 _MEMORY_FIELDS: Final[dict[type[Any], str]] = {
@@ -58,21 +60,21 @@ _MEMORY_FIELDS: Final[dict[type[Any], str]] = {
     pb.CudaIpcMemory: "cuda_ipc",
 }
 _OPERATION = Literal["lookup", "fetch", "store", "register"]
-_ADVICE: Final = {
-    "unreachable": "; is `shadowserve dpu` running there?",
-    "deadline": "; is `shadowserve dpu` running there, and can it reach the storage server?",
-    "storage_unavailable": "; can the data plane reach the storage server?",
+_ADVICE: Final[dict[str, str]] = {
+    Reason.UNREACHABLE: "; is `shadowserve dpu` running there?",
+    Reason.DEADLINE: "; is `shadowserve dpu` running there, and can it reach the storage server?",
+    Reason.STORAGE_UNAVAILABLE: "; can the data plane reach the storage server?",
 }
-"""What to do about failures of which the data plane itself says nothing, or too little."""
+"""What to do about failures that the data plane does not explain."""
 _AT_FAULT: Final = {
-    "unreachable",
-    "deadline",
-    "refused",
-    "invalid_answer",
-    "storage_unavailable",
-    "storage_refused",
-    "internal",
-    "device",
+    Reason.UNREACHABLE,
+    Reason.DEADLINE,
+    Reason.REFUSED,
+    Reason.INVALID_ANSWER,
+    Reason.STORAGE_UNAVAILABLE,
+    Reason.STORAGE_REFUSED,
+    Reason.INTERNAL,
+    Reason.DEVICE,
 }
 
 
@@ -81,13 +83,13 @@ class DataPlaneClient:
 
     Args:
         address: ``host:port`` or ``unix:/path``.
-        credentials: for TLS; ``None`` for none.
-        engine: whose KV moves, for the data plane to compare with others; ``None`` where none does.
-        connect_timeout_s: seconds for calls that move no KV.
-        failures, backoff, backoff_max_s: see :class:`Breaker`.
+        credentials: Credentials for TLS; None: no TLS.
+        engine: The engine whose KV moves, which the data plane compares with others; None where no KV moves.
+        connect_timeout_s: Seconds for calls that move no KV.
+        failures, backoff, backoff_max_s: See :class:`Breaker`.
 
     Raises:
-        ConfigurationError: a certificate or key cannot be used.
+        ConfigurationError: A certificate or key cannot be used.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class DataPlaneClient:
         self.address = address
         self._connection = Connection(address, credentials, engine)
         self._connect_timeout = connect_timeout_s
-        self._let_go_calls: set[Any] = set()
+        self._kept_calls: set[Any] = set()
         self.breakers = {
             operation: Breaker(failures, backoff, backoff_max_s)
             for operation in ("lookup", "fetch", "store", "register")
@@ -116,21 +118,21 @@ class DataPlaneClient:
 
     @property
     def peer(self) -> Peer | None:
-        """What the data plane said of itself, ``None`` while not connected."""
+        """Description of the data plane, None while not connected."""
         return self._connection.peer
 
     def connect(self, timeout: float, shape: ChunkLayout | None = None, *, wait: bool = True) -> Peer:
-        """Say Hello; see :meth:`host_control.connection.Connection.connect`. ``shape`` is of chunks that will move.
+        """Say Hello (:meth:`host_control.connection.Connection.connect`). ``shape``: layout of chunks that will move.
 
         Raises:
-            DataPlaneError: there is no connection; the message says why and what to do.
+            DataPlaneError: There is no connection; the message says why and what to do.
         """
         if shape is None:
             return self._connection.connect(timeout, None, 0, wait=wait)
         return self._connection.connect(timeout, layout_message(shape), shape.raw_bytes, wait=wait)
 
     def wait_ready(self, timeout: float) -> bool:
-        """Return whether the data plane has taken this host within ``timeout`` seconds; connects, where need be."""
+        """Connect if necessary; return True if the data plane accepts this host within ``timeout`` seconds."""
         try:
             self.connect(timeout)
         except DataPlaneError:
@@ -138,18 +140,18 @@ class DataPlaneClient:
         return True
 
     def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]], timeout: float) -> Callable[[], list[Flags]]:
-        """Ask which keys of each chain are stored; connects first, where need be.
+        """Ask which keys of each chain are stored; connect first if necessary.
 
         Args:
-            chains: namespaces, and keys of their records.
-            timeout: seconds.
+            chains: Namespaces, and keys of their records.
+            timeout: Seconds.
 
         Returns:
-            What waits for the answer, at most until the deadline, and returns it; it raises DataPlaneError where there
-            is none, or one that cannot be, whose ``outcome`` says which.
+            A function that waits for the answer, until the deadline at most, and returns it. It raises DataPlaneError
+            where there is no answer, or an invalid one; its ``outcome`` is the reason.
 
         Raises:
-            DataPlaneError: the breaker is open, or there is no connection.
+            DataPlaneError: The breaker is open, or there is no connection.
         """
         finish = self.find(chains, timeout, published=False)
         return lambda: finish().present
@@ -162,12 +164,12 @@ class DataPlaneClient:
         published: bool = True,
         prefetch: bool = False,
     ) -> Callable[[], Found]:
-        """Ask, as :meth:`lookup` does, which keys of each chain are stored, and which ``published``.
+        """Ask, as :meth:`lookup` does, which keys of each chain are stored and which are pending.
 
         Args:
-            chains, timeout: as there.
-            published: whether to ask for that, too.
-            prefetch: have storage begin to bring what is cold.
+            chains, timeout: As in :meth:`lookup`.
+            published: Ask for pending keys.
+            prefetch: Let storage bring cold records nearer.
         """
         self._allow("lookup")
         ends = time.monotonic() + timeout
@@ -217,15 +219,15 @@ class DataPlaneClient:
         plain: bool = False,
         reached: Callable[[int], None] | None = None,
     ) -> None:
-        """Say that records will be stored within so long; 0: that they will not, after all. A hint: nobody waits.
+        """Publish records that will be stored; 0 seconds: withdraw them. A hint, which is not waited for.
 
-        Nothing is said to a data plane that is not connected, or that fails lookups.
+        Nothing is sent to a data plane that is not connected, or that fails lookups.
 
         Args:
-            keys: of the records.
-            seconds: from now on.
-            plain: they will be stored as :meth:`store` has it.
-            reached: takes which engines hear of it, a ``Reach`` of the wire, in any thread, if there is an answer.
+            keys: Keys of the records.
+            seconds: Time within which they will be stored.
+            plain: They will be stored uncompressed (:meth:`store`).
+            reached: Called, in any thread, with the engines that learn of it, a ``Reach`` of the wire.
         """
         if not keys:
             return
@@ -238,20 +240,20 @@ class DataPlaneClient:
                 if reached is not None and call.result().outcome == pb.OUTCOME_COMPLETE:
                     reached(call.result().reach)
 
-        self._tell(self._connection.stub.Publish, request, ended)
+        self._send_hint(self._connection.stub.Publish, request, ended)
 
     def expect(self, message: pb.ExpectRequest) -> Any:
-        """Say what waits in an engine's queue; return the call, which nobody has to wait for.
+        """Send an engine's queue; return the call.
 
-        None: nothing is said to a data plane that is not connected, or that fails lookups.
+        None: nothing is sent to a data plane that is not connected, or that fails lookups.
         """
-        return self._say(self._connection.stub.Expect, message)
+        return self._send(self._connection.stub.Expect, message)
 
     def report_steps(self, message: pb.StepReport) -> Any:
         """Report an engine's steps; return the call, or None, as :meth:`expect` does."""
-        return self._say(self._connection.stub.ReportSteps, message)
+        return self._send(self._connection.stub.ReportSteps, message)
 
-    def _say(self, method: Any, message: Any) -> Any:
+    def _send(self, method: Any, message: Any) -> Any:
         if self.peer is None or self.breakers["lookup"].open:
             return None
         try:
@@ -260,49 +262,49 @@ class DataPlaneClient:
             return None
 
     def lost(self, error: BaseException) -> None:
-        """Take note of why a call of :meth:`expect` or :meth:`report_steps` has failed: Hello may be due."""
+        """Handle a failed call of :meth:`expect` or :meth:`report_steps`: Hello may be due."""
         self._connection.lost(error)
 
     def decided(self, decision: Decision, tokens: int, seconds: float) -> None:
-        """Say what was done with a prompt of so many tokens, and what came, for recordings; a hint likewise."""
+        """Report the decision for a prompt and its result, for recordings. A hint, which is not waited for."""
         loaded = decision.end_tokens if decision.way != "compute" else 0
-        told = pb.Decision(
+        message = pb.Decision(
             kind=decision.kind, tokens=tokens, loaded_tokens=loaded, predicted=dict(decision.predicted),
             predicted_seconds=decision.seconds, seconds=seconds, stored_bytes=int(decision.stored_bytes),
             cold_seconds=decision.cold_seconds, queued_seconds=decision.queued_seconds,
             tier_bytes={tier.label: int(size) for tier, size in decision.tier_bytes.items()},
         )  # fmt: skip
-        self._tell(self._connection.stub.Decided, told)
+        self._send_hint(self._connection.stub.Decided, message)
 
-    def _tell(self, method: Any, request: Any, ended: Callable[[Any], None] | None = None) -> None:
-        if (call := self._say(method, request)) is not None:
-            self._let_go(call)
+    def _send_hint(self, method: Any, request: Any, ended: Callable[[Any], None] | None = None) -> None:
+        if (call := self._send(method, request)) is not None:
+            self._keep_alive(call)
             if ended is not None:
                 call.add_done_callback(ended)
 
     def _found(self, answer: pb.LookupResponse, counts: Sequence[int]) -> Found:
         reason = reason_of(answer.outcome)
-        if reason != "complete":
+        if reason != Reason.COMPLETE:
             raise self._fail("lookup", reason, answer.detail)
         try:
             found = found_of(answer, counts)
         except ValueError as error:
-            raise self._fail("lookup", "invalid_answer", str(error)) from error
+            raise self._fail("lookup", Reason.INVALID_ANSWER, str(error)) from error
         self._report("lookup", reason)
         return found
 
     def register(
         self, shapes: Sequence[ChunkLayout], memory: MemoryMessage, pages: pb.PagedMemory | None = None
     ) -> Registration:
-        """Register memory at the data plane, for chunks of some shapes. The caller has asked the breaker.
+        """Register memory for chunks of some chunk layouts. The caller has asked the breaker.
 
         Args:
-            shapes: of the chunks; calls name one by its index.
-            memory: to be registered.
-            pages: where an engine's pages are in it.
+            shapes: Chunk layouts; calls name one by its index.
+            memory: The memory.
+            pages: Positions of an engine's pages in it.
 
         Raises:
-            DataPlaneError: refused, unreachable, or the daemon counts another chunk size than we do.
+            DataPlaneError: Refused, unreachable, or the data plane computes another chunk size than this host.
         """
         request = pb.RegisterMemoryRequest(
             layouts=map(layout_message, shapes),
@@ -318,19 +320,20 @@ class DataPlaneClient:
             raise self._fail("register", *explain(error)) from error
         if list(answer.chunk_bytes) != (ours := [shape.raw_bytes for shape in shapes]):
             detail = f"the data plane counts {list(answer.chunk_bytes)[:16]} bytes in a chunk, this host {ours[:16]}"
-            raise self._fail("register", "invalid_answer", detail)
-        self._report("register", "complete")
+            raise self._fail("register", Reason.INVALID_ANSWER, detail)
+        self._report("register", Reason.COMPLETE)
         return Registration(answer.memory_id)
 
     def release(self, memory_id: int, *, wait: bool) -> bool:
-        """Have the data plane forget memory; one that does not answer forgets it by itself, some time.
+        """Release registered memory; a data plane that does not answer releases it after some time.
 
         Args:
-            memory_id: of the memory.
-            wait: for the answer, at most ``connect_timeout_s`` seconds.
+            memory_id: The memory.
+            wait: Wait for the answer, at most ``connect_timeout_s`` seconds.
 
         Returns:
-            Whether it has answered, so that it will not touch the memory any more; always false without ``wait``.
+            True if the data plane has answered, so that it will not use the memory any more. Always False without
+            ``wait``.
         """
         request = pb.ReleaseMemoryRequest(memory_id=memory_id)
         try:
@@ -340,7 +343,7 @@ class DataPlaneClient:
             if wait:
                 call.result()
                 return True
-            self._let_go(call)
+            self._keep_alive(call)
         except (grpc.RpcError, grpc.FutureCancelledError, ValueError):  # ValueError: the channel is closed
             pass
         return False
@@ -359,26 +362,26 @@ class DataPlaneClient:
         """Start one batch.
 
         Args:
-            job_id: unlike those of other calls in progress.
-            parts: that are wanted; their regions do not overlap.
-            timeout: seconds.
-            layerwise: fetch layer by layer, not chunk by chunk.
-            progress: where in the memory of the first part the data plane is to say how many leading chunks of every
-                part are in place, or layer by layer, how many leading layers of the only one.
-            window_s: seconds that will be computed with each layer; 0 where nobody knows.
-            purpose: what for, of the wire's.
+            job_id: Unique among calls in flight.
+            parts: Wanted pieces of each shard; the regions do not overlap.
+            timeout: Seconds.
+            layerwise: Fetch layer by layer, not chunk by chunk.
+            progress: Offset, in the memory of the first part, of the word where the data plane counts the leading
+                chunks of every part that are in place; layer by layer, the leading layers of the only part.
+            window_s: Seconds that the engine will compute with each layer; 0 if unknown.
+            purpose: Purpose of the fetch, a value of the wire.
 
         Raises:
-            DataPlaneError: the breaker is open.
+            DataPlaneError: The breaker is open.
         """
         order = pb.ORDER_LAYERS if layerwise else pb.ORDER_CHUNKS
         future = self._connection.stub.Fetch.future
         return self._start(future, job_id, parts, timeout, order, progress, window_s, purpose)
 
     def start_fetch_layers(self, job_id: str, part: FetchPart, timeout: float, window_s: float = 0.0) -> FetchCall:
-        """Start one batch of a part layer by layer, of which :meth:`FetchCall.layers` tells how far it is.
+        """Start one batch of a part layer by layer, whose progress :meth:`FetchCall.layers` tells.
 
-        For memory that the data plane does not share; arguments and errors are those of :meth:`start_fetch`.
+        For memory that the data plane does not share. Arguments and errors as in :meth:`start_fetch`.
         """
 
         def stream(*arguments: Any, **named: Any) -> LayerStream:
@@ -423,16 +426,16 @@ class DataPlaneClient:
         """Start to bring chunks from devices of the data plane into pages.
 
         Args:
-            job_id: unlike those of other calls in progress.
-            memory_id: of the paged memory.
-            shape: of the chunks.
-            keys: of the chunks.
-            blocks: that they go to, chunk after chunk.
-            timeout: seconds.
-            progress: where in that memory to say how many leading layers are in place.
+            job_id: Unique among calls in flight.
+            memory_id: Registered paged memory.
+            shape: Layout of the chunks.
+            keys: Record keys of the chunks.
+            blocks: Blocks that they go to, chunk after chunk.
+            timeout: Seconds.
+            progress: Offset of the word in that memory where the data plane counts the leading layers in place.
 
         Raises:
-            DataPlaneError: the breaker is open.
+            DataPlaneError: The breaker is open.
         """
         self._allow("fetch")
         request = pb.FetchPagesRequest(
@@ -458,11 +461,11 @@ class DataPlaneClient:
         try:
             delivered = delivered_of(answer, wanted)
         except ValueError as error:
-            self._report("fetch", "invalid_answer")
-            return FetchAnswer(nothing, wanted, "invalid_answer", str(error), quiet=False)
-        # A deadline with some pieces is a slow fetch, not a peer at fault.
-        slow = reason == "deadline" and any(each.any() for each in delivered)
-        self._report("fetch", "complete" if slow else reason)
+            self._report("fetch", Reason.INVALID_ANSWER)
+            return FetchAnswer(nothing, wanted, Reason.INVALID_ANSWER, str(error), quiet=False)
+        # After a deadline with some pieces the fetch is slow, and the peer not at fault.
+        slow = reason == Reason.DEADLINE and any(each.any() for each in delivered)
+        self._report("fetch", Reason.COMPLETE if slow else reason)
         moved = (answer.fetched_bytes, answer.delivered_bytes)
         return FetchAnswer(delivered, wanted, reason, answer.detail, True, *moved)
 
@@ -480,17 +483,22 @@ class DataPlaneClient:
         plain: bool = False,
         purpose: Any = pb.PURPOSE_REQUEST,
     ) -> StoreAnswer:
-        """Store chunks that lie in the region one after the other; blocks until the outcome.
+        """Store chunks that are in registered memory one after the other; block until the outcome.
 
-        ``layout`` is the index of their shape among those that the memory was registered with.
-
-        ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first. After ``lasts_s``
-        seconds nobody needs them any more; 0: they are stored for good. ``plain``: not compressed, so that devices can
-        bring them into pages. ``purpose``: what for, of the wire's.
+        Args:
+            job_id: Unique among calls in flight.
+            memory_id, offset: Memory and offset of the first chunk.
+            keys: Record keys of the chunks.
+            parents: Key of the chunk before each of them in its prompt; empty for a prompt's first.
+            timeout: Seconds.
+            layout: Index of the chunk layout among those that the memory was registered with.
+            lasts_s: Seconds after which the chunks are of no use; 0: for good.
+            plain: Store uncompressed, so that devices can bring the chunks into pages.
+            purpose: Purpose of the store, a value of the wire.
         """
         nothing = unpack(b"", len(keys))
         if not self.breakers["store"].allow():
-            return StoreAnswer(nothing, "breaker_open", "", quiet=True)
+            return StoreAnswer(nothing, Reason.BREAKER_OPEN, "", quiet=True)
         request = pb.StoreRequest(
             job_id=job_id,
             memory_id=memory_id,
@@ -512,16 +520,16 @@ class DataPlaneClient:
         reason = reason_of(answer.outcome)
         try:
             stored = unpack(answer.stored, len(keys))
-            if reason == "unspecified" or bool(stored.all()) != (reason == "complete"):
+            if reason == Reason.UNSPECIFIED or bool(stored.all()) != (reason == Reason.COMPLETE):
                 raise ValueError(f"{stored.sum()} chunks with outcome '{reason}' where {len(keys)} were offered")
         except ValueError as error:
-            self._report("store", "invalid_answer")
-            return StoreAnswer(nothing, "invalid_answer", str(error), quiet=False)
+            self._report("store", Reason.INVALID_ANSWER)
+            return StoreAnswer(nothing, Reason.INVALID_ANSWER, str(error), quiet=False)
         self._report("store", reason)
         return StoreAnswer(stored, reason, answer.detail, True, answer.raw_bytes, answer.stored_bytes)
 
     def cancel(self, job_id: str) -> None:
-        """Ask the data plane to end a job early, without waiting for the answer; the job's own outcome tells."""
+        """Ask the data plane to end a job early. The answer is not waited for: the job's own outcome tells."""
         try:
             request = pb.CancelRequest(job_id=job_id)
             call = self._connection.stub.Cancel.future(
@@ -529,13 +537,13 @@ class DataPlaneClient:
             )
         except ValueError:  # the channel is closed, and with it the job's call
             return
-        self._let_go(call)
+        self._keep_alive(call)
 
     def statistics(self) -> pb.StatisticsResponse:
         """Return the data plane's statistics.
 
         Raises:
-            DataPlaneError: no answer.
+            DataPlaneError: There is no answer.
         """
         try:
             answer: pb.StatisticsResponse = self._connection.stub.Statistics(
@@ -547,14 +555,14 @@ class DataPlaneClient:
         return answer
 
     def trace(self, seconds: float, fetches: int) -> Iterator[pb.TraceResponse]:
-        """Record this host's next fetches: yields an empty answer once the recording runs, then its parts.
+        """Record this host's next fetches; yield an empty answer once the recording runs, then its parts.
 
         Args:
-            seconds: to record at most.
-            fetches: calls after whose end it is over sooner.
+            seconds: Longest time of the recording.
+            fetches: Number of calls after which it ends earlier.
 
         Raises:
-            DataPlaneError: the data plane is away, or does not record.
+            DataPlaneError: The data plane is not reachable, or does not record.
         """
         self.connect(self._connect_timeout, wait=False)
         request = pb.TraceRequest(timeout_ms=_milliseconds(seconds), fetches=fetches)
@@ -565,27 +573,27 @@ class DataPlaneClient:
             reason, detail = explain(error)
             raise DataPlaneError(f"the data plane at {self.address} does not record: {detail}", reason) from error
 
-    def _let_go(self, call: Any) -> None:
-        # gRPC ends a call that nobody holds.
-        self._let_go_calls.add(call)
-        call.add_done_callback(self._let_go_calls.discard)
+    def _keep_alive(self, call: Any) -> None:
+        # gRPC ends a call without references.
+        self._kept_calls.add(call)
+        call.add_done_callback(self._kept_calls.discard)
 
     def _allow(self, operation: _OPERATION) -> None:
         if not self.breakers[operation].allow():
             raise DataPlaneError(
-                f"{operation} at the data plane {self.address} is paused after repeated failures", "breaker_open"
+                f"{operation} at the data plane {self.address} is paused after repeated failures", Reason.BREAKER_OPEN
             )
 
     def _report(self, operation: _OPERATION, reason: str) -> None:
         self.breakers[operation].report(reason not in _AT_FAULT)
 
     def _unanswered(self, operation: _OPERATION, error: BaseException) -> tuple[str, str, bool]:
-        """Return reason and detail of a call that ended without an answer, and whether it is quiet all the same."""
+        """Return reason and detail of a call that ended without an answer, and True if it is quiet nevertheless."""
         if self._connection.lost(error):
-            return "unknown_memory", "the data plane does not know this host", True
+            return Reason.UNKNOWN_MEMORY, "the data plane does not know this host", True
         reason, detail = explain(error)
         self._report(operation, reason)
-        return reason, detail, reason == "refused"
+        return reason, detail, reason == Reason.REFUSED
 
     def _fail(self, operation: _OPERATION, reason: str, detail: str) -> DataPlaneError:
         self._report(operation, reason)

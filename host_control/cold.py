@@ -1,8 +1,8 @@
-"""What loads wait for that is in object storage alone: it is brought nearer, while the engine goes on with others.
+"""Loads that wait for cold chunks: object storage brings them nearer while the engine continues with other requests.
 
-A load begins with the chunks that are near, as one does of which others still store the rest. One thread asks for all
-loads that wait, again and again: each question has storage begin to bring what is missing, some at a time, and tells
-how far it is. Nothing is brought for a request before its load begins, so that none is read for one that is computed.
+Such a load starts with the chunks that are near, like a load whose other chunks are pending. One thread asks for all
+loads that wait, again and again: each question makes storage bring some of the missing chunks, and tells how far it is.
+Nothing is brought before a request's load starts, so nothing is read for a request that is computed.
 """
 
 import threading
@@ -11,65 +11,66 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from host_control.disaggregation import Arrived
+from host_control.disaggregation import Available
+from host_control.transfer import Reason
 from shadowserve.errors import DataPlaneError
 from shadowserve.pieces import Flags, leading
-
-__all__ = ["ColdLoads"]
 
 _INTERVAL_S: Final = 0.02
 _INTERVAL_MAX_S: Final = 0.1
 _SHARE: Final = 0.1
-"""Between two questions for a load: a tenth of what it has waited, within these bounds."""
+"""Between two questions for a load: a tenth of the time that it has waited, within these bounds."""
 
 Ask = Callable[[int, int], tuple[Flags, Flags]]
-"""From the first chunk and the one behind the last to which of them are near, and which of the others are on their way;
-has those brought that are cold."""
+"""From the first chunk and the one behind the last to the chunks that are near, and those of the others that are being
+brought or stored. Starts to bring the cold ones."""
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _ColdLoad:
+    """A load that waits, since and until a time, for its leading ``chunks``; ``near`` of them are near."""
+
     ask: Ask
     chunks: int
     since: float
     until: float
-    told: Callable[[Arrived], None]
+    then: Callable[[Available], None]
     near: int = 0
-    next: float = 0.0
+    next_at: float = 0.0
 
 
 class ColdLoads:
-    """Loads that wait for object storage; in the background."""
+    """Brings the cold chunks of loads nearer, in the background."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._waiting: dict[str, _Waiting] = {}
+        self._loads: dict[str, _ColdLoad] = {}
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    def begin(self, name: str, ask: Ask, chunks: int, seconds: float, told: Callable[[Arrived], None]) -> None:
-        """Have so many leading chunks brought within ``seconds``.
+    def begin(self, name: str, ask: Ask, chunks: int, seconds: float, then: Callable[[Available], None]) -> None:
+        """Start to bring the leading ``chunks`` chunks of a load, within some seconds.
 
-        ``told`` hears in another thread, again and again, how many of them are near, and at last why there are no more:
-        ``"complete"``; ``"cold_late"``, in time; ``"cold_gone"``, where storage has one no more, or cannot read it; or
-        why nobody could say.
+        ``then`` is called in another thread, again and again, with the number of chunks that are near, and at last with
+        the reason why there will be no more: ``complete``; ``cold_late``, out of time; ``cold_gone``, where storage
+        cannot read a chunk or does not have it any more; or the reason of a failed question.
         """
         now = time.monotonic()
         with self._condition:
-            self._waiting[name] = _Waiting(ask, chunks, now, now + seconds, told)
-            if self._thread is None:  # of most engines never
+            self._loads[name] = _ColdLoad(ask, chunks, now, now + seconds, then)
+            if self._thread is None:  # most engines never need it
                 self._thread = threading.Thread(target=self._run, name="shadowserve-cold", daemon=True)
                 self._thread.start()
             self._condition.notify_all()
 
     def end(self, name: str) -> None:
-        """Bring nothing more for a load, and tell nothing more of it."""
-        if name in self._waiting:
+        """Stop asking for a load."""
+        if name in self._loads:
             with self._condition:
-                self._waiting.pop(name, None)
+                self._loads.pop(name, None)
 
     def close(self) -> None:
-        """End the thread; who waits is told nothing."""
+        """End the thread; waiting loads get no further call."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
@@ -77,40 +78,40 @@ class ColdLoads:
     def _run(self) -> None:
         while True:
             with self._condition:
-                while not (self._closing or (self._waiting and self._left() <= 0)):
-                    self._condition.wait(self._left() if self._waiting else None)
+                while not (self._closing or (self._loads and self._left() <= 0)):
+                    self._condition.wait(self._left() if self._loads else None)
                 if self._closing:
                     return
                 now = time.monotonic()
-                due = [(name, each) for name, each in self._waiting.items() if each.next <= now]
-            for name, waiting in due:
-                arrived = self._look(waiting)
+                due = [(name, each) for name, each in self._loads.items() if each.next_at <= now]
+            for name, load in due:
+                available = self._poll(load)
                 now = time.monotonic()
-                waiting.next = now + min(max(_INTERVAL_S, _SHARE * (now - waiting.since)), _INTERVAL_MAX_S)
+                load.next_at = now + min(max(_INTERVAL_S, _SHARE * (now - load.since)), _INTERVAL_MAX_S)
                 with self._condition:
-                    if self._waiting.get(name) is not waiting:
-                        continue  # it has ended meanwhile, or begun anew
-                    if arrived.ended:
-                        del self._waiting[name]
-                waiting.told(arrived)
+                    if self._loads.get(name) is not load:
+                        continue  # it has ended meanwhile, or started over
+                    if available.ended:
+                        del self._loads[name]
+                load.then(available)
 
     def _left(self) -> float:
         """Return the seconds until the next question is due."""
-        return max(0.0, min(each.next for each in self._waiting.values()) - time.monotonic())
+        return max(0.0, min(each.next_at for each in self._loads.values()) - time.monotonic())
 
-    def _look(self, waiting: _Waiting) -> Arrived:
-        """Ask how far a load is."""
-        late = time.monotonic() >= waiting.until
+    def _poll(self, load: _ColdLoad) -> Available:
+        """Ask how many chunks of a load are near."""
+        late = time.monotonic() >= load.until
         try:
-            near, coming = waiting.ask(waiting.near, waiting.chunks)
+            near, moving = load.ask(load.near, load.chunks)
         except DataPlaneError as error:
-            return Arrived(waiting.near, "" if error.outcome == "deadline" and not late else error.outcome)
+            return Available(load.near, "" if error.outcome == Reason.DEADLINE and not late else error.outcome)
         except Exception:  # a bug must not leave the load waiting for its deadline
-            return Arrived(waiting.near, "internal")
+            return Available(load.near, Reason.INTERNAL)
         count = leading(near)
-        waiting.near += count
-        if waiting.near == waiting.chunks:
-            return Arrived(waiting.near, "complete")
-        if not coming[count]:
-            return Arrived(waiting.near, "cold_gone")
-        return Arrived(waiting.near, "cold_late" if late else "")
+        load.near += count
+        if load.near == load.chunks:
+            return Available(load.near, Reason.COMPLETE)
+        if not moving[count]:
+            return Available(load.near, Reason.COLD_GONE)
+        return Available(load.near, Reason.COLD_LATE if late else "")

@@ -1,7 +1,7 @@
-"""One connection to a data plane: made with TLS or without, opened by Hello, and what to say where it fails.
+"""One connection to a data plane: the channel, with TLS or without, Hello, and explanations of failures.
 
-The session that Hello gets is what all other calls carry. Hello is due whenever the connection was lost, or the daemon
-does not know the session any more (it has restarted).
+All other calls carry the session that Hello returns. Hello is due when the connection was lost, or when the data plane
+does not know the session any more because it has restarted.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import grpc
 
+from host_control.transfer import Reason
 from shadowserve import __version__
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.keys import RECORD_VERSION, SCHEMA_VERSION
@@ -22,8 +23,6 @@ from shadowserve.proto import HELLO_KEY, PROTOCOL_VERSION, SESSION_KEY
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.dataplane_pb2_grpc import DataPlaneStub
 from shadowserve.tls import Credentials, FileState, diagnose, file_state, read_authorities, read_key_pair
-
-__all__ = ["Connection", "Peer", "explain"]
 
 _MESSAGE_BYTES_MAX: Final = 8 << 20
 _DETAIL_MAX: Final = 800
@@ -37,14 +36,14 @@ _REFUSALS: Final = {
     grpc.StatusCode.FAILED_PRECONDITION,
 }
 _CHANNEL_OPTIONS: Final = (
-    # gRPC's own backoff grows to two minutes; a daemon that is back should be found within a second.
+    # gRPC's own backoff grows to two minutes; a data plane that is back should be found within a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Also the time that one attempt to connect may take; a busy machine needs some.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.max_receive_message_length", _MESSAGE_BYTES_MAX),
     ("grpc.enable_http_proxy", 0),
-    # A link that went down says nothing: without questions of our own, TCP would wait minutes before it tries again.
+    # A network link that goes down sends nothing: without keepalive, TCP would wait minutes before it tries again.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -54,12 +53,12 @@ _CHANNEL_OPTIONS: Final = (
 
 
 class Peer(NamedTuple):
-    """What a data plane says of itself.
+    """Description of a data plane, from its answer to Hello.
 
     Attributes:
-        emulated: the device of its backend is an emulator.
-        page_devices: it has devices that bring chunks straight into paged memory.
-        differences: for each other engine of the same model that shares nothing with this one, what differs.
+        emulated: The device of its backend is an emulator.
+        page_devices: It has devices that bring chunks straight into paged memory.
+        differences: For each other engine of the same model that shares no chunks with this one, what differs.
     """
 
     version: str
@@ -76,14 +75,14 @@ class Connection:
 
     Args:
         address: ``host:port`` or ``unix:/path``.
-        credentials: for TLS; ``None`` for none.
-        engine: whose KV moves; ``None`` where none does.
+        credentials: Credentials for TLS; None: no TLS.
+        engine: The engine whose KV moves; None where no KV moves.
 
     Attributes:
-        stub: to call with; made anew when certificates have changed.
+        stub: Stub for calls; a new one when certificates have changed.
 
     Raises:
-        ConfigurationError: a certificate or key cannot be used.
+        ConfigurationError: A certificate or key cannot be used.
     """
 
     def __init__(self, address: str, credentials: Credentials | None, engine: pb.Engine | None = None) -> None:
@@ -122,21 +121,21 @@ class Connection:
 
     @property
     def peer(self) -> Peer | None:
-        """What the data plane said of itself, ``None`` while not connected."""
+        """Description of the data plane, None while not connected."""
         return self._peer
 
     def connect(self, timeout: float, layout: pb.ChunkLayout | None, chunk_bytes: int, *, wait: bool) -> Peer:
-        """Say Hello, and wait for an answer.
+        """Say Hello, and wait for the answer.
 
         Args:
-            timeout: seconds.
-            layout, chunk_bytes: of the chunks that are going to move, for the data plane to check; ``None`` and 0 where
-                none are.
-            wait: for a data plane that is not there yet. Else the first failure counts.
+            timeout: Seconds.
+            layout, chunk_bytes: Layout and size of the chunks that will move, which the data plane checks; None and 0
+                where no chunks will.
+            wait: Wait for a data plane that does not listen yet. Otherwise the first failure counts.
 
         Raises:
-            DataPlaneError: no data plane answers (``unreachable``), TLS does not come about or the two do not fit
-                (``refused``); the message says what to do.
+            DataPlaneError: No data plane answers (``unreachable``), TLS fails or the versions do not fit (``refused``);
+                the message says what to do.
         """
         self._renew()
         request = pb.HelloRequest(
@@ -153,10 +152,10 @@ class Connection:
         )
         ends = time.monotonic() + timeout
         try:
-            # Not waiting first: a call that waits hears no reason, and there are some that no waiting remedies.
+            # The first call does not wait: a call that waits learns no reason, and some failures do not go away.
             answer = self._hello(request, ends, wait=False)
         except DataPlaneError as error:
-            if not wait or error.outcome != "unreachable" or time.monotonic() >= ends:
+            if not wait or error.outcome != Reason.UNREACHABLE or time.monotonic() >= ends:
                 raise
             answer = self._hello(request, ends, wait=True)
         peer = Peer(
@@ -174,46 +173,48 @@ class Connection:
 
     def _hello(self, request: pb.HelloRequest, ends: float, *, wait: bool) -> pb.HelloResponse:
         try:
-            # What is left is for finding out why, where it fails.
+            # The rest of the time is for diagnosing a failure.
             left = max(ends - time.monotonic(), 0.001)
             answer: pb.HelloResponse = self.stub.Hello(request, timeout=left * 0.75, wait_for_ready=wait)
         except grpc.RpcError as error:
             raise self._not_connected(error, ends - time.monotonic()) from error
         except ValueError as error:
-            raise DataPlaneError(f"the connection to the data plane {self.address} is closed", "unreachable") from error
+            raise DataPlaneError(
+                f"the connection to the data plane {self.address} is closed", Reason.UNREACHABLE
+            ) from error
         return answer
 
     def _renew(self) -> None:
-        """Make the channel anew where certificates have changed: gRPC's clients read theirs once."""
+        """Open a new channel where certificates have changed: gRPC's clients read them once."""
         if self._credentials is None or file_state(self._credentials.files) == self._files or self._closed:
             return
         with self._lock:
             try:
-                self._open()  # calls under way keep the channel before it until they end
+                self._open()  # calls in flight keep the old channel until they end
             except ConfigurationError as error:
                 message = f"connecting to the data plane {self.address} failed: TLS: {error}"
-                raise DataPlaneError(message, "refused") from error
+                raise DataPlaneError(message, Reason.REFUSED) from error
 
     def _not_connected(self, error: Any, left: float) -> DataPlaneError:
         reason, detail = explain(error)
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             detail = f"it is of an older release than this host's {__version__}; install the same on both sides"
-        elif reason != "refused":
-            reason, host_port = "unreachable", _host_port(self.address)
+        elif reason != Reason.REFUSED:
+            reason, host_port = Reason.UNREACHABLE, _host_port(self.address)
             if host_port is not None and (why := diagnose(*host_port, self._credentials, max(left, 0.05))):
-                reason, detail = "refused", why
-        if reason == "unreachable":
+                reason, detail = Reason.REFUSED, why
+        if reason == Reason.UNREACHABLE:
             detail = f"no data plane answers ({detail}); start `shadowserve dpu` there"
         return DataPlaneError(f"connecting to the data plane {self.address} failed: {detail}", reason)
 
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """Return what a call is sent with."""
+        """Return the metadata of a call."""
         return ((SESSION_KEY, self._session),)
 
     def lost(self, error: Any) -> bool:
-        """Return whether a call failed because the daemon does not know our session; note that Hello is due, if so.
+        """Tell if a call failed because the data plane does not know the session; then Hello is due.
 
-        It is due, too, once a connection broke: behind the next one may be another daemon.
+        Hello is due also after a connection broke: another data plane may answer the next one.
         """
         if not isinstance(error, grpc.Call):
             return False
@@ -221,12 +222,12 @@ class Connection:
             key == HELLO_KEY for key, _ in error.trailing_metadata() or ()
         )
         if unknown or error.code() is grpc.StatusCode.UNAVAILABLE:
-            self._peer = None  # the session stays: what the daemon may still know is released with it
+            self._peer = None  # the session stays: memory that the data plane may still know is released with it
         return unknown
 
 
 def _host() -> str:
-    """Return what names this machine until it starts anew: containers on it share one data plane as one host."""
+    """Return a name of this machine until its next boot: containers on it share one data plane as one host."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -235,7 +236,7 @@ def _host() -> str:
 
 
 def _host_port(address: str) -> tuple[str, int] | None:
-    """Return host and port of a TCP address, ``None`` for another kind."""
+    """Return host and port of a TCP address, None for other addresses."""
     host, colon, port = address.removeprefix("dns:").rpartition(":")
     if not colon or not port.isdigit() or address.startswith("unix:"):
         return None
@@ -245,10 +246,10 @@ def _host_port(address: str) -> tuple[str, int] | None:
 def explain(error: BaseException) -> tuple[str, str]:
     """Return reason and detail of a call that ended without an answer."""
     if not isinstance(error, grpc.Call):
-        return "unreachable", str(error) or type(error).__name__
+        return Reason.UNREACHABLE, str(error) or type(error).__name__
     code, detail = error.code(), str(error.details())[:_DETAIL_MAX]
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return "deadline", "the data plane did not answer in time"
+        return Reason.DEADLINE, "the data plane did not answer in time"
     if code in _REFUSALS:
-        return "refused", f"{code.name}: {detail}"
-    return "unreachable", f"{code.name}: {detail}"
+        return Reason.REFUSED, f"{code.name}: {detail}"
+    return Reason.UNREACHABLE, f"{code.name}: {detail}"

@@ -1,13 +1,13 @@
-"""Prompts that one engine computes and another one goes on with: what is about to be stored is waited for.
+"""P/D disaggregation: prompts that one engine computes and another one continues with.
 
-The engine that computes *publishes* the chunks that it found absent, says so again while the request lives, and
-withdraws what it will not store after all. The one that goes on finds chunks that are published and not there, and
-waits for them, in turns that ask for all requests together, until it must go on: its lookup for the first chunk, and
-then its load, which begins with those that are there, for the rest. Where no load may wait, the lookup waits for all.
+The prefill engine *publishes* the chunks that it found absent, publishes them again while the request lives, and
+withdraws those that it will not store after all. The decode engine finds chunks that are pending and waits for them, in
+polls that ask for all requests together: its lookup waits for the first chunk, and then its load, which starts with the
+chunks that are stored, waits for the rest. Where no load may wait, the lookup waits for all of them.
 
-A prompt seldom ends with a chunk. Where it is handed over, the whole blocks behind its last chunk, its *tail*, have a
-record of their own: a chunk's, with zeros behind the tail, which cost next to nothing once they are compressed. So
-there is one kind of record, and one registration, whatever the tail's length; the key names that.
+A prompt seldom ends with a chunk. Where two engines share it, the whole blocks behind its last chunk, its *tail*, have
+a record of their own: a chunk's record, padded with zeros, which compress to almost nothing. So there is one kind of
+record, and one registration, whatever the tail's length; the key tells the length.
 """
 
 import threading
@@ -20,35 +20,33 @@ import numpy as np
 
 from shadowserve.pieces import Flags
 
-__all__ = ["Arrived", "Ask", "Coming", "Disaggregation"]
-
 POLL_INTERVAL: Final = 0.01
-"""Least seconds between two questions for what is published: one Lookup for all requests that wait, one key for each.
+"""Least seconds between two polls: one Lookup for all requests that wait, one key for each.
 
-A question costs host, data plane and storage some milliseconds of CPU time together. So one who has waited longer asks
-less often, and is late by a tenth of its wait at most."""
+A poll costs host, data plane and storage some milliseconds of CPU time together. So a request that has waited longer is
+polled for less often, and is late by a tenth of its wait at most."""
 _POLL_INTERVAL_MAX: Final = 0.1
 _POLL_SHARE: Final = 0.1
-"""Of what has been waited."""
+"""Of the time that the request has waited."""
 
 Ask = Callable[[Sequence[bytes], Iterable[int], float], tuple[Flags, Flags | None]]
-"""From chunk keys, cuts and seconds to which are there, for all ranks of one of these cuts, and which are published;
-None where nobody can say."""
+"""From chunk keys, shard layouts and a timeout to the chunks that are stored in one of the layouts for all ranks, and
+those that are pending; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Disaggregation:
-    """What is asked for one request beside its prompt.
+    """What one request needs of other engines.
 
     Attributes:
-        publishes: seconds for which the chunks that its lookup finds absent are published; 0 for not at all.
-        waits: seconds that its lookup waits, from its beginning, for chunks that are published; 0 for not at all.
-        expected_tokens: leading tokens of the prompt that somebody has said to store: waited for, too, where storage
-            takes no publications.
-        tail_tokens: that the prompt's tail has; 0 where it has no record of its own.
-        load_tokens_max: so many tokens are loaded at most.
-        store_tokens_max: of so many leading tokens chunks are stored at most.
-        cold: whether chunks are loaded that are in object storage alone.
+        publishes: Seconds for which chunks that its lookup finds absent are published; 0: they are not.
+        waits: Seconds, from the start of its lookup, that it waits for pending chunks; 0: it does not.
+        expected_tokens: Leading tokens of the prompt that a proxy said another engine stores. Waited for also where
+            storage does not know pending chunks.
+        tail_tokens: Tokens of the prompt's tail; 0 where it has no record.
+        load_tokens_max: Most tokens to load.
+        store_tokens_max: Chunks are stored of so many leading tokens at most.
+        cold: Load chunks that are in object storage alone.
     """
 
     publishes: float = 0.0
@@ -60,16 +58,16 @@ class Disaggregation:
     cold: bool = True
 
     def may_store(self, tokens: int) -> bool:
-        """Return whether a chunk may be stored that ends behind so many tokens."""
+        """Tell if a chunk that ends behind ``tokens`` tokens may be stored."""
         return self.store_tokens_max is None or tokens <= self.store_tokens_max
 
 
-class Arrived(NamedTuple):
-    """How far a prompt is there that is loaded while others still store it.
+class Available(NamedTuple):
+    """How much of a load can be fetched by now, while the rest is pending or cold.
 
     Attributes:
-        chunks: leading ones that are there, its tail among them.
-        ended: why no more will be, ``"complete"`` where all are; empty while more may come.
+        chunks: Leading chunks that can be fetched, the tail among them.
+        ended: Reason why there will be no more, ``complete`` where all are available; empty while more may follow.
     """
 
     chunks: int
@@ -77,9 +75,11 @@ class Arrived(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _Wait:
+    """A wait for one chunk, in some shard layouts, since and until a time."""
+
     chunk_key: bytes
-    cuts: frozenset[int]
+    layouts: frozenset[int]
     since: float
     until: float
     then: Callable[[bool], None]
@@ -87,18 +87,20 @@ class _Waiting:
 
 @dataclass(eq=False)
 class _Published:
-    chunk_keys: dict[bytes, None]  # that are still to be computed here, in their order
+    """Chunks of one request that are published and not computed yet, in their order."""
+
+    chunk_keys: dict[bytes, None]
     seconds: float
     renewed_at: float
 
 
-class Coming:
-    """What this engine waits for, and what it has published; in the background.
+class Publications:
+    """Chunks that this engine has published, and chunks of others that it waits for; in the background.
 
     Args:
-        ask: for chunk keys.
-        publish: chunk keys, for so many seconds; 0 withdraws. Does not wait.
-        timeout: seconds for a question.
+        ask: Asks for chunk keys.
+        publish: Publishes chunk keys for some seconds; 0 withdraws them. Does not block.
+        timeout: Seconds for a poll.
     """
 
     def __init__(self, ask: Ask, publish: Callable[[Sequence[bytes], float], None], timeout: float) -> None:
@@ -106,54 +108,54 @@ class Coming:
         self._publish = publish
         self._timeout = timeout
         self._condition = threading.Condition()
-        self._waiting: list[_Waiting] = []
+        self._waits: list[_Wait] = []
         self._published: dict[str, _Published] = {}
-        self._ended: list[list[bytes]] = []
+        self._withdrawn: list[list[bytes]] = []
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    def wait(self, chunk_key: bytes, cuts: Iterable[int], until: float, then: Callable[[bool], None]) -> None:
-        """Call ``then``, in any thread, once a chunk key is there or published no more; with True, at ``until``.
+    def wait(self, chunk_key: bytes, layouts: Iterable[int], until: float, then: Callable[[bool], None]) -> None:
+        """Call ``then``, in any thread, once a chunk is stored or not pending any more; with True at ``until``.
 
-        It is asked for in these cuts, and in those of others that wait at the same time.
+        The poll asks in these shard layouts, and in those of other waits.
         """
         with self._condition:
-            self._waiting.append(_Waiting(chunk_key, frozenset(cuts), time.monotonic(), until, then))
+            self._waits.append(_Wait(chunk_key, frozenset(layouts), time.monotonic(), until, then))
             self._wake()
 
     def publish(self, request_id: str, chunk_keys: Sequence[bytes], seconds: float) -> None:
-        """Publish chunk keys for so long, and again until :meth:`computed` or :meth:`settle`."""
+        """Publish chunks for some seconds, and again until :meth:`computed` or :meth:`withdraw`."""
         with self._condition:
             self._published[request_id] = _Published(dict.fromkeys(chunk_keys), seconds, time.monotonic() + seconds / 2)
             self._wake()
         self._publish(chunk_keys, seconds)
 
     def computed(self, request_id: str, chunk_keys: Iterable[bytes]) -> None:
-        """These are on their way to the store: they stay published, for half of their time at least.
+        """Note that chunks are being stored: they stay pending, for half of their time at least.
 
-        They are not published again: a rank that has dropped a chunk has withdrawn it, and nobody is to wait for that
-        one. Cheap, and nothing at all for a request that has published nothing.
+        They are not published again: a rank that dropped a chunk has withdrawn it, and no engine should wait for that
+        one. Cheap, and a no-op for a request that has published nothing.
         """
         if (published := self._published.get(request_id)) is not None:
             with self._condition:
                 for chunk_key in chunk_keys:
                     published.chunk_keys.pop(chunk_key, None)
 
-    def settle(self, request_id: str) -> None:
-        """A request has ended: what it has not computed is withdrawn. As cheap as :meth:`computed`."""
+    def withdraw(self, request_id: str) -> None:
+        """Withdraw the chunks of an ended request that were not computed. As cheap as :meth:`computed`."""
         if request_id in self._published:
             with self._condition:
-                self._ended.append(list(self._published.pop(request_id).chunk_keys))
+                self._withdrawn.append(list(self._published.pop(request_id).chunk_keys))
                 self._wake()
 
     def close(self) -> None:
-        """End the thread; who waits is told nothing."""
+        """End the thread; waits end without a call."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
 
     def _wake(self) -> None:
-        if self._thread is None:  # of most engines never
+        if self._thread is None:  # most engines never need it
             self._thread = threading.Thread(target=self._run, name="shadowserve-disaggregation", daemon=True)
             self._thread.start()
         self._condition.notify_all()
@@ -161,22 +163,22 @@ class Coming:
     def _run(self) -> None:
         while True:
             with self._condition:
-                while not (self._closing or self._waiting or self._ended or self._is_due()):
+                while not (self._closing or self._waits or self._withdrawn or self._is_due()):
                     renewals = [each.renewed_at for each in self._published.values()]
                     self._condition.wait(max(0.0, min(renewals) - time.monotonic()) if renewals else None)
                 if self._closing:
                     return
-                ended, self._ended = self._ended, []
-            for chunk_keys in ended:
+                withdrawn, self._withdrawn = self._withdrawn, []
+            for chunk_keys in withdrawn:
                 self._publish(chunk_keys, 0)
             self._renew()
-            if self._waiting:
+            if self._waits:
                 time.sleep(self._interval())
-                self._look()
+                self._poll()
 
     def _interval(self) -> float:
-        """Return the seconds until the next question; whoever has come last wants it soonest."""
-        waited = time.monotonic() - max(each.since for each in self._waiting)
+        """Return the seconds until the next poll; the newest wait decides."""
+        waited = time.monotonic() - max(each.since for each in self._waits)
         return min(max(POLL_INTERVAL, _POLL_SHARE * waited), _POLL_INTERVAL_MAX)
 
     def _is_due(self) -> bool:
@@ -193,21 +195,21 @@ class Coming:
         for chunk_keys, seconds in renewed:
             self._publish(chunk_keys, seconds)
 
-    def _look(self) -> None:
-        """Ask once for all that wait, and tell those whose wait is over."""
+    def _poll(self) -> None:
+        """Ask once for all waits, and end those that are over."""
         with self._condition:
-            waiting = list(self._waiting)
+            waits = list(self._waits)
         now = time.monotonic()
-        over = np.array([each.until <= now for each in waiting], np.bool_)
-        cuts = frozenset[int]().union(*(each.cuts for each in waiting))
+        late = np.array([each.until <= now for each in waits], np.bool_)
+        layouts = frozenset[int]().union(*(each.layouts for each in waits))
         try:
-            present, coming = self._ask([each.chunk_key for each in waiting], cuts, self._timeout)
-            ended = over | present | (~coming if coming is not None else np.False_)
-        except Exception:  # no answer, or closed, or a bug: whoever asks again hears why
-            ended = np.ones(len(waiting), np.bool_)
-        done = [each for each, end in zip(waiting, ended, strict=True) if end]
+            stored, pending = self._ask([each.chunk_key for each in waits], layouts, self._timeout)
+            over = late | stored | (~pending if pending is not None else np.False_)
+        except Exception:  # no answer, or closed, or a bug: the lookup asks again and learns why
+            over = np.ones(len(waits), np.bool_)
+        done = [each for each, end in zip(waits, over, strict=True) if end]
         with self._condition:
             for each in done:
-                self._waiting.remove(each)
+                self._waits.remove(each)
         for each in done:
             each.then(each.until <= now)

@@ -1,15 +1,13 @@
-"""One fetch in the order of layers: each is scattered as it arrives, while those behind it are still on their way.
+"""One fetch layer by layer: each layer is scattered as it arrives, while later layers are still on their way.
 
-The data plane says how many leading layers are in place in a word behind the chunks, or where it does not share their
-memory, in a stream of the call; so a layer costs no call. What was said holds whatever comes later; what comes of the
-rest, the answers say. Where the data plane's buffers hold
-less than the fetch, it is asked again for what is missing, into the same places.
+The data plane tells how many leading layers are in place (:mod:`host_control.progress`), so a layer costs no call.
+Layers that were told stay valid, whatever the answer is; the answer tells of the rest. Where the data plane's buffers
+hold less than the fetch, another call fetches the missing pieces into the same places.
 
-Chunks are of use as a prefix: of a fetch that fails, layers in which some chunks are missing are scattered at its end,
-for those chunks alone that are whole.
+Chunks are useful as a prefix only. At the end of a fetch that fails, the layers that lack some chunks are scattered for
+the leading chunks that are complete.
 """
 
-import functools
 import logging
 import secrets
 import time
@@ -19,23 +17,23 @@ from typing import Any, Final
 
 import numpy as np
 
-from host_control.client import DataPlaneClient, FetchCall, FetchPart
+from host_control.client import DataPlaneClient, FetchAnswer, FetchCall, FetchPart
+from host_control.progress import Progress, StreamProgress, WordProgress, cancel_if, follow
 from host_control.registered_memory import PROGRESS_BYTES, Memory, RegisteredMemory
+from host_control.transfer import Reason
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.pieces import Flags, leading_chunks, leading_layers
 
-__all__ = ["LayerFetch"]
-
 _logger = logging.getLogger(__name__)
-_LOOK_INTERVAL: Final = 0.02
-"""Seconds between two looks whether the call has ended, or shall, while no layer arrives."""
+_LOOK_INTERVAL_S: Final = 0.02
+"""Between two looks at the call's end and at cancellation, while no layer arrives."""
 
 
 class _Ended(Exception):
     """No further call follows.
 
     Attributes:
-        reason, detail: why.
+        reason, detail: Why.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -45,20 +43,19 @@ class _Ended(Exception):
 
 @dataclass
 class LayerFetch:
-    """A fetch of chunks of one part; :meth:`run` is called once.
+    """A fetch of one shard's chunks; :meth:`run` is called once.
 
     Args:
-        client: of the data plane.
-        registration: that the chunks fit into, all at once; nobody else uses it meanwhile.
-        keys: of the chunks.
-        deadline: on the clock of ``time.monotonic()``.
-        cancelled: whether to end early.
-        scatter: moves layers, from one up to another, of chunks that lie in memory one after the other.
-        told: is told how many leading layers are in place of all chunks.
-        window_s: seconds that will be computed with each layer; 0 where nobody knows.
+        registration: Registered memory that holds all of the chunks; nothing else uses it meanwhile.
+        keys: Record keys of the chunks.
+        deadline: Time of the clock ``time.monotonic()`` by which it ends.
+        cancelled: Tells if it should end early.
+        scatter: Moves layers, from one up to another, of chunks that are stored one after the other.
+        on_layers: Receives the number of leading layers that are in place of all chunks.
+        window_s: Seconds that the engine will compute with each layer; 0 if unknown.
 
     Attributes:
-        fetched_bytes, delivered_bytes: over the wire, and into the registration, in all calls.
+        fetched_bytes, delivered_bytes: Bytes over the network, and into registered memory, of all calls.
     """
 
     client: DataPlaneClient
@@ -67,7 +64,7 @@ class LayerFetch:
     deadline: float
     cancelled: Callable[[], bool]
     scatter: Callable[[Any, tuple[int, int]], None]
-    told: Callable[[int], None]
+    on_layers: Callable[[int], None]
     window_s: float = 0.0
     fetched_bytes: int = 0
     delivered_bytes: int = 0
@@ -76,99 +73,94 @@ class LayerFetch:
 
     def __post_init__(self) -> None:
         self._shape = self.registration.shapes[0]
-        self._there: Flags = np.zeros((self._shape.layers, len(self.keys)), np.bool_)
-        self._wanted: Flags = np.ones_like(self._there)
+        self._delivered: Flags = np.zeros((self._shape.layers, len(self.keys)), np.bool_)
+        self._wanted: Flags = np.ones_like(self._delivered)
 
     def run(self) -> tuple[int, str, str]:
-        """Return how many leading chunks are in place with all layers, and why not all: a reason and a detail.
+        """Return how many leading chunks are in place with all layers, a reason, and a detail of it.
 
-        Once it returns nothing is written any more, into pages or into a registration that was not given up.
+        Afterwards nothing writes into pages any more, nor into registered memory that is still in use.
         """
         try:
             try:
                 while True:
                     self._call()
             except _Ended as end:
-                chunks = leading_chunks(self._there, self._wanted)
+                chunks = leading_chunks(self._delivered, self._wanted)
                 self._place(self._shape.layers, chunks)
                 return chunks, end.reason, end.detail
-        except _Ended as end:  # what has arrived cannot be used
+        except _Ended as end:  # the delivered layers cannot be used
             return 0, end.reason, end.detail
 
     def _call(self) -> None:
-        """Ask for what is missing and place it as it comes; raise :class:`_Ended` where no other call follows."""
+        """Fetch the missing pieces, and place layers as they arrive; raise :class:`_Ended` where no call follows."""
         before, memory = self._memory, self._acquire()
-        if before is not None and memory is not before and self._there.any():
-            # What is whole of it is taken from where it is.
-            raise _Ended("unknown_memory", "the memory that the first layers have arrived in was given up")
+        if before is not None and memory is not before and self._delivered.any():
+            # The first layers of every chunk are in the memory that was given up.
+            raise _Ended(Reason.UNKNOWN_MEMORY, "the memory that holds the first layers was given up")
         self._memory = memory
         job_id = f"layers-{secrets.token_hex(8)}"
+        missing = self._wanted & ~self._delivered
         length = len(self.keys) * self._shape.raw_bytes
-        missing = self._wanted & ~self._there
         part = FetchPart(self.registration.memory_id, 0, length, self.keys, missing)
         try:
-            call, wait = self._start(job_id, part, memory)
+            call, progress = self._start(job_id, part, memory)
         except DataPlaneError as error:
             raise _Ended(error.outcome, str(error)) from error
+        answer = self._follow(call, progress, job_id, missing)
+        self.fetched_bytes += answer.fetched_bytes
+        self.delivered_bytes += answer.delivered_bytes
+        self._delivered |= answer.delivered[0]
+        self._place(leading_layers(self._delivered, self._wanted), len(self.keys))
+        if answer.reason == Reason.UNKNOWN_MEMORY and before is None:
+            return  # the data plane has restarted: register again, once
+        if answer.reason != Reason.BATCH_FULL:
+            raise _Ended(answer.reason, answer.detail)
+
+    def _follow(self, call: FetchCall, progress: Progress, job_id: str, missing: Flags) -> FetchAnswer:
+        """Place layers as they arrive; return the call's answer."""
+        layers, most = 0, len(missing)
         try:
-            layers = 0
-            while not call.done() and layers < len(missing):
-                if self.cancelled():
-                    self.client.cancel(job_id)
-                layers = self._watch(wait, layers, missing, _LOOK_INTERVAL)
-            self._watch(wait, layers, missing, 0.0)
+            cancels = cancel_if(self.client, job_id, self.cancelled)
+            for layers in follow(call, progress, most, _LOOK_INTERVAL_S, cancels):
+                self._arrived(layers, missing)
+            if (last := min(progress.wait(layers, 0.0), most)) > layers:
+                self._arrived(last, missing)
         except _Ended:
             self.client.cancel(job_id)
             raise
         finally:
             answer = call.result()
-            if not answer.quiet or answer.reason == "unknown_memory":
+            if not answer.quiet or answer.reason == Reason.UNKNOWN_MEMORY:
                 self.registration.retire(release=not answer.quiet)
-        self.fetched_bytes += answer.fetched_bytes
-        self.delivered_bytes += answer.delivered_bytes
-        self._there |= answer.delivered[0]
-        self._place(leading_layers(self._there, self._wanted), len(self.keys))
-        if answer.reason == "unknown_memory" and before is None:
-            return  # the daemon has restarted: register again, once
-        if answer.reason != "batch_full":
-            raise _Ended(answer.reason, answer.detail)
+        return answer
 
-    def _start(self, job_id: str, part: FetchPart, memory: Memory) -> tuple[FetchCall, Callable[[int, float], int]]:
-        """Start a call; return it, and what waits for further layers than were seen, for so many seconds."""
+    def _start(self, job_id: str, part: FetchPart, memory: Memory) -> tuple[FetchCall, Progress]:
         left, begin = max(self.deadline - time.monotonic(), 0.001), self.registration.progress_offset
         if begin is None:
             call = self.client.start_fetch_layers(job_id, part, left, self.window_s)
-            return call, call.layers
-        from shadowserve import native  # an engine loads the C core only where it has to
-
-        word = memory.memory[begin : begin + PROGRESS_BYTES]
-        word[:] = bytes(PROGRESS_BYTES)
-        call = self.client.start_fetch(
-            job_id, [part], left, layerwise=True, progress=begin, window_s=self.window_s
-        )  # fmt: skip
-        return call, functools.partial(native.progress_wait, word)
+            return call, StreamProgress(call)
+        word = WordProgress(memory.memory[begin : begin + PROGRESS_BYTES])  # before the call writes there
+        call = self.client.start_fetch(job_id, [part], left, layerwise=True, progress=begin, window_s=self.window_s)
+        return call, word
 
     def _acquire(self) -> Memory:
         left = self.deadline - time.monotonic()
         if self.cancelled() or left <= 0:
-            raise _Ended("cancelled" if self.cancelled() else "deadline")
+            raise _Ended(Reason.CANCELLED if self.cancelled() else Reason.DEADLINE)
         try:
             return self.registration.acquire(left)
         except DataPlaneError as error:
             raise _Ended(error.outcome, str(error)) from error
         except ConfigurationError as error:
-            raise _Ended("no_memory", str(error)) from error
+            raise _Ended(Reason.NO_MEMORY, str(error)) from error
 
-    def _watch(self, wait: Callable[[int, float], int], seen: int, missing: Flags, seconds: float) -> int:
-        """Wait so long at most for further layers than were ``seen``, and place them; return how many there are."""
-        layers = min(wait(seen, seconds), len(missing))
-        if layers > seen:
-            self._there[:layers] |= missing[:layers]
-            self._place(leading_layers(self._there, self._wanted), len(self.keys))
-        return layers
+    def _arrived(self, layers: int, missing: Flags) -> None:
+        self._delivered[:layers] |= missing[:layers]
+        self._place(leading_layers(self._delivered, self._wanted), len(self.keys))
 
     def _place(self, layers: int, chunks: int) -> None:
-        """Scatter what is not, up to a layer, of so many chunks."""
+        """Scatter the layers of the leading chunks that are not scattered yet."""
         if layers <= self._placed or not chunks:
             return
         assert self._memory is not None
@@ -177,12 +169,12 @@ class LayerFetch:
             self.scatter(self._memory.memory[: chunks * self._shape.raw_bytes], (self._placed, layers))
         except Exception as error:
             _logger.exception("scattering layers failed")
-            raise _Ended("scatter_failed", f"{type(error).__name__}: {error}") from error
+            raise _Ended(Reason.SCATTER_FAILED, f"{type(error).__name__}: {error}") from error
         if not self._memory.whole():
-            lost = "the memory that chunks arrive in was made shorter; it is given up"
+            lost = "another process truncated the memory that chunks arrive in; it is given up"
             _logger.error("shadowserve: %s", lost)
             self.registration.lost(self._memory)
-            raise _Ended("scatter_failed", lost)
+            raise _Ended(Reason.SCATTER_FAILED, lost)
         if chunks == len(self.keys):
             self._placed = layers
-            self.told(layers)
+            self.on_layers(layers)

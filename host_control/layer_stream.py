@@ -1,4 +1,4 @@
-"""A call that says how far the layers of a fetch are before it answers, for memory in which no word can say it."""
+"""A call that tells how many layers are in place before it answers."""
 
 import threading
 from collections.abc import Callable
@@ -8,23 +8,21 @@ import grpc
 
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["LayerStream"]
-
 
 class LayerStream:
-    """A FetchLayers call on its way, of which the answer comes like that of any other call.
+    """A FetchLayers call in flight, whose messages tell its progress. Its answer comes like that of any other call.
 
-    What was said holds, whatever the answer; the call's own deadline bounds it, and a thread reads it.
+    The call's own deadline bounds it; a thread reads it.
 
     Args:
-        call: yields what the data plane says.
+        call: Iterator over the data plane's messages.
     """
 
     def __init__(self, call: Any) -> None:
         self._call = call
         self._changed = threading.Condition()
         self._layers = 0
-        self._answer = pb.FetchResponse()  # of no outcome
+        self._answer = pb.FetchResponse()  # with no outcome
         self._error: grpc.RpcError | None = None
         self._ended = False
         self._callbacks: list[Callable[[Any], None]] = []
@@ -48,17 +46,17 @@ class LayerStream:
                 callback(self)
 
     def layers(self, seen: int, seconds: float) -> int:
-        """Wait, where so many leading layers are ``seen``, until there are more or the call ends; return how many."""
+        """Return the number of leading layers in place, once above ``seen``, or the call or the seconds end."""
         with self._changed:
             self._changed.wait_for(lambda: self._layers > seen or self._ended, seconds)
             return self._layers
 
     def done(self) -> bool:
-        """Return whether the call has ended."""
+        """Tell if the call has ended."""
         return self._ended
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Have this called, in any thread, once the call has ended; at once if it has."""
+        """Call a function, in any thread, once the call has ended; at once if it has."""
         with self._changed:
             if not self._ended:
                 self._callbacks.append(callback)
@@ -66,10 +64,10 @@ class LayerStream:
         callback(self)
 
     def result(self) -> pb.FetchResponse:
-        """Return the answer, of no outcome where none came.
+        """Return the answer, with no outcome where none came.
 
         Raises:
-            grpc.RpcError: the call has failed.
+            grpc.RpcError: The call has failed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._ended)

@@ -1,7 +1,10 @@
 """Prefix lookups that never block the engine.
 
-A lookup is submitted when a request arrives; hashing and the round trip happen on threads of their own. The scheduler
-polls: ``None`` until there is an answer or the deadline has passed, then the same answer for the request's life.
+A lookup starts when a request arrives; hashing and round trips run on threads of their own. The scheduler polls: None
+until there is an answer or the deadline has passed, then the same answer for the request's life.
+
+One lookup, in order: :meth:`PrefixLookup._run` names and hashes the prompt, :meth:`PrefixLookup._probe` asks which
+chunks are stored, and then it answers, waits for pending chunks, or waits for cold ones, and probes again.
 """
 
 import array
@@ -18,63 +21,64 @@ import numpy as np
 
 from host_control.client import DataPlaneClient
 from host_control.cold import ColdLoads
-from host_control.disaggregation import Arrived, Coming, Disaggregation
-from host_control.seen import Chain, Found, Seen
+from host_control.disaggregation import Available, Disaggregation, Publications
+from host_control.probe import Probe, Prober, Records
+from host_control.transfer import Reason
 from shadowserve.errors import DataPlaneError
 from shadowserve.keys import Extra, prefix_chain, record_keys, tail_chunk_key
 from shadowserve.pieces import Flags, leading
 from shadowserve.tier import Tier
 
-__all__ = ["SAVED", "LookupAnswer", "PrefixLookup", "Rule"]
-
 SAVED: Final = -1
-"""Number, among shard layouts, of the records that preempted requests are saved in, where the others are not exact."""
+"""Key, among shard layouts, of the records of preempted requests, where the others are not exact."""
 
 _STRIDE_TOKENS: Final = 32_768
-"""Tokens hashed between two moments at which the engine's thread may take the interpreter: some 0.5 ms."""
-_IN_TIME: Final = 0.9
-"""Of a load's time, that it waits for what is cold; then it ends with what is near."""
+"""Tokens hashed between two moments at which the engine's thread may take the interpreter: about 0.5 ms."""
+_COLD_WAIT_SHARE: Final = 0.9
+"""Share of a load's time that it waits for cold chunks; then it ends with the chunks that are near."""
 _NOTHING: Final = Extra()
-_STAYS: Final = Disaggregation()
+_ALONE: Final = Disaggregation()
+
+RecordKeys = Mapping[DataPlaneClient, Sequence[tuple[bytes, Sequence[bytes]]]]
+"""Of each data plane, namespaces and keys of records, a prompt's first chunk first."""
 
 
 class Rule(Protocol):
-    """How long a hit may be."""
+    """The engine's rule of how long a hit may be."""
 
     def __call__(self, present: Sequence[Flags], tokens: int, tail_tokens: int = 0, /) -> int:
-        """Return how many leading tokens can be loaded of a prompt of so many, the last one never.
+        """Return the leading tokens of a prompt of ``tokens`` tokens that can be loaded, never the last one.
 
-        ``present`` says of each group which chunks are stored, and then, where it has a tail, whether that is.
+        ``present`` tells of each group which chunks are stored, and at the end if the tail is, where there is one.
         """
 
 
 @dataclass(frozen=True)
 class LookupAnswer:
-    """What a lookup found.
+    """Answer of a lookup.
 
     Attributes:
-        tokens: leading tokens of the prompt that can be loaded, by the engine's own rule, for every rank.
-        cut: whose records they are: 0 for those that this engine makes.
-        reason: ``"complete"``, ``"short"`` (no full chunk), ``"deadline"``, ``"unnamed"`` (its KV cannot be named),
-            ``"published_late"`` (chunks that were waited for are still only published), ``"published_gone"`` (they are
-            not coming), ``"cold_late"`` (chunks that were waited for are still in object storage alone), or why the
-            data plane could not say.
-        detail: a sentence about a failure, else empty.
-        present: which chunks of each group are there, of that cut's.
-        tail: whether the prompt's tail is there, too.
-        chunk_bytes: mean bytes of a chunk's records, of all groups and ranks together; 0 where nobody can say.
-        tiers: the :class:`~shadowserve.tier.Tier` of each chunk, the farthest of those of its records that are needed.
-        cold_seconds: in how many storage expects to have nearer what is cold of them.
-        unpublished: chunks are missing that another engine may be storing, and storage does not know of such chunks.
+        tokens: Leading tokens of the prompt that can be loaded, by the engine's rule, for every rank.
+        reason: ``complete``; ``short`` (no whole chunk); ``deadline``; ``unnamed`` (its KV has no key);
+            ``published_late`` (chunks are still pending); ``published_gone`` (pending chunks will not be stored);
+            ``cold_late`` (chunks are still in object storage alone); or why the data plane did not answer.
+        detail: A sentence about a failure, else empty.
+        shard_layout: Shard layout of the records; 0 is this engine's own.
+        present: Of each group, the chunks that are stored.
+        tail: The prompt's tail is stored, too.
+        chunk_bytes: Mean bytes of a chunk's records, of all groups and ranks together; 0 if unknown.
+        tiers: :class:`~shadowserve.tier.Tier` of each chunk: the farthest of the records that a load needs.
+        cold_seconds: Seconds after which storage expects to have the cold ones nearer.
+        unpublished: Chunks are missing that another engine may be storing, and storage does not know pending chunks.
 
-    Where a load may begin before all of it is near, what is published and what is cold counts as there;
-    :meth:`PrefixLookup.arrived` tells of it.
+    Where a load may start before all of it is near, pending and cold chunks count as stored, and
+    :meth:`PrefixLookup.available` tells how many of them can be fetched by now.
     """
 
     tokens: int
     reason: str
     detail: str = ""
-    cut: int = 0
+    shard_layout: int = 0
     present: Sequence[Flags] = field(default=(), compare=False)
     tail: bool = False
     chunk_bytes: float = field(default=0.0, compare=False)
@@ -83,30 +87,46 @@ class LookupAnswer:
     unpublished: bool = field(default=False, compare=False)
 
 
-Groups = Sequence[Sequence[tuple[DataPlaneClient, bytes]]]
-"""Of each group what it is stored as: of each rank and part its data plane's client, the same one as often as it
-serves, and the namespace of the records."""
-
-
 @dataclass
 class _Lookup:
+    """One request's lookup.
+
+    Attributes:
+        tokens, length: The prompt, which may grow, and its length at the start.
+        extra: Inputs of its KV other than tokens, or the function that finds them.
+        deadline: Time (monotonic) by which it has an answer.
+        disaggregation: What it waits for and publishes.
+        answer: The answer, once there is one.
+        best_answer: The answer if no better one comes in time.
+        chunk_keys: Keys of the whole chunks, once they are hashed.
+        tail: Key of the prompt's tail, if that has a record.
+        saved: Names that a preemption saved its chunks under: only these are asked for.
+        waits_until: Time up to which it waits for pending or cold chunks; 0 where it does not wait.
+        late_reason: Reason of an answer at the deadline.
+        available: Chunks that can be fetched by now, where the answer counts pending or cold ones.
+        bring_cold: Starts to bring a number of leading chunks nearer, where some are cold.
+        cold_ended: How the wait for cold chunks ended; chunks that are still cold do not count any more.
+        present: Of each group, the chunks that are stored in this engine's own records.
+        asked_at: Time of the last probe that was answered.
+    """
+
     tokens: Sequence[int]
     length: int
     extra: Extra | Callable[[], Extra]
     deadline: float
-    disaggregation: Disaggregation = _STAYS
+    disaggregation: Disaggregation = _ALONE
     answer: LookupAnswer | None = None
-    so_far: LookupAnswer = field(default_factory=lambda: LookupAnswer(0, "deadline"))
+    best_answer: LookupAnswer = field(default_factory=lambda: LookupAnswer(0, Reason.DEADLINE))
     chunk_keys: list[bytes] | None = None
-    tail: list[bytes] = field(default_factory=list)  # its chunk key, if it is to have a record
-    saved: Sequence[bytes] = ()  # the names that it was saved under when it was preempted: nothing else is asked for
-    waits_until: float = 0.0  # for what is published, or cold
-    late: str = "deadline"  # reason of an answer that did not come in time
-    arrived: Arrived | None = None  # where the answer counts what is only published, or cold
-    cold: Callable[[int], None] | None = None  # has so many chunks brought, where some of them are cold
-    drawn: str = ""  # how it ended that what is cold was waited for: what still is counts no more
+    tail: list[bytes] = field(default_factory=list)
+    saved: Sequence[bytes] = ()
+    waits_until: float = 0.0
+    late_reason: str = Reason.DEADLINE
+    available: Available | None = None
+    bring_cold: Callable[[int], None] | None = None
+    cold_ended: str = ""
     present: Sequence[Flags] | None = None
-    asked: float = 0.0
+    asked_at: float = 0.0
     future: Future[None] | None = field(default=None, repr=False)
 
 
@@ -114,33 +134,32 @@ class PrefixLookup:
     """Looks prompts up in the background; :meth:`submit`, :meth:`poll` and :meth:`forget` take microseconds.
 
     Args:
-        model: digest of the ``ModelIdentity``.
-        groups: of the records that this engine makes.
-        rule: how long a hit may be.
-        others: cut -> of the records that an engine of another cut has made, and this one can read.
-        saved: of the records that preempted requests are saved in, where they are others.
-        every: of each group, whether it keeps every chunk, so that one that is missing may be waited for; by default
-            all do.
-        chunk_tokens: tokens in a chunk.
-        timeout: seconds from :meth:`submit` to an answer.
-        threads: that hash and ask.
-        enabled: whether to ask the data plane at all; without it every answer is a miss, and only keys are made.
-        loads_wait: whether a load may begin while some of its chunks are only published, or cold.
-        load_timeout: seconds that a load may take, and that is waited for what is cold.
-        plain: whether this engine stores records that are not compressed, for devices of its data plane.
+        model: Digest of the ``ModelIdentity``.
+        groups: Records that this engine makes.
+        rule: The engine's rule of how long a hit may be.
+        others: Records of other shard layouts that this engine can read.
+        saved: Records of preempted requests, where these are separate.
+        every: Of each group, True if it keeps every chunk, so that a missing chunk may be waited for; by default all.
+        chunk_tokens: Tokens in a chunk.
+        timeout: Seconds from :meth:`submit` to an answer.
+        threads: Number of threads that hash and ask.
+        enabled: Ask the data plane. Otherwise each answer is a miss, and only keys are made.
+        loads_wait: A load may start while some of its chunks are pending or cold.
+        load_timeout: Seconds that a load may take, and that a lookup waits for cold chunks.
+        plain: This engine stores records uncompressed, for devices of its data plane.
 
     Attributes:
-        reach: which engines hear of what is published, a ``Reach`` of the wire; as a data plane has said last.
+        reach: Engines that learn of published chunks, a ``Reach`` of the wire, as a data plane told last.
     """
 
     def __init__(
         self,
         model: bytes,
-        groups: Groups,
+        groups: Records,
         rule: Rule,
         *,
-        others: Mapping[int, Groups] | None = None,
-        saved: Groups | None = None,
+        others: Mapping[int, Records] | None = None,
+        saved: Records | None = None,
         every: Sequence[bool] | None = None,
         chunk_tokens: int,
         timeout: float,
@@ -151,9 +170,8 @@ class PrefixLookup:
         plain: bool = False,
     ) -> None:
         self._model = model
-        self._cuts: dict[int, Groups] = {0: groups, **(others or {})}
-        self._records = {SAVED: saved or groups, **self._cuts}
-        self._every = list(every or [True] * len(groups))
+        self._prober = Prober({0: groups, **(others or {})}, (SAVED, saved or groups), every or [True] * len(groups))
+        self.saves_apart = saved is not None
         self._rule = rule
         self._chunk_tokens = chunk_tokens
         self._timeout = timeout
@@ -166,101 +184,107 @@ class PrefixLookup:
         self._lookups: dict[str, _Lookup] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shadowserve-lookup")
         self._late = ThreadPoolExecutor(1, thread_name_prefix="shadowserve-late-lookup")
-        self._coming = Coming(self._of_cuts, self._publish, timeout)
+        self._publications = Publications(self._prober.of_any, self._publish, timeout)
         self._cold_loads = ColdLoads()
         if enabled:
             # So that the first request's deadline does not pay for the connection.
             for client in dict.fromkeys(client for group in groups for client, _ in group):
                 self._pool.submit(client.wait_ready, timeout)
 
+    # ------------------------------------------------------------------ the engine's side
+
     def submit(
         self,
         request_id: str,
         tokens: Sequence[int],
         extra: Extra | Callable[[], Extra] = _NOTHING,
-        disaggregation: Disaggregation = _STAYS,
+        disaggregation: Disaggregation = _ALONE,
         saved: Sequence[bytes] = (),
     ) -> None:
-        """Start looking a prompt up, or start over for a request that is known already.
+        """Start a lookup, or start it over.
 
         Args:
-            request_id: of the engine.
-            tokens: of the prompt; must not change until :meth:`forget`, except by growing.
-            extra: what else its KV depends on; or what returns that, called on a lookup thread. Where it raises, the
-                answer's reason is ``"unnamed"``, and there are no chunk keys.
-            disaggregation: what is waited for and published.
-            saved: names of its chunks, and of its tail, that :data:`SAVED` records have: only these are asked for.
+            tokens: Tokens of the prompt; must not change until :meth:`forget`, except by growing.
+            extra: Inputs of its KV other than tokens, or a function that returns them, called on a lookup thread. If it
+                raises, the answer's reason is ``unnamed``, and there are no chunk keys.
+            disaggregation: What the lookup waits for and publishes.
+            saved: Names of its chunks, and of its tail, among :data:`SAVED` records: only these are asked for.
         """
         lookup = _Lookup(tokens, len(tokens), extra, time.monotonic() + self._timeout, disaggregation, saved=saved)
         count = lookup.length // self._chunk_tokens
         if count == 0 and not disaggregation.tail_tokens:
-            lookup.answer, lookup.chunk_keys = LookupAnswer(0, "short"), []
+            lookup.answer, lookup.chunk_keys = LookupAnswer(0, Reason.SHORT), []
         elif not self._enabled:
-            lookup.answer = LookupAnswer(0, "disabled")
+            lookup.answer = LookupAnswer(0, Reason.DISABLED)
         with self._lock:
             self._lookups[request_id] = lookup
         if lookup.chunk_keys is None:
             lookup.future = self._pool.submit(self._run, request_id, lookup, count)
 
     def poll(self, request_id: str) -> LookupAnswer | None:
-        """Return the answer, or ``None`` while there is none and time is left."""
+        """Return the answer, or None while there is none and time is left."""
         lookup = self._lookups.get(request_id)
         if lookup is None:
-            return LookupAnswer(0, "unknown")
+            return LookupAnswer(0, Reason.UNKNOWN)
         if lookup.answer is None and time.monotonic() >= lookup.deadline:
             with self._lock:
-                # The thread may have answered since; what was said first stays.
-                lookup.answer = lookup.answer or self._too_late(lookup)
+                # A lookup thread may have answered since; the first answer counts.
+                lookup.answer = lookup.answer or self._late_answer(lookup)
         return lookup.answer
 
-    def chunk_keys(self, request_id: str) -> list[bytes] | None:
-        """Return the chunk keys of full chunks, ``None`` while they are being computed.
+    def is_pending(self, request_id: str) -> bool:
+        """Tell if a lookup waits for pending or cold chunks."""
+        lookup = self._lookups.get(request_id)
+        return lookup is not None and lookup.answer is None and lookup.waits_until > 0
 
-        The list belongs to the request: whoever extends it (chunks of generated tokens) does so in place.
+    def chunk_keys(self, request_id: str) -> list[bytes] | None:
+        """Return the keys of whole chunks, None while they are being hashed.
+
+        The list belongs to the request: keys of later chunks are appended in place.
         """
         lookup = self._lookups.get(request_id)
         return None if lookup is None else lookup.chunk_keys
 
     def tail(self, request_id: str) -> list[bytes]:
-        """Return the chunk key of the prompt's tail, if it is to have a record; known with the chunk keys."""
+        """Return the key of the prompt's tail, if that has a record; known with the chunk keys."""
         lookup = self._lookups.get(request_id)
         return [] if lookup is None else lookup.tail
 
     def extra(self, request_id: str) -> Extra:
-        """Return what a request's chunk keys were made of beside its tokens; there are chunk keys."""
+        """Return the inputs of a request's KV other than tokens; only for requests with chunk keys."""
         extra = self._lookups[request_id].extra
-        assert isinstance(extra, Extra), "chunk_keys without a name"
+        assert isinstance(extra, Extra), "chunk keys without their inputs"
         return extra
 
     def present(self, request_id: str, *, saved: bool = False) -> Sequence[Flags] | None:
         """Return which chunks of each group are stored, even where the answer came too late to be used.
 
-        ``saved``: in the records that a preempted request is saved in; ``None`` where others were asked for.
+        ``saved``: in the records of the preempted request. None where the other records were asked for.
         """
         lookup = self._lookups.get(request_id)
         return lookup.present if lookup is not None and bool(lookup.saved) == saved else None
 
     def asked(self, request_id: str, *, saved: bool = False) -> float:
-        """Return when (monotonic) the chunks that :meth:`present` lacks were absent; 0 where that is not known."""
+        """Return the time (monotonic) at which the chunks that :meth:`present` lacks were absent; 0 if unknown."""
         lookup = self._lookups.get(request_id)
-        return lookup.asked if lookup is not None and bool(lookup.saved) == saved else 0.0
+        return lookup.asked_at if lookup is not None and bool(lookup.saved) == saved else 0.0
 
     def begin_load(self, request_id: str, chunks: int) -> None:
-        """A load of so many leading chunks begins: what is cold of them is brought, and :meth:`arrived` tells of it."""
+        """Start to bring the cold ones of a load's leading chunks nearer; :meth:`available` tells how far that is."""
         lookup = self._lookups.get(request_id)
-        if lookup is not None and lookup.cold is not None:
-            bring, lookup.cold = lookup.cold, None
+        if lookup is not None and lookup.bring_cold is not None:
+            bring, lookup.bring_cold = lookup.bring_cold, None
             bring(chunks)
 
-    def arrived(self, request_id: str) -> Arrived | None:
-        """Return how far a prompt is near by now whose answer counts what is published or cold; ``None`` for others."""
+    def available(self, request_id: str) -> Available | None:
+        """Return how many chunks can be fetched by now; None where the answer counts no pending or cold ones."""
         lookup = self._lookups.get(request_id)
-        return None if lookup is None else lookup.arrived
+        return None if lookup is None else lookup.available
 
-    def chains(self, request_id: str) -> Mapping[DataPlaneClient, Sequence[tuple[bytes, Sequence[bytes]]]] | None:
-        """Return which records a load of all that was found takes, by data planes; ``None`` while there is no answer.
+    def chains(self, request_id: str) -> RecordKeys | None:
+        """Return the records that a load of everything found takes; None while there is no answer.
 
-        Of a group that does not keep every chunk, as few of the last ones as make the hit by the engine's own rule.
+        Of a group that does not keep every chunk: the fewest last ones that the engine's rule needs for the hit.
         """
         answer, lookup = self.poll(request_id), self._lookups.get(request_id)
         if answer is None:
@@ -269,78 +293,76 @@ class PrefixLookup:
         if lookup is None or not answer.present or not lookup.chunk_keys:
             return found
         end = -(-answer.tokens // self._chunk_tokens)
-        named = lookup.saved[: len(answer.present[0])] or lookup.chunk_keys
-        for place, group in enumerate(self._records[answer.cut]):
-            first = 0 if self._every[place] else self._first_needed(answer, lookup.length, place, end)
-            flags = answer.present[place]
-            chunk_keys = [
-                chunk_key for chunk_key, there in zip(named[first:end], flags[first:end], strict=True) if there
-            ]
+        names = lookup.saved[: len(answer.present[0])] or lookup.chunk_keys
+        for number, group in enumerate(self._prober.records[answer.shard_layout]):
+            first = 0 if self._prober.every[number] else self._first_needed(answer, lookup.length, number, end)
+            flags = answer.present[number][first:end]
+            chunk_keys = [chunk_key for chunk_key, stored in zip(names[first:end], flags, strict=True) if stored]
             for client, namespace in dict.fromkeys(group) if chunk_keys else ():
                 found.setdefault(client, []).append((namespace, record_keys(namespace, chunk_keys)))
         return found
 
-    def chains_of(
-        self, chunk_keys: Sequence[Sequence[bytes]]
-    ) -> Mapping[DataPlaneClient, Sequence[tuple[bytes, Sequence[bytes]]]]:
-        """Return the records of each group's chunk keys as :meth:`chains`, of what a preempted request is saved in."""
+    def chains_of(self, chunk_keys: Sequence[Sequence[bytes]]) -> RecordKeys:
+        """Return the records of a save, given the chunk keys of each group."""
         found: dict[DataPlaneClient, list[tuple[bytes, Sequence[bytes]]]] = {}
-        for group, own in zip(self._records[SAVED], chunk_keys, strict=True):
+        for group, own in zip(self._prober.records[SAVED], chunk_keys, strict=True):
             for client, namespace in dict.fromkeys(group) if own else ():
                 found.setdefault(client, []).append((namespace, record_keys(namespace, own)))
         return found
 
-    def _first_needed(self, answer: LookupAnswer, length: int, place: int, end: int) -> int:
-        """Return the first chunk that a hit needs of one group."""
+    def _first_needed(self, answer: LookupAnswer, length: int, number: int, end: int) -> int:
+        """Return the first chunk of one group that the hit needs."""
         last = 1
         while last < end:
             present = [flags.copy() for flags in answer.present]
-            present[place][: end - last] = False
+            present[number][: end - last] = False
             if self._rule(present, length) == answer.tokens:
                 break
             last *= 2
         return max(end - last, 0)
 
     def computed(self, request_id: str, chunk_keys: Iterable[bytes]) -> None:
-        """Chunks of a request are on their way to the store: their publications are not renewed, nor withdrawn."""
-        self._coming.computed(request_id, chunk_keys)
+        """Note that chunks are being stored: their publication is neither renewed nor withdrawn."""
+        self._publications.computed(request_id, chunk_keys)
 
     def forget(self, request_id: str) -> None:
-        """Drop a request that has ended, and withdraw what it has published and not computed."""
+        """Drop a request that has ended, and withdraw what it published and did not compute."""
         with self._lock:
             lookup = self._lookups.pop(request_id, None)
-        self._coming.settle(request_id)
+        self._publications.withdraw(request_id)
         self._cold_loads.end(request_id)
         if lookup is not None and lookup.future is not None:
             lookup.future.cancel()
 
     def close(self) -> None:
         """End the threads; a lookup that runs ends by its deadline."""
-        self._coming.close()
+        self._publications.close()
         self._cold_loads.close()
         self._late.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------------ naming and hashing
 
     def _run(self, request_id: str, lookup: _Lookup, count: int) -> None:
         try:
             if self._named(lookup):
                 chunk_keys = self._hash(lookup, count)
                 wanted = list(lookup.saved) or [*chunk_keys, *lookup.tail]
-                lookup.chunk_keys = chunk_keys  # from now on others may extend them
+                lookup.chunk_keys = chunk_keys  # from now on the engine's thread may extend them
                 if self._enabled:
-                    self._ask(request_id, lookup, wanted)
+                    self._probe(request_id, lookup, wanted)
         except Exception as error:  # a bug must not leave the request waiting for its deadline
-            self._settle(lookup, LookupAnswer(0, "internal", f"{type(error).__name__}: {error}"))
+            self._resolve(lookup, LookupAnswer(0, Reason.INTERNAL, f"{type(error).__name__}: {error}"))
 
     def _named(self, lookup: _Lookup) -> bool:
-        """Find out what else than tokens a prompt's KV depends on."""
+        """Find the inputs of a prompt's KV other than tokens; return False where one has no identity."""
         if isinstance(lookup.extra, Extra):
             return True
         try:
             lookup.extra = lookup.extra()
-        except Exception as error:  # also of an input that is not known here
-            with self._lock:  # above "disabled" and "deadline", which know nothing of stores
-                lookup.answer = LookupAnswer(0, "unnamed", str(error) or type(error).__name__)
+        except Exception as error:  # also of an input of an unknown kind
+            with self._lock:  # also over "disabled" and "deadline", after which chunks could be stored
+                lookup.answer = LookupAnswer(0, Reason.UNNAMED, str(error) or type(error).__name__)
             return False
         return True
 
@@ -354,340 +376,302 @@ class PrefixLookup:
             chunk_keys = prefix_chain(
                 self._model, tokens, chunk_tokens=self._chunk_tokens, extra=extra, after=chunk_keys
             )
-            time.sleep(0)  # let the engine's thread have the interpreter
+            time.sleep(0)  # let the engine's thread take the interpreter
         if size := lookup.disaggregation.tail_tokens:
             before = self._model, lookup.tokens, size
             lookup.tail = [tail_chunk_key(*before, chunk_tokens=self._chunk_tokens, extra=extra, after=chunk_keys)]
         return chunk_keys
 
-    def _ask(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
-        asked = time.monotonic()
-        left = (lookup.waits_until or lookup.deadline) - asked
+    # ------------------------------------------------------------------ probing
+
+    def _probe(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
+        """Ask which chunks are stored; then answer, or wait for pending or cold chunks and probe again."""
+        asked_at = time.monotonic()
+        left = (lookup.waits_until or lookup.deadline) - asked_at
         if left <= 0:
-            self._settle(lookup, self._too_late(lookup))
+            self._resolve(lookup, self._late_answer(lookup))
             return
         try:
             if lookup.saved:
-                own, best = self._see({SAVED: len(wanted)}, wanted, left, published=False) * 2
+                own, best = self._prober.ask({SAVED: len(wanted)}, wanted, left, published=False) * 2
             else:
-                own, best = self._find(wanted, left, published=lookup.disaggregation.waits > 0)
+                own, best = self._prober.best(wanted, left, published=lookup.disaggregation.waits > 0)
         except DataPlaneError as error:
-            self._settle(lookup, replace(lookup.so_far, reason=error.outcome, detail=str(error)))
-            if error.outcome == "deadline":
-                with contextlib.suppress(RuntimeError):  # closed
-                    self._late.submit(self._learn_stored, request_id, lookup, wanted)
+            self._probe_failed(request_id, lookup, wanted, error)
             return
         whole = len(wanted) - len(lookup.tail)
-        lookup.present, lookup.asked = [flags[:whole] for flags in own.present], asked
-        if lookup.drawn or not lookup.disaggregation.cold:
-            best = best.near(self._every)
-        hits = leading(best.there)
+        lookup.present, lookup.asked_at = [flags[:whole] for flags in own.present], asked_at
+        if lookup.cold_ended or not lookup.disaggregation.cold:
+            best = best.without_cold(self._prober.every)
         self._note(lookup, best, whole)
-        if hits < len(wanted) and self._is_coming(lookup, hits, best.coming):
-            if best.coming is None:  # nobody can say of which cut, either
-                self._wait(request_id, lookup, wanted, hits, self._cuts)
-                return
-            if not (self._loads_wait and hits):
-                # They are stored in their order: once the last is there, or is not coming, one question tells of all.
-                # Where a load may go on from there, the first is enough.
-                coming = np.flatnonzero(best.coming[: best.extent])
-                self._wait(request_id, lookup, wanted, int(coming[0 if self._loads_wait else -1]), [best.cut])
-                return
-            self._begin(request_id, lookup, wanted, best)
-            hits = best.extent
-        elif not lookup.drawn and Tier.COLD in lookup.so_far.tiers[:hits]:
+        if (hits := self._match(request_id, lookup, wanted, best)) is None:
+            return  # it waits, and is probed again
+        if seconds := lookup.disaggregation.publishes:  # before this engine can have computed and stored it
+            stored = own.stored | (np.arange(len(wanted)) < hits)
+            self._publish_absent(request_id, lookup, wanted, stored, seconds)
+        reason: str = Reason.COMPLETE
+        detail = ""
+        if lookup.cold_ended not in ("", Reason.COMPLETE):
+            reason, detail = lookup.cold_ended, "chunks are in object storage alone, and were not brought"
+        elif hits < len(wanted) and lookup.waits_until and lookup.available is None and not lookup.cold_ended:
+            reason, detail = Reason.PUBLISHED_GONE, "chunks that were pending are not stored"
+        self._resolve(lookup, replace(lookup.best_answer, reason=reason, detail=detail))
+
+    def _probe_failed(self, request_id: str, lookup: _Lookup, wanted: list[bytes], error: DataPlaneError) -> None:
+        self._resolve(lookup, replace(lookup.best_answer, reason=error.outcome, detail=str(error)))
+        if error.outcome == Reason.DEADLINE:
+            with contextlib.suppress(RuntimeError):  # closed
+                self._late.submit(self._learn_stored, request_id, lookup, wanted)
+
+    def _match(self, request_id: str, lookup: _Lookup, wanted: list[bytes], best: Probe) -> int | None:
+        """Return how many leading chunks, the tail among them, count as found; None where the lookup waits."""
+        hits = leading(best.stored)
+        if hits < len(wanted) and self._is_worth_waiting(lookup, hits, best.pending):
+            return self._match_pending(request_id, lookup, wanted, hits, best)
+        if not lookup.cold_ended and Tier.COLD in lookup.best_answer.tiers[:hits]:
             if not self._loads_wait:
                 self._await_cold(request_id, lookup, wanted, hits, best)
-                return
+                return None
             self._offer_cold(request_id, lookup, wanted[:hits], best)
-        reason, detail = "complete", ""
-        if lookup.drawn not in ("", "complete"):
-            reason, detail = lookup.drawn, "chunks of it are in object storage, and did not come"
-        elif hits < len(wanted) and lookup.waits_until and lookup.arrived is None and not lookup.drawn:
-            reason, detail = "published_gone", "chunks that were published are not stored"
-        if seconds := lookup.disaggregation.publishes:  # before anybody can have computed and stored it
-            there = own.there | (np.arange(len(wanted)) < hits)
-            self._publish_absent(request_id, lookup, wanted, there, seconds)
-        self._settle(lookup, replace(lookup.so_far, reason=reason, detail=detail))
+        return hits
 
-    def _note(self, lookup: _Lookup, best: Seen, whole: int) -> None:
-        """Note what a question has found of whole chunks and a tail, as the answer if no better one comes in time."""
+    def _match_pending(
+        self, request_id: str, lookup: _Lookup, wanted: list[bytes], hits: int, best: Probe
+    ) -> int | None:
+        if best.pending is None:  # then the shard layout that will have it is not known either
+            self._await_pending(request_id, lookup, wanted, hits, self._prober.layouts)
+            return None
+        if self._loads_wait and hits:
+            self._offer_pending(request_id, lookup, wanted, best)
+            return best.extent
+        # Chunks are stored in their order: once the last is stored or not pending any more, one question tells of all.
+        # Where the load may continue from there, the first chunk is enough.
+        pending = np.flatnonzero(best.pending[: best.extent])
+        index = int(pending[0 if self._loads_wait else -1])
+        self._await_pending(request_id, lookup, wanted, index, [best.shard_layout])
+        return None
+
+    def _note(self, lookup: _Lookup, best: Probe, whole: int) -> None:
+        """Keep what a probe found of whole chunks and a tail as the answer, if no better one comes in time."""
         present = [flags[:whole] for flags in best.present]
-        tokens = self._rule(present, lookup.length) if whole else 0
-        tail = leading(best.there) > whole and self._has_tail(lookup, best, whole)
-        lookup.so_far = LookupAnswer(
-            tokens, "complete", cut=best.cut, present=present, tail=tail, chunk_bytes=best.chunk_bytes,
+        answer = LookupAnswer(
+            self._rule(present, lookup.length) if whole else 0,
+            Reason.COMPLETE,
+            shard_layout=best.shard_layout,
+            present=present,
+            tail=leading(best.stored) > whole and self._has_tail(lookup, best, whole),
+            chunk_bytes=best.chunk_bytes,
             cold_seconds=best.cold_seconds,
-            unpublished=best.coming is None and lookup.disaggregation.waits > 0 and not best.there.all(),
-        )  # fmt: skip
-        lookup.so_far = replace(lookup.so_far, tiers=best.farthest(self._needed(lookup, best)).tobytes())
+            unpublished=best.pending is None and lookup.disaggregation.waits > 0 and not best.stored.all(),
+        )
+        tiers = best.farthest(self._needed(answer, lookup.length, best)).tobytes()
+        lookup.best_answer = replace(answer, tiers=tiers)
 
-    def _needed(self, lookup: _Lookup, seen: Seen) -> list[int]:
-        """Return the first chunk of each group that a load of all that was found needs."""
-        answer = lookup.so_far
+    def _needed(self, answer: LookupAnswer, length: int, probe: Probe) -> list[int]:
+        """Return the first chunk of each group that a load of everything found needs."""
         end = -(-answer.tokens // self._chunk_tokens)
-        kept = [tiers for tiers, every in zip(seen.tiers, self._every, strict=True) if every]
+        kept = [tiers for tiers, every in zip(probe.tiers, self._prober.every, strict=True) if every]
         base = np.maximum.reduce(kept) if kept else np.zeros(1, np.uint8)
         return [
-            0 if every or not (tiers > base).any() else self._first_needed(answer, lookup.length, place, end)
-            for place, (tiers, every) in enumerate(zip(seen.tiers, self._every, strict=True))
+            0 if every or not (tiers > base).any() else self._first_needed(answer, length, number, end)
+            for number, (tiers, every) in enumerate(zip(probe.tiers, self._prober.every, strict=True))
         ]
 
-    def _too_late(self, lookup: _Lookup) -> LookupAnswer:
-        details = {
-            "deadline": f"no answer within {self._timeout:g} s (host.lookup_timeout_s)",
-            "cold_late": f"not all came from object storage within {self._load_timeout:g} s (host.fetch_timeout_s)",
-        }
-        detail = details.get(lookup.late, f"still published after {lookup.disaggregation.waits:g} s")
-        return replace(lookup.so_far, reason=lookup.late, detail=detail)
+    def _has_tail(self, lookup: _Lookup, probe: Probe, whole: int) -> bool:
+        """Tell if a load may go to the end of the tail, which the groups that keep every chunk have."""
+        size = lookup.disaggregation.tail_tokens
+        end = whole * self._chunk_tokens + size
+        return self._rule(probe.present, end + 1, size) == end
+
+    def _late_answer(self, lookup: _Lookup) -> LookupAnswer:
+        detail = f"still pending after {lookup.disaggregation.waits:g} s"
+        if lookup.late_reason == Reason.DEADLINE:
+            detail = f"no answer within {self._timeout:g} s (host.lookup_timeout_s)"
+        elif lookup.late_reason == Reason.COLD_LATE:
+            detail = f"not all came from object storage within {self._load_timeout:g} s (host.fetch_timeout_s)"
+        return replace(lookup.best_answer, reason=lookup.late_reason, detail=detail)
 
     def _learn_stored(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
-        """Ask again, with time, what is stored of a prompt whose lookup had no answer: that is not stored again."""
+        """Ask again with more time, for a lookup that was not answered: chunks that are stored are not stored again."""
         if self._lookups.get(request_id) is not lookup:
             return
-        asked, whole = time.monotonic(), len(wanted) - len(lookup.tail)
+        asked_at, whole = time.monotonic(), len(wanted) - len(lookup.tail)
         with contextlib.suppress(DataPlaneError):
             records = SAVED if lookup.saved else 0
-            (own,) = self._see({records: len(wanted)}, wanted, self._load_timeout, published=False)
-            lookup.present, lookup.asked = [flags[:whole] for flags in own.present], asked
+            (own,) = self._prober.ask({records: len(wanted)}, wanted, self._load_timeout, published=False)
+            lookup.present, lookup.asked_at = [flags[:whole] for flags in own.present], asked_at
 
-    def _leave_cold(
+    def _probe_again(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
+        """Probe on a lookup thread, unless the lookup has an answer or its request has ended."""
+
+        def probe() -> None:
+            try:
+                self._probe(request_id, lookup, wanted)
+            except Exception as error:  # as in _run
+                self._resolve(lookup, LookupAnswer(0, Reason.INTERNAL, f"{type(error).__name__}: {error}"))
+
+        if self._lookups.get(request_id) is lookup and lookup.answer is None:
+            with contextlib.suppress(RuntimeError):  # closed
+                self._pool.submit(probe)
+
+    def _resolve(self, lookup: _Lookup, answer: LookupAnswer) -> None:
+        with self._lock:
+            lookup.answer = lookup.answer or answer
+
+    # ------------------------------------------------------------------ cold chunks
+
+    def _cold_bringer(
         self,
         request_id: str,
         lookup: _Lookup,
         wanted: list[bytes],
-        best: Seen,
-        then: Callable[[Arrived], None] | None = None,
+        best: Probe,
+        then: Callable[[Available], None],
     ) -> Callable[[int], None]:
-        """Return what has leading ones of these chunks brought; by default it notes how far they are."""
-        needed, waits = self._needed(lookup, best), lookup.disaggregation.waits > 0
+        """Return a function that brings leading ones of these chunks nearer, and reports to ``then``."""
+        needed, waits = self._needed(lookup.best_answer, lookup.length, best), lookup.disaggregation.waits > 0
 
         def ask(first: int, end: int) -> tuple[Flags, Flags]:
-            rest = wanted[first:end]
-            (seen,) = self._see({best.cut: len(rest)}, rest, self._timeout, published=waits, prefetch=True)
-            cold = seen.farthest(needed, first) == Tier.COLD
-            return seen.there & ~cold, cold if seen.coming is None else cold | seen.coming
-
-        def told(arrived: Arrived) -> None:
-            lookup.arrived = arrived
+            rest, counts = wanted[first:end], {best.shard_layout: end - first}
+            (probe,) = self._prober.ask(counts, rest, self._timeout, published=waits, prefetch=True)
+            cold = probe.farthest(needed, first) == Tier.COLD
+            return probe.stored & ~cold, cold if probe.pending is None else cold | probe.pending
 
         def bring(chunks: int) -> None:
-            seconds = _IN_TIME * self._load_timeout
-            self._cold_loads.begin(request_id, ask, min(chunks, len(wanted)), seconds, then or told)
+            seconds = _COLD_WAIT_SHARE * self._load_timeout
+            self._cold_loads.begin(request_id, ask, min(chunks, len(wanted)), seconds, then)
 
         return bring
 
-    def _offer_cold(self, request_id: str, lookup: _Lookup, wanted: list[bytes], best: Seen) -> None:
-        """Count what is cold of these chunks as there: it is brought once a load of it begins."""
-        tiers = np.frombuffer(lookup.so_far.tiers, np.uint8)[: len(wanted)]
-        lookup.arrived = Arrived(leading((tiers != Tier.COLD) & best.there[: len(wanted)]), "")
-        lookup.cold = self._leave_cold(request_id, lookup, wanted, best)
+    def _offer_cold(self, request_id: str, lookup: _Lookup, wanted: list[bytes], best: Probe) -> None:
+        """Count cold chunks as stored: they are brought once a load of them begins."""
 
-    def _await_cold(self, request_id: str, lookup: _Lookup, wanted: list[bytes], hits: int, best: Seen) -> None:
-        """Have what is cold brought before there is an answer, as no load may wait for it; then ask again."""
+        def note(available: Available) -> None:
+            lookup.available = available
 
-        def told(arrived: Arrived) -> None:
-            if arrived.ended and self._lookups.get(request_id) is lookup and lookup.answer is None:
-                lookup.drawn = arrived.ended
-                with contextlib.suppress(RuntimeError):  # closed
-                    self._pool.submit(self._ask_again, request_id, lookup, wanted)
+        tiers = np.frombuffer(lookup.best_answer.tiers, np.uint8)[: len(wanted)]
+        lookup.available = Available(leading((tiers != Tier.COLD) & best.stored[: len(wanted)]), "")
+        lookup.bring_cold = self._cold_bringer(request_id, lookup, wanted, best, note)
 
-        bring = self._leave_cold(request_id, lookup, wanted[:hits], best, told)
-        self._note(lookup, best.near(self._every), len(wanted) - len(lookup.tail))
-        lookup.late = "cold_late"
+    def _await_cold(self, request_id: str, lookup: _Lookup, wanted: list[bytes], hits: int, best: Probe) -> None:
+        """Bring cold chunks nearer before the answer, because no load may wait for them; then probe again."""
+
+        def then(available: Available) -> None:
+            if available.ended and lookup.answer is None:
+                lookup.cold_ended = available.ended
+                self._probe_again(request_id, lookup, wanted)
+
+        bring = self._cold_bringer(request_id, lookup, wanted[:hits], best, then)
+        self._note(lookup, best.without_cold(self._prober.every), len(wanted) - len(lookup.tail))
+        lookup.late_reason = Reason.COLD_LATE
         lookup.deadline = lookup.waits_until = time.monotonic() + self._load_timeout
         bring(hits)
 
-    def _has_tail(self, lookup: _Lookup, seen: Seen, whole: int) -> bool:
-        """Return whether a load may go to the end of the tail, which the groups that keep every chunk have."""
-        size = lookup.disaggregation.tail_tokens
-        end = whole * self._chunk_tokens + size
-        return self._rule(seen.present, end + 1, size) == end
+    # ------------------------------------------------------------------ pending chunks
 
-    def _begin(self, request_id: str, lookup: _Lookup, wanted: list[bytes], best: Seen) -> None:
-        """Count what is published as if it were there, and tell from now on how much of it is."""
-        assert best.coming is not None
+    def _is_worth_waiting(self, lookup: _Lookup, index: int, pending: Flags | None) -> bool:
+        """Tell if the first of a prompt's chunks (or its tail) that is not stored is worth waiting for."""
+        if pending is not None:
+            return bool(pending[index])
+        return lookup.disaggregation.waits > 0 and index * self._chunk_tokens < lookup.disaggregation.expected_tokens
+
+    def _start_waiting(self, lookup: _Lookup) -> None:
+        if not lookup.waits_until:
+            lookup.waits_until = lookup.deadline - self._timeout + lookup.disaggregation.waits
+            lookup.deadline, lookup.late_reason = lookup.waits_until, Reason.PUBLISHED_LATE
+
+    def _await_pending(
+        self, request_id: str, lookup: _Lookup, wanted: list[bytes], index: int, layouts: Iterable[int]
+    ) -> None:
+        """Probe again once a chunk is stored, or is not pending any more, in any of some shard layouts."""
+        self._start_waiting(lookup)
+
+        def then(late: bool) -> None:
+            if late and self._lookups.get(request_id) is lookup:
+                self._resolve(lookup, self._late_answer(lookup))
+            self._probe_again(request_id, lookup, wanted)
+
+        self._publications.wait(wanted[index], layouts, lookup.waits_until, then)
+
+    def _offer_pending(self, request_id: str, lookup: _Lookup, wanted: list[bytes], best: Probe) -> None:
+        """Count pending chunks as stored, and report from now on how many of them are."""
+        assert best.pending is not None
         whole = len(wanted) - len(lookup.tail)
-        # Of a chunk, what is kept of every chunk is stored last: with it comes what other groups keep of the chunk.
-        present = [(flags | best.coming)[:whole] for flags in best.present]
+        # A chunk's records of full attention are stored last: with them, its records in other groups are stored.
+        present = [(flags | best.pending)[:whole] for flags in best.present]
         tokens = self._rule(present, lookup.length) if whole else 0
-        self._wait_from(lookup)
-        if Tier.COLD in lookup.so_far.tiers[: best.extent]:
+        self._start_waiting(lookup)
+        if Tier.COLD in lookup.best_answer.tiers[: best.extent]:
             self._offer_cold(request_id, lookup, wanted[: best.extent], best)
         else:
-            self._follow(request_id, lookup, wanted[: best.extent], best)
-        lookup.so_far = replace(lookup.so_far, tokens=tokens, present=present, tail=best.extent > whole)
+            self._follow_pending(request_id, lookup, wanted[: best.extent], best)
+        lookup.best_answer = replace(lookup.best_answer, tokens=tokens, present=present, tail=best.extent > whole)
 
-    def _follow(self, request_id: str, lookup: _Lookup, wanted: list[bytes], seen: Seen, before: int = 0) -> None:
-        """Note how many of these chunks are there, and ask again when most of those are that are still to come.
+    def _follow_pending(
+        self, request_id: str, lookup: _Lookup, wanted: list[bytes], probe: Probe, before: int = 0
+    ) -> None:
+        """Record how many chunks are stored, and ask again when most of the pending ones are.
 
-        Those ``before`` are there, and what was seen begins behind them.
+        The first ``before`` chunks are stored, and the probe begins behind them.
         """
-        there, coming = before + leading(seen.there), np.flatnonzero(~seen.there[: seen.extent])
-        if len(coming):
-            lookup.arrived = Arrived(there, "")
-            again = functools.partial(self._ask_more, request_id, lookup, wanted, seen.cut)
-            self._coming.wait(wanted[before + coming[len(coming) // 2]], [seen.cut], lookup.waits_until, again)
+        stored, pending = before + leading(probe.stored), np.flatnonzero(~probe.stored[: probe.extent])
+        if len(pending):
+            lookup.available = Available(stored, "")
+            middle = wanted[before + pending[len(pending) // 2]]
+            again = functools.partial(self._poll_pending, request_id, lookup, wanted, probe.shard_layout)
+            self._publications.wait(middle, [probe.shard_layout], lookup.waits_until, again)
         else:
-            lookup.arrived = Arrived(there, "complete" if there >= len(wanted) else "published_gone")
+            lookup.available = Available(stored, Reason.COMPLETE if stored >= len(wanted) else Reason.PUBLISHED_GONE)
 
-    def _ask_more(self, request_id: str, lookup: _Lookup, wanted: list[bytes], cut: int, late: bool) -> None:
-        """Have it looked how much has arrived; in a thread that asks for all requests, so elsewhere."""
+    def _poll_pending(self, request_id: str, lookup: _Lookup, wanted: list[bytes], layout: int, late: bool) -> None:
+        """Ask on a lookup thread how many chunks are stored by now; the calling thread serves all requests."""
 
-        def look() -> None:
-            assert lookup.arrived is not None
-            before = lookup.arrived.chunks
+        def poll() -> None:
+            assert lookup.available is not None
+            before = lookup.available.chunks
             rest = wanted[before:]
             try:
-                (seen,) = self._see({cut: len(rest)}, rest, self._timeout, published=True)
+                (probe,) = self._prober.ask({layout: len(rest)}, rest, self._timeout, published=True)
                 if late:
-                    there = before + leading(seen.there)
-                    lookup.arrived = Arrived(there, "complete" if there == len(wanted) else "published_late")
+                    stored = before + leading(probe.stored)
+                    ended = Reason.COMPLETE if stored == len(wanted) else Reason.PUBLISHED_LATE
+                    lookup.available = Available(stored, ended)
                 else:
-                    self._follow(request_id, lookup, wanted, seen, before)
+                    self._follow_pending(request_id, lookup, wanted, probe, before)
             except DataPlaneError as error:
-                lookup.arrived = lookup.arrived._replace(ended=error.outcome)
+                lookup.available = lookup.available._replace(ended=error.outcome)
             except Exception:  # a bug must not leave the load waiting for its deadline
-                lookup.arrived = lookup.arrived._replace(ended="internal")
+                lookup.available = lookup.available._replace(ended=Reason.INTERNAL)
 
         if self._lookups.get(request_id) is lookup:
             with contextlib.suppress(RuntimeError):  # closed
-                self._pool.submit(look)
-
-    def _find(self, chunk_keys: Sequence[bytes], timeout: float, *, published: bool) -> tuple[Seen, Seen]:
-        """Return what there is of this engine's own records, and of those of which there is most, or is coming.
-
-        Of others' records the first chunk's are asked for: most prompts have none, and few have both.
-
-        Raises:
-            DataPlaneError: somebody could not say.
-        """
-        ends = time.monotonic() + timeout
-        counts = {cut: 1 if cut else len(chunk_keys) for cut in self._cuts}
-        own, *probes = self._see(counts, chunk_keys, timeout, published=published)
-        best = own
-        if not own.there.all():
-            for cut in [probe.cut for probe in probes if probe.extent]:
-                left = max(ends - time.monotonic(), 0.001)
-                (other,) = self._see({cut: len(chunk_keys)}, chunk_keys, left, published=published)
-                best = max(best, other, key=lambda seen: seen.extent)
-        return own, best
-
-    def _of_cuts(self, chunk_keys: Sequence[bytes], cuts: Iterable[int], timeout: float) -> tuple[Flags, Flags | None]:
-        """Return which chunks are there, and which are published, of whichever of these cuts."""
-        seen = self._see(dict.fromkeys(cuts, len(chunk_keys)), chunk_keys, timeout, published=True)
-        there = np.logical_or.reduce([each.there for each in seen])
-        known = [each.coming for each in seen if each.coming is not None]
-        return there, np.logical_or.reduce(known) & ~there if len(known) == len(seen) else None
-
-    def _is_coming(self, lookup: _Lookup, index: int, coming: Flags | None) -> bool:
-        """Return whether the first of a prompt's chunks, or its tail, that is not there is worth waiting for."""
-        if coming is not None:
-            return bool(coming[index])
-        return lookup.disaggregation.waits > 0 and index * self._chunk_tokens < lookup.disaggregation.expected_tokens
-
-    def _wait(self, request_id: str, lookup: _Lookup, wanted: list[bytes], place: int, cuts: Iterable[int]) -> None:
-        """Ask again once a chunk is there, or is not coming; of these cuts."""
-        self._wait_from(lookup)
-
-        def again(late: bool) -> None:
-            if self._lookups.get(request_id) is lookup and lookup.answer is None:
-                if late:
-                    self._settle(lookup, self._too_late(lookup))
-                else:
-                    with contextlib.suppress(RuntimeError):  # closed
-                        self._pool.submit(self._ask_again, request_id, lookup, wanted)
-
-        self._coming.wait(wanted[place], cuts, lookup.waits_until, again)
-
-    def _wait_from(self, lookup: _Lookup) -> None:
-        if not lookup.waits_until:
-            lookup.waits_until = lookup.deadline - self._timeout + lookup.disaggregation.waits
-            lookup.deadline, lookup.late = lookup.waits_until, "published_late"
-
-    def _ask_again(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
-        try:
-            self._ask(request_id, lookup, wanted)
-        except Exception as error:  # as in _run
-            self._settle(lookup, LookupAnswer(0, "internal", f"{type(error).__name__}: {error}"))
+                self._pool.submit(poll)
 
     def _publish_absent(
-        self, request_id: str, lookup: _Lookup, wanted: list[bytes], there: Flags, seconds: float
+        self, request_id: str, lookup: _Lookup, wanted: list[bytes], stored: Flags, seconds: float
     ) -> None:
-        """Publish what this engine will compute and store, if the request still lives."""
+        """Publish the chunks that this engine will compute and store, unless the request has ended."""
         ends = [(index + 1) * self._chunk_tokens for index in range(len(wanted))]
         if lookup.tail:
             ends[-1] -= self._chunk_tokens - lookup.disaggregation.tail_tokens
-        mine = [
+        absent = [
             chunk_key
-            for chunk_key, stored, end in zip(wanted, there, ends, strict=True)
-            if not stored and lookup.disaggregation.may_store(end)
+            for chunk_key, there, end in zip(wanted, stored, ends, strict=True)
+            if not there and lookup.disaggregation.may_store(end)
         ]
-        if mine:
-            self._coming.publish(request_id, mine, seconds)
-        if self._lookups.get(request_id) is not lookup:  # it has ended meanwhile, and that was not heard
-            self._coming.settle(request_id)
+        if absent:
+            self._publications.publish(request_id, absent, seconds)
+        if self._lookups.get(request_id) is not lookup:  # it ended meanwhile, before there was anything to withdraw
+            self._publications.withdraw(request_id)
 
     def _publish(self, chunk_keys: Sequence[bytes], seconds: float) -> None:
-        """Publish all ranks' records of some chunks; 0 seconds: they will not be stored."""
-        held = dict.fromkeys(
-            each for group, every in zip(self._cuts[0], self._every, strict=True) if every for each in group
-        )
+        """Publish all ranks' records of some chunks; 0 seconds: withdraw them."""
+        groups = zip(self._prober.layouts[0], self._prober.every, strict=True)
+        held = dict.fromkeys(each for group, every in groups if every for each in group)
         for client in dict.fromkeys(client for client, _ in held):
             names = [name for each, name in held if each is client]
             keys = [key for name in names for key in record_keys(name, chunk_keys)]
-            client.publish(keys, seconds, plain=self._plain, reached=self._reached)
+            client.publish(keys, seconds, plain=self._plain, reached=self._set_reach)
 
-    def _reached(self, reach: int) -> None:
+    def _set_reach(self, reach: int) -> None:
         self.reach = reach
-
-    def _see(
-        self,
-        counts: Mapping[int, int],
-        chunk_keys: Sequence[bytes],
-        timeout: float,
-        *,
-        published: bool,
-        prefetch: bool = False,
-    ) -> list[Seen]:
-        """Return what there is of the first so many chunk keys of each cut, asking all data planes at once.
-
-        KV that one rank lacks is of no use, and so is a group's of which one part is missing.
-
-        Raises:
-            DataPlaneError: one of them could not say.
-        """
-        # Ranks that hold the same part of the KV need the same records.
-        asked = dict.fromkeys(
-            (*each, count) for cut, count in counts.items() for group in self._records[cut] for each in group
-        )
-        found: dict[tuple[DataPlaneClient, bytes, int], Chain] = {}
-        calls: list[tuple[list[tuple[DataPlaneClient, bytes, int]], Callable[[], Found]]] = []
-        problem = None
-        for client in dict.fromkeys(client for client, _, _ in asked):
-            chains = [each for each in asked if each[0] is client]
-            try:
-                keys = [(namespace, record_keys(namespace, chunk_keys[:count])) for _, namespace, count in chains]
-                calls.append((chains, client.find(keys, timeout, published=published, prefetch=prefetch)))
-            except DataPlaneError as error:
-                problem = problem or error
-        for chains, call in calls:  # every answer is taken, or its data plane's breaker would not hear of it
-            try:
-                answer = call()
-            except DataPlaneError as error:
-                problem = problem or error
-                continue
-            for place, chain in enumerate(chains):
-                soon = None if answer.published is None else answer.published[place]
-                numbers = answer.stored_bytes[place], answer.cold_seconds[place]
-                found[chain] = Chain(answer.present[place], soon, *numbers, answer.tiers[place])
-        if problem is not None:
-            raise problem
-        return [
-            Seen.of(cut, count, [[found[*each, count] for each in group] for group in self._records[cut]], self._every)
-            for cut, count in counts.items()
-        ]
-
-    def _settle(self, lookup: _Lookup, answer: LookupAnswer) -> None:
-        with self._lock:
-            lookup.answer = lookup.answer or answer

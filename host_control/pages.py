@@ -1,13 +1,13 @@
-"""An engine's paged memory, shared with a data plane on this machine, whose devices then read chunks straight into it.
+"""An engine's paged memory, shared with a data plane on this machine, whose devices read chunks straight into it.
 
-The memory stays where it is: its addresses are mapped onto a segment once, with what they hold, before anything is
-computed, and the engine goes on as before. What has to be shared is all of it, since any block may be loaded into.
+The memory keeps its addresses: they are mapped onto a segment once, with their content, before anything is computed,
+and the engine does not notice. All of the memory is shared, because any block may be loaded into.
 
-**When bytes may be read, and written again.** The data plane answers once nothing lands any more, however long a device
-takes. A call that ends without an answer may have reads under way, which nobody can call back. Then the memory is given
-up, as any other would be (:mod:`host_control.registered_memory`): the same addresses are mapped onto another segment,
-with a copy of what they hold, and what is still on its way lands in pages that nobody sees. The engine's own thread
-does that, between two steps, before anybody hears how the load ended (:meth:`SharedPages.renew`).
+**When bytes may be read, and written again.** The data plane answers once nothing is written any more, however long a
+device takes. A call that ends without an answer may have reads in flight that cannot be cancelled. Then the memory is
+given up, like any registered memory (:mod:`host_control.registered_memory`): the same addresses are mapped onto another
+segment, with a copy of the content, and the reads in flight end in pages that are not used. The engine's thread does
+that, between two steps, before vLLM learns how the load ended (:meth:`SharedPages.renew`).
 """
 
 import ctypes
@@ -21,22 +21,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from host_control.client import DataPlaneClient, FetchAnswer
+from host_control.progress import WordProgress, cancel_if, follow
 from host_control.registered_memory import PROGRESS_BYTES
 from host_control.segment import Segment
+from host_control.transfer import Reason
 from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["PageDelivery", "SharedPages"]
-
 _ALIGNMENT: Final = 4096
-"""Of pages: devices reach memory in such pieces, past the page cache."""
+"""Alignment of pages in bytes: devices read into memory in such units, past the page cache."""
 _MAP_SHARED_FIXED: Final = 0x01 | 0x10
 _READ_WRITE: Final = 3
 _LOOK_INTERVAL: Final = 0.02
-"""Seconds between two looks whether the call has ended, or shall, while no layer arrives."""
+"""Seconds between two looks at the call's end and at cancellation, while no layer arrives."""
 _REFUSED_S: Final = 10.0
-"""Until a data plane that refuses paged memory, for its size say, is told of it again; each failure counts."""
+"""Seconds until paged memory that a data plane refused, for example for its size, is registered again."""
 
 _logger = logging.getLogger(__name__)
 
@@ -45,17 +45,17 @@ class SharedPages:
     """Paged memory of one allocation, mapped onto a segment under ``/dev/shm``.
 
     Args:
-        caches: one tensor for each layer, [block, head, token, content], on a CPU. What they lie in becomes shared.
-        chunk_blocks: blocks of a chunk.
+        caches: One tensor for each layer, [block, head, token, content], on a CPU. Their storage becomes shared.
+        chunk_blocks: Blocks in a chunk.
 
     Raises:
-        ConfigurationError: they do not lie as devices can reach them, or ``/dev/shm`` has no room; nothing has changed.
+        ConfigurationError: Devices cannot reach the tensors' memory, or ``/dev/shm`` has no room; nothing has changed.
 
     Attributes:
-        page_bytes: of what a layer keeps of a block.
-        lost: it was given up, and :meth:`renew` is due.
-        writing: held by whoever writes to it but the engine's thread: or what is written while it is copied is lost.
-        private: it could not be shared again.
+        page_bytes: Bytes that a layer keeps of a block.
+        lost: The memory was given up, and :meth:`renew` is due.
+        writing: Lock of every writer but the engine's thread: bytes written while the memory is copied would be lost.
+        private: The memory could not be shared again.
     """
 
     def __init__(self, caches: Sequence[Any], chunk_blocks: int) -> None:
@@ -71,21 +71,25 @@ class SharedPages:
         self._bytes = -(-int(self._storage.nbytes()) // _ALIGNMENT) * _ALIGNMENT
         self.progress_offset = self._bytes
         try:
-            self._storage.share_memory_()  # from now on it is a mapping of its own, that begins at a page
+            self._storage.share_memory_()  # from now on it is a mapping of its own, and page-aligned
         except RuntimeError as error:
             raise ConfigurationError(
                 f"cannot move {self._bytes >> 20} MiB of paged memory to shared memory: {error}; enlarge /dev/shm "
                 "(containers: --shm-size), or switch host.pages off"
             ) from error
-        self.segment = self._map_anew()
+        self.segment = self._map_to_new_segment()
 
     def _check(self, caches: Sequence[Any], chunk_blocks: int) -> None:
-        """Raise ConfigurationError unless devices can reach every page, and records can hold it."""
+        """Check that devices can reach every page, and that a record can hold it.
+
+        Raises:
+            ConfigurationError: They cannot.
+        """
         here = self._storage.data_ptr()
         for cache in caches:
             inner = cache[0].is_contiguous() and cache[0].nbytes == self.page_bytes
             if cache.untyped_storage().data_ptr() != here or cache.stride() != caches[0].stride() or not inner:
-                raise ConfigurationError("its layers' pages do not lie in one piece each, in one allocation")
+                raise ConfigurationError("its layers' pages are not contiguous, in one allocation")
         if any(number % _ALIGNMENT for number in (*self._first, self._stride, self.page_bytes)):
             raise ConfigurationError(
                 f"pages of {self.page_bytes} bytes, {self._stride} apart, do not begin at multiples of {_ALIGNMENT}; "
@@ -99,23 +103,23 @@ class SharedPages:
 
     @property
     def address(self) -> int:
-        """Where it begins, always the same."""
+        """Address of the memory, which never changes."""
         return int(self._storage.data_ptr())
 
     def message(self) -> pb.SharedMemory:
-        """Return what the data plane is told of the segment."""
+        """Return the wire's description of the segment."""
         return self.segment.message()
 
     def paging(self) -> pb.PagedMemory:
-        """Return where the pages are in it."""
+        """Return the wire's description of the pages' positions."""
         return pb.PagedMemory(first=self._first, stride=self._stride, blocks=self._blocks)
 
     def word(self) -> memoryview:
-        """Return the word behind the pages that says how many layers are in place."""
+        """Return the word behind the pages that counts the layers in place."""
         return self.segment.memory[self.progress_offset : self.progress_offset + PROGRESS_BYTES]
 
-    def _map_anew(self) -> Segment:
-        """Map the memory onto a new segment that holds the same; by the engine's thread, while nobody writes to it."""
+    def _map_to_new_segment(self) -> Segment:
+        """Map the memory onto a new segment with a copy of its content; only while nothing else writes to it."""
         segment = Segment.create(self._bytes + _ALIGNMENT)
         try:
             self._map_onto(segment.descriptor, ctypes.addressof(ctypes.c_char.from_buffer(segment.memory)))
@@ -136,28 +140,28 @@ class SharedPages:
             raise ConfigurationError(f"cannot map paged memory onto a segment of {self._bytes} bytes: {reason}")
 
     def renew(self) -> None:
-        """Have what may still land do so elsewhere, if the memory was given up. By the engine's thread, between steps.
+        """Map memory that was given up onto a new segment. Called by the engine's thread, between steps.
 
-        Where ``/dev/shm`` has no room for that, the memory is the engine's alone from then on.
+        Where ``/dev/shm`` has no room for that, the memory is private from then on.
         """
         if not self.lost or self.private:
             return
         began, before = time.monotonic(), self.segment
         with self.writing:
             try:
-                self.segment = self._map_anew()
+                self.segment = self._map_to_new_segment()
                 self.lost = False
             except ConfigurationError as error:
                 self._map_private()
-                _logger.warning("shadowserve: nothing is loaded straight into pages any more: %s", error)
+                _logger.warning("shadowserve: chunks are not loaded straight into pages any more: %s", error)
         before.close()
         _logger.warning(
-            "shadowserve: paged memory was given up, as a call for it had no answer, and replaced in %.0f ms",
+            "shadowserve: paged memory was given up, because a call for it had no answer, and replaced in %.0f ms",
             1000 * (time.monotonic() - began),
         )
 
     def _map_private(self) -> None:
-        """Map the memory onto some that nobody else has."""
+        """Map the memory onto memory of this process alone."""
         self.private = True
         descriptor = os.memfd_create("shadowserve-pages", os.MFD_CLOEXEC)
         try:
@@ -170,19 +174,19 @@ class SharedPages:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Remove the segment's name; the memory stays the engine's. If it is used again, it is another segment's."""
+        """Remove the segment's name; the engine keeps the memory. Sharing it again needs a new segment."""
         self.segment.unlink()
         self.lost = True
 
 
 class PageDelivery:
-    """Loads chunks into shared pages, as far as they lie on devices of the data plane; in one thread.
+    """Loads chunks into shared pages, as far as devices of the data plane hold them; used by one thread.
 
     Args:
-        client: of the data plane.
-        pages: that the data plane is told of when they are first needed, and again when it does not know them.
-        shape: of the chunks.
-        connect_timeout_s: seconds to wait for a connection.
+        pages: Shared pages, which are registered when they are first needed, and again when the data plane does not
+            know them any more.
+        shape: Layout of the chunks.
+        connect_timeout_s: Seconds to wait for a connection.
     """
 
     def __init__(
@@ -194,11 +198,11 @@ class PageDelivery:
         self._connect_timeout = connect_timeout_s
         self._memory_id = 0
         self._not_before = 0.0
-        self._segment: Segment | None = None  # that it stands for
+        self._segment: Segment | None = None  # segment that is registered
 
     @property
     def obstacle(self) -> str:
-        """Why no chunk can be loaded into pages now: ``no_page_devices``, ``pages_refused`` or ``pages_private``."""
+        """Reason why no chunk can be loaded into pages now, or empty: one of :mod:`host_control.vllm.paging`."""
         peer = self._client.peer
         if self._pages.private:
             return "pages_private"
@@ -212,32 +216,32 @@ class PageDelivery:
         blocks: Sequence[int],
         deadline: float,
         cancelled: Callable[[], bool],
-        told: Callable[[int], None],
+        on_layers: Callable[[int], None],
     ) -> FetchAnswer | None:
-        """Load the leading chunks of those that lie on devices.
+        """Load the leading ones of the chunks that devices hold.
 
         Args:
-            keys: of the chunks.
-            blocks: that they go to, chunk after chunk.
-            deadline: on the clock of ``time.monotonic()``.
-            cancelled: whether to end early.
-            told: is told how many leading layers are in place of all chunks.
+            keys: Record keys of the chunks.
+            blocks: Blocks that they go to, chunk after chunk.
+            deadline: Time of the clock ``time.monotonic()``.
+            cancelled: Tells if it should end early.
+            on_layers: Receives the number of leading layers that are in place of all chunks, as it grows.
 
         Returns:
-            What came of it, None where the data plane was not asked. After an answer that is not quiet, nobody may use
-            the blocks until :meth:`SharedPages.renew`.
+            The outcome; None where the data plane was not asked. After an answer that is not quiet, the blocks must not
+            be used until :meth:`SharedPages.renew`.
         """
         for _ in range(2):
             try:
                 if not self._register(deadline - time.monotonic()):
                     return None
-                answer = self._call(keys, blocks, deadline, cancelled, told)
+                answer = self._call(keys, blocks, deadline, cancelled, on_layers)
             except DataPlaneError as error:
                 _logger.debug("no pages: %s", error)
                 return None
-            if answer.reason != "unknown_memory":
+            if answer.reason != Reason.UNKNOWN_MEMORY:
                 break
-            self._memory_id = 0  # the daemon has restarted: register again, once
+            self._memory_id = 0  # the data plane has restarted: register again, once
         if not answer.quiet:
             self._pages.lost = True
             self._client.release(self._memory_id, wait=False)
@@ -245,7 +249,7 @@ class PageDelivery:
         return answer
 
     def _register(self, left: float) -> bool:
-        """Make the pages known, unless they are; return whether they are now."""
+        """Register the pages if necessary; return True if they are registered."""
         if self._pages.lost or left <= 0 or time.monotonic() < self._not_before:
             return False
         if self._memory_id and self._segment is self._pages.segment:
@@ -258,7 +262,7 @@ class PageDelivery:
         try:
             registered = self._client.register([self._shape], self._pages.message(), self._pages.paging())
         except DataPlaneError as error:
-            if error.outcome == "refused":
+            if error.outcome == Reason.REFUSED:
                 self._not_before = time.monotonic() + _REFUSED_S
             raise
         self._memory_id, self._segment = registered.memory_id, self._pages.segment
@@ -270,26 +274,22 @@ class PageDelivery:
         blocks: Sequence[int],
         deadline: float,
         cancelled: Callable[[], bool],
-        told: Callable[[int], None],
+        on_layers: Callable[[int], None],
     ) -> FetchAnswer:
-        from shadowserve import native  # an engine loads the C core only where it has to
-
-        word, job_id, seen = self._pages.word(), f"pages-{secrets.token_hex(8)}", 0
-        word[:] = bytes(PROGRESS_BYTES)
+        job_id, offset = f"pages-{secrets.token_hex(8)}", self._pages.progress_offset
+        progress = WordProgress(self._pages.word())  # before the data plane writes there
         left = max(deadline - time.monotonic(), 0.001)
-        offset = self._pages.progress_offset
         call = self._client.start_fetch_pages(job_id, self._memory_id, self._shape, keys, blocks, left, offset)
+        cancels = cancel_if(self._client, job_id, cancelled)
+        for layers in follow(call, progress, self._shape.layers, _LOOK_INTERVAL, cancels):
+            on_layers(layers)
         while not call.done():
-            if cancelled():
-                self._client.cancel(job_id)
-            layers = min(native.progress_wait(word, seen, _LOOK_INTERVAL), self._shape.layers)
-            if layers > seen:
-                seen = layers
-                told(layers)
+            cancels()
+            progress.wait(self._shape.layers, _LOOK_INTERVAL)
         return call.result()
 
     def close(self) -> None:
-        """Have the data plane forget the pages; what does not answer may go on writing them."""
+        """Release the pages; without an answer, the data plane may still write to them."""
         if self._memory_id and not self._client.release(self._memory_id, wait=True):
             self._pages.lost = True
         self._memory_id = 0

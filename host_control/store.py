@@ -1,9 +1,9 @@
-"""Storing in the background, at no more cost to the engine than one copy of each chunk.
+"""Stores in the background, at the cost of one copy of each chunk on the engine's thread.
 
-The engine's thread gathers a chunk into a slot of the host's memory, from where one thread of ours has the data plane
-store it, in order. A GPU may still be writing the slot then: our thread waits for it, not the engine's. When no slot is
-free the chunk is dropped and counted: a cache may forget, the engine may not wait. After a gap in a prompt's chain
-later chunks are of no use, so they are dropped too.
+The engine's thread gathers a chunk into a slot of registered memory; the queue's thread lets the data plane store it,
+in order. A GPU may still be writing the slot at that time: the queue's thread waits for it, not the engine's. When no
+slot is free the chunk is dropped and counted: a cache may forget, the engine may not wait. Behind a gap in a prompt's
+chain later chunks are of no use, so they are dropped too.
 """
 
 import collections
@@ -19,22 +19,34 @@ from typing import Any
 
 from host_control.client import DataPlaneClient, StoreAnswer
 from host_control.registered_memory import Memory, RegisteredMemory
+from host_control.transfer import Reason
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
-
-__all__ = ["StoreQueue"]
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Staged:
-    """A chunk that waits in ``segment``, in a slot of its part; its bytes are there once ``wait`` returns ``""``."""
+    """A chunk in a slot of registered memory.
+
+    Attributes:
+        part: Number of its shard.
+        shape: Number of the chunk layout that it is stored in.
+        key: Record key.
+        parent: Record key of the chunk before it; empty for a prompt's first.
+        segment: Registered memory of the slot.
+        slot: Number of the slot among its shard's.
+        wait: Waits for the end of the copy; returns why the chunk is not to be stored, or empty. None: it has ended.
+        published: Other engines may wait for the chunk.
+        lasts_s: Seconds after which it is of no use; 0: for good.
+        purpose: Purpose of the store, for the data plane.
+    """
 
     part: int
-    shape: int  # as which it is stored
+    shape: int
     key: bytes
-    parent: bytes  # the chunk before it in its prompt; empty for the first
+    parent: bytes
     segment: Memory
     slot: int
     wait: Callable[[], str] | None = None
@@ -42,29 +54,88 @@ class _Staged:
     lasts_s: float = 0.0
     purpose: Any = pb.PURPOSE_REQUEST
 
+    def precedes(self, other: "_Staged") -> bool:
+        """Tell if another chunk can be stored in the same call, right behind this one."""
+        alike = other.segment is self.segment and other.lasts_s == self.lasts_s and other.purpose == self.purpose
+        return alike and other.shape == self.shape and other.slot == self.slot + 1
 
-class StoreQueue:
-    """Chunks on their way to the store. :meth:`offer` is for the engine's thread; it never waits.
 
-    Chunks of each part, which have one shape, wait in as many slots as those of each other part. A part's chunks may be
-    stored as several shapes, which differ in the quantizer alone: they wait in the same slots.
+class _Slots:
+    """Free slots of each segment and shard; every shard has the same number of slots.
 
     Args:
-        client: of the data plane.
-        registration: that chunks wait in. The queue owns it from now on. Its shapes are those of each part, and then
-            perhaps others of the same parts.
-        parts: of the chunks; by default there is one for each of the registration's shapes.
-        batch_chunks: at most so many in one call.
-        timeout: seconds for a batch.
-        recent_keys: so many keys are remembered as stored.
-        retry_interval: seconds between attempts to connect while there is nothing to store.
-        plain: not compressed, so that devices can bring them into pages.
+        chunk_bytes: Bytes of a chunk of each shard.
+        size: Bytes of a segment.
+    """
+
+    def __init__(self, chunk_bytes: Sequence[int], size: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._count = size // sum(chunk_bytes)
+        self._begins = [self._count * sum(chunk_bytes[:part]) for part in range(len(chunk_bytes))]
+        self._free: dict[Memory, list[list[int]]] = {}
+        if self._count < 1:
+            raise ConfigurationError(
+                f"a chunk has {sum(chunk_bytes)} bytes, the store buffer {size}; raise host.store_buffer_bytes"
+            )
+
+    def add(self, segment: Memory, kept: set[Memory]) -> None:
+        """Add a segment with all slots free, and forget those that are not ``kept``."""
+        self._free[segment] = [list(range(self._count)) for _ in self._chunk_bytes]
+        self._free = {owner: free for owner, free in self._free.items() if owner is segment or owner in kept}
+
+    def take(self, segment: Memory | None, part: int, after: int | None = None) -> int | None:
+        """Take a free slot, only the one behind slot ``after`` if given; None if there is none."""
+        free = self._free.get(segment) if segment is not None else None
+        if not free or not free[part] or (after is not None and free[part][0] != after + 1):
+            return None
+        return free[part].pop(0)
+
+    def give_back(self, staged: _Staged) -> None:
+        """Free the slot of a chunk."""
+        if (free := self._free.get(staged.segment)) is not None:
+            free[staged.part].append(staged.slot)
+
+    def place(self, part: int, slot: int) -> slice:
+        """Return the bytes of a slot in its segment."""
+        begin = self._begins[part] + slot * self._chunk_bytes[part]
+        return slice(begin, begin + self._chunk_bytes[part])
+
+
+class _RecentKeys(collections.OrderedDict[bytes, float]):
+    """Keys that were stored, or staged, most recently, with their times."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def remember(self, key: bytes) -> None:
+        """Add a key, and drop the oldest if there are too many."""
+        self[key] = time.monotonic()
+        self.move_to_end(key)
+        if len(self) > self._most:
+            self.popitem(last=False)
+
+
+class StoreQueue:
+    """Chunks that wait to be stored. :meth:`offer` is for the engine's thread; it never waits.
+
+    Chunks of one shard may be stored in several chunk layouts, which differ in the quantizer alone: they use the same
+    slots.
+
+    Args:
+        registration: Memory that chunks wait in. The queue owns it from now on. Its chunk layouts are those of each
+            shard, and then others of the same shards, if any.
+        parts: Number of shards; by default one for each chunk layout.
+        batch_chunks: Most chunks in one call.
+        timeout: Seconds for a batch.
+        recent_keys: Number of keys that are remembered as stored.
+        retry_interval: Seconds between attempts to connect while there is nothing to store.
+        plain: Store uncompressed, so that devices can bring the chunks into pages.
 
     Attributes:
-        last_error: why there was no connection when one was last tried.
-        details: reason -> the last sentence about it.
-        staged: chunks that have been staged so far.
-        settled: of these, in their order, that are stored by now, or dropped.
+        last_error: Reason of the last failure to connect.
+        details: Last sentence about each reason.
+        staged: Number of chunks that were staged so far.
     """
 
     def __init__(
@@ -82,35 +153,27 @@ class StoreQueue:
         self._client = client
         self._registration = registration
         sizes = [shape.raw_bytes for shape in registration.shapes]
-        self._chunk_bytes = sizes[:parts]
-        if any(size != self._chunk_bytes[shape % len(self._chunk_bytes)] for shape, size in enumerate(sizes)):
-            raise ValueError(f"chunks of {sizes} bytes are not those of {parts} parts")
-        self._slots = registration.size // sum(self._chunk_bytes)
-        self._begins = [self._slots * sum(self._chunk_bytes[:part]) for part in range(len(self._chunk_bytes))]
-        if self._slots < 1:
-            raise ConfigurationError(
-                f"a chunk has {sum(self._chunk_bytes)} bytes, the store buffer {registration.size}; "
-                "raise host.store_buffer_bytes"
-            )
+        chunk_bytes = sizes[:parts]
+        if any(size != chunk_bytes[shape % len(chunk_bytes)] for shape, size in enumerate(sizes)):
+            raise ValueError(f"chunks of {sizes} bytes are not those of {parts} shards")
+        self._slots = _Slots(chunk_bytes, registration.size)
         self._batch_chunks = batch_chunks
         self._timeout = timeout
-        self._recent_max = recent_keys
         self._retry_interval = retry_interval
         self._plain = plain
         self._condition = threading.Condition()
-        self._free: dict[Memory, list[list[int]]] = {}
         self._queue: collections.deque[_Staged] = collections.deque()
-        self._recent: collections.OrderedDict[bytes, float] = collections.OrderedDict()
+        self._recent = _RecentKeys(recent_keys)
         self._busy = 0
         self._together = False
         self._closing = False
-        self.staged = self.settled = 0
+        self.staged = 0
         self.last_error = "connecting"
         self._tried = threading.Event()
         self._counts: collections.Counter[str] = collections.Counter()
         self.details: dict[str, str] = {}
-        self._job_prefix = secrets.token_hex(8)
-        self._job_number = 0
+        prefix = secrets.token_hex(8)
+        self._job_ids = (f"{prefix}-{number}" for number in itertools.count(1))
         self._thread = threading.Thread(target=self._run, name="shadowserve-store", daemon=True)
         self._thread.start()
 
@@ -118,8 +181,10 @@ class StoreQueue:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Have what is offered within wait for the rest, up to a whole batch: the data plane encodes one while it puts
-        the one before only within a call."""
+        """Delay calls until everything offered inside is staged, up to a whole batch.
+
+        The data plane encodes a chunk while it stores the one before, but only within a call.
+        """
         self._together = True
         try:
             yield
@@ -143,21 +208,21 @@ class StoreQueue:
         lasts_s: float = 0.0,
         purpose: Any = pb.PURPOSE_REQUEST,
     ) -> int:
-        """Stage consecutive chunks of one prompt and part; return how many: known ones are not staged again.
+        """Stage consecutive chunks of one prompt and shard, without those that are stored; return their number.
 
         Args:
-            keys: of the chunks, in order.
-            gather: copies chunk ``i`` into the memory it is given, or starts to. Returns what waits for the copy's end,
-                in the queue's thread, and says why the chunk is not to be stored, if it is not.
-            part: whose they are.
-            shape: as which they are stored, among the registration's; by default the part's first.
-            chained: whether each is of use only where those before it are stored, too.
-            previous: key of the chunk before the first, ``None`` at the start of a prompt.
-            anchored: whether ``previous`` is known to be stored.
-            absent_since: when (monotonic) a lookup found these chunks absent: one that was stored before is gone again.
-            published: whether others may wait for them: what is dropped is withdrawn then.
-            lasts_s: seconds after which nobody needs them any more; 0: for good.
-            purpose: what they are stored for, of the wire's.
+            keys: Record keys of the chunks, in order.
+            gather: Copies chunk ``i`` into the memory that it is given, or starts to. Returns a function that waits for
+                the end of the copy, in the queue's thread, and returns why the chunk is not to be stored, or empty.
+            part: Number of the shard.
+            shape: Number of the chunk layout among the registration's; by default the shard's first.
+            chained: Each chunk is of use only with those before it.
+            previous: Key of the chunk before the first; None at the start of a prompt.
+            anchored: ``previous`` is known to be stored.
+            absent_since: Time (monotonic) at which a lookup found the chunks absent; an earlier store does not count.
+            published: Other engines may wait for them: those that are dropped are withdrawn.
+            lasts_s: Seconds after which they are of no use; 0: for good.
+            purpose: Purpose of the store, for the data plane.
         """
         with self._condition:
             reachable = not chained or previous is None or anchored or previous in self._recent
@@ -172,52 +237,59 @@ class StoreQueue:
                 if self._recent.get(key, float("-inf")) > absent_since:
                     self._recent.move_to_end(key)
                     continue
-                segment, slot = self._take_slot(part)
+                segment = self._registration.current
+                slot = self._slots.take(segment, part)
             if segment is None or slot is None:
                 self._count("dropped_full" if segment is not None else f"dropped_{self.last_error}", 1)
                 reachable = not chained
                 dropped.append(key)
                 continue
             chunk = _Staged(part, shape, key, parents[index], segment, slot, None, published, lasts_s, purpose)
-            try:  # Outside the lock: only this slot's owner touches it.
-                wait = gather(index, segment.memory[self._place(part, slot)])
-            except Exception as error:  # of the engine's making; it must not end the engine's step
-                self.details["gather_failed"] = f"{type(error).__name__}: {error}"
-                self._count("dropped_gather_failed", 1)
-                self._give_back([chunk])
+            if not self._stage(chunk, index, gather):
                 reachable = not chained
                 dropped.append(key)
                 continue
-            with self._condition:
-                self._queue.append(replace(chunk, wait=wait))
-                self.staged += 1
-                self._remember(key)
-                self._condition.notify_all()
             staged += 1
         if published:
             self._client.publish(dropped, 0)
         return staged
 
-    def _take_slot(self, part: int) -> tuple[Memory | None, int | None]:
-        """Return the memory in use, and a free slot of it, if there are any. The lock is held."""
-        segment = self._registration.current
-        free = self._free.get(segment) if segment is not None else None
-        return segment, free[part].pop(0) if free and free[part] else None
+    def _stage(self, chunk: _Staged, index: int, gather: Callable[[int, Any], Callable[[], str] | None]) -> bool:
+        """Gather a chunk into its slot and queue it; return False where that fails."""
+        try:  # without the lock: only this thread uses the slot
+            wait = gather(index, chunk.segment.memory[self._slots.place(chunk.part, chunk.slot)])
+        except Exception as error:  # a failure of the engine's copy must not end the engine's step
+            self.details["gather_failed"] = f"{type(error).__name__}: {error}"
+            self._count("dropped_gather_failed", 1)
+            self._give_back([chunk])
+            return False
+        with self._condition:
+            self._queue.append(replace(chunk, wait=wait))
+            self.staged += 1
+            self._recent.remember(chunk.key)
+            self._condition.notify_all()
+        return True
+
+    @property
+    def settled(self) -> int:
+        """Number of staged chunks, in their order, that are stored or dropped by now."""
+        with self._condition:
+            return self.staged - len(self._queue) - self._busy
 
     def remember(self, keys: Sequence[bytes]) -> None:
-        """Take note that chunks are stored already."""
+        """Record that chunks are stored."""
         with self._condition:
             for key in keys:
-                self._remember(key)
+                self._recent.remember(key)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Take note that chunks are not stored (any more)."""
+        """Record that chunks are not stored."""
         with self._condition:
             for key in keys:
                 self._recent.pop(key, None)
 
     def take_counts(self) -> dict[str, int]:
-        """Return what happened since the last call: ``stored``, ``stored_raw_bytes``, ``dropped_REASON``..."""
+        """Return the counters since the last call: ``stored``, ``stored_raw_bytes``, ``dropped_REASON``..."""
         if not self._counts:  # in most steps of an engine
             return {}
         with self._condition:
@@ -225,16 +297,16 @@ class StoreQueue:
         return dict(counts)
 
     def wait_tried(self, timeout: float) -> bool:
-        """Wait for the first attempt to connect, at most ``timeout`` seconds; return whether it succeeded."""
+        """Wait for the first attempt to connect, at most ``timeout`` seconds; return True if it succeeded."""
         return self._tried.wait(timeout) and self._registration.current is not None
 
     def idle(self) -> bool:
-        """Return whether nothing waits or is on its way."""
+        """Tell if no chunk waits or is being stored."""
         with self._condition:
             return not self._queue and not self._busy
 
     def flush(self, timeout: float) -> bool:
-        """Wait until :meth:`idle`, at most ``timeout`` seconds; return whether it is."""
+        """Wait until :meth:`idle`, at most ``timeout`` seconds; return True if it is."""
         with self._condition:
             return self._condition.wait_for(lambda: not self._queue and not self._busy, timeout)
 
@@ -248,16 +320,6 @@ class StoreQueue:
             self._condition.notify_all()
         self._thread.join(max(0.0, deadline - time.monotonic()) + 0.1)
         self._registration.close()
-
-    def _place(self, part: int, slot: int) -> slice:
-        begin = self._begins[part] + slot * self._chunk_bytes[part]
-        return slice(begin, begin + self._chunk_bytes[part])
-
-    def _remember(self, key: bytes) -> None:
-        self._recent[key] = time.monotonic()
-        self._recent.move_to_end(key)
-        if len(self._recent) > self._recent_max:
-            self._recent.popitem(last=False)
 
     def _count(self, name: str, count: int) -> None:
         with self._condition:
@@ -276,16 +338,16 @@ class StoreQueue:
                 self._store(batch)
             except Exception as error:
                 _logger.exception("storing failed")
-                self._drop(batch, "internal")
+                self._drop(batch, Reason.INTERNAL)
                 self.last_error = f"{type(error).__name__}"
                 self._registration.retire(release=True)
             finally:
                 with self._condition:
-                    self.settled += self._busy
                     self._busy = 0
                     self._condition.notify_all()
 
     def _connect(self) -> Memory | None:
+        """Return the registered memory, None where it cannot be registered now."""
         current = self._registration.current
         if current is not None or self._closing:
             return current
@@ -296,18 +358,16 @@ class StoreQueue:
             self.details[error.outcome] = str(error)
             return None
         except ConfigurationError as error:
-            if self.last_error != "no_memory":
+            if self.last_error != Reason.NO_MEMORY:
                 _logger.warning("shadowserve: nothing is stored: %s", error)
-            self.last_error = "no_memory"
+            self.last_error = Reason.NO_MEMORY
             return None
         with self._condition:
-            self._free[segment] = [list(range(self._slots)) for _ in self._chunk_bytes]
-            kept = {staged.segment for staged in self._queue} | {segment}
-            self._free = {owner: free for owner, free in self._free.items() if owner in kept}
+            self._slots.add(segment, {staged.segment for staged in self._queue})
         return segment
 
     def _next(self) -> list[_Staged] | None:
-        """Return the next batch: neighbours of one part in one segment; an empty one now and then without any."""
+        """Return the next batch of neighbouring chunks, an empty one after a failed connection; None when closing."""
         with self._condition:
             while (
                 len(self._queue) < (self._batch_chunks if self._together else 1) or self._registration.current is None
@@ -319,25 +379,14 @@ class StoreQueue:
                     return []
                 self._condition.wait()
             batch = [self._queue.popleft()]
-            while self._queue and len(batch) < self._batch_chunks:
-                last, following = batch[-1], self._queue[0]
-                neighbours = following.shape == last.shape and following.slot == last.slot + 1
-                alike = following.segment is last.segment and following.lasts_s == last.lasts_s
-                alike &= following.purpose == last.purpose
-                if not alike or not neighbours:
-                    break
+            while self._queue and len(batch) < self._batch_chunks and batch[-1].precedes(self._queue[0]):
                 batch.append(self._queue.popleft())
             self._busy = len(batch)
             return batch
 
     def _store(self, batch: list[_Staged]) -> None:
+        batch = self._wait_for_copies(batch)
         retried = False
-        for index, staged in enumerate(batch):
-            reason = staged.wait() if staged.wait is not None else ""
-            if reason:
-                self._drop(batch[index:], reason)
-                batch = batch[:index]
-                break
         while batch:
             segment = self._connect()
             if segment is None:
@@ -346,26 +395,34 @@ class StoreQueue:
             source = batch[0].segment
             if source is not segment:
                 batch = self._move(batch, segment)
-            if not source.whole():  # what was read of it may be zeros that nobody has put there
+            if not source.whole():  # bytes of truncated memory read as zeros
                 self._registration.lost(source)
-                self._drop(batch, "no_memory", "the memory that chunks wait in was made shorter; it is given up")
+                self._drop(batch, Reason.NO_MEMORY, "another process truncated the memory that chunks wait in")
                 return
             if source is not segment:
                 continue
             answer = self._call(batch)
-            if answer.reason == "unknown_memory" and not retried:
-                retried = True  # the daemon has restarted: register again, once
+            if answer.reason == Reason.UNKNOWN_MEMORY and not retried:
+                retried = True  # the data plane has restarted: register again, once
                 self._registration.retire(release=False)
                 continue
             self._settle(batch, answer)
             return
 
+    def _wait_for_copies(self, batch: list[_Staged]) -> list[_Staged]:
+        """Return the chunks up to the first that is not to be stored; drop the others."""
+        for index, staged in enumerate(batch):
+            reason = staged.wait() if staged.wait is not None else ""
+            if reason:
+                self._drop(batch[index:], reason)
+                return batch[:index]
+        return batch
+
     def _call(self, batch: list[_Staged]) -> StoreAnswer:
-        self._job_number += 1
         return self._client.store(
-            f"{self._job_prefix}-{self._job_number}",
+            next(self._job_ids),
             self._registration.memory_id,
-            self._place(batch[0].part, batch[0].slot).start,
+            self._slots.place(batch[0].part, batch[0].slot).start,
             [staged.key for staged in batch],
             [staged.parent for staged in batch],
             self._timeout,
@@ -376,27 +433,26 @@ class StoreQueue:
         )
 
     def _settle(self, batch: list[_Staged], answer: StoreAnswer) -> None:
+        """Count a batch's outcome, and free its slots."""
         self._count("stored", int(answer.stored.sum()))
         self._count("stored_raw_bytes", answer.raw_bytes)
         self._count("stored_bytes", answer.stored_bytes)
         if not answer.quiet:
-            # The daemon may still be reading these slots; nobody writes into them again.
+            # The data plane may still be reading these slots, so nothing is written into them again.
             self._registration.retire(release=True)
         self._give_back(list(itertools.compress(batch, answer.stored)))
         self._drop(list(itertools.compress(batch, ~answer.stored)), answer.reason, answer.detail)
 
     def _move(self, batch: list[_Staged], segment: Memory) -> list[_Staged]:
-        """Copy chunks from a segment that was given up into the one in use."""
+        """Copy chunks from memory that was given up into the memory in use."""
         moved: list[_Staged] = []
-        for position, staged in enumerate(batch):
+        for index, staged in enumerate(batch):
             with self._condition:
-                free = self._free[segment][staged.part]
-                fits = bool(free) and (not moved or free[0] == moved[-1].slot + 1)
-                slot = free.pop(0) if fits else None
+                slot = self._slots.take(segment, staged.part, moved[-1].slot if moved else None)
             if slot is None:
-                self._drop(batch[position:], "full")
+                self._drop(batch[index:], "full")
                 break
-            source, target = self._place(staged.part, staged.slot), self._place(staged.part, slot)
+            source, target = self._slots.place(staged.part, staged.slot), self._slots.place(staged.part, slot)
             segment.memory[target] = staged.segment.memory[source]
             moved.append(replace(staged, segment=segment, slot=slot, wait=None))
         self._give_back(batch)
@@ -415,6 +471,4 @@ class StoreQueue:
     def _give_back(self, batch: list[_Staged]) -> None:
         with self._condition:
             for staged in batch:
-                free = self._free.get(staged.segment)
-                if free is not None:
-                    free[staged.part].append(staged.slot)
+                self._slots.give_back(staged)

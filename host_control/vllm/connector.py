@@ -1,4 +1,4 @@
-"""``ShadowServeConnector``: what vLLM calls, handed on to the half that the role makes of it.
+"""``ShadowServeConnector``: vLLM's calls, forwarded to the scheduler side or the worker side.
 
 In call order, in the scheduler: ``on_new_request``, ``get_num_new_matched_tokens``, ``update_state_after_alloc``,
 ``build_connector_meta``, ``update_connector_output``, ``request_finished``; in a worker: ``register_kv_caches``,
@@ -6,15 +6,15 @@ In call order, in the scheduler: ``on_new_request``, ``get_num_new_matched_token
 ``wait_for_save``, ``get_finished``, ``get_block_ids_with_load_errors``, ``get_kv_connector_stats``,
 ``build_connector_worker_meta``.
 
-Loads are asynchronous (a request waits for its KV outside the running batch), or, without ``asynchronous_fetch`` and
-with one KV cache group, complete before the step's forward pass begins. With ``layer_order`` and one such group, a load
-of a request that would compute alone goes on while it computes, and each layer is waited for as it is needed. Both are
-for engines with one step under way at a time; others refuse to start with them (:mod:`host_control.vllm.start_check`).
+Loads are asynchronous: a request waits for its KV outside the running batch. Without ``asynchronous_fetch`` and with
+one KV cache group, they complete before the step's forward pass begins. With ``layer_order`` and one such group, a load
+of a request that would compute alone runs while it computes, and each layer is waited for when it is needed. Both are
+for engines with one step in flight at a time; others refuse to start with them (:mod:`host_control.vllm.start_check`).
 
-What is stored is what vLLM's own prefix cache has, of every KV cache group (:mod:`host_control.vllm.groups`). Without
+Every KV cache group is stored that vLLM's own prefix cache has (:mod:`host_control.vllm.groups`). Without
 ``SupportsHMA`` vLLM would give each model a single group, whose windows keep the whole context, or not start at all
-where that cannot be. Wherever ``support.py`` finds a reason, both halves are off: no request is hashed or looked up,
-nothing is matched, metadata is empty, and nobody is called, so that the engine is as without the plugin.
+where that is impossible. Wherever ``support.py`` finds a reason, both sides are off: no request is hashed or looked up,
+nothing is matched, metadata is empty, and no call is made, so that the engine is as without the plugin.
 """
 
 from typing import Any
@@ -45,8 +45,6 @@ from host_control.vllm.start_check import connector_settings, needs_one_group
 from host_control.vllm.support import UncacheableError, uncacheable
 from host_control.vllm.worker_side import WorkerSide
 from shadowserve.errors import ConfigurationError
-
-__all__ = ["ShadowServeConnector"]
 
 # Under vLLM's own logger, so that its format and level apply.
 _logger = init_logger("vllm.shadowserve")
@@ -105,7 +103,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 "reset_prefix_cache(reset_connector=True)"
             )
             return
-        # Experts change places all the time: which they are cannot be seen.
+        # Balanced experts change places all the time, so a change of their weights stays unnoticed.
         self._scheduler.epochs.watch(calls, blind=bool(getattr(vllm_config.parallel_config, "enable_eplb", False)))
 
     @staticmethod
@@ -121,16 +119,16 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return whether layers are waited for, which a graph of the whole model would leave out.
+        """Tell if steps wait for layers, which a CUDA graph of the whole model would not do.
 
-        Where layer order cannot happen, the start is refused, so no engine has such graphs in vain.
+        An engine that cannot load layer by layer refuses to start, so none gives up such graphs for nothing.
         """
         config = HostConfig.from_engine(extra_config)
         return config.layer_order and config.fetch
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: nobody depends on what this engine stores."""
+        """Tell vLLM that no engine depends on the chunks of another: this is a cache."""
         return False
 
     # ------------------------------------------------------------------ scheduler
@@ -138,9 +136,9 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take the workers' namespaces, keyed by pipeline stage and tensor-parallel rank.
+        """Start with the workers' handshakes, keyed by pipeline stage and tensor-parallel rank.
 
-        vLLM's own takes those of later stages for a mistake and ends the start.
+        vLLM's own method takes handshakes of later stages for an error and ends the start.
         """
         assert self._scheduler is not None
         # Among several connectors (MultiConnector) vLLM passes on the handshake of the first that has one.
@@ -154,42 +152,42 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._scheduler.start(shakes)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Take the engine's own rules of how long a hit may be."""
+        """Set the engine's own rules of how long a hit may be."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._groups is not None:
             self._groups.bind(kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Take the engine's blocks."""
+        """Set the engine's block pool."""
         if self._scheduler is not None:
             self._scheduler.epochs.bind(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
-        """Start looking a request up."""
+        """Start the lookup of a new request."""
         assert self._scheduler is not None
         if self._scheduler.problem:
             self._scheduler.counts.add("off_requests")
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond the local prefix can be loaded, and whether that is asynchronous."""
+        """Return how many tokens behind the local prefix can be loaded, and True if that is asynchronous."""
         assert self._scheduler is not None
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens) and self._scheduler.waits(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note the blocks that a request's KV is to be loaded into."""
+        """Load a request's KV into its new blocks."""
         assert self._scheduler is not None
         tables = blocks.get_block_ids() if num_external_tokens else ()
         self._scheduler.allocated(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Return what the workers have to do in this step."""
+        """Return the workers' tasks of this step."""
         assert self._scheduler is not None
         return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take what the workers report."""
+        """Follow the workers' reports."""
         assert self._scheduler is not None
         finished, report = connector_output.finished_recving, connector_output.kv_connector_worker_meta
         if finished or report is not None:  # as in few steps
@@ -198,70 +196,69 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; its blocks may be freed (by vLLM, after the load of an aborted one has ended).
+        """Forget a request. vLLM may free its blocks, after the load of an aborted one has ended.
 
         Returns:
-            False, and what is put into the answer as ``kv_transfer_params``.
+            False, and the ``kv_transfer_params`` of the answer.
         """
         assert self._scheduler is not None
         return False, self._scheduler.finished(request)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The same, from a ``MultiConnector`` of which another part keeps vLLM to one group."""
+        """Forget a request, for a ``MultiConnector`` whose other connectors limit vLLM to one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool | None:
-        """Serve nothing that was stored before."""
+        """Stop serving KV that was stored before."""
         return self._scheduler.reset() if self._scheduler is not None else True
 
     # ------------------------------------------------------------------ worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Take the KV caches and connect."""
+        """Register the KV caches and connect."""
         assert self._worker is not None
         try:
             self._worker.register(kv_caches)
         except ConfigurationError:
             self._worker.close()
             raise
-        except Exception as error:  # whatever it is, a cache must not stop a service
-            _logger.exception("ShadowServe: the KV caches cannot be taken")
+        except Exception as error:  # a cache must not stop a service, whatever the error is
+            _logger.exception("ShadowServe: the KV caches cannot be registered")
             self._worker.close()
             self._worker.problem = _unexpected(error)
 
     def unregister_kv_caches(self) -> None:
-        """Touch the caches no more, and give up what memory is ours: the engine goes to sleep. (vLLM 0.33)."""
+        """Release the caches and all other memory: the engine goes to sleep (vLLM 0.33)."""
         assert self._worker is not None
         self._worker.close()
 
     def restore_kv_caches(self) -> None:
-        """Go on: the engine has woken, with caches where they were. (vLLM 0.33)."""
+        """Connect again: the engine has woken, with its caches at the same addresses (vLLM 0.33)."""
         assert self._worker is not None
         self._worker.connect()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return this rank's namespace for the scheduler's half."""
+        """Return this rank's handshake for the scheduler side."""
         assert self._worker is not None
         return self._worker.handshake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Gather what preempted requests hold, before this step writes to their blocks."""
+        """Copy what preempted requests hold, before this step writes to their blocks."""
         assert self._worker is not None and isinstance(kv_connector_metadata, ShadowServeMetadata)
         self._worker.save(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Exchange: hand over this step's loads, take those that have ended; synchronous ones have, on return."""
+        """Start this step's loads and take those that have ended; in-step loads have ended on return."""
         assert self._worker is not None
         self._worker.exchange(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait until a layer is in place of what this step loads layer by layer, or that has ended, by its deadline."""
+        """Wait until a layer of this step's layerwise loads is in place, or they have ended, by their deadline."""
         assert self._worker is not None
-        if self._worker.layerwise:
-            self._worker.wait_layer(layer_name)
+        self._worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: chunks are gathered after the step, all layers at once."""
+        """No-op: chunks are gathered after the step, all layers at once."""
 
     def wait_for_save(self) -> None:
         """Gather the chunks that this step completed."""
@@ -274,18 +271,18 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         return None, results.finished_recving or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose load has ended, and those of them that have to be computed from the start."""
+        """Return the requests whose load has ended, and those of them that vLLM computes from the start."""
         assert self._worker is not None
         finished, failed = self._worker.take_finished()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that have to be computed after all."""
+        """Return the blocks that a load left without valid KV."""
         assert self._worker is not None
         return self._worker.take_bad_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Report loads that ended early or that this step waited for, and weights that have changed."""
+        """Report loads that fell short or that this step waited for, and weights that have changed."""
         assert self._worker is not None
         return self._worker.take_report()
 
@@ -297,7 +294,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     # ------------------------------------------------------------------ both
 
     def get_kv_connector_stats(self) -> ShadowServeStats | None:
-        """Return what happened since the last step. In the scheduler this is the last call for each step."""
+        """Return the metrics since the last step. In the scheduler this is the last call for each step."""
         if self._worker is not None:
             self._worker.take_store_counts()
             return self._worker.counts.take()
@@ -307,7 +304,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ShadowServeStats:
-        """Rebuild statistics that crossed a process boundary."""
+        """Rebuild metrics that crossed a process boundary."""
         return ShadowServeStats(data=data or {})
 
     @classmethod
@@ -318,11 +315,11 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> ShadowServePromMetrics:
-        """Return the counters for ``/metrics``."""
+        """Return the metrics for ``/metrics``."""
         return ShadowServePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """End threads and give shared memory back; bounded."""
+        """End threads and release shared memory, within a bounded time."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
@@ -330,14 +327,14 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
 
 def _groups(vllm_config: Any, kv_cache_config: Any, config: HostConfig) -> tuple[Groups | None, str]:
-    """Return what is stored of this engine, or why it is served without the cache."""
+    """Return the KV cache groups of this engine, or why it is served without the cache."""
     try:
         if problem := uncacheable(vllm_config, kv_cache_config):
             return None, problem
         return Groups(vllm_config, kv_cache_config, config), ""
     except UncacheableError as error:
         return None, str(error)
-    except Exception as error:  # of an engine that is like none that we know
+    except Exception as error:  # an engine of an unknown kind
         _logger.exception("ShadowServe: this engine's configuration cannot be read")
         return None, _unexpected(error)
 

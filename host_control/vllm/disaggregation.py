@@ -1,9 +1,9 @@
-"""What a request, and this engine's place among others, say of handing prompts over: ``kv_transfer_params``.
+"""P/D disaggregation as vLLM's requests carry it: ``kv_transfer_params``.
 
-A proxy in front of two pools has a prompt computed by an engine of the one and sends the same request to the other.
-Proxies after vLLM's own example say so in the request (``do_remote_decode``, then ``do_remote_prefill``) and carry what
-the first engine answers to the second one. Those for shared storage, llm-d's, say nothing: there the configuration does
-(``host.pd_role``). Whatever a proxy has put there besides is passed over, and what makes no sense counts as absent.
+A proxy in front of two pools lets an engine of one pool compute a prompt, and sends the same request to an engine of
+the other. Proxies after vLLM's own example say so in the request (``do_remote_decode``, then ``do_remote_prefill``) and
+carry the first engine's reply to the second. Proxies for shared storage, such as llm-d's, say nothing: there the
+configuration does (``host.pd_role``). Other entries are ignored, and invalid ones count as absent.
 """
 
 from collections.abc import Mapping
@@ -14,24 +14,17 @@ from host_control.disaggregation import Disaggregation
 from host_control.vllm.metrics import SlowerPaths
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = [
-    "ENDS_WITH_CHUNK",
-    "LET_GO",
-    "TAILLESS",
-    "VERSION",
-    "count_reach",
-    "count_tail",
-    "disaggregation_of",
-    "reply_of",
-]
-
 ENDS_WITH_CHUNK: Final = "with windows or states no hit may end with a prompt, and this one ends with a whole chunk"
 TAILLESS: Final = "models with states, and engines that compute drafts, have no records of prompts' tails"
-LET_GO: Final = "vLLM let go of blocks of a window before the prompt's tail was stored"
+LET_GO: Final = "vLLM freed blocks of a window before the prompt's tail was stored"
 """Why a tail is not shared."""
 
 VERSION: Final = 1
-"""Of what is under ``shadowserve``."""
+"""Version of the entry ``shadowserve``."""
+
+_PLAIN: Final = Disaggregation()
+_WAIT_S: Final = 60.0
+"""Wait of a decode engine whose proxy gives no deadline."""
 
 
 def disaggregation_of(
@@ -44,57 +37,66 @@ def disaggregation_of(
     store: bool,
     to_the_end: bool = True,
 ) -> Disaggregation:
-    """Return what a request that arrives is to be handed over with.
+    """Return a new request's disaggregation.
 
     Args:
-        request: of vLLM.
-        config: of the host.
-        chunk_tokens: tokens in a chunk.
-        block_tokens: tokens in whose multiples tails end; 0 of an engine whose prompts have no tails.
-        fetch, store: whether this engine does either at all.
-        to_the_end: whether a tail may hold the prompt's last token.
+        chunk_tokens: Tokens in a chunk.
+        block_tokens: Tails end with a multiple of this; 0 for an engine whose prompts have no tails.
+        fetch, store: This engine fetches; stores.
+        to_the_end: A tail may hold the prompt's last token.
     """
     params = _mapping(request.kv_transfer_params)
     load_most, store_most = _count(params.get("max_load_tokens")), _count(params.get("max_offload_tokens"))
-    gives = store and store_most != 0 and (config.pd_role == "prefill" or params.get("do_remote_decode") is True)
-    takes = fetch and load_most != 0 and (config.pd_role == "decode" or params.get("do_remote_prefill") is True)
-    if not (params or gives or takes):
+    publishes = store and store_most != 0 and _has_role(config, params, "prefill", "do_remote_decode")
+    waits = fetch and load_most != 0 and _has_role(config, params, "decode", "do_remote_prefill")
+    if not (params or publishes or waits):
         return _PLAIN
-    told = _mapping(params.get("shadowserve"))
-    if told.get("v") != VERSION:
-        told = {}
-    expected = min(_count(told.get("tokens")) or 0, request.num_prompt_tokens)
-    deadline_ms = _count(told.get("deadline_ms"))
-    whole = request.num_prompt_tokens // chunk_tokens * chunk_tokens
-    end = expected if expected > whole and block_tokens and expected % block_tokens == 0 else request.num_prompt_tokens
-    end = min(end, request.num_prompt_tokens - (not to_the_end))
-    tail = max(end - whole, 0) // block_tokens * block_tokens if block_tokens and (gives or takes) else 0
+    reply = _mapping(params.get("shadowserve"))
+    if reply.get("v") != VERSION:
+        reply = {}
+    expected = min(_count(reply.get("tokens")) or 0, request.num_prompt_tokens)
+    deadline_ms = _count(reply.get("deadline_ms"))
+    wait_s = min(config.pd_timeout_s, deadline_ms / 1000 if deadline_ms else _WAIT_S)
+    tail = 0
+    if block_tokens and (publishes or waits):
+        tail = _tail_tokens(request.num_prompt_tokens, expected, chunk_tokens, block_tokens, to_the_end=to_the_end)
     return Disaggregation(
-        publishes=config.pd_timeout_s if gives else 0.0,
-        waits=min(config.pd_timeout_s, deadline_ms / 1000 if deadline_ms else 60.0) if takes else 0.0,
-        expected_tokens=expected if takes else 0,
+        publishes=config.pd_timeout_s if publishes else 0.0,
+        waits=wait_s if waits else 0.0,
+        expected_tokens=expected if waits else 0,
         tail_tokens=tail,
         load_tokens_max=load_most,
         store_tokens_max=store_most,
     )
 
 
+def _has_role(config: HostConfig, params: Mapping[str, Any], role: str, param: str) -> bool:
+    return config.pd_role == role or params.get(param) is True
+
+
+def _tail_tokens(prompt: int, expected: int, chunk_tokens: int, block_tokens: int, *, to_the_end: bool) -> int:
+    """Return the tokens of a prompt's tail: whole blocks behind its last chunk, up to what the other engine stores."""
+    whole = prompt // chunk_tokens * chunk_tokens
+    end = expected if expected > whole and expected % block_tokens == 0 else prompt
+    end = min(end, prompt - (not to_the_end))
+    return max(end - whole, 0) // block_tokens * block_tokens
+
+
 def reply_of(request: Any, config: HostConfig, stored_tokens: int) -> dict[str, Any] | None:
-    """Return what the proxy is told for the engine that goes on; ``None`` where it has not asked, or nothing is stored.
+    """Return the reply to the proxy for the decode engine; None where it did not ask, or nothing is stored.
 
     Args:
-        request: that has ended.
-        config: of the host.
-        stored_tokens: leading tokens that are stored, or on their way.
+        request: vLLM's request, which has ended.
+        stored_tokens: Leading tokens that are stored, or are being stored.
     """
     if _mapping(request.kv_transfer_params).get("do_remote_decode") is not True or not stored_tokens:
         return None
-    told = {"v": VERSION, "tokens": stored_tokens, "deadline_ms": int(1000 * config.pd_timeout_s)}
-    return {"do_remote_prefill": True, "do_remote_decode": False, "shadowserve": told}
+    reply = {"v": VERSION, "tokens": stored_tokens, "deadline_ms": int(1000 * config.pd_timeout_s)}
+    return {"do_remote_prefill": True, "do_remote_decode": False, "shadowserve": reply}
 
 
 def count_tail(slower: SlowerPaths, disaggregation: Disaggregation, why: str, chunk_tokens: int) -> None:
-    """Count a prompt whose tail is not shared between its engines, if it is computed for another one at all."""
+    """Count a prompt that two engines share, and its tail not."""
     if disaggregation.publishes or disaggregation.waits:
         slower.add(
             "prompt_tail_not_shared",
@@ -104,28 +106,26 @@ def count_tail(slower: SlowerPaths, disaggregation: Disaggregation, why: str, ch
 
 
 def count_reach(slower: SlowerPaths, disaggregation: Disaggregation, reach: int) -> None:
-    """Count a prompt that is computed for another engine which does not hear of it through the store.
+    """Count a published prompt that its decode engine does not learn of through storage.
 
     Args:
-        slower: to count in.
-        disaggregation: of the prompt.
-        reach: of what its engine publishes, a ``Reach`` of the wire.
+        slower: Counter.
+        disaggregation: Disaggregation of the prompt.
+        reach: Engines that learn of what this engine publishes, a ``Reach`` of the wire.
     """
     if reach == pb.REACH_DATA_PLANE and disaggregation.publishes:
         slower.add(
             "pages_stay_here",
-            "with host.pages what a prefill engine stores stays in the tiers of its data plane, and decode engines of "
-            "other data planes compute it; give both engines one data plane, or switch host.pages off",
+            "with host.pages the chunks of a prefill engine stay in the tiers of its data plane, and decode engines of "
+            "other data planes compute them; give both engines one data plane, or switch host.pages off",
         )
     elif reach == pb.REACH_NONE and disaggregation.publishes:
         slower.add(
             "no_publishing",
-            "storage publishes no chunks (Redis, Valkey and clusters of them), so a decode engine takes what it finds "
-            "there, or waits for what its proxy says; use a storage node of ShadowServe for P/D disaggregation",
+            "storage publishes no chunks (Redis, Valkey and clusters of them), so a decode engine loads the chunks "
+            "that are stored, or waits for those that its proxy names; use a storage node of ShadowServe for P/D "
+            "disaggregation",
         )
-
-
-_PLAIN: Final = Disaggregation()
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

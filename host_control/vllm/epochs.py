@@ -1,4 +1,4 @@
-"""Epochs: the times between two changes of an engine's weights. KV of one is of no use in another."""
+"""Epochs: periods between two changes of an engine's weights. KV of one epoch is invalid in another."""
 
 import logging
 import secrets
@@ -6,33 +6,31 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-__all__ = ["WEIGHTS_CHANGED", "Epochs"]
-
 WEIGHTS_CHANGED: Final = (
-    "ShadowServe: the weights of this engine have changed, without a reset of the connector. This engine does not load "
-    "any more what was stored before, and does not store what running requests hold. vLLM's own prefix cache may still "
-    "serve KV of the old weights; behind such a prefix nothing is loaded or stored until that cache is emptied. After "
-    "a change of weights call reset_prefix_cache(reset_connector=True), or POST "
+    "ShadowServe: the weights of this engine have changed, and the connector was not reset. From now on this engine "
+    "does not load KV that was stored before, and does not store KV of running requests. vLLM's own prefix cache may "
+    "still serve KV of the old weights; behind such a prefix nothing is loaded or stored until that cache is emptied. "
+    "After a change of weights call reset_prefix_cache(reset_connector=True), or POST "
     "/reset_prefix_cache?reset_external=true"
 )
 
 _UNKNOWN: Final = object()
 _PAUSE_S: Final = 5.0
-"""Without a step, after which the weights may be others: what changes them takes its time."""
+"""Time without a step after which the weights may have changed: loading other weights takes longer."""
 
 
 class Epochs:
-    """The epoch that an engine is in, and whether its own prefix cache has KV of an earlier one.
+    """Tracks the epoch of an engine, and if its own prefix cache may have KV of an earlier one.
 
-    The first epoch is the empty text: engines that never change their weights share what they store. Each later one has
-    a name that nobody else has. Stored chunks cannot be taken back from others, so they keep theirs.
+    The first epoch is the empty text: engines that never change their weights share their chunks. Each later epoch has
+    a unique name. Chunks that are stored already keep their epoch.
 
     Attributes:
-        current: name of the epoch.
-        doubts: how often the weights may have been changed so far, as far as the scheduler can see: calls to the
-            engine, an emptied prefix cache, pauses.
-        agreed: of these, the last after which all ranks have found the epoch's weights.
-        ranks: of the engine.
+        current: Name of the epoch.
+        doubts: How often the weights may have changed so far, as far as the scheduler can see: calls to the engine, an
+            emptied prefix cache, pauses.
+        agreed: The last doubt after which all ranks have found the epoch's weights.
+        ranks: Number of ranks of the engine.
     """
 
     def __init__(self) -> None:
@@ -48,25 +46,25 @@ class Epochs:
         self._settled: dict[int, int] = {}
 
     def bind(self, block_pool: Any) -> None:
-        """Take the engine's blocks."""
+        """Set the engine's block pool."""
         self._pool = block_pool
         self._seen = (self._seen[0], self._blocks())
 
     def watch(self, calls: Callable[[], int], *, blind: bool) -> None:
-        """Take what counts calls to the engine.
+        """Watch calls to the engine.
 
         Args:
-            calls: returns how many there have been.
-            blind: workers cannot see all of their weights.
+            calls: Returns the number of calls so far.
+            blind: Workers cannot read all of their weights.
         """
         self._calls, self._blind = calls, blind
         self._seen = (calls(), self._seen[1])
 
     def look(self, logger: logging.Logger) -> bool:
-        """Note, in each step, whether the weights may have been changed.
+        """Look, in each step, for signs that the weights may have changed.
 
         Returns:
-            Whether they have to be taken for changed, since no worker can see all of them.
+            True if they count as changed, because no worker can read all of them.
         """
         now_s, seen = time.monotonic(), (self._calls(), self._blocks())
         called = seen[0] != self._seen[0] or seen[1] is not self._seen[1]
@@ -74,17 +72,17 @@ class Epochs:
             self._seen = seen
             self.doubts += 1
             if not called and self.agreed == self.doubts - 1:
-                self.agreed = self.doubts  # a pause alone: each rank looks at its own weights
+                self.agreed = self.doubts  # a pause alone: each rank checks its own weights
         self._stepped_s = now_s
         if called and self._blind:
             logger.warning(
                 "ShadowServe: this engine was called, or its prefix cache emptied, and not all of its weights can be "
-                "seen (enable_eplb): they are taken for changed, and what was stored before is not loaded any more"
+                "read (enable_eplb): they count as changed, and KV that was stored before is not loaded any more"
             )
         return called and self._blind
 
     def settled(self, doubts: Mapping[int, int]) -> None:
-        """Take after which doubts so many more ranks have found the epoch's weights."""
+        """Count the ranks that have found the epoch's weights after each doubt."""
         for doubt, ranks in doubts.items():
             self._settled[doubt] = self._settled.get(doubt, 0) + ranks
             if self._settled[doubt] >= self.ranks:
@@ -93,23 +91,23 @@ class Epochs:
             self._settled = {doubt: ranks for doubt, ranks in self._settled.items() if doubt > self.agreed}
 
     def begin(self) -> None:
-        """Begin another epoch; all that the engine holds is of an earlier one."""
+        """Start another epoch: all KV that the engine holds is of an earlier one."""
         self.current = secrets.token_hex(16)
         blocks, pool = self._blocks(), self._pool
-        # One block is always in use, and stands for none.
+        # One block is always in use: vLLM's null block.
         empty = blocks is not _UNKNOWN and not blocks and pool.get_num_free_blocks() >= pool.num_gpu_blocks - 1
         self._old_blocks = None if empty else blocks
 
     def evict(self, blocks: Iterable[int]) -> None:
-        """Take blocks out of the engine's own prefix cache: what they hold is not what it takes them for."""
+        """Evict blocks from the engine's own prefix cache, because their KV is invalid."""
         if self._pool is not None:
             self._pool.evict_blocks(set(blocks))
 
     @property
     def own_cache_is_old(self) -> bool:
-        """Whether the engine's own prefix cache may have KV of an earlier epoch: it was not emptied since."""
+        """The engine's own prefix cache may have KV of an earlier epoch: it was not emptied since."""
         return self._old_blocks is not None and self._blocks() is self._old_blocks
 
     def _blocks(self) -> Any:
-        """Return the table of blocks in the engine's prefix cache: vLLM empties it by making another one."""
+        """Return the table of blocks in the engine's prefix cache; vLLM empties the cache by making a new one."""
         return getattr(self._pool, "cached_block_hash_to_block", _UNKNOWN)

@@ -1,14 +1,14 @@
-"""What the policy of :mod:`host_control.fetch_policy` is told of vLLM's loads, and what becomes of its decisions.
+"""Runs the fetch-or-recompute policy of :mod:`host_control.fetch_policy` for vLLM's loads.
 
-Where ``fetch_or_recompute`` is off it decides for prompts alone of which something is cold: whether to wait for that.
-All others are fetched, and tell how long that takes.
+Where ``fetch_or_recompute`` is off, the policy decides only for prompts with cold chunks: whether to wait for these.
+All other prompts are fetched, and their times are learned from.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from host_control.config import HostConfig
 from host_control.fetch_policy import Decision, FetchOrRecompute, Hit
@@ -17,34 +17,39 @@ from host_control.interference.table import ComputeTable
 from host_control.lookup import LookupAnswer
 from host_control.vllm.groups import Groups
 from host_control.vllm.metrics import Counts
+from host_control.vllm.requests import Load, RequestState
 from host_control.vllm.timing import scheduled_requests
-from host_control.vllm.tracked import Tracked
 from shadowserve.tier import Tier
 
-__all__ = ["PolicyRunner"]
-
 _STEPS_TO_STORE: Final = 2
+"""The lookup's answer is used from a request's second step on."""
 
 _STEPS_MAX: Final = 64
-"""More than any engine has under way. Whoever does not say that steps have ended has none measured."""
+"""More steps than any engine overlaps; the measurements of an engine that never reports a step's end are dropped."""
 
-Tell = Callable[[Decision, int, float], None]
+Report = Callable[[Decision, int, float], None]
 """Takes a decision, the prompt's tokens, and the seconds to its first token."""
 
 
+class _FirstToken(NamedTuple):
+    """A request that waits for its first token, since a time."""
+
+    decision: Decision
+    tokens: int
+    since: float
+
+
 class PolicyRunner:
-    """Decides for vLLM's scheduler, and counts. On the engine's thread alone.
+    """Decides for vLLM's scheduler, and counts. Used on the engine's thread only.
 
     Args:
-        config: of the host.
-        table: of how long the engine computes.
-        loads: of how long loads take.
-        rate: returns the bytes a second that loads are delivered at now; 0: no bound.
-        chunk_tokens: tokens in a chunk.
-        step_tokens: that a step computes at most.
-        counts: of the connector.
-        tell: is told what came of each decision.
-        clock: seconds, monotonic.
+        table: Measured computing times.
+        loads: Measured load times.
+        rate: Returns the bytes a second that loads are delivered at now; 0: unlimited.
+        chunk_tokens: Tokens in a chunk.
+        step_tokens: Most tokens that a step computes.
+        report: Receives the result of each decision.
+        clock: Seconds, monotonic.
     """
 
     def __init__(
@@ -57,7 +62,7 @@ class PolicyRunner:
         chunk_tokens: int,
         step_tokens: int,
         counts: Counts,
-        tell: Tell,
+        report: Report,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy = FetchOrRecompute(
@@ -73,87 +78,85 @@ class PolicyRunner:
         self._chunk_tokens = chunk_tokens
         self._layers = self._layerwise_chunks = self._delivered_chunk_bytes = 0
         self._counts = counts
-        self._tell = tell
+        self._report = report
         self._clock = clock
-        # Of each step under way those whose first token it brings: what was decided, tokens, and since when they wait.
-        self._firsts: deque[list[tuple[Decision, int, float]]] = deque(maxlen=_STEPS_MAX)
-        self._waiting: dict[str, tuple[Decision, int, float]] = {}  # for the step of their first token
-        self._loads: dict[str, tuple[Decision, float]] = {}  # and since when
-        self._in_steps: set[str] = set()  # those loads that a step waits for itself
-        self._load_seconds: dict[str, float] = {}  # of their ranks that have reported
-        self._chunk_bytes = 0.0  # as was last said
-        self._nearest = Tier.STORAGE  # that any chunk was in so far
+        self._waiting: dict[str, _FirstToken] = {}
+        # The same requests, once a step computes their first token: a list for each step in flight.
+        self._first_tokens: deque[list[_FirstToken]] = deque(maxlen=_STEPS_MAX)
+        self._chunk_bytes = 0.0  # of the last lookup that told it
+        self._nearest = Tier.STORAGE  # nearest tier of any chunk so far
 
     def start(self, layers: int, layerwise_chunks: int, chunk_bytes: int) -> None:
-        """Take what the workers say.
+        """Set what the workers report.
 
         Args:
-            layers: that may be loaded one by one; 0 where none may.
-            layerwise_chunks: that a load may have which goes layer by layer.
-            chunk_bytes: that a rank is delivered for each chunk.
+            layers: Layers that can be loaded one by one; 0 where none can.
+            layerwise_chunks: Most chunks of a load that goes layer by layer.
+            chunk_bytes: Bytes that a rank is delivered for each chunk.
         """
         self._layers, self._layerwise_chunks, self._delivered_chunk_bytes = layers, layerwise_chunks, chunk_bytes
 
-    def usable(self, tracked: Tracked, answer: LookupAnswer, rules: Groups, usable: int, *, layerwise: bool) -> int:
-        """Return how many tokens are to be loaded of those that can, by prediction; and note in which way.
+    # ------------------------------------------------------------------ decisions
+
+    def usable(self, state: RequestState, answer: LookupAnswer, groups: Groups, usable: int, *, layerwise: bool) -> int:
+        """Decide for a hit; return how many tokens to load, and set the decision and the way of the request's load.
 
         Args:
-            tracked: the request.
-            answer: to its lookup.
-            rules: of the engine's groups.
-            usable: tokens behind those that the engine has itself.
-            layerwise: whether it may go layer by layer.
+            answer: Answer of its lookup.
+            groups: KV cache groups of the engine.
+            usable: Tokens behind the engine's own prefix that can be loaded.
+            layerwise: The load may go layer by layer.
         """
-        local, end = tracked.local_tokens, tracked.local_tokens + usable
+        load, local = state.load, state.load.local_tokens
+        end = local + usable
         hit = replace(
-            self._hit(tracked, end, layerwise=layerwise),
+            self._hit(state, end, layerwise=layerwise),
             chunk_bytes=answer.chunk_bytes,
             tiers=answer.tiers[local // self._chunk_tokens : -(-end // self._chunk_tokens)],
             cold_seconds=answer.cold_seconds,
         )
-        decision = tracked.decision = self.decide(hit)
+        decision = load.decision = self.decide(hit)
         if decision.kind == "configured":
             return usable
         if decision.way == "compute":
             return 0
-        tracked.layerwise = decision.way == "layers"
+        load.layerwise = decision.way == "layers"
         if decision.end_tokens == end or not answer.present:
             return usable
-        return rules.hit_tokens(answer.present, decision.end_tokens + 1) - local
+        return groups.hit_tokens(answer.present, decision.end_tokens + 1) - local
 
-    def computes_anyway(self, tracked: Tracked, *, layerwise: Callable[[], bool], stores: bool) -> bool:
-        """Return whether a prompt is to be computed though all of it were stored: then no lookup is waited for.
+    def computes_anyway(self, state: RequestState, *, layerwise: Callable[[], bool], stores: bool) -> bool:
+        """Tell if computing a prompt is best even if all of it is stored; then the lookup is not waited for.
 
         Args:
-            tracked: the request.
-            layerwise: whether it may go layer by layer.
-            stores: whether what is computed is stored. What is stored already is known by the request's second step,
-                which may decode, so one that has a single one waits for its lookup.
+            layerwise: Tells if a load may go layer by layer.
+            stores: This engine stores what it computes. Its second step needs the lookup's answer for that, so a
+                request of a single step waits for the lookup.
         """
-        disaggregation = tracked.disaggregation
-        if not self._always or tracked.foreseen or disaggregation.waits or disaggregation.publishes:
+        disaggregation = state.disaggregation
+        if not self._always or state.foreseen or disaggregation.waits or disaggregation.publishes:
             return False
-        tracked.foreseen = True
-        tokens = tracked.request.num_tokens
+        state.foreseen = True
+        tokens = state.request.num_tokens
         end = min(tokens // self._chunk_tokens * self._chunk_tokens, tokens - 1)
-        hit = self._hit(tracked, end, layerwise=layerwise())
+        hit = self._hit(state, end, layerwise=layerwise())
         hit = replace(hit, tiers=bytes([self._nearest]) * (end // self._chunk_tokens + 1))
-        if hit.end_tokens <= hit.local_tokens or (stores and tracked.request.max_tokens < _STEPS_TO_STORE):
+        if hit.end_tokens <= hit.local_tokens or (stores and state.request.max_tokens < _STEPS_TO_STORE):
             return False
         decision = self.decide(hit)
         if decision.kind == "compute":
-            tracked.decision = decision
+            state.load.decision = decision
         return decision.kind == "compute"
 
-    def found(self, tiers: bytes) -> None:
-        """Take note of where the chunks were that a lookup has found."""
+    def note_tiers(self, tiers: bytes) -> None:
+        """Record the tiers of a lookup's chunks."""
         self._nearest = Tier(min(filter(None, (*tiers, self._nearest))))
 
-    def _hit(self, tracked: Tracked, end: int, *, layerwise: bool) -> Hit:
+    def _hit(self, state: RequestState, end: int, *, layerwise: bool) -> Hit:
         rate = self._rate()
         return Hit(
-            tokens=tracked.request.num_tokens,
-            local_tokens=tracked.local_tokens,
+            tokens=state.request.num_tokens,
+            local_tokens=state.load.local_tokens,
             end_tokens=end,
             delivery_seconds=self._delivered_chunk_bytes / rate if rate else 0.0,
             layers=self._layers if layerwise else 0,
@@ -161,64 +164,57 @@ class PolicyRunner:
         )
 
     def decide(self, hit: Hit) -> Decision:
-        """Return what is best for a prompt now; where nobody has said how large a chunk is, it is as those before."""
+        """Return the best decision for a hit; a hit of unknown chunk size counts as large as the last one."""
         self._chunk_bytes = hit.chunk_bytes or self._chunk_bytes
         hit = replace(hit, chunk_bytes=self._chunk_bytes)
         decide = self._policy.decide if self._always or Tier.COLD in hit.tiers else self._policy.configured
         return decide(hit, self._clock())
 
-    def begin(self, request_id: str, decision: Decision, tokens: int, *, in_step: bool = False) -> None:
-        """A request of so many tokens has blocks, and goes on as was decided; its load goes on in its own step."""
-        now = self._clock()
-        self._policy.begin(request_id, decision, now)
+    # ------------------------------------------------------------------ results of decisions
+
+    def follow(self, state: RequestState, decision: Decision) -> None:
+        """Record that a request has blocks and continues as decided."""
+        request, now = state.request, self._clock()
+        self._policy.begin(request.request_id, decision, now)
         if decision.way != "compute":
-            self._loads[request_id] = decision, now
-            if in_step:
-                self._in_steps.add(request_id)
+            state.load.decision, state.load.began_s = decision, now
         if decision.kind == "configured":
             return
-        self._waiting[request_id] = decision, tokens, now
+        self._waiting[request.request_id] = _FirstToken(decision, request.num_tokens, now)
         self._counts.add("decisions", reason=decision.kind)
         self._counts.add("cold_seconds", decision.cold_seconds, reason=decision.kind)
 
     def forget(self, request_id: str) -> None:
-        """A request has ended, perhaps with its first token; a load of it may still be under way."""
+        """Forget a request that has ended; its load may still run."""
         self._waiting.pop(request_id, None)
 
-    def loaded(self, seconds: Mapping[str, float], finished: Collection[str], in_steps: Collection[str]) -> None:
-        """Take what the workers say: how long loads took, and which have ended, asynchronous ones or in their steps."""
-        for request_id, taken in seconds.items():
-            if request_id in self._loads:
-                self._load_seconds[request_id] = max(taken, self._load_seconds.get(request_id, 0.0))
-        for request_id in {*finished, *self._in_steps.intersection(in_steps)}:
-            self._in_steps.discard(request_id)
-            taken = self._load_seconds.pop(request_id, 0.0)
-            if (load := self._loads.pop(request_id, None)) is not None:
-                (decision, since), now = load, self._clock()
-                self._policy.ended(request_id, now)
-                if taken:
-                    # While it waits for what is cold, others have their turn: it begins before it has its own.
-                    if decision.load_cold_seconds:
-                        taken = max(taken, now - since - decision.queued_seconds)
-                    self._policy.fetched(decision, taken)
-
-    # ------------------------------------------------------------------ each step
+    def load_ended(self, load: Load) -> None:
+        """Learn from a load that has ended."""
+        if (decision := load.decision) is None:
+            return
+        now, seconds = self._clock(), load.seconds
+        self._policy.ended(load.request_id, now)
+        if seconds:
+            # While a load waits for cold chunks other loads run, so its own time begins with the wait.
+            if decision.load_cold_seconds:
+                seconds = max(seconds, now - load.began_s - decision.queued_seconds)
+            self._policy.fetched(decision, seconds)
 
     def step(self, output: Any) -> None:
-        """A step is scheduled."""
-        first: list[tuple[Decision, int, float]] = []
-        self._firsts.append(first)
+        """Record which requests a scheduled step brings their first token."""
+        first: list[_FirstToken] = []
+        self._first_tokens.append(first)
         for request_id, computed, new in scheduled_requests(output) if self._waiting else ():
-            if (waiting := self._waiting.get(request_id)) is not None and computed + new >= waiting[1]:
+            if (waiting := self._waiting.get(request_id)) is not None and computed + new >= waiting.tokens:
                 first.append(self._waiting.pop(request_id))
 
     def stepped(self, *, learnt: bool) -> None:
-        """The oldest step that is under way has ended; ``learnt``: it has shown how long prompts take."""
+        """Report the results of the oldest step, which has ended; ``learnt``: it measured how long prompts take."""
         if learnt:
             self._policy.computed()
         now = self._clock()
-        for decision, tokens, since in self._firsts.popleft() if self._firsts else ():
+        for decision, tokens, since in self._first_tokens.popleft() if self._first_tokens else ():
             if decision.seconds:
                 self._counts.add("predicted_seconds", decision.seconds, reason=decision.kind)
                 self._counts.add("first_token_seconds", now - since, reason=decision.kind)
-            self._tell(decision, tokens, now - since)
+            self._report(decision, tokens, now - since)

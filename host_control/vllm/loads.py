@@ -1,8 +1,8 @@
-"""Loads: what each takes of each KV cache group, and which way it goes.
+"""Loads: which chunks a load takes of each KV cache group, and which way it takes.
 
-It goes beside other requests, within the step that computes on it, or by layers in that step. The scheduler's half
-decides, counts each load that goes a slower way than configured, and writes the way into the
-:class:`~host_control.vllm.metadata.LoadOperation`. The worker's half follows that and has no rule of its own.
+A load runs in parallel with other requests, or before the step that computes on it, or layer by layer within that step.
+The scheduler side decides, counts each load that takes a slower way than configured, and writes the way into the
+:class:`~host_control.vllm.metadata.LoadOperation`. The worker side has no rule of its own.
 """
 
 from collections.abc import Sequence
@@ -10,74 +10,100 @@ from importlib.metadata import entry_points
 from typing import Any, Final
 
 from host_control.config import HostConfig
-from host_control.lookup import LookupAnswer
+from host_control.lookup import LookupAnswer, PrefixLookup
 from host_control.vllm.groups import Group, Groups
 from host_control.vllm.metadata import GroupLoad
 from host_control.vllm.metrics import SlowerPaths
-from host_control.vllm.tracked import Tracked
-
-__all__ = ["LoadWays", "group_loads", "has_own_logits_processors"]
+from host_control.vllm.requests import Load, RequestState
 
 _DETAILS: Final = {
     "several_groups": "asynchronous_fetch: false is configured, and this engine has several KV cache groups, windows, "
-    "recurrent state or draft layers; its requests wait for their loads beside others",
-    "seed": "the outcome of a request with a seed depends on its random generator, which vLLM does not set back when a "
-    "load falls short; such requests wait for their loads beside others",
-    "sampling_state": "a thinking token budget or a custom logits processor keeps state, which vLLM does not set back "
-    "when a load falls short; such requests wait for their loads beside others",
+    "recurrent state or draft layers; its requests wait for their loads outside the running batch",
+    "seed": "the outcome of a request with a seed depends on its random generator, which vLLM does not reset when a "
+    "load falls short; such requests wait for their loads outside the running batch",
+    "sampling_state": "a thinking token budget or a custom logits processor keeps state, which vLLM does not reset "
+    "when a load falls short; such requests wait for their loads outside the running batch",
     "beyond_fetch_buffer": "layer_order is configured, and a load has more chunks than fetch_buffer_bytes holds; it "
     "goes chunk by chunk. Raise fetch_buffer_bytes, or chunk_tokens where it holds 128 chunks already",
     "other_requests": "layer_order is configured, and other requests run or load; such loads go chunk by chunk, so "
     "that the others do not wait for them",
     "shard_layout": "layer_order is configured, and the records are of an engine with another number of tensor-parallel"
     " ranks or pipeline stages; they go chunk by chunk",
-    "preempted": "layer_order is configured, and a load brings back what a preempted request held, which is stored "
-    "apart from the records that others share; it goes chunk by chunk",
+    "preempted": "layer_order is configured, and a load brings back the KV of a preempted request, which is stored "
+    "apart from the records that requests share; it goes chunk by chunk",
     "pending_chunks": "layer_order is configured, and a load waits for chunks that another engine is still storing, "
     "or that are in object storage alone; it goes chunk by chunk",
     "no_publishing": "a request is to wait for chunks that another engine is storing, and storage publishes no chunks "
-    "(Redis, Valkey and clusters of them do not); it loads what is stored when it looks. Use a storage node of "
-    "ShadowServe, or a proxy that carries kv_transfer_params (docs/disaggregation.md)",
+    "(Redis, Valkey and clusters of them do not); it loads the chunks that are stored by then. Use a storage node "
+    "of ShadowServe, or a proxy that carries kv_transfer_params (docs/disaggregation.md)",
 }
-"""What each reason's log line says. docs/combinations.md has the same reasons."""
+"""Log lines by reason. docs/combinations.md has a row for each reason."""
 
 
 def has_own_logits_processors(vllm_config: Any) -> bool:
-    """Return whether the engine runs logits processors that are not vLLM's own, which may keep state."""
+    """Tell if the engine runs logits processors that are not vLLM's own, which may keep state."""
     model = getattr(vllm_config, "model_config", None)
     return bool(getattr(model, "logits_processors", None) or entry_points(group="vllm.logits_processors"))
 
 
 def group_loads(
-    tracked: Tracked, groups: Sequence[Group], tables: Sequence[list[int]], end_tokens: int, chunk_tokens: int
+    load: Load, groups: Sequence[Group], tables: Sequence[list[int]], end_tokens: int, chunk_tokens: int
 ) -> dict[int, GroupLoad]:
-    """Return what a load up to ``end_tokens`` takes of each group, by the group's index.
+    """Return the chunks that a load up to ``end_tokens`` takes of each group, by the group's index.
 
     Raises:
-        ValueError: a block that the engine expects to be filled is in no record.
+        ValueError: vLLM expects KV in a block that no record has.
     """
-    assert tracked.offered is not None, "blocks for a load that was not offered"
-    loads, tail = {}, end_tokens == tracked.offered_tail
+    assert load.chunk_keys is not None, "blocks were allocated for a load that was not offered"
+    loads, tail = {}, end_tokens == load.tail_end
     for group in groups:
-        chunks, blocks = group.wanted(tables[group.index], tracked.local_tokens, end_tokens, tail=tail)
-        chunk_keys = [tracked.offered[chunk] for chunk in chunks.tolist()]
-        numbers = (chunks - tracked.local_tokens // chunk_tokens).tolist()
+        chunks, blocks = group.wanted(tables[group.index], load.local_tokens, end_tokens, tail=tail)
+        chunk_keys = [load.chunk_keys[chunk] for chunk in chunks.tolist()]
+        numbers = (chunks - load.local_tokens // chunk_tokens).tolist()
         loads[group.index] = GroupLoad(chunk_keys, blocks.reshape(-1).tolist(), numbers)
     return loads
 
 
+def usable_tokens(state: RequestState, answer: LookupAnswer, groups: Groups) -> int:
+    """Return how many of the stored tokens behind the engine's own prefix a load can bring."""
+    save, local = state.current_save, state.load.local_tokens
+    tail_end = state.tail_end if save is None else save.tokens
+    tokens = groups.with_tail(tail_end, int(state.request.num_tokens)) if answer.tail else answer.tokens
+    most = state.disaggregation.load_tokens_max
+    if most is not None and tokens - local > most:
+        end = (local + most) // groups.chunk_tokens * groups.chunk_tokens
+        tokens = groups.hit_tokens(answer.present, end + 1) if answer.present else 0
+    return tokens - local
+
+
+def note_chunk_keys(
+    state: RequestState, answer: LookupAnswer, lookup: PrefixLookup, usable: int, chunk_tokens: int
+) -> None:
+    """Set the keys of the chunks that a load of ``usable`` tokens takes, and where its tail ends."""
+    save, load, request_id = state.current_save, state.load, state.request.request_id
+    chunk_keys = lookup.chunk_keys(request_id)
+    load.tail_end = 0
+    if save is not None and (answer.tail or chunk_keys is None or save.apart):
+        chunk_keys, load.tail_end = save.chunk_keys, save.tokens if save.tail_tokens else 0
+    elif answer.tail and chunk_keys is not None:
+        whole = state.tail_end // chunk_tokens
+        chunk_keys = [*chunk_keys[:whole], *lookup.tail(request_id)]
+        end = load.local_tokens + usable
+        load.tail_end = end if end > whole * chunk_tokens else 0
+    load.chunk_keys = chunk_keys
+
+
 class LoadWays:
-    """Decides which way each load goes. On the engine's thread alone.
+    """Chooses the way of each load. Used on the engine's thread only.
 
     Args:
-        config: of the host.
-        groups: of the engine; ``None`` where the plugin is off.
-        slower: counts the loads that go a slower way than configured.
-        sampling_state: the engine runs logits processors that may keep state.
+        groups: KV cache groups of the engine; None where the plugin is off.
+        slower: Counts the loads that take a slower way than configured.
+        sampling_state: The engine runs logits processors that may keep state.
 
     Attributes:
         in_step: ``asynchronous_fetch: false`` is configured: steps that compute on loads wait for them.
-        layerwise_chunks: of the longest load that can go by layers; 0 where none can.
+        layerwise_chunks: Chunks of the longest load that can go layer by layer; 0 where none can.
     """
 
     def __init__(
@@ -90,19 +116,18 @@ class LoadWays:
         self.layerwise_chunks = 0
 
     def goes_in_step(self, request: Any) -> bool:
-        """Return whether the step that computes on a load waits for all of it first."""
-        return self.in_step and not self._kept_beside(request)
+        """Tell if the step that computes on a load waits for all of it first."""
+        return self.in_step and not self._why_not_in_step(request)
 
     def not_by_layers(self, request: Any, *, pending: bool, other_records: str, alone: bool) -> str:
-        """Return why a load may not go by layers, however short it is, in an engine where some do; empty where it may.
+        """Return the reason why a load cannot go layer by layer, whatever its length; empty if it can.
 
         Args:
-            request: of vLLM.
-            pending: other engines still store some of its chunks.
-            other_records: reason for which its records are not those that this engine stores for others; or empty.
-            alone: no other request runs or loads.
+            pending: Other engines still store some of its chunks.
+            other_records: Reason where its records are not the ones that this engine stores for others, or empty.
+            alone: No other request runs or loads.
         """
-        if reason := self._kept_beside(request):
+        if reason := self._why_not_in_step(request):
             return reason
         if pending:
             return "pending_chunks"
@@ -110,26 +135,26 @@ class LoadWays:
             return other_records
         return "" if alone else "other_requests"
 
-    def looked_up(self, answer: LookupAnswer) -> None:
+    def count_lookup(self, answer: LookupAnswer) -> None:
         """Count a lookup that could not wait for chunks that another engine is storing."""
         if answer.unpublished:
             self._slower.add("no_publishing", _DETAILS["no_publishing"])
 
-    def begin(self, request: Any, why_not_by_layers: str) -> None:
-        """Count a load that begins, where it goes a slower way than configured."""
-        reason = self._kept_beside(request) if self.in_step else ""
+    def count_load(self, request: Any, not_layerwise: str) -> None:
+        """Count a load that takes a slower way than configured."""
+        reason = self._why_not_in_step(request) if self.in_step else ""
         if not reason and self.layerwise_chunks:
-            reason = why_not_by_layers
+            reason = not_layerwise
         if reason:
             self._slower.add(reason, _DETAILS[reason])
 
-    def _kept_beside(self, request: Any) -> str:
-        """Return why no step may compute on this request's load before it has ended; empty where one may.
+    def _why_not_in_step(self, request: Any) -> str:
+        """Return the reason why no step may compute on this request's load before the load has ended, or empty.
 
-        vLLM drops what that step has sampled when the load falls short, and runs it again. Whatever else the step has
-        moved on by then, and vLLM's model runner does not set back, would change the request's tokens.
+        vLLM discards what such a step sampled when the load falls short, and runs the step again. State that the step
+        advanced, and that vLLM's model runner does not reset, would change the request's tokens.
         """
-        if self._several_groups:  # of these vLLM takes no single blocks that a load left out
+        if self._several_groups:  # with several groups vLLM cannot recompute single blocks
             return "several_groups"
         sampling = request.sampling_params
         if sampling is not None and sampling.seed is not None:

@@ -1,4 +1,4 @@
-"""What the connector's two roles tell each other: plain data, pickled by vLLM between its own processes."""
+"""Messages between the connector's scheduler side and worker side: plain data that vLLM pickles between processes."""
 
 from dataclasses import dataclass, field
 
@@ -8,20 +8,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from host_control.disaggregation import Arrived
-
-__all__ = ["GroupLoad", "LoadOperation", "ShadowServeMetadata", "StoreOperation", "WorkerHandshake", "WorkerReport"]
+from host_control.disaggregation import Available
 
 
 @dataclass
 class GroupLoad:
-    """What a load takes of one group.
+    """Chunks that a load takes of one KV cache group.
 
     Attributes:
-        chunk_keys: of the chunks, in order, which name them for all ranks.
-        blocks: that their records go to, chunk after chunk; NOWHERE for those that hold the right KV already and may be
-            shared, and for what vLLM keeps no block for.
-        chunks: their numbers, counted from the load's first.
+        chunk_keys: Keys of the chunks, in order.
+        blocks: Blocks of the chunks' records, chunk after chunk; NOWHERE for blocks that hold valid KV already and may
+            be shared, and for blocks that vLLM does not keep.
+        chunks: Numbers of the chunks, counted from the load's first.
     """
 
     chunk_keys: list[bytes]
@@ -31,43 +29,43 @@ class GroupLoad:
 
 @dataclass
 class LoadOperation:
-    """Load chunks of a request.
+    """A load of a request.
 
     Attributes:
-        request_id: of the request.
-        epoch: that the keys belong to.
-        cut: whose records they are (:class:`host_control.vllm.parts.Part`).
-        groups: what of each, by its index; none where the load is one that cannot be.
-        layerwise: layer by layer, in the step that computes on it.
-        in_step: all of it before the step that computes on it begins.
-        arrived: how many of its chunks are there, where others still store the rest.
+        request_id: Name of the request.
+        epoch: Epoch of the weights that the chunks were computed with.
+        shard_layout: Shard layout of the records (:class:`host_control.vllm.parts.Part`).
+        groups: What it takes of each group, by the group's index; empty where the load is impossible.
+        layerwise: Layer by layer, in the step that computes on it.
+        in_step: All of it before the step that computes on it begins.
+        available: Chunks that can be fetched by now, where other engines still store the rest; None: all.
     """
 
     request_id: str
     epoch: str
-    cut: int
+    shard_layout: int
     groups: dict[int, GroupLoad]
     layerwise: bool = False
     in_step: bool = False
-    arrived: Arrived | None = None
+    available: Available | None = None
 
 
 @dataclass
 class StoreOperation:
-    """Store consecutive chunks of a request and group, whose KV is complete after this step.
+    """A store of consecutive chunks of a request and group, whose KV is complete after this step.
 
     Attributes:
-        request_id: of the request.
-        group: index of the group.
-        chunk_keys: of the chunks, which name them for all ranks.
-        previous: chunk key of the chunk before the first; ``None`` at the start of a prompt.
-        anchored: whether that chunk is known to be stored.
-        blocks: of the chunks' records, chunk after chunk; NOWHERE for what a tail's record has nothing in.
-        published: others may wait for them.
-        absent_seconds: so long ago the chunks were found absent; ``None`` where they were not looked up.
-        lasts_s: seconds after which nobody needs them any more; 0: for good.
-        tail_tokens: of a tail's record that has all blocks of its chunk, its tokens, which may end within one; else 0.
-        exact: in the records that preempted requests are saved in.
+        request_id: Name of the request.
+        group: Index of the group.
+        chunk_keys: Keys of the chunks.
+        previous: Key of the chunk before the first; None at the start of a prompt.
+        anchored: That chunk is known to be stored.
+        blocks: Blocks of the chunks' records, chunk after chunk; NOWHERE where a tail's record is empty.
+        published: Other engines may wait for them.
+        absent_seconds: Time since a lookup found them absent; None where they were not looked up.
+        lasts_s: Seconds after which they are of no use; 0: for good.
+        tail_tokens: Tokens of a tail whose record has all blocks of a chunk; they may end within a block. Else 0.
+        exact: Store them in the records of preempted requests.
     """
 
     request_id: str
@@ -85,26 +83,25 @@ class StoreOperation:
 
 @dataclass
 class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """Scheduler to workers, each step.
+    """Scheduler side to workers, each step.
 
     Attributes:
-        epoch: of the weights, as far as the scheduler knows; another one after each change.
-        loads: to start.
-        cancels: requests whose load should end early.
-        arrived: of requests that load what others still store, how many of its chunks are there by now.
-        stores: to gather once this step's KV is written.
-        window_s: seconds that the step is expected to compute with each layer; 0 where that is not known, or without
-            loads.
-        saves: request -> to gather before this step writes any KV, of requests that it preempts.
-        idle: nothing is computed, and every request of the engine waits for its load.
-        doubts: how often the weights may have been changed so far (:class:`host_control.vllm.epochs.Epochs`).
-        agreed: of these, the last after which all ranks have found the epoch's weights.
+        epoch: Epoch of the weights, as far as the scheduler side knows; a new one after each change.
+        loads: Loads to start.
+        cancels: Requests whose load should end early.
+        available: Chunks that are available by now, of loads that wait for more.
+        stores: Stores to gather once this step's KV is written.
+        window_s: Seconds that the step is expected to compute with each layer; 0 if unknown, or without loads.
+        saves: Stores to gather before this step writes any KV, of requests that it preempts.
+        idle: The step computes nothing, and every request of the engine waits for its load.
+        doubts: How often the weights may have been changed so far (:class:`host_control.vllm.epochs.Epochs`).
+        agreed: The last of these after which all ranks have found the epoch's weights.
     """
 
     epoch: str = ""
     loads: list[LoadOperation] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
-    arrived: dict[str, Arrived] = field(default_factory=dict)
+    available: dict[str, Available] = field(default_factory=dict)
     stores: list[StoreOperation] = field(default_factory=list)
     window_s: float = 0.0
     saves: dict[str, list[StoreOperation]] = field(default_factory=dict)
@@ -115,17 +112,17 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Worker to scheduler, once, after the KV caches exist.
+    """Worker to scheduler side, once, after the KV caches exist.
 
     Attributes:
-        model: digest of the ``ModelIdentity``, that chunk keys begin with; empty where transfers are off.
-        namespaces: of the records that this rank makes or can read, of each part cut, group and digest; likewise.
-        problem: why they are off; empty where they are on.
-        layerwise_chunks: that one load in the order of layers may have; 0 where there are none such.
-        layers: of this rank.
-        machine: what this rank computes on, for people.
-        plain: whether its records are pages as they are, which stay in its data plane's tiers.
-        chunk_bytes: that this rank is delivered for a chunk, of all groups together.
+        model: Digest of the ``ModelIdentity``, with which chunk keys begin; empty where transfers are off.
+        namespaces: Shard layout, group and namespace of the records that this rank makes or can read.
+        problem: Why transfers are off, or empty.
+        layerwise_chunks: Most chunks of a load that goes layer by layer; 0 where none does.
+        layers: Layers that this rank can load one by one.
+        machine: Name of the device that this rank computes on.
+        plain: Its records are pages as they are, which stay in its data plane's tiers.
+        chunk_bytes: Bytes that this rank is delivered for a chunk, of all groups together.
     """
 
     model: bytes
@@ -140,17 +137,15 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to scheduler, with the outputs of a step.
+    """Workers to scheduler side, with the outputs of a step.
 
     Attributes:
-        loaded: request -> leading chunks in place, of loads that have ended early or were synchronous; the fewest of
-            any rank.
-        seconds: request -> from its turn to its outcome, of loads that have ended with all chunks or with their time;
-            the longest of any rank.
-        outlived: epochs whose weights are not those of the engine any more, as some rank has seen.
-        layer_seconds: that the step has computed with each layer, of one that waited for them; the longest of any rank.
-        saved: request -> ranks of which each has stored or dropped by now all that it was to save of it.
-        settled: doubt about the weights -> ranks that have found their epoch's after it.
+        loaded: Leading chunks in place, of loads that fell short or that a step waited for; the fewest of any rank.
+        outlived: Epochs whose weights are not the engine's any more, as some rank has found.
+        seconds: Time from start to outcome, of loads that ended complete or out of time; the longest of any rank.
+        layer_seconds: Time that the step computed with each layer, if it waited for layers; the longest of any rank.
+        saved: Number of ranks that have stored or dropped all of a request's save.
+        settled: Number of ranks that have found their epoch's weights after a doubt, by doubt.
     """
 
     loaded: dict[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Whether an engine's pages can be stored as they are and brought back straight into its paged memory (host.pages)."""
+"""Loads of pages straight into an engine's paged memory (host.pages): where they are possible, and their placer."""
 
 import logging
 import time
@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from host_control.config import HostConfig
+from host_control.fetch import FetchJob, Placed
 from host_control.layouts import NOWHERE
-from host_control.manager import FetchJob
 from host_control.pages import PageDelivery, SharedPages
-from host_control.placing import Placed
 from host_control.vllm.groups import Groups
 from host_control.vllm.parts import Part
 from host_control.vllm.weights_watch import WeightsWatch
@@ -19,8 +18,6 @@ from shadowserve.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from host_control.vllm.metrics import SlowerPaths  # which imports vLLM; the failure matrix runs without it
-
-__all__ = ["PagePlacer", "share_pages"]
 
 _OBSTACLES: Final = {
     "no_page_devices": "pages: true is configured, and the data plane has no devices in tiers that could bring pages; "
@@ -35,10 +32,10 @@ _OBSTACLES: Final = {
 def share_pages(
     config: HostConfig, kv_cache_config: Any, groups: Groups, caches: dict[str, Any], logger: logging.Logger
 ) -> SharedPages | None:
-    """Make paged memory shared memory, for host.pages; ``None`` where that is not wanted.
+    """Share paged memory with the data plane, for host.pages; return None where that is not configured.
 
     Raises:
-        ConfigurationError: it cannot be; nothing has changed.
+        ConfigurationError: The memory cannot be shared; nothing has changed.
     """
     if not config.pages:
         return None
@@ -47,7 +44,7 @@ def share_pages(
         names = kv_cache_config.kv_cache_groups[group.index].layer_names
         tensors = [caches[name] for name in names if name in caches]
         if len(tensors) < len(names) or any(tensor.device.type != "cpu" or tensor.dim() != 4 for tensor in tensors):
-            raise ConfigurationError("it does not compute on a CPU, or its caches are of no known kind")
+            raise ConfigurationError("it does not compute on a CPU, or its KV caches have an unknown layout")
         if any((tensor.shape, tensor.dtype) != (tensors[0].shape, tensors[0].dtype) for tensor in tensors):
             raise ConfigurationError("its layers are not alike")
         began = time.monotonic()
@@ -59,13 +56,13 @@ def share_pages(
 
 
 class PagePlacer:
-    """Places a load's chunks: a :class:`~host_control.placing.Placer`.
+    """A :class:`~host_control.fetch.Placer` for loads of one shard.
 
     Args:
-        delivery: into the pages.
-        part: of which they are.
-        watch: of the engine's weights.
-        slower: counts the loads that could not go into pages; of one rank alone.
+        delivery: Loads chunks into pages.
+        part: The shard.
+        watch: Returns the watch of the engine's weights.
+        slower: Counts the loads that could not go into pages; on one rank only.
     """
 
     def __init__(
@@ -80,7 +77,7 @@ class PagePlacer:
         return self._part.kernel_blocks(job.target.groups[self._part.group.index].blocks)
 
     def first(self, job: FetchJob) -> int:
-        """Return the first chunk from which on all blocks are to be written: others may be shared by now."""
+        """Return the first chunk from which on all blocks may be written; earlier ones may be shared."""
         if self._slower is not None and (obstacle := self._delivery.obstacle):
             self._slower.add(obstacle, _OBSTACLES[obstacle])
         kept = [index for index, block in enumerate(self._blocks(job)) if block == NOWHERE]
@@ -92,13 +89,13 @@ class PagePlacer:
         chunks: range,
         deadline: float,
         cancelled: Callable[[], bool],
-        told: Callable[[int], None],
+        on_layers: Callable[[int], None],
     ) -> Placed:
-        """See :class:`~host_control.placing.Placer`."""
+        """See :class:`~host_control.fetch.Placer`."""
         each = self._part.record_blocks
         keys: Sequence[bytes] = job.keys[0][chunks.start : chunks.stop]
         blocks = self._blocks(job)[chunks.start * each : chunks.stop * each]
-        answer = self._delivery.fetch(keys, blocks, deadline, cancelled, told)
+        answer = self._delivery.fetch(keys, blocks, deadline, cancelled, on_layers)
         if answer is None:
             return Placed(0)
         watch = self._watch()

@@ -1,25 +1,25 @@
-"""The connector's half in vLLM's scheduler: which prompts to load, and which finished chunks to store.
+"""The scheduler side of the connector: which prompts to load, and which finished chunks to store.
 
-Everything here runs on the engine's thread, so it is cheap: lookups and hashing happen elsewhere, and a step in which
-no request completes a chunk costs one comparison for each running request.
+Everything here runs on the engine's thread, so it is cheap: lookups and hashing run on other threads, and a step in
+which no request completes a chunk costs one comparison for each running request.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any
 
 from vllm.v1.request import RequestStatus
 
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
-from host_control.disaggregation import Arrived, Disaggregation
+from host_control.disaggregation import Available, Disaggregation
 from host_control.fetch_policy import Decision
 from host_control.lookup import SAVED, LookupAnswer, PrefixLookup
+from host_control.transfer import Event, Reason, State
 from host_control.vllm.disaggregation import (
     ENDS_WITH_CHUNK,
-    LET_GO,
     TAILLESS,
     count_reach,
     count_tail,
@@ -30,7 +30,7 @@ from host_control.vllm.epochs import WEIGHTS_CHANGED, Epochs
 from host_control.vllm.fetch_policy import PolicyRunner
 from host_control.vllm.groups import Groups
 from host_control.vllm.identity.requests import RequestInputs
-from host_control.vllm.loads import LoadWays, group_loads
+from host_control.vllm.loads import LoadWays, group_loads, note_chunk_keys, usable_tokens
 from host_control.vllm.metadata import (
     LoadOperation,
     ShadowServeMetadata,
@@ -39,39 +39,62 @@ from host_control.vllm.metadata import (
     WorkerReport,
 )
 from host_control.vllm.metrics import Counts, FailureLog, SlowerPaths
-from host_control.vllm.preemption import Held, Preemption, Saved
+from host_control.vllm.preemption import Preemption
+from host_control.vllm.requests import NEVER, Held, Load, RequestState
 from host_control.vllm.stores import Stores
 from host_control.vllm.support import request_problem
 from host_control.vllm.timing import Timing
-from host_control.vllm.tracked import Tracked
-from host_control.vllm.workers import agreed
+from host_control.vllm.workers import Workers, agreed
 from host_control.waiting import WaitingQueue
 from shadowserve.errors import ConfigurationError
-from shadowserve.pieces import Flags, leading
 from shadowserve.tier import Tier
 
-__all__ = ["SchedulerSide"]
 
-_NEVER: Final = 1 << 62
+@dataclass(frozen=True)
+class _Engine:
+    """Facts of the engine that do not change.
+
+    Attributes:
+        groups: KV cache groups; None where the plugin is off.
+        fetch, store: This engine fetches; stores (``kv_role``, configuration).
+        recomputes: vLLM computes what a load does not bring, instead of failing the request.
+        by_priority: Waiting requests run by priority, not in order of arrival.
+    """
+
+    config: HostConfig
+    groups: Groups | None
+    fetch: bool
+    store: bool
+    recomputes: bool
+    by_priority: bool
+
+    @property
+    def has_states(self) -> bool:
+        """Some layers have recurrent state."""
+        return self.groups is not None and any(group.kind == "state" for group in self.groups.groups)
+
+    @property
+    def loads_wait(self) -> bool:
+        """A load may wait for chunks. It may fall short of them, and then the engine must compute them."""
+        several = self.groups is not None and not self.groups.one
+        return self.recomputes and (self.config.asynchronous_fetch or several)
 
 
 class SchedulerSide:
-    """Decides which prompts to load and which chunks to store; all of it runs on the engine's thread.
+    """Decides which prompts to load and which chunks to store.
 
     Args:
-        config: of the host.
-        groups: whose KV it is; ``None`` where there is a problem.
-        fetch, store: whether this engine does either at all (``kv_role``, configuration).
-        problem: why this engine is served without the cache, or empty.
-        logger: where failures are logged.
-        inputs: what requests' KV depends on beside tokens.
-        recomputes: whether a load that falls short costs its computation, and not the request.
-        step_tokens: that the engine computes in a step at most; by default any number.
-        by_priority: whether waiting requests run by priority, and not as they came.
-        sampling_state: whether the engine runs logits processors that may keep state.
+        groups: KV cache groups; None where there is a problem.
+        fetch, store: This engine fetches; stores (``kv_role``, configuration).
+        problem: Why this engine is served without the cache, or empty.
+        inputs: Inputs of requests' KV other than tokens.
+        recomputes: vLLM computes what a load does not bring, instead of failing the request.
+        step_tokens: Most tokens that the engine computes in a step.
+        by_priority: Waiting requests run by priority, not in order of arrival.
+        sampling_state: The engine runs logits processors that may keep state.
 
     Attributes:
-        waiting: the engine's queue, of which data planes are told; None where nothing is fetched.
+        waiting: Sends the engine's queue to the data planes; None where nothing is fetched.
     """
 
     def __init__(
@@ -89,41 +112,24 @@ class SchedulerSide:
         by_priority: bool = False,
         sampling_state: bool = False,
     ) -> None:
-        self._config = config
-        self._by_priority = by_priority
-        self.waiting: WaitingQueue | None = None
-        self._groups = groups.groups if groups is not None else ()
-        self._rules = groups
-        self._chunk_tokens = groups.chunk_tokens if groups is not None else config.chunk_tokens
-        self._states = {group.index for group in self._groups if group.kind == "state"}
-        # A load that waits for chunks may fall short of them, and then the engine has to go on without.
-        self._loads_wait = recomputes and (config.asynchronous_fetch or (groups is not None and not groups.one))
-        self._fetch = fetch
-        self._store = store
+        self._engine = _Engine(config, groups, fetch, store, recomputes, by_priority)
+        self.problem = problem
         self._logger = logger
         self._failures = FailureLog(logger)
         self._inputs = inputs or RequestInputs()
         self.epochs = Epochs()
-        self._model = b""
+        self.counts = Counts()
+        self.slower = SlowerPaths(self.counts, logger)
+        self.ways = LoadWays(config, groups, self.slower, sampling_state=sampling_state)
+        self.waiting: WaitingQueue | None = None
         self._clients: list[DataPlaneClient] = []
         self._lookup: PrefixLookup | None = None
         self._stores: Stores
         self._preemption: Preemption | None = None
-        self._tracked: dict[str, Tracked] = {}
-        self._boundary: dict[str, int] = {}
-        self._new_loads: dict[str, LoadOperation] = {}
-        self._loading: dict[str, LoadOperation] = {}
-        # Synchronous loads that no worker has reported yet. The step that waits for one computes on it at once, and so
-        # would every request that shares its blocks; if it falls short, it computes on garbage before vLLM hears of it.
-        # Of each its table of blocks: they are in vLLM's own prefix cache already, whatever becomes of the request.
-        self._unconfirmed: dict[str, tuple[Tracked, list[int]]] = {}
-        self._saved_apart = False  # what preempted requests hold: other records are not exact
-        self._requests: dict[str, Any] = {}  # all that the engine has, also those that are served without the cache
-        self._cancels: list[str] = []
-        self.counts = Counts()
-        self.slower = SlowerPaths(self.counts, logger)
-        self.ways = LoadWays(config, groups, self.slower, sampling_state=sampling_state)
-        self.problem = problem
+        # All requests of the engine, also those that are served without the cache.
+        self._requests: dict[str, RequestState] = {}
+        # Loads in flight. A load may outlive its request: vLLM keeps the blocks until the workers report it as ended.
+        self._loads: dict[str, Load] = {}
         self._timing = Timing(config, counts=self.counts)
         self._policy_runner: PolicyRunner | None = None
         if fetch and groups is not None:
@@ -132,521 +138,523 @@ class SchedulerSide:
                 self._timing.table,
                 self._timing.loads,
                 rate=lambda: self._timing.rate,
-                chunk_tokens=self._chunk_tokens,
+                chunk_tokens=groups.chunk_tokens,
                 step_tokens=step_tokens,
                 counts=self.counts,
-                tell=self._tell_decision,
+                report=self._report_decision,
             )
 
     def start(self, handshakes: dict[int, WorkerHandshake]) -> None:
-        """Take what the workers, one for each tensor-parallel rank, call the model and what they hold, and begin."""
-        if self.problem or self._rules is None:
-            return  # the connector has said so
+        """Start with the handshakes of all ranks: check that they agree, connect, and accept requests."""
+        groups, config = self._engine.groups, self._engine.config
+        if self.problem or groups is None:
+            return  # the connector has logged it
         try:
-            workers = agreed(handshakes, self._groups, self._config)
+            workers = agreed(handshakes, groups.groups, config)
         except ConfigurationError as error:
-            self._turn_off(str(error))
+            self.problem = str(error)
+            self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
             return
-        self._model, self._clients, self.epochs.ranks = workers.model, workers.clients, len(handshakes)
+        self._clients, self.epochs.ranks = workers.clients, len(handshakes)
         self.ways.layerwise_chunks = workers.layerwise_chunks
         if self._policy_runner is not None:
             self._policy_runner.start(workers.layers, workers.layerwise_chunks, workers.chunk_bytes)
         self._timing.begin(workers.model, workers.machine, workers.layers, self._logger, self._clients)
-        self._lookup = PrefixLookup(
-            self._model,
-            workers.records[0],
-            self._rules.hit_tokens,
-            others={cut: records for cut, records in workers.records.items() if cut},
-            saved=workers.saved,
-            every=[group.kind == "full" for group in self._groups],
-            chunk_tokens=self._chunk_tokens,
-            timeout=self._config.lookup_timeout_s,
-            threads=self._config.lookup_threads,
-            enabled=self._fetch,
-            loads_wait=self._loads_wait,
-            load_timeout=self._config.fetch_timeout_s,
-            plain=workers.plain,
-        )
-        if self._fetch:
-            self.waiting = WaitingQueue(self._lookup.chains, self._clients, by_priority=self._by_priority)
-        self._stores = Stores(self._model, self._chunk_tokens, self._lookup)
-        self._saved_apart = workers.saved is not None
-        if self._fetch and self._store and self._rules.followed:
+        lookup = self._lookup = self._make_lookup(workers, groups)
+        if self._engine.fetch:
+            self.waiting = WaitingQueue(lookup.chains, self._clients, by_priority=self._engine.by_priority)
+        self._stores = Stores(workers.model, groups, lookup, self.slower, enabled=self._engine.store)
+        if self._engine.fetch and self._engine.store and groups.followed:
             self._preemption = Preemption(
-                self._rules,
-                self._lookup,
+                self._requests,
+                groups,
+                lookup,
                 self._stores,
                 ranks=len(handshakes),
-                timeout=self._config.fetch_timeout_s,
-                apart=self._saved_apart,
+                timeout=config.fetch_timeout_s,
+                apart=workers.saved is not None,
             )
 
-    def _turn_off(self, problem: str) -> None:
-        """Serve without the cache from now on; said here alone, once for all workers."""
-        self.problem = problem
-        self._logger.error("ShadowServe is off, every prompt is computed: %s", problem)
+    def _make_lookup(self, workers: Workers, groups: Groups) -> PrefixLookup:
+        config = self._engine.config
+        return PrefixLookup(
+            workers.model,
+            workers.records[0],
+            groups.hit_tokens,
+            others={layout: records for layout, records in workers.records.items() if layout},
+            saved=workers.saved,
+            every=[group.kind == "full" for group in groups.groups],
+            chunk_tokens=groups.chunk_tokens,
+            timeout=config.lookup_timeout_s,
+            threads=config.lookup_threads,
+            enabled=self._engine.fetch,
+            loads_wait=self._engine.loads_wait,
+            load_timeout=config.fetch_timeout_s,
+            plain=workers.plain,
+        )
 
     # ------------------------------------------------------------------ arrival and lookup
 
     def on_new_request(self, request: Any) -> None:
-        """Start looking a request up."""
+        """Start the lookup of a new request."""
         if self._lookup is None:
             return
-        self._requests[request.request_id] = request
-        self._begin_lookup(request)
-        if self.waiting is not None:  # after the lookup began: before, the queue would read "no lookup" as "no hit"
-            self.waiting.arrived(request.request_id, request.priority)
-
-    def _begin_lookup(self, request: Any) -> None:
-        tracked = Tracked(request)
-        named = self._name(tracked)  # of all, in their order: an adapter's number may come to mean another one
+        state = self._requests[request.request_id] = RequestState(request)
+        named = self._name(state)  # of all requests, in their order: an adapter's number may be reused
         if (problem := request_problem(request)) is not None:
             self._failures.warn("a request is served without the cache", problem, "")
-            return
-        if not named:
-            return
-        self._tracked[request.request_id] = tracked
-        assert self._rules is not None
-        tracked.disaggregation = disaggregation_of(
-            request,
-            self._config,
-            self._chunk_tokens,
-            self._rules.tail_block_tokens,
-            fetch=self._fetch,
-            store=self._store,
-            to_the_end=self._rules.tail_may_end_prompt,
-        )
-        if not request.num_prompt_tokens % self._chunk_tokens and not self._rules.tail_may_end_prompt:
-            count_tail(self.slower, tracked.disaggregation, ENDS_WITH_CHUNK, self._chunk_tokens)
-        elif request.num_prompt_tokens % self._chunk_tokens and not self._rules.tail_block_tokens:
-            count_tail(self.slower, tracked.disaggregation, TAILLESS, self._chunk_tokens)
-        # The list is vLLM's own and only grows; lookups read its head.
-        self._look_up(tracked, request.prompt_token_ids)
-        self._set_boundary(tracked)
+        elif named:
+            self._start_lookup(state)
+        if self.waiting is not None:  # after the lookup began: before, the queue would read "no lookup" as "no hit"
+            self.waiting.enqueue(request.request_id, request.priority)
 
-    def _look_up(self, tracked: Tracked, tokens: list[int]) -> None:
+    def _start_lookup(self, state: RequestState) -> None:
+        request, groups = state.request, self._groups
+        state.served = True
+        state.disaggregation = disaggregation_of(
+            request,
+            self._engine.config,
+            groups.chunk_tokens,
+            groups.tail_block_tokens,
+            fetch=self._engine.fetch,
+            store=self._engine.store,
+            to_the_end=groups.tail_may_end_prompt,
+        )
+        if not request.num_prompt_tokens % groups.chunk_tokens and not groups.tail_may_end_prompt:
+            count_tail(self.slower, state.disaggregation, ENDS_WITH_CHUNK, groups.chunk_tokens)
+        elif request.num_prompt_tokens % groups.chunk_tokens and not groups.tail_block_tokens:
+            count_tail(self.slower, state.disaggregation, TAILLESS, groups.chunk_tokens)
+        # The list is vLLM's own and only grows; the lookup reads its first tokens.
+        self._look_up(state, request.prompt_token_ids)
+        self._stores.schedule(state)
+
+    def _look_up(self, state: RequestState, tokens: list[int]) -> None:
         assert self._lookup is not None
-        request, disaggregation, size = tracked.request, tracked.disaggregation, tracked.disaggregation.tail_tokens
-        if (saved := self._saved(request)) is not None:
-            # Without a tail with one token behind it, as the last one of what is looked up is never loaded.
-            disaggregation, size = Disaggregation(tail_tokens=saved.tail_tokens), 0
-            tokens = tokens[: saved.tokens + (not saved.tail_tokens)]
+        request, disaggregation, size = state.request, state.disaggregation, state.disaggregation.tail_tokens
+        if (save := state.current_save) is not None:
+            # Without a tail one more token is looked up, because a lookup never matches the last one.
+            disaggregation, size = Disaggregation(tail_tokens=save.tail_tokens), 0
+            tokens = tokens[: save.tokens + (not save.tail_tokens)]
         elif len(tokens) != request.num_prompt_tokens:
-            disaggregation, size = Disaggregation(), 0  # it goes on here
-        tracked.tail_stored = tracked.foreseen = False
-        tracked.tail_end = len(tokens) // self._chunk_tokens * self._chunk_tokens + size if size else 0
-        names = saved.chunk_keys if saved is not None and saved.apart else ()
-        self._lookup.submit(request.request_id, tokens, tracked.extra, disaggregation, names)
+            disaggregation, size = Disaggregation(), 0  # it has generated tokens: only this engine continues it
+        state.tail_stored = state.foreseen = False
+        chunk_tokens = self._groups.chunk_tokens
+        state.tail_end = len(tokens) // chunk_tokens * chunk_tokens + size if size else 0
+        names = save.chunk_keys if save is not None and save.apart else ()
+        self._lookup.submit(request.request_id, tokens, state.extra, disaggregation, names)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
-        """Return how many tokens beyond the local prefix can be loaded; ``None``: ask again."""
-        if self._unconfirmed and local_tokens:
-            return None  # its prefix may be what this step waits for; by the next one that is there, or nobody's
-        tracked = self._tracked.get(request.request_id)
-        if tracked is None or self._lookup is None:
+        """Return how many tokens behind the engine's own prefix can be loaded; None: ask again.
+
+        Each question starts the request's load over, with a probe.
+        """
+        if local_tokens and self._unconfirmed:
+            return None  # its prefix may be KV that this step waits for; the next step knows if that KV is valid
+        if (state := self._served(request.request_id)) is None:
             return 0
-        tracked.local_tokens, tracked.decision = local_tokens, None
-        saved = self._saved(request)
-        if request.num_preemptions != tracked.preemptions and (saved is None or not saved.under_way):
-            # It comes back after a preemption: by now chunks of its own may be stored, generated tokens too.
-            tracked.preemptions = request.num_preemptions
-            self._look_up(tracked, list(request.all_token_ids))
-        # vLLM asks for requests that hold nothing: all they will have is behind this prefix of the engine's own.
-        tracked.mixed = local_tokens > 0 and self.epochs.own_cache_is_old
-        self._set_boundary(tracked)
-        if tracked.mixed or tracked.refused or not self._fetch or request.skip_reading_prefix_cache:
+        load = state.probe(local_tokens)
+        self._look_up_again(state)
+        if (reason := self._why_no_load(state)) is not Reason.NONE:
+            load.on(Event.MISSED, reason)
             return 0
-        if saved is None and self._saved_apart and tracked.was_computed_here:
-            return 0  # what is stored of it is not exactly what it had
-        answer = self._lookup.poll(request.request_id) if tracked.preemptions == request.num_preemptions else None
-        if answer is None and saved is not None and self._loads_wait:
-            answer = saved.promise  # so that no other request is given the blocks that it needs meanwhile
-        if answer is None:
-            # States are stored as they are computed, or never: it has to be known before which of them are.
-            computes = (
-                self._policy_runner is not None
-                and not self._states
-                and self._policy_runner.computes_anyway(
-                    tracked, layerwise=lambda: not self._not_by_layers(tracked), stores=self._store
-                )
-            )
-            return 0 if computes else None
-        self._count_lookup(tracked, answer)
-        if answer.cut != SAVED:
-            tracked.stored_chunks = max(tracked.stored_chunks, self._chunks(answer.tokens))
-        tracked.tail_stored |= answer.tail
-        worth = min(self._config.load_tokens_min, self._chunk_tokens - 1)
-        usable = self._usable(tracked, answer)
-        if usable < worth:
+        if (answer := self._answer(state)) is None:
+            return self._without_answer(state)
+        self._note_answer(state, answer)
+        if not (usable := self._choose_load(state, answer)):
+            load.on(Event.MISSED, Reason.NOT_WORTH_IT)
             return 0
-        tracked.not_by_layers = self._not_by_layers(tracked, answer.cut)
-        may_go_layerwise = not tracked.not_by_layers
-        chunks = self._chunks(local_tokens + usable) - local_tokens // self._chunk_tokens
-        if may_go_layerwise and chunks > self.ways.layerwise_chunks:
-            tracked.not_by_layers = "beyond_fetch_buffer"
-        tracked.layerwise = not tracked.not_by_layers
-        # A prompt that another engine has computed for this one was not to be computed here.
-        if self._policy_runner is not None and not tracked.disaggregation.waits:
-            assert self._rules is not None
-            usable = self._policy_runner.usable(tracked, answer, self._rules, usable, layerwise=may_go_layerwise)
-            if usable < worth:
-                return 0
-        chunk_keys = self._lookup.chunk_keys(request.request_id)
-        tracked.offered_tail = 0
-        if saved is not None and (answer.tail or chunk_keys is None or saved.apart):
-            chunk_keys, tracked.offered_tail = saved.chunk_keys, saved.tail_tokens and saved.tokens
-        elif answer.tail and chunk_keys is not None:
-            chunk_keys = [*chunk_keys[: tracked.tail_end // self._chunk_tokens], *self._lookup.tail(request.request_id)]
-            end = local_tokens + usable
-            tracked.offered_tail = end if end > tracked.tail_end // self._chunk_tokens * self._chunk_tokens else 0
-        tracked.offered, tracked.offered_epoch, tracked.offered_cut = chunk_keys, self.epochs.current, answer.cut
+        assert self._lookup is not None
+        note_chunk_keys(state, answer, self._lookup, usable, self._groups.chunk_tokens)
+        load.epoch, load.shard_layout = self.epochs.current, answer.shard_layout
+        load.on(Event.OFFER)
         return usable
 
-    def _not_by_layers(self, tracked: Tracked, cut: int = 0) -> str:
-        """Return why a load of records of a shard layout may not go by layers, however long it is."""
+    def _look_up_again(self, state: RequestState) -> None:
+        """Look a preempted request up again: by now chunks of its own may be stored, of generated tokens too."""
+        request, save = state.request, state.current_save
+        if request.num_preemptions != state.preemptions and (save is None or not save.pending):
+            state.preemptions = request.num_preemptions
+            self._look_up(state, list(request.all_token_ids))
+        # vLLM asks for requests that hold no blocks: their KV will continue this prefix of the engine's own.
+        state.mixes_weights = state.load.local_tokens > 0 and self.epochs.own_cache_is_old
+        self._stores.schedule(state)
+
+    def _why_no_load(self, state: RequestState) -> Reason:
+        if state.mixes_weights:
+            return Reason.OTHER_WEIGHTS
+        if state.refused:
+            return Reason.REFUSED_BEFORE
+        if not self._engine.fetch or state.request.skip_reading_prefix_cache:
+            return Reason.OFF
+        saves_apart = self._lookup is not None and self._lookup.saves_apart
+        if state.current_save is None and saves_apart and state.was_computed_here:
+            return Reason.NOT_EXACT
+        return Reason.NONE
+
+    def _answer(self, state: RequestState) -> LookupAnswer | None:
+        assert self._lookup is not None
+        request, save = state.request, state.current_save
+        answer = self._lookup.poll(request.request_id) if state.preemptions == request.num_preemptions else None
+        if answer is None and save is not None and self._engine.loads_wait:
+            return save.expected_answer  # offered at once, before other requests get the blocks that it needs
+        return answer
+
+    def _without_answer(self, state: RequestState) -> int | None:
+        """Return 0 where computing the prompt is best whatever the lookup answers, else None."""
+        # Recurrent state is stored as it is computed or never: which of it is stored must be known before.
+        if (
+            self._policy_runner is not None
+            and not self._engine.has_states
+            and self._policy_runner.computes_anyway(
+                state, layerwise=lambda: not self._why_not_layerwise(state), stores=self._engine.store
+            )
+        ):
+            state.load.on(Event.MISSED, Reason.NOT_WORTH_IT)
+            return 0
+        if self._lookup is not None and self._lookup.is_pending(state.request.request_id):
+            state.load.on(Event.WAIT)
+        return None
+
+    def _note_answer(self, state: RequestState, answer: LookupAnswer) -> None:
+        self._count_lookup(state, answer)
+        if answer.shard_layout != SAVED:
+            state.stored_chunks = max(state.stored_chunks, self._chunks(answer.tokens))
+        state.tail_stored |= answer.tail
+
+    def _choose_load(self, state: RequestState, answer: LookupAnswer) -> int:
+        """Return how many tokens to load, 0 where that is not worth it; set the way of the load."""
+        load, local = state.load, state.load.local_tokens
+        worth = max(min(self._engine.config.load_tokens_min, self._groups.chunk_tokens - 1), 1)
+        usable = usable_tokens(state, answer, self._groups)
+        if usable < worth:
+            return 0
+        load.not_layerwise = self._why_not_layerwise(state, answer.shard_layout)
+        may_go_layerwise = not load.not_layerwise
+        chunks = self._chunks(local + usable) - local // self._groups.chunk_tokens
+        if may_go_layerwise and chunks > self.ways.layerwise_chunks:
+            load.not_layerwise = "beyond_fetch_buffer"
+        load.layerwise = not load.not_layerwise
+        # A prompt that another engine computes for this one is loaded, whatever the policy predicts.
+        if self._policy_runner is not None and not state.disaggregation.waits:
+            usable = self._policy_runner.usable(state, answer, self._groups, usable, layerwise=may_go_layerwise)
+        return usable if usable >= worth else 0
+
+    def _why_not_layerwise(self, state: RequestState, shard_layout: int = 0) -> str:
         if not self.ways.layerwise_chunks:
             return "off"
-        running = any(request.status == RequestStatus.RUNNING for request in self._requests.values())
+        running = any(other.request.status == RequestStatus.RUNNING for other in self._requests.values())
+        loading = any(not load.in_step or load.state is State.ALLOCATED for load in self._loads.values())
         return self.ways.not_by_layers(
-            tracked.request,
-            pending=self._arrived(tracked) is not None,
-            other_records="" if cut == 0 else "preempted" if cut == SAVED else "shard_layout",
-            alone=not (running or self._loading or self._new_loads),
+            state.request,
+            pending=self._available(state) is not None,
+            other_records="" if shard_layout == 0 else "preempted" if shard_layout == SAVED else "shard_layout",
+            alone=not (running or loading),
         )
 
-    def _arrived(self, tracked: Tracked) -> Arrived | None:
-        """Return how many chunks of a load are there by now; ``None`` where all were when it was offered."""
-        assert self._lookup is not None
-        if (saved := self._saved(tracked.request)) is not None:
-            return Arrived(0, "") if saved.under_way else None
-        arrived = self._lookup.arrived(tracked.request.request_id)
-        first = tracked.local_tokens // self._chunk_tokens
-        return arrived and arrived._replace(chunks=max(arrived.chunks - first, 0))
-
-    def _more(self) -> Iterator[tuple[str, Arrived]]:
-        """Tell of which loads under way more chunks are there than the workers have been told, or no more will be."""
-        for request_id, load in self._loading.items():
-            if load.arrived is None or load.arrived.ended or (tracked := self._tracked.get(request_id)) is None:
-                continue
-            arrived = self._arrived(tracked)
-            if arrived is None and self._saved(tracked.request) is not None:
-                arrived = Arrived(tracked.load_chunks, "complete")  # all of it is stored by now, or dropped
-            # Looked up anew: for other weights, or as another rank's load fell short.
-            why = "published_gone" if load.epoch == self.epochs.current else "weights_changed"
-            arrived = arrived or load.arrived._replace(ended=why)
-            if arrived != load.arrived:
-                load.arrived = arrived
-                yield request_id, arrived
-
-    def _tell_decision(self, decision: Decision, tokens: int, seconds: float) -> None:
-        if self._clients:
-            self._clients[0].decided(decision, tokens, seconds)
-
-    def waits(self, request: Any) -> bool:
-        """Return whether a request whose tokens were matched waits for its load outside the running batch."""
-        return not (self._tracked[request.request_id].layerwise or self.ways.goes_in_step(request))
-
-    def _usable(self, tracked: Tracked, answer: LookupAnswer) -> int:
-        """Return how many tokens beyond the local prefix are to be loaded of those that can."""
-        assert self._rules is not None
-        saved = self._saved(tracked.request)
-        tail_end = tracked.tail_end if saved is None else saved.tokens
-        known = int(tracked.request.num_tokens)
-        tokens = self._rules.with_tail(tail_end, known) if answer.tail else answer.tokens
-        most = tracked.disaggregation.load_tokens_max
-        if most is not None and tokens - tracked.local_tokens > most:
-            end = (tracked.local_tokens + most) // self._chunk_tokens * self._chunk_tokens
-            tokens = self._rules.hit_tokens(answer.present, end + 1) if answer.present else 0
-        return tokens - tracked.local_tokens
-
-    def _chunks(self, tokens: int) -> int:
-        """Return how many chunks so many tokens take."""
-        return -(-tokens // self._chunk_tokens)
-
-    def _count_lookup(self, tracked: Tracked, answer: LookupAnswer) -> None:
-        if tracked.counted or answer.reason == "short":
+    def _count_lookup(self, state: RequestState, answer: LookupAnswer) -> None:
+        if state.counted or answer.reason == Reason.SHORT:
             return
-        tracked.counted = True
+        state.counted = True
+        chunk_tokens = self._groups.chunk_tokens
         self.counts.add("lookup_requests")
-        self.ways.looked_up(answer)
-        self.counts.add("lookup_tokens", tracked.request.num_prompt_tokens // self._chunk_tokens * self._chunk_tokens)
-        self.counts.add("hit_tokens", self._chunks(answer.tokens) * self._chunk_tokens)
+        self.ways.count_lookup(answer)
+        self.counts.add("lookup_tokens", state.request.num_prompt_tokens // chunk_tokens * chunk_tokens)
+        self.counts.add("hit_tokens", self._chunks(answer.tokens) * chunk_tokens)
         if self._policy_runner is not None:
-            self._policy_runner.found(answer.tiers)
+            self._policy_runner.note_tiers(answer.tiers)
         for tier, chunks in Counter(answer.tiers[: self._chunks(answer.tokens)]).items():
-            if tier != Tier.NONE:  # as of what is only published
-                self.counts.add("tier_hit_tokens", chunks * self._chunk_tokens, reason=Tier(tier).label)
-        if answer.reason != "complete":
+            if tier != Tier.NONE:  # the chunk is pending
+                self.counts.add("tier_hit_tokens", chunks * chunk_tokens, reason=Tier(tier).label)
+        if answer.reason != Reason.COMPLETE:
             self.counts.add("lookup_failures", reason=answer.reason)
-            unnamed = answer.reason == "unnamed"
+            unnamed = answer.reason == Reason.UNNAMED
             what = "a request is served without the cache" if unnamed else "lookup failed, prompts are computed"
             self._failures.warn(what, answer.reason, answer.detail)
 
     # ------------------------------------------------------------------ loads
 
+    def waits(self, request: Any) -> bool:
+        """Tell if a request with matched tokens waits for its load outside the running batch."""
+        return not (self._requests[request.request_id].load.layerwise or self.ways.goes_in_step(request))
+
     def allocated(self, request: Any, tables: Sequence[list[int]], external_tokens: int) -> None:
-        """Blocks exist for a request's tokens; load ``external_tokens`` of them, if any, into each group's table."""
+        """Note that vLLM has allocated blocks; load ``external_tokens`` tokens, if any, into each group's table."""
         if self.waiting is not None:
             self.waiting.begun(request.request_id)
-        tracked = self._tracked.get(request.request_id)
-        if tracked is None or self._lookup is None:
+        if (state := self._served(request.request_id)) is None:
             return
-        decision, tracked.decision = tracked.decision, None
-        if (
-            self._policy_runner is not None
-            and decision is not None
-            and bool(external_tokens) == (decision.way != "compute")
-        ):
-            in_step = external_tokens > 0 and not self.waits(request)
-            self._policy_runner.begin(request.request_id, decision, request.num_tokens, in_step=in_step)
-        if not external_tokens:
-            return
+        decision, state.load.decision = state.load.decision, None
+        follows = decision is not None and bool(external_tokens) == (decision.way != "compute")
+        if external_tokens:
+            self._allocate_load(state, tables, external_tokens)
+        if follows and decision is not None and self._policy_runner is not None:
+            self._policy_runner.follow(state, decision)
+
+    def _allocate_load(self, state: RequestState, tables: Sequence[list[int]], external_tokens: int) -> None:
+        assert self._lookup is not None
+        request, load, chunk_tokens = state.request, state.load, self._groups.chunk_tokens
+        load.on(Event.ALLOCATE)
         if request.num_preemptions:
             self.counts.add("restored_tokens", external_tokens)
-        end_tokens = tracked.local_tokens + external_tokens
+        end_tokens = load.local_tokens + external_tokens
         self._lookup.begin_load(request.request_id, self._chunks(end_tokens))
-        operation = LoadOperation(
+        load.in_step = not self.waits(request)
+        load.first_chunk = load.local_tokens // chunk_tokens
+        load.chunks = load.placed_chunks = self._chunks(end_tokens) - load.first_chunk
+        load.operation = LoadOperation(
             request.request_id,
-            tracked.offered_epoch,
-            tracked.offered_cut,
+            load.epoch,
+            load.shard_layout,
             {},
-            layerwise=tracked.layerwise,
-            in_step=not (tracked.layerwise or self.waits(request)),
-            arrived=self._arrived(tracked),
+            layerwise=load.layerwise,
+            in_step=load.in_step and not load.layerwise,
+            available=self._available(state),
         )
-        self.ways.begin(request, "" if tracked.layerwise else tracked.not_by_layers)
+        self.ways.count_load(request, "" if load.layerwise else load.not_layerwise)
         try:
-            operation.groups = group_loads(tracked, self._groups, tables, end_tokens, self._chunk_tokens)
-        except ValueError as error:  # a rule of vLLM's that is not known here: the load falls short, nothing is read
+            load.operation.groups = group_loads(load, self._groups.groups, tables, end_tokens, chunk_tokens)
+        except ValueError as error:  # a rule of a vLLM that is not known here: the load falls short, nothing is read
             self._failures.warn("a prompt cannot be loaded", "unknown_rule", str(error))
-        tracked.first_chunk = tracked.local_tokens // self._chunk_tokens
-        tracked.load_chunks = self._chunks(end_tokens) - tracked.first_chunk
-        self._new_loads[request.request_id] = operation
-        if self.waits(request):
-            self._loading[request.request_id] = operation
-        else:
-            (group,) = self._groups
-            self._unconfirmed[request.request_id] = tracked, list(tables[group.index])
+        if load.in_step:
+            (group,) = self._groups.groups
+            load.table = list(tables[group.index])
+        self._loads[request.request_id] = load
+
+    @property
+    def _unconfirmed(self) -> bool:
+        """Some in-step load has no report yet.
+
+        The step that waits for such a load computes on it at once, and so would every request that shares its blocks,
+        which vLLM's own prefix cache has already. If the load falls short, the step computes on invalid KV before vLLM
+        learns of it.
+        """
+        return any(load.in_step for load in self._loads.values())
+
+    def _available(self, state: RequestState) -> Available | None:
+        """Return how many chunks of a request's load can be fetched by now; None: all of them."""
+        assert self._lookup is not None
+        if (save := state.current_save) is not None:
+            return Available(0, "") if save.pending else None
+        available = self._lookup.available(state.request.request_id)
+        first = state.load.local_tokens // self._groups.chunk_tokens
+        return available and available._replace(chunks=max(available.chunks - first, 0))
+
+    def _newly_available(self) -> Iterator[tuple[str, Available]]:
+        """Yield the loads of which more chunks are available than the workers know, or no more will be."""
+        for request_id, load in self._loads.items():
+            state, before = self._served(request_id), load.available
+            if load.in_step or load.operation is None or before is None or before.ended or state is None:
+                continue
+            available = self._available(state)
+            if available is None and state.current_save is not None:
+                available = Available(load.chunks, Reason.COMPLETE)  # all of the save is stored by now, or dropped
+            # Without a save, the request was looked up again: weights changed, or another rank's load fell short.
+            why = Reason.PUBLISHED_GONE if load.epoch == self.epochs.current else Reason.WEIGHTS_CHANGED
+            available = available or before._replace(ended=why)
+            if available != before:
+                load.operation.available = available
+                yield request_id, available
+
+    def _report_decision(self, decision: Decision, tokens: int, seconds: float) -> None:
+        if self._clients:
+            self._clients[0].decided(decision, tokens, seconds)
 
     def worker_output(self, finished: set[str] | None, report: WorkerReport) -> None:
-        """Take what the workers report."""
+        """Follow the workers' reports.
+
+        Args:
+            finished: Requests whose asynchronous load has ended.
+            report: Report of all ranks.
+        """
         self._timing.loaded(report)
-        if self._policy_runner is not None:
-            self._policy_runner.loaded(report.seconds, finished or (), report.loaded)
+        for request_id, seconds in report.seconds.items():
+            if (load := self._loads.get(request_id)) is not None:
+                load.seconds = max(load.seconds, seconds)
         for request_id, chunks in report.loaded.items():
-            if (waited := self._unconfirmed.pop(request_id, None)) is not None:
-                self._evict(*waited, chunks)
-            if (tracked := self._tracked.get(request_id)) is not None and chunks != tracked.load_chunks:
-                self._fell_short(tracked, chunks)
+            if (load := self._loads.get(request_id)) is not None:
+                self._placed(load, chunks)
         for request_id in finished or ():
-            self._loading.pop(request_id, None)
+            if (load := self._loads.get(request_id)) is not None and not load.in_step:
+                self._end(load)
         for request_id, ranks in report.saved.items():
-            if self._preemption is not None:
-                self._preemption.settled(request_id, ranks)
+            if (state := self._requests.get(request_id)) is not None and state.save is not None:
+                state.save.settle(ranks)
         self.epochs.settled(report.settled)
         if self.epochs.current in report.outlived:
             self._logger.warning(WEIGHTS_CHANGED)
             self._begin_epoch()
 
-    def _evict(self, tracked: Tracked, table: list[int], chunks: int) -> None:
-        """Take out of vLLM's own prefix cache what a step has computed behind a load that brought so many chunks.
+    def _placed(self, load: Load, chunks: int) -> None:
+        """Record how many chunks of a load a rank placed; a report of an in-step load ends it."""
+        load.placed_chunks = min(load.placed_chunks, chunks)
+        if load.in_step:
+            self._end(load)
+            if chunks != load.chunks:
+                self._evict(load, chunks)
+        if chunks != load.chunks and (state := self._served(load.request_id)) is not None:
+            self._fell_short(state, load, chunks)
 
-        vLLM has the request compute it again, but where that is aborted or preempted before, others would find garbage.
-        """
-        if chunks != tracked.load_chunks:
-            (group,) = self._groups
-            valid = max(tracked.local_tokens, (tracked.first_chunk + chunks) * self._chunk_tokens)
-            self.epochs.evict(table[valid // group.block_tokens :])
-
-    def _fell_short(self, tracked: Tracked, chunks: int) -> None:
-        """A load has ended with so many chunks, and not all: what it lacks is computed, and then stored again."""
-        assert self._rules is not None
-        load = self._loading.get(tracked.request.request_id)
-        if load is None or load.arrived is None or load.arrived.ended != "cold_late":  # else it is stored, and far
-            tracked.stored_chunks = min(tracked.stored_chunks, tracked.first_chunk + chunks)
-            tracked.tail_stored = False
-        if self._preemption is not None:
-            self._preemption.distrust()
-        if load is None or load.arrived is None or self._rules.one:
-            tracked.refused = True
+    def _end(self, load: Load) -> None:
+        del self._loads[load.request_id]
+        if load.request_id not in self._requests:
+            load.on(Event.CANCEL, Reason.CANCELLED)
+        elif load.placed_chunks < load.chunks:
+            load.on(Event.FALL_SHORT)
         else:
-            # Of several groups vLLM takes all or nothing. What was published, or is cold, and did not come is not to
-            # cost what is there: that is offered, this once, and nothing is waited for.
-            tracked.disaggregation = replace(tracked.disaggregation, waits=0.0, cold=False)
-            self._look_up(tracked, tracked.request.prompt_token_ids)
-        self._set_boundary(tracked)
+            load.on(Event.COMPLETE, Reason.COMPLETE)
+        if self._policy_runner is not None:
+            self._policy_runner.load_ended(load)
+
+    def _evict(self, load: Load, chunks: int) -> None:
+        """Evict from vLLM's own prefix cache what a step computed behind a load that brought ``chunks`` chunks.
+
+        vLLM computes it again for this request. If the request is aborted or preempted before, other requests would
+        find the invalid KV.
+        """
+        (group,) = self._groups.groups
+        valid = max(load.local_tokens, (load.first_chunk + chunks) * self._groups.chunk_tokens)
+        self.epochs.evict(load.table[valid // group.block_tokens :])
+
+    def _fell_short(self, state: RequestState, load: Load, chunks: int) -> None:
+        """Compute and store again what a load did not bring."""
+        available = None if load.in_step else load.available
+        if available is None or available.ended != Reason.COLD_LATE:  # else the chunks are stored, and far away
+            state.stored_chunks = min(state.stored_chunks, load.first_chunk + chunks)
+            state.tail_stored = False
+        if self._preemption is not None:
+            self._preemption.invalidate()
+        if available is None or self._groups.one:
+            state.refused = True
+        else:
+            # With several groups vLLM takes all of a load or nothing. The chunks that are stored are offered once
+            # more, without waiting for pending or cold ones.
+            state.disaggregation = replace(state.disaggregation, waits=0.0, cold=False)
+            self._look_up(state, state.request.prompt_token_ids)
+        self._stores.schedule(state)
 
     def finished(self, request: Any) -> dict[str, Any] | None:
-        """A request has ended or was aborted, perhaps while it was being loaded; return what its proxy is told."""
+        """Forget a request that has ended or was aborted, perhaps during its load; return the reply to its proxy."""
         request_id = request.request_id
-        self._requests.pop(request_id, None)
+        state = self._requests.pop(request_id, None)
         if self.waiting is not None:
             self.waiting.ended(request_id)
-        if self._preemption is not None:
-            self._preemption.forget(request_id)
         if self._policy_runner is not None:
             self._policy_runner.forget(request_id)
-        if request_id in self._loading:
-            # vLLM keeps the blocks until the workers report the load as ended, which they do once it is quiet.
-            self._cancels.append(request_id)
-        if (tracked := self._tracked.pop(request_id, None)) is None:
-            return None  # it never had a name, or lost it
-        self._boundary.pop(request_id, None)
-        if self._lookup is not None:
-            if tracked.foreseen and (answer := self._lookup.poll(request_id)) is not None:
-                self._count_lookup(tracked, answer)
-            count_reach(self.slower, tracked.disaggregation, self._lookup.reach)
-            self._lookup.forget(request_id)
-        tokens = tracked.tail_end if tracked.tail_stored else tracked.stored_chunks * self._chunk_tokens
-        return reply_of(request, self._config, 0 if tracked.mixed else tokens)
+        if (load := self._loads.get(request_id)) is not None and not load.in_step:
+            load.abort_due = True
+        if state is None or not state.served or self._lookup is None:
+            return None
+        if state.foreseen and (answer := self._lookup.poll(request_id)) is not None:
+            self._count_lookup(state, answer)
+        count_reach(self.slower, state.disaggregation, self._lookup.reach)
+        self._lookup.forget(request_id)
+        tokens = state.tail_end if state.tail_stored else state.stored_chunks * self._groups.chunk_tokens
+        return reply_of(request, self._engine.config, 0 if state.mixes_weights else tokens)
 
     # ------------------------------------------------------------------ each step
 
     def step(self, output: Any) -> ShadowServeMetadata:
-        """Return what the workers have to do in this step."""
+        """Return the workers' tasks of this step."""
         if self.epochs.look(self._logger):
             self._begin_epoch()
         metadata = ShadowServeMetadata(self.epochs.current, doubts=self.epochs.doubts, agreed=self.epochs.agreed)
         if self.waiting is not None:
             for request_id in output.preempted_req_ids or ():
                 self.waiting.sent_back(request_id)
-        if self._loading:
-            metadata.arrived = dict(self._more())
-            metadata.idle = not output.total_num_scheduled_tokens and self._requests.keys() <= self._loading.keys()
-        if self._lookup is not None:
-            begin = len(self._new_loads.keys() & self._loading.keys()) if self._new_loads else 0
-            self._timing.step(output, waits=bool(self._unconfirmed), loads=len(self._loading), begin=begin)
-        if self._new_loads:
-            metadata.loads = list(self._new_loads.values())
-            metadata.window_s = self._timing.layer_seconds()
-            self._new_loads = {}
-        if self._cancels:
-            metadata.cancels, self._cancels = self._cancels, []
+        if self._lookup is None:
+            return metadata
+        self._step_loads(output, metadata)
         if self._policy_runner is not None:
             self._policy_runner.step(output)
         if self._preemption is not None and (lost := self._preemption.follow(output)):
-            metadata.saves = dict(self._saves(self._preemption, lost))
-        if not self._store or self._lookup is None or self._unconfirmed:
-            return metadata  # what is complete now is stored after a later step
-        if self._states:
-            for request_id, offered in output.kv_connector_block_state.boundary_state_offloads.items():
-                if (tracked := self._tracked.get(request_id)) is not None and not tracked.mixed:
-                    metadata.stores += self._stores.states(
-                        tracked.request, self._groups, offered, again=tracked.refused
-                    )
-        scheduled, boundary = output.num_scheduled_tokens, self._boundary
-        for new in output.scheduled_new_reqs:
-            request_id = new.req_id
-            if new.num_computed_tokens + scheduled[request_id] >= boundary.get(request_id, _NEVER):
-                self._complete(output, metadata, request_id, new.num_computed_tokens + scheduled[request_id])
-        cached = output.scheduled_cached_reqs
-        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            # The common case ends here, once for each running request and step.
-            if computed + scheduled[request_id] >= boundary.get(request_id, _NEVER):
-                self._complete(output, metadata, request_id, computed + scheduled[request_id])
+            metadata.saves = dict(self._save(self._preemption, lost))
+        if self._engine.store and not self._unconfirmed:  # else chunks that are complete now are stored later
+            self._step_stores(output, metadata)
         return metadata
 
-    def _saves(self, preemption: Preemption, lost: Sequence[Held]) -> Iterator[tuple[str, list[StoreOperation]]]:
-        """Have what requests hold saved that this step preempts, before anybody else writes there."""
-        for held in lost:
-            tracked = self._tracked.get(held.request_id)
-            if tracked is None or tracked.mixed or self._unconfirmed:
-                continue
-            request, disaggregation = tracked.request, tracked.disaggregation
-            self.counts.add("preempted_tokens", min(held.tokens, request.num_tokens))
-            if (disaggregation.publishes or disaggregation.waits) and request.num_tokens == request.num_prompt_tokens:
-                continue  # its prompt has a tail of its own, and is looked up with that
-            if saves := preemption.save(
-                request, held, again=tracked.refused, tokens_max=disaggregation.store_tokens_max
-            ):
-                saved = preemption.of(request)
-                assert saved is not None
-                if not saved.apart:
-                    tracked.stored_chunks = max(tracked.stored_chunks, saved.tokens // self._chunk_tokens)
-                self.counts.add("saved_tokens", saved.tokens)
-                if self.waiting is not None and self._lookup is not None:
-                    self.waiting.wants(held.request_id, self._lookup.chains_of(saved.held))
-                yield held.request_id, saves
+    def _step_loads(self, output: Any, metadata: ShadowServeMetadata) -> None:
+        """Send new loads, aborts, and what became available of loads in flight."""
+        asynchronous = [load for load in self._loads.values() if not load.in_step]
+        new = [load for load in self._loads.values() if load.state is State.ALLOCATED]
+        if asynchronous:
+            metadata.available = dict(self._newly_available())
+            metadata.idle = not output.total_num_scheduled_tokens and all(
+                request_id in self._loads and not self._loads[request_id].in_step for request_id in self._requests
+            )
+        begin = sum(not load.in_step for load in new)
+        self._timing.step(output, waits=len(asynchronous) < len(self._loads), loads=len(asynchronous), begin=begin)
+        for load in new:
+            assert load.operation is not None
+            load.on(Event.QUEUE)
+            metadata.loads.append(load.operation)
+        if new:
+            metadata.window_s = self._timing.layer_seconds()
+        for load in asynchronous:
+            if load.abort_due:
+                load.abort_due = False
+                metadata.cancels.append(load.request_id)
 
-    def _saved(self, request: Any) -> Saved | None:
-        return self._preemption.of(request) if self._preemption is not None else None
+    def _step_stores(self, output: Any, metadata: ShadowServeMetadata) -> None:
+        """Store the recurrent state, the chunks and the tails that this step completes."""
+        block_state = output.kv_connector_block_state
+        if self._engine.has_states:
+            for request_id, offered in block_state.boundary_state_offloads.items():
+                if (state := self._served(request_id)) is not None and not state.mixes_weights:
+                    metadata.stores += self._stores.states(state, offered)
+        requests, scheduled = self._requests, output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            computed = new.num_computed_tokens + scheduled[new.req_id]
+            if (state := requests.get(new.req_id)) is not None and computed >= state.store_at:
+                metadata.stores += self._stores.completed(state, block_state, computed)
+        cached = output.scheduled_cached_reqs
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            # In most steps this comparison is all that a running request costs.
+            if (state := requests.get(request_id)) is not None and computed + scheduled[request_id] >= state.store_at:
+                metadata.stores += self._stores.completed(state, block_state, computed + scheduled[request_id])
+
+    def _save(self, preemption: Preemption, lost: Sequence[Held]) -> Iterator[tuple[str, list[StoreOperation]]]:
+        """Yield the saves of requests that this step preempts; workers run them before the step writes any KV."""
+        for held in lost:
+            state = self._served(held.request_id)
+            if state is None or state.mixes_weights or self._unconfirmed:
+                continue
+            self.counts.add("preempted_tokens", min(held.tokens, state.request.num_tokens))
+            if state.prompt_is_shared:
+                continue  # its prompt has a tail of its own, and is looked up with that
+            if (stores := preemption.save(state, held)) and (save := state.current_save) is not None:
+                if not save.apart:
+                    state.stored_chunks = max(state.stored_chunks, save.tokens // self._groups.chunk_tokens)
+                self.counts.add("saved_tokens", save.tokens)
+                if self.waiting is not None and self._lookup is not None:
+                    self.waiting.wants(held.request_id, self._lookup.chains_of(save.held))
+                yield held.request_id, stores
 
     def stepped(self) -> None:
-        """The oldest step that is under way has ended, and its output has been taken."""
+        """Follow the end of the oldest step in flight, whose output vLLM has taken."""
         learnt = self._timing.stepped()
         if self._policy_runner is not None:
             self._policy_runner.stepped(learnt=learnt)
 
-    def _complete(self, output: Any, metadata: ShadowServeMetadata, request_id: str, computed: int) -> None:
-        """Have the chunks stored that a request completes in this step."""
-        assert self._lookup is not None and self._rules is not None
-        tracked = self._tracked[request_id]
-        answer, chunk_keys = self._lookup.poll(request_id), self._lookup.chunk_keys(request_id)
-        if answer is None or chunk_keys is None:
-            if answer is not None and answer.reason == "unnamed":
-                self._boundary.pop(request_id, None)
-            return  # still being hashed, or asked for; ask again with the next step
-        # Tokens that are drafts, or still being sampled, have no identity yet.
-        computed = min(computed, tracked.request.num_tokens)
-        if (most := tracked.disaggregation.store_tokens_max) is not None:
-            computed = min(computed, most)
-        end = computed // self._chunk_tokens
-        present = self._lookup.present(request_id)
-        known = max(tracked.stored_chunks, 0 if present is None or tracked.refused else self._stored(present))
-        tracked.stored_chunks = max(known, end)
-        tables = output.kv_connector_block_state.get_block_ids(request_id)
-        tail = not tracked.tail_stored and 0 < tracked.tail_end <= computed
-        if tail and tables is not None and not self._rules.keeps_tail(tables, tracked.tail_end):
-            tail, tracked.tail_end = False, 0
-            count_tail(self.slower, tracked.disaggregation, LET_GO, self._chunk_tokens)
-        tracked.tail_stored |= tail
-        self._set_boundary(tracked)
-        if (end <= known and not tail) or tables is None:
-            return
-        self._stores.extend(chunk_keys, tracked.request, end)
-        published = tracked.disaggregation.publishes > 0
-        # What is kept of every chunk is stored last: where others see that, they can have the rest.
-        ordered = sorted(enumerate(self._groups), key=lambda placed: placed[1].kind == "full")
-        for place, group in ordered:
-            if group.kind != "state":
-                held = None if present is None else present[place]
-                metadata.stores.extend(
-                    self._stores.chunks(
-                        request_id,
-                        group,
-                        tables[group.index],
-                        chunk_keys,
-                        (known, end),
-                        held,
-                        again=tracked.refused,
-                        published=published,
-                    )
-                )
-        for place, group in ordered if tail else ():
-            (chunk_key,) = self._lookup.tail(request_id)
-            held, end_tokens = tables[group.index], tracked.tail_end
-            metadata.stores.append(
-                self._stores.tail(
-                    request_id, group, held, chunk_keys, chunk_key, end_tokens, place=place, published=published
-                )
-            )
-        if tracked.disaggregation.publishes:
-            self._lookup.computed(
-                request_id, [*chunk_keys[known:end], *(self._lookup.tail(request_id) if tail else ())]
-            )
-
-    def _stored(self, present: Sequence[Flags]) -> int:
-        """Return how many leading chunks lack nothing that is kept of every chunk: states are kept of some."""
-        groups = zip(self._groups, present, strict=True)
-        return min((leading(flags) for group, flags in groups if group.kind != "state"), default=0)
-
     # ------------------------------------------------------------------ housekeeping
 
-    def reset(self) -> bool:
-        """Forget everything stored so far: nothing of it is served to this engine's requests again.
+    @property
+    def _groups(self) -> Groups:
+        assert self._engine.groups is not None, "the plugin is off"
+        return self._engine.groups
 
-        Not to those that wait, either, nor to those that load: what they load is given up. What the engine computed
-        before, for requests that run on or in its own prefix cache, is stored under no name from now on.
+    def _served(self, request_id: str) -> RequestState | None:
+        """Return a request that is served with the cache."""
+        state = self._requests.get(request_id)
+        return state if state is not None and state.served else None
+
+    def _chunks(self, tokens: int) -> int:
+        return -(-tokens // self._groups.chunk_tokens)
+
+    def reset(self) -> bool:
+        """Forget everything stored so far: none of it is served to this engine's requests again.
+
+        That includes requests that wait and requests that load: their loads are given up. KV that the engine computed
+        before, for running requests or in its own prefix cache, is not stored any more.
         """
         self._begin_epoch()
         return True
@@ -655,40 +663,31 @@ class SchedulerSide:
         self.epochs.begin()
         if self._preemption is not None:
             self._preemption.clear()
-        for request_id, tracked in list(self._tracked.items()):
-            request = tracked.request
-            loading = request_id in self._loading or request_id in self._new_loads
-            holds = tracked.local_tokens if loading else request.num_computed_tokens
-            tracked.mixed = holds > 0
-            tracked.stored_chunks = 0
-            self._set_boundary(tracked)
-            if self._lookup is None:
+        for request_id, state in self._requests.items():
+            if not state.served or self._lookup is None:
                 continue
-            if not self._name(tracked):
-                del self._tracked[request_id], self._boundary[request_id]
+            request, load = state.request, self._loads.get(request_id)
+            loading = load is not None and (not load.in_step or load.state is State.ALLOCATED)
+            state.mixes_weights = (state.load.local_tokens if loading else request.num_computed_tokens) > 0
+            state.stored_chunks = 0
+            self._stores.schedule(state)
+            if not self._name(state):
+                state.served, state.store_at = False, NEVER
                 self._lookup.forget(request_id)
                 continue
-            self._look_up(tracked, list(request.all_token_ids) if request.num_preemptions else request.prompt_token_ids)
+            self._look_up(state, list(request.all_token_ids) if request.num_preemptions else request.prompt_token_ids)
 
-    def _name(self, tracked: Tracked) -> bool:
-        """Give a request its name in this epoch; return whether it has one."""
+    def _name(self, state: RequestState) -> bool:
+        """Set the inputs of a request's KV in this epoch; return False where they have no identity."""
         try:
-            tracked.extra = self._inputs.extra(tracked.request, self.epochs.current)
-        except Exception as error:  # an input of a kind that is not known here must not fail the request
-            self._failures.warn("a request is served without the cache", "unnamed", str(error) or repr(error))
+            state.extra = self._inputs.extra(state.request, self.epochs.current)
+        except Exception as error:  # an input of an unknown kind must not fail the request
+            self._failures.warn("a request is served without the cache", Reason.UNNAMED, str(error) or repr(error))
             return False
         return True
 
-    def _set_boundary(self, tracked: Tracked) -> None:
-        """Note how many computed tokens make a request's next chunk complete."""
-        end = (tracked.stored_chunks + 1) * self._chunk_tokens
-        if tracked.tail_end and not tracked.tail_stored:
-            end = min(end, tracked.tail_end)
-        wanted = self._store and not tracked.mixed and tracked.disaggregation.may_store(end)
-        self._boundary[tracked.request.request_id] = end if wanted else _NEVER
-
     def close(self) -> None:
-        """End lookups, and keep what was learnt."""
+        """End lookups and save the measurements."""
         if self.waiting is not None:
             self.waiting.close()
         self._timing.close()

@@ -1,4 +1,4 @@
-"""What the workers store of a request: records of whole chunks, of states, and of the tail behind the last chunk."""
+"""Store operations of a request: records of whole chunks, of recurrent state, and of the tail behind the last chunk."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -8,30 +8,169 @@ import numpy as np
 
 from host_control.layouts import NOWHERE
 from host_control.lookup import PrefixLookup
-from host_control.vllm.groups import NULL_BLOCK, Group
+from host_control.transfer import Reason
+from host_control.vllm.disaggregation import LET_GO, count_tail
+from host_control.vllm.groups import NULL_BLOCK, Group, Groups
 from host_control.vllm.metadata import StoreOperation
+from host_control.vllm.metrics import SlowerPaths
+from host_control.vllm.requests import NEVER, RequestState
 from shadowserve.keys import prefix_chain, tail_chunk_key
 from shadowserve.pieces import Flags, leading
 
-__all__ = ["Stores"]
-
 
 class Stores:
-    """Makes store operations, on the engine's thread.
+    """Makes the store operations of each step, on the engine's thread.
 
     Args:
-        model: digest that chunk keys begin with.
-        chunk_tokens: tokens in a chunk.
-        lookup: of the requests.
+        model: Digest of the model, with which chunk keys begin.
+        slower: Counts prompts whose tail cannot be shared.
+        enabled: This engine stores.
     """
 
-    def __init__(self, model: bytes, chunk_tokens: int, lookup: PrefixLookup) -> None:
+    def __init__(
+        self, model: bytes, groups: Groups, lookup: PrefixLookup, slower: SlowerPaths, *, enabled: bool = True
+    ) -> None:
         self._model = model
-        self._chunk_tokens = chunk_tokens
+        self._groups = groups
+        self._chunk_tokens = groups.chunk_tokens
         self._lookup = lookup
+        self._slower = slower
+        self._enabled = enabled
+        # Other engines take a chunk for stored once its records of full attention are: these are stored last.
+        self._order = sorted(enumerate(groups.groups), key=lambda numbered: numbered[1].kind == "full")
+
+    # ------------------------------------------------------------------ what a step completes
+
+    def schedule(self, state: RequestState) -> None:
+        """Compute how many computed tokens complete a request's next chunk or tail."""
+        end = (state.stored_chunks + 1) * self._chunk_tokens
+        if state.tail_end and not state.tail_stored:
+            end = min(end, state.tail_end)
+        wanted = self._enabled and not state.mixes_weights and state.disaggregation.may_store(end)
+        state.store_at = end if wanted else NEVER
+
+    def completed(self, state: RequestState, block_state: Any, computed: int) -> list[StoreOperation]:
+        """Return the stores of the chunks, and of the tail, that a request completes in a step.
+
+        Args:
+            block_state: vLLM's block tables after the step.
+            computed: Tokens that are computed after the step.
+        """
+        request = state.request
+        answer = self._lookup.poll(request.request_id)
+        chunk_keys = self._lookup.chunk_keys(request.request_id)
+        if answer is None or chunk_keys is None:
+            if answer is not None and answer.reason == Reason.UNNAMED:
+                state.store_at = NEVER
+            return []  # the lookup still runs: the next step asks again
+        # Drafts, and tokens that are still being sampled, have no identity yet.
+        computed = min(computed, request.num_tokens)
+        if (most := state.disaggregation.store_tokens_max) is not None:
+            computed = min(computed, most)
+        present = self._lookup.present(request.request_id)
+        known = max(state.stored_chunks, 0 if present is None or state.refused else self._complete_chunks(present))
+        end = computed // self._chunk_tokens
+        state.stored_chunks = max(known, end)
+        tables = block_state.get_block_ids(request.request_id)
+        tail = self._completes_tail(state, tables, computed)
+        state.tail_stored |= tail
+        self.schedule(state)
+        if (end <= known and not tail) or tables is None:
+            return []
+        self.extend(chunk_keys, request, end)
+        stores = self._of_chunks(state, tables, chunk_keys, (known, end), present)
+        tail_keys = self._lookup.tail(request.request_id) if tail else []
+        if tail:
+            stores += self._of_tail(state, tables, chunk_keys, tail_keys[0])
+        if state.disaggregation.publishes:
+            self._lookup.computed(request.request_id, [*chunk_keys[known:end], *tail_keys])
+        return stores
+
+    def _complete_chunks(self, present: Sequence[Flags]) -> int:
+        """Return the leading chunks of which every group is stored; recurrent state is kept of some chunks only."""
+        groups = zip(self._groups.groups, present, strict=True)
+        return min((leading(flags) for group, flags in groups if group.kind != "state"), default=0)
+
+    def _completes_tail(self, state: RequestState, tables: Any, computed: int) -> bool:
+        if state.tail_stored or not 0 < state.tail_end <= computed:
+            return False
+        if tables is not None and not self._groups.keeps_tail(tables, state.tail_end):
+            state.tail_end = 0
+            count_tail(self._slower, state.disaggregation, LET_GO, self._chunk_tokens)
+            return False
+        return True
+
+    def _of_chunks(
+        self,
+        state: RequestState,
+        tables: Sequence[Sequence[int]],
+        chunk_keys: Sequence[bytes],
+        chunks: tuple[int, int],
+        present: Sequence[Flags] | None,
+    ) -> list[StoreOperation]:
+        stores = list[StoreOperation]()
+        for number, group in self._order:
+            if group.kind != "state":
+                stores += self.chunks(
+                    state.request.request_id,
+                    group,
+                    tables[group.index],
+                    chunk_keys,
+                    chunks,
+                    None if present is None else present[number],
+                    again=state.refused,
+                    published=state.disaggregation.publishes > 0,
+                )
+        return stores
+
+    def _of_tail(
+        self, state: RequestState, tables: Sequence[Sequence[int]], chunk_keys: Sequence[bytes], tail_key: bytes
+    ) -> list[StoreOperation]:
+        return [
+            self.tail(
+                state.request.request_id,
+                group,
+                tables[group.index],
+                chunk_keys,
+                tail_key,
+                state.tail_end,
+                number=number,
+                published=state.disaggregation.publishes > 0,
+            )
+            for number, group in self._order
+        ]
+
+    def states(self, state: RequestState, offered: Sequence[tuple[int, int, int]]) -> Iterator[StoreOperation]:
+        """Yield the stores of recurrent state that a step leaves in blocks, before those can change.
+
+        Args:
+            offered: Group, block and tokens of each state.
+        """
+        request_id = state.request.request_id
+        chunk_keys, present = self._lookup.chunk_keys(request_id), self._lookup.present(request_id)
+        numbers = {group.index: number for number, group in self._order if group.kind == "state"}
+        for group, block, tokens in offered:
+            if group not in numbers or tokens % self._chunk_tokens or block == NULL_BLOCK or chunk_keys is None:
+                continue
+            end = tokens // self._chunk_tokens
+            stored = present[numbers[group]] if present is not None and not state.refused else ()
+            if end <= len(stored) and stored[end - 1]:
+                continue
+            self.extend(chunk_keys, state.request, end)
+            yield StoreOperation(
+                request_id=request_id,
+                group=group,
+                chunk_keys=chunk_keys[end - 1 : end],
+                previous=None,
+                anchored=True,
+                blocks=[block],
+                absent_seconds=self._absent_seconds(request_id),
+            )
+
+    # ------------------------------------------------------------------ operations
 
     def extend(self, chunk_keys: list[bytes], request: Any, end: int) -> None:
-        """Add the chunk keys of chunks up to ``end`` that end in generated tokens."""
+        """Append the keys of chunks that end in generated tokens, up to chunk ``end``."""
         if len(chunk_keys) >= end:
             return
         tokens = list(request.all_token_ids[: end * self._chunk_tokens])
@@ -54,43 +193,42 @@ class Stores:
         exact: bool = False,
         lasts_s: float = 0.0,
     ) -> Iterator[StoreOperation]:
-        """Have those of the chunks stored that the engine keeps whole and that storage was not seen to hold.
+        """Yield stores of those chunks that the engine keeps whole and that storage lacks.
 
         Args:
-            request_id: whose.
-            group: whose KV.
-            table: the request's blocks of that group.
-            chunk_keys: of the request's chunks.
-            chunks: the first, and the one behind the last.
-            present: which chunks storage was seen to hold; ``None`` where nobody could say.
-            again: what was seen there could not be loaded.
-            published: others may wait for them.
-            exact: in the records that preempted requests are saved in.
-            lasts_s: seconds after which they are not needed any more; 0: for good.
+            group: KV cache group of the records.
+            table: The request's block table of that group.
+            chunk_keys: Keys of the request's chunks.
+            chunks: First chunk, and the one behind the last.
+            present: Chunks that storage had; ``None``: not known.
+            again: Store chunks that storage had, too, since they could not be loaded.
+            published: Other engines may wait for them.
+            exact: Store them in the records of preempted requests.
+            lasts_s: Seconds after which they are of no use; 0: for good.
         """
         first, end = chunks
         rows = group.rows(table, first, end)
         ready = (rows != NULL_BLOCK).all(axis=1)
         if present is not None and not again:
             ready[: max(len(present) - first, 0)] &= ~present[first:end]
-        place = 0
-        while place < len(ready):
-            count = leading(ready[place:])
+        index = 0
+        while index < len(ready):
+            count = leading(ready[index:])
             if count:
-                begin = first + place
+                begin = first + index
                 yield StoreOperation(
                     request_id=request_id,
                     group=group.index,
                     chunk_keys=list(chunk_keys[begin : begin + count]),
                     previous=chunk_keys[begin - 1] if begin else None,
                     anchored=begin <= (0 if present is None else leading(present)),
-                    blocks=rows[place : place + count].reshape(-1).tolist(),
+                    blocks=rows[index : index + count].reshape(-1).tolist(),
                     published=published,
-                    absent_seconds=self.absent_seconds(request_id, exact=exact),
+                    absent_seconds=self._absent_seconds(request_id, exact=exact),
                     lasts_s=lasts_s,
                     exact=exact,
                 )
-            place += count + 1
+            index += count + 1
 
     def tail(
         self,
@@ -98,25 +236,24 @@ class Stores:
         group: Group,
         table: Sequence[int],
         chunk_keys: Sequence[bytes],
-        chunk_key: bytes,
+        tail_key: bytes,
         end_tokens: int,
         *,
-        place: int = 0,
+        number: int = 0,
         published: bool = False,
         exact: bool = False,
         lasts_s: float = 0.0,
     ) -> StoreOperation:
-        """Have the tokens stored behind the last whole chunk: a chunk's record, with nothing behind them.
+        """Return the store of the tokens behind the last whole chunk, as a chunk's record padded with zeros.
 
-        Of a window that is shorter than a chunk, and of a state, what a hit needs that ends with them
-        (:meth:`Group.tail`).
+        Of a window that is shorter than a chunk, and of recurrent state, the record has what a hit needs that ends
+        with the tail (:meth:`Group.tail`).
 
         Args:
-            request_id, group, table, chunk keys, published, exact: as of :meth:`chunks`.
-            chunk_key: of the tail.
-            end_tokens: up to the tail's end.
-            place: of the group.
-            lasts_s: seconds after which nobody needs it any more; 0: it is stored as chunks are.
+            request_id, group, table, chunk_keys, published, exact, lasts_s: As in :meth:`chunks`.
+            tail_key: Chunk key of the tail.
+            end_tokens: Tokens up to the tail's end.
+            number: Number of the group among the engine's.
         """
         before = end_tokens // self._chunk_tokens
         blocks = group.tail(table, end_tokens)
@@ -124,60 +261,28 @@ class Stores:
         return StoreOperation(
             request_id=request_id,
             group=group.index,
-            chunk_keys=[chunk_key],
+            chunk_keys=[tail_key],
             previous=chunk_keys[before - 1] if before else None,
-            anchored=present is not None and before <= leading(present[place]),
+            anchored=present is not None and before <= leading(present[number]),
             blocks=np.where(blocks == NULL_BLOCK, NOWHERE, blocks).tolist(),
             published=published,
-            absent_seconds=self.absent_seconds(request_id, exact=exact),
+            absent_seconds=self._absent_seconds(request_id, exact=exact),
             lasts_s=lasts_s,
             tail_tokens=end_tokens - before * self._chunk_tokens if group.whole and group.kind != "state" else 0,
             exact=exact,
         )
 
-    def states(
-        self, request: Any, groups: Sequence[Group], offered: Sequence[tuple[int, int, int]], *, again: bool
-    ) -> Iterator[StoreOperation]:
-        """Have states stored that a step leaves in blocks, before they can change.
-
-        Args:
-            request: of vLLM.
-            groups: of the engine.
-            offered: of each state its group, block and tokens.
-            again: what storage was seen to hold of the request could not be loaded.
-        """
-        request_id = request.request_id
-        chunk_keys, present = self._lookup.chunk_keys(request_id), self._lookup.present(request_id)
-        places = {group.index: place for place, group in enumerate(groups) if group.kind == "state"}
-        for group, block, tokens in offered:
-            if group not in places or tokens % self._chunk_tokens or block == NULL_BLOCK or chunk_keys is None:
-                continue
-            end = tokens // self._chunk_tokens
-            if present is not None and not again and end <= len(present[places[group]]):
-                if present[places[group]][end - 1]:
-                    continue
-            self.extend(chunk_keys, request, end)
-            yield StoreOperation(
-                request_id=request_id,
-                group=group,
-                chunk_keys=chunk_keys[end - 1 : end],
-                previous=None,
-                anchored=True,
-                blocks=[block],
-                absent_seconds=self.absent_seconds(request_id),
-            )
-
     def tail_chunk_key(self, chunk_keys: Sequence[bytes], request: Any, end_tokens: int) -> bytes:
-        """Return the chunk key of what a request has behind its last whole chunk, up to ``end_tokens``."""
+        """Return the chunk key of the tokens behind the last whole chunk, up to ``end_tokens``."""
         before = end_tokens // self._chunk_tokens
         size = end_tokens - before * self._chunk_tokens
         tokens = list(request.all_token_ids[:end_tokens])
         extra = self._lookup.extra(request.request_id)
         return tail_chunk_key(
             self._model, tokens, size, chunk_tokens=self._chunk_tokens, extra=extra, after=chunk_keys[:before]
-        )  # fmt: skip
+        )
 
-    def absent_seconds(self, request_id: str, *, exact: bool = False) -> float | None:
-        """Return how long ago storage was asked for a request's chunks; ``None`` where it could not say."""
-        asked = self._lookup.asked(request_id, saved=exact)
-        return time.monotonic() - asked if asked else None
+    def _absent_seconds(self, request_id: str, *, exact: bool = False) -> float | None:
+        """Return how long ago a lookup found chunks absent; ``None``: no lookup answered."""
+        asked_at = self._lookup.asked(request_id, saved=exact)
+        return time.monotonic() - asked_at if asked_at else None

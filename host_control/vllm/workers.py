@@ -11,23 +11,24 @@ from host_control.vllm.metadata import WorkerHandshake
 from host_control.vllm.parts import CUTS
 from shadowserve.errors import ConfigurationError
 
-__all__ = ["Workers", "agreed"]
+_Records = list[list[tuple[DataPlaneClient, bytes]]]
 
 
 @dataclass(frozen=True)
 class Workers:
-    """What all ranks have said.
+    """The handshakes of all ranks, combined.
 
     Attributes:
-        model: what they call it.
-        machine: what they compute on.
-        layers: that may be loaded one by one; 0 where none may.
-        layerwise_chunks: that a load may have which goes layer by layer.
-        chunk_bytes: that a rank is delivered for a chunk, of all groups together.
-        clients: of the data planes. One that serves several ranks is asked once for all of them.
-        plain: whether records are pages as they are, which stay in their data planes' tiers.
-        records: of each cut that all can read, 0 being their own, and of each group: who is asked for whose records.
-        saved: of the records that preempted requests are saved in, likewise; none where they are those of cut 0.
+        model: Digest of the model.
+        machine: Name of the devices that they compute on.
+        layers: Layers that can be loaded one by one; 0 where none can.
+        layerwise_chunks: Most chunks of a load that goes layer by layer.
+        chunk_bytes: Bytes that a rank is delivered for a chunk, of all groups together.
+        clients: Clients of the data planes. One that serves several ranks is asked once for all of them.
+        plain: Records are pages as they are, which stay in their data planes' tiers.
+        records: Records of each shard layout that all ranks can read (0: their own): of each group, clients and
+            namespaces.
+        saved: Likewise, the records of preempted requests; None where these are the engine's own.
     """
 
     model: bytes
@@ -37,48 +38,25 @@ class Workers:
     chunk_bytes: int
     clients: list[DataPlaneClient]
     plain: bool
-    records: dict[int, list[list[tuple[DataPlaneClient, bytes]]]]
-    saved: list[list[tuple[DataPlaneClient, bytes]]] | None
+    records: dict[int, _Records]
+    saved: _Records | None
 
 
 def agreed(handshakes: Mapping[int, WorkerHandshake], groups: Sequence[Group], config: HostConfig) -> Workers:
-    """Return what the ranks hold together.
+    """Combine the handshakes of all ranks.
 
     Raises:
-        ConfigurationError: one has a problem, they do not agree, or no client can be made of the configuration.
+        ConfigurationError: A rank has a problem, the ranks disagree, or the configuration allows no client.
     """
-    if problem := next((shake.problem for shake in handshakes.values() if shake.problem), ""):
-        raise ConfigurationError(problem)
     shakes = [handshakes[rank] for rank in sorted(handshakes)]
-    model = shakes[0].model
-    if any(shake.model != model for shake in shakes):
-        raise ConfigurationError("the ranks do not agree on what they compute: have they the same files and options?")
-    every = {group.index for group in groups}
-    held = [[index for cut, index, _ in shake.namespaces if cut == 0] for shake in shakes]
-    if any(each != held[0] for each in held) or set(held[0]) != every:
-        raise ConfigurationError("the ranks do not agree on what they keep: have they the same options?")
+    _check(shakes, groups)
     addresses = [config.data_plane_address(rank) for rank in range(len(shakes))]
     first_rank = {address: rank for rank, address in reversed(list(enumerate(addresses)))}
     clients = {address: config.client(rank) for address, rank in first_rank.items()}
-    named = [{(cut, index) for cut, index, _ in shake.namespaces} for shake in shakes]
-    # Another cut's records are of use where each worker can read some of each group.
-    cuts = [
-        cut for cut in range(SAVED, len(CUTS) + 1) if all({(cut, index) for index in every} <= each for each in named)
-    ]
-    records = {
-        cut: [
-            [
-                (clients[address], namespace)
-                for address, shake in zip(addresses, shakes, strict=True)
-                for number, index, namespace in shake.namespaces
-                if (number, index) == (cut, group.index)
-            ]
-            for group in groups
-        ]
-        for cut in cuts
-    }
+    served = [(clients[address], shake) for address, shake in zip(addresses, shakes, strict=True)]
+    records = {layout: _records(served, groups, layout) for layout in _readable_layouts(shakes, groups)}
     return Workers(
-        model,
+        shakes[0].model,
         f"{len(shakes)} x {shakes[0].machine}",
         max(shake.layers for shake in shakes),
         min(shake.layerwise_chunks for shake in shakes),
@@ -88,3 +66,38 @@ def agreed(handshakes: Mapping[int, WorkerHandshake], groups: Sequence[Group], c
         records,
         records.pop(SAVED, None),
     )
+
+
+def _check(shakes: Sequence[WorkerHandshake], groups: Sequence[Group]) -> None:
+    """Check that no rank has a problem, and that all agree on the model and the groups."""
+    if problem := next((shake.problem for shake in shakes if shake.problem), ""):
+        raise ConfigurationError(problem)
+    if len({shake.model for shake in shakes}) > 1:
+        raise ConfigurationError("the ranks do not agree on what they compute: have they the same files and options?")
+    held = [[index for layout, index, _ in shake.namespaces if layout == 0] for shake in shakes]
+    if any(each != held[0] for each in held) or set(held[0]) != {group.index for group in groups}:
+        raise ConfigurationError("the ranks do not agree on what they keep: have they the same options?")
+
+
+def _readable_layouts(shakes: Sequence[WorkerHandshake], groups: Sequence[Group]) -> list[int]:
+    """Return the shard layouts of which each rank can read some records of every group."""
+    named = [{(layout, index) for layout, index, _ in shake.namespaces} for shake in shakes]
+    return [
+        layout
+        for layout in range(SAVED, len(CUTS) + 1)
+        if all({(layout, group.index) for group in groups} <= each for each in named)
+    ]
+
+
+def _records(
+    served: Sequence[tuple[DataPlaneClient, WorkerHandshake]], groups: Sequence[Group], layout: int
+) -> _Records:
+    return [
+        [
+            (client, namespace)
+            for client, shake in served
+            for each, index, namespace in shake.namespaces
+            if (each, index) == (layout, group.index)
+        ]
+        for group in groups
+    ]

@@ -16,7 +16,8 @@ import numpy as np
 
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
-from host_control.waiting import Chains, WaitingQueue
+from host_control.lookup import RecordKeys
+from host_control.waiting import WaitingQueue
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import ShadowServeError
@@ -174,29 +175,29 @@ def _queue_steps(stack: ExitStack, address: str) -> tuple[list[float], list[floa
     keys = [[bytes([chunk, *index.to_bytes(4, "little")]).ljust(32, b"k") for chunk in range(chunks)]
             for index in range(_WAITING)]  # fmt: skip
 
-    def look(name: str) -> Chains:
+    def look(name: str) -> RecordKeys:
         return {plane: [(bytes(32), keys[int(name) % _WAITING])]}
 
     queue = WaitingQueue(look, [plane])
     stack.callback(queue.close)
     told: list[float] = []
-    tell = queue._tell
+    tell = queue._send
 
     def timed() -> None:
         begin = time.thread_time()
         tell()
         told.append((time.thread_time() - begin) * 1e3)
 
-    queue._tell = timed  # type: ignore[method-assign]
+    queue._send = timed  # type: ignore[method-assign]
     for index in range(_WAITING):
-        queue.arrived(str(index))
+        queue.enqueue(str(index))
     samples = []
     for step in range(STEPS):
         begin = time.perf_counter()
         queue.begun(str(step))
         if step:
             queue.ended(str(step - 1))
-        queue.arrived(str(step + _WAITING))
+        queue.enqueue(str(step + _WAITING))
         if step % 2:
             queue.sent_back(str(step))
             queue.begun(str(step))

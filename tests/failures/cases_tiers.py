@@ -160,7 +160,7 @@ def _waiting(context: Context, work: Work, address: str) -> Iterator[None]:
         if client.peer is None:
             client.wait_ready(0.2)
         waits.append(next(names))
-        queue.arrived(waits[-1])
+        queue.enqueue(waits[-1])
         if len(waits) > 6:
             begun = waits.pop(0)
             queue.begun(begun)

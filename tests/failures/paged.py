@@ -13,9 +13,9 @@ from machine import WAIT_MAX_S
 from outcomes import BOUND_S, Outcome, Tally
 
 from host_control.client import DataPlaneClient
+from host_control.fetch import Placed
 from host_control.manager import FetchJob, FetchResult, KVCacheManager
 from host_control.pages import PageDelivery, SharedPages
-from host_control.placing import Placed
 from host_control.registered_memory import RegisteredMemory
 from host_control.vllm.paging import PagePlacer
 from host_control.vllm.weights_watch import WeightsWatch

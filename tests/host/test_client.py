@@ -102,9 +102,9 @@ def test_a_lookup_says_where_each_record_is(client: DataPlaneClient, plane: Scri
         (lambda answer: answer.cold_ms.append(0), "times of 2 chains where 1"),
         (lambda answer: answer.tiers.append(b""), "tiers of 2 chains where 1"),
         (lambda answer: answer.ClearField("tiers"), "tiers of 0 chains where 1"),
-        (lambda answer: answer.tiers.__setitem__(0, bytes([3] * 3)), "not those of the chunks"),
-        (lambda answer: answer.tiers.__setitem__(0, bytes([3] * 6)), "not those of the chunks"),
-        (lambda answer: answer.tiers.__setitem__(0, bytes([5] * 3 + [0] * 3)), "not those of the chunks"),
+        (lambda answer: answer.tiers.__setitem__(0, bytes([3] * 3)), "not those of the stored chunks"),
+        (lambda answer: answer.tiers.__setitem__(0, bytes([3] * 6)), "not those of the stored chunks"),
+        (lambda answer: answer.tiers.__setitem__(0, bytes([5] * 3 + [0] * 3)), "not those of the stored chunks"),
     ],
 )
 def test_a_lookup_whose_parts_do_not_fit_is_refused(

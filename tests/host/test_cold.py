@@ -9,7 +9,7 @@ from machine import WAIT_MAX_S, wait_for
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
-from host_control.disaggregation import Arrived, Disaggregation
+from host_control.disaggregation import Available, Disaggregation
 from host_control.lookup import LookupAnswer, PrefixLookup
 from shadowserve.keys import prefix_chain, record_keys
 from shadowserve.pieces import leading
@@ -50,7 +50,7 @@ def make(client: DataPlaneClient, plane: ScriptedDataPlane) -> Iterator[Callable
         each.close()
 
 
-def test_an_answer_counts_what_is_cold_and_says_where_it_is(
+def test_an_answer_counts_cold_chunks_and_tells_their_tier(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.tiers[KEYS[0]] = Tier.MEMORY
@@ -59,13 +59,13 @@ def test_an_answer_counts_what_is_cold_and_says_where_it_is(
     answer = wait(lambda: lookup.poll("r"))
     assert answer == ALL and answer.cold_seconds == 3.0
     assert answer.tiers == bytes([Tier.MEMORY, Tier.STORAGE, *[Tier.COLD] * 4])
-    assert lookup.arrived("r") == Arrived(2, "")
+    assert lookup.available("r") == Available(2, "")
     (present,) = lookup.present("r") or ()
     assert present.all(), "it is stored"
     assert plane.prefetches == 0, "nothing is brought before a load begins"
 
 
-def test_a_load_that_begins_has_what_is_cold_brought_and_hears_of_it(
+def test_a_load_brings_its_cold_chunks_and_follows_them(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.brings = 0
@@ -74,28 +74,28 @@ def test_a_load_that_begins_has_what_is_cold_brought_and_hears_of_it(
     wait(lambda: lookup.poll("r"))
     lookup.begin_load("r", CHUNKS)
     wait_for(lambda: plane.prefetches > 1)
-    assert lookup.arrived("r") == Arrived(2, "")
+    assert lookup.available("r") == Available(2, "")
     assert plane.asked_keys == [KEYS[2:]], "what is near is not asked for again"
     plane.script.brings = 1
-    wait_for(lambda: lookup.arrived("r") == Arrived(CHUNKS, "complete"))
+    wait_for(lambda: lookup.available("r") == Available(CHUNKS, "complete"))
     before = plane.prefetches
     lookup.submit("other", TOKENS)
     wait(lambda: lookup.poll("other"))
-    assert plane.prefetches == before and lookup.arrived("other") is None, "nothing of it is cold any more"
+    assert plane.prefetches == before and lookup.available("other") is None, "nothing of it is cold any more"
 
 
-def test_of_a_load_that_takes_less_no_more_is_brought(
+def test_a_shorter_load_brings_only_its_own_cold_chunks(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     lookup = make()
     lookup.submit("r", TOKENS)
     wait(lambda: lookup.poll("r"))
     lookup.begin_load("r", 3)
-    wait_for(lambda: lookup.arrived("r") == Arrived(3, "complete"))
+    wait_for(lambda: lookup.available("r") == Available(3, "complete"))
     assert plane.script.cold == set(KEYS[3:])
 
 
-def test_what_does_not_come_in_time_is_late_and_what_is_gone_is_gone(
+def test_cold_chunks_that_stay_away_end_as_cold_late_or_cold_gone(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.brings = 0
@@ -103,14 +103,14 @@ def test_what_does_not_come_in_time_is_late_and_what_is_gone_is_gone(
     lookup.submit("late", TOKENS)
     wait(lambda: lookup.poll("late"))
     lookup.begin_load("late", CHUNKS)
-    wait_for(lambda: lookup.arrived("late") == Arrived(2, "cold_late"))
+    wait_for(lambda: lookup.available("late") == Available(2, "cold_late"))
     lookup = make()
     lookup.submit("gone", TOKENS)
     wait(lambda: lookup.poll("gone"))
     del plane.records[KEYS[3]]
     plane.script.brings = 1 << 30
     lookup.begin_load("gone", CHUNKS)
-    wait_for(lambda: lookup.arrived("gone") == Arrived(3, "cold_gone"))
+    wait_for(lambda: lookup.available("gone") == Available(3, "cold_gone"))
 
 
 def test_nothing_is_brought_for_a_request_that_has_ended(
@@ -124,7 +124,7 @@ def test_nothing_is_brought_for_a_request_that_has_ended(
         lookup.begin_load(name, CHUNKS)
     lookup.forget("r")
     lookup.forget("other")
-    wait_for(lambda: not lookup._cold_loads._waiting)
+    wait_for(lambda: not lookup._cold_loads._loads)
     lookup.begin_load("r", CHUNKS)  # unknown by now
 
 
@@ -137,10 +137,10 @@ def test_where_no_load_may_wait_the_lookup_waits_until_all_is_near(
     wait_for(lambda: plane.prefetches > 1)
     assert lookup.poll("r") is None
     plane.script.brings = 1 << 30
-    assert wait(lambda: lookup.poll("r")) == ALL and lookup.arrived("r") is None
+    assert wait(lambda: lookup.poll("r")) == ALL and lookup.available("r") is None
 
 
-def test_where_no_load_may_wait_what_is_late_is_no_hit_but_stored(
+def test_late_cold_chunks_are_a_miss_where_no_load_may_wait_and_count_as_stored(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.brings = 0
@@ -152,16 +152,16 @@ def test_where_no_load_may_wait_what_is_late_is_no_hit_but_stored(
     assert present.all()
 
 
-def test_a_request_that_waits_for_nothing_has_what_is_near(
+def test_a_request_that_does_not_wait_gets_the_near_chunks(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     lookup = make()
     lookup.submit("r", TOKENS, disaggregation=Disaggregation(cold=False))
     assert wait(lambda: lookup.poll("r")) == LookupAnswer(2 * CHUNK, "complete")
-    assert lookup.arrived("r") is None and plane.prefetches == 0
+    assert lookup.available("r") is None and plane.prefetches == 0
 
 
-def test_what_is_cold_of_a_window_counts_as_far_as_a_load_needs_it(
+def test_cold_chunks_of_a_window_count_only_where_a_load_needs_them(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     """A group that keeps every chunk, all of which are near, and one of which a hit needs the last."""
@@ -176,16 +176,16 @@ def test_what_is_cold_of_a_window_counts_as_far_as_a_load_needs_it(
     lookup = make(groups=[NAMESPACE, b"w" * 32], every=[True, False], rule=rule)
     lookup.submit("r", TOKENS)
     answer = wait(lambda: lookup.poll("r"))
-    assert answer == ALL and Tier.COLD not in answer.tiers and lookup.arrived("r") is None
+    assert answer == ALL and Tier.COLD not in answer.tiers and lookup.available("r") is None
     plane.script.cold.add(window[5])
     lookup.submit("last", TOKENS)
     answer = wait(lambda: lookup.poll("last"))
     assert answer == ALL and answer.tiers[5] == Tier.COLD
     lookup.begin_load("last", CHUNKS)
-    wait_for(lambda: lookup.arrived("last") == Arrived(CHUNKS, "complete"))
+    wait_for(lambda: lookup.available("last") == Available(CHUNKS, "complete"))
 
 
-def test_what_others_still_store_and_what_is_cold_are_waited_for_together(
+def test_a_load_waits_for_pending_and_cold_chunks_together(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     assert plane.published is not None
@@ -194,14 +194,14 @@ def test_what_others_still_store_and_what_is_cold_are_waited_for_together(
     lookup = make()
     lookup.submit("r", TOKENS, disaggregation=Disaggregation(waits=NEVER_S))
     assert wait(lambda: lookup.poll("r")).tokens == CHUNK * CHUNKS
-    assert lookup.arrived("r") == Arrived(2, "")
+    assert lookup.available("r") == Available(2, "")
     lookup.begin_load("r", CHUNKS)
-    wait_for(lambda: lookup.arrived("r") == Arrived(5, ""))
+    wait_for(lambda: lookup.available("r") == Available(5, ""))
     plane.records[KEYS[5]] = b""
-    wait_for(lambda: lookup.arrived("r") == Arrived(CHUNKS, "complete"))
+    wait_for(lambda: lookup.available("r") == Available(CHUNKS, "complete"))
 
 
-def test_a_lookup_that_was_too_slow_tells_what_is_stored_all_the_same(
+def test_a_late_lookup_still_learns_which_chunks_are_stored(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.stall.add("Lookup")

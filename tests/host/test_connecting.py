@@ -34,7 +34,7 @@ CHAINS = [(b"a" * 32, KEYS)]
 # ---- Hello ---------------------------------------------------------------------------------------------------------
 
 
-def test_hello_comes_first_and_says_who_we_are(plane: ScriptedDataPlane, shape: ChunkLayout) -> None:
+def test_hello_is_the_first_call_and_names_the_host(plane: ScriptedDataPlane, shape: ChunkLayout) -> None:
     with closing(DataPlaneClient(plane.address, connect_timeout_s=WAIT_MAX_S)) as client:
         assert client.peer is None
         assert not client.lookup(CHAINS, WAIT_MAX_S)()[0].any()
@@ -50,7 +50,7 @@ def test_hello_comes_first_and_says_who_we_are(plane: ScriptedDataPlane, shape: 
     assert (second.layout, second.chunk_bytes) == (layout_message(shape), shape.raw_bytes)
 
 
-def test_hello_names_the_engine_whose_kv_moves_and_brings_what_other_engines_do_otherwise(
+def test_hello_names_the_engine_and_returns_differences_to_other_engines(
     plane: ScriptedDataPlane, shape: ChunkLayout
 ) -> None:
     engine = engine_message(ModelIdentity(model="a model", dtype="bfloat16"), shape, paged=False)
@@ -63,7 +63,7 @@ def test_hello_names_the_engine_whose_kv_moves_and_brings_what_other_engines_do_
     assert not without.HasField("engine") and given.engine == engine
 
 
-def test_a_lookup_that_nobody_knows_the_host_of_is_asked_again(
+def test_a_lookup_with_an_unknown_session_is_repeated_after_hello(
     client: DataPlaneClient, plane: ScriptedDataPlane
 ) -> None:
     plane.records[KEYS[0]] = b""
@@ -93,7 +93,7 @@ def test_a_fetch_and_a_store_of_an_unknown_host_have_an_unknown_memory(
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED])
-def test_a_refused_hello_is_a_reason_with_what_the_data_plane_says(
+def test_a_refused_hello_has_the_data_planes_reason(
     plane: ScriptedDataPlane, shape: ChunkLayout, code: grpc.StatusCode
 ) -> None:
     plane.script.abort["Hello"] = code
@@ -155,14 +155,14 @@ def test_lookups_pass_through_tls(certificates: Path) -> None:
         assert not client.lookup(CHAINS, WAIT_MAX_S)()[0].any()
 
 
-def test_who_waits_for_a_data_plane_is_told_the_same(certificates: Path, foreign: Path) -> None:
+def test_waiting_for_a_data_plane_fails_with_the_same_reason(certificates: Path, foreign: Path) -> None:
     with serving(certificates) as plane, connecting(plane, own(foreign)) as client:
         with pytest.raises(DataPlaneError) as error:
             client.connect(WAIT_MAX_S)
         assert error.value.outcome == "refused" and str(error.value) == refusal(plane, own(foreign))
 
 
-def test_each_reason_for_no_tls_is_told(
+def test_each_tls_failure_has_its_reason(
     certificates: Path, expired: Path, foreign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(certificates) as plane:
@@ -188,7 +188,9 @@ def test_each_reason_for_no_tls_is_told(
         assert "TLS: the data plane's certificate (its tls_cert) has expired" in refusal(plane, own(certificates))
 
 
-def test_a_data_plane_without_tls_is_told_from_one_that_is_away(plane: ScriptedDataPlane, certificates: Path) -> None:
+def test_a_data_plane_without_tls_is_distinguished_from_an_unreachable_one(
+    plane: ScriptedDataPlane, certificates: Path
+) -> None:
     assert "does not use TLS" in refusal(plane, own(certificates))
     plane.stop()
     with connecting(plane, own(certificates)) as client:

@@ -10,7 +10,7 @@ from machine import WAIT_MAX_S, wait_for
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
-from host_control.disaggregation import POLL_INTERVAL, Arrived, Disaggregation
+from host_control.disaggregation import POLL_INTERVAL, Available, Disaggregation
 from host_control.lookup import LookupAnswer, PrefixLookup
 from shadowserve.keys import prefix_chain, record_keys, tail_chunk_key
 from shadowserve.pieces import Flags, leading
@@ -74,7 +74,7 @@ def polls(plane: ScriptedDataPlane, more: int = 2) -> None:
     plane.wait_for_call("Lookup", plane.calls.count("Lookup") + more)
 
 
-def test_a_cold_prompt_is_answered_at_once_also_by_who_would_wait(
+def test_a_cold_prompt_is_answered_at_once_even_if_the_request_may_wait(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     lookup.submit("r", TOKENS, disaggregation=WAITS)
@@ -98,7 +98,7 @@ def test_a_prompt_that_is_being_computed_elsewhere_is_a_hit_once_it_is_stored(
     assert known(lookup, "r") == 4
 
 
-def test_who_does_not_hand_over_waits_for_nobody(
+def test_a_request_without_disaggregation_does_not_wait(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     publish(plane, *LINKS)
@@ -119,7 +119,7 @@ def test_chunks_that_come_in_another_order_are_all_waited_for(
     assert wait(lambda: lookup.poll("r")) == LookupAnswer(4 * CHUNK, "complete")
 
 
-def test_what_is_dropped_in_the_middle_ends_the_wait_at_the_gap(
+def test_a_dropped_chunk_ends_the_wait_at_the_gap(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     publish(plane, *LINKS)
@@ -130,7 +130,7 @@ def test_what_is_dropped_in_the_middle_ends_the_wait_at_the_gap(
         del plane.published[key]
     store(plane, LINKS[0], *LINKS[2:])
     assert wait(lambda: lookup.poll("r")) == LookupAnswer(
-        CHUNK, "published_gone", "chunks that were published are not stored"
+        CHUNK, "published_gone", "chunks that were pending are not stored"
     )
 
 
@@ -142,7 +142,7 @@ def test_chunks_that_one_rank_will_not_store_are_not_waited_for(
     assert wait(lambda: lookup.poll("r")) == LookupAnswer(0, "complete")
 
 
-def test_a_store_that_is_dropped_ends_the_wait_with_what_is_there(
+def test_a_dropped_store_ends_the_wait_with_the_stored_chunks(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     store(plane, *LINKS[:2])
@@ -203,11 +203,11 @@ def test_many_that_wait_ask_together_and_at_intervals(
         assert wait(lambda index=index: lookup.poll(f"{index}")) == LookupAnswer(4 * CHUNK, "complete")
 
 
-@pytest.mark.parametrize("cut", [0, 2])
-def test_who_waits_asks_for_the_cut_that_is_published_alone(
-    client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any], cut: int
+@pytest.mark.parametrize("shard_layout", [0, 2])
+def test_a_wait_polls_only_the_published_shard_layout(
+    client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any], shard_layout: int
 ) -> None:
-    """An engine of other ranks than this one's may be what publishes; most are not, and each cut is a question more."""
+    """An engine of other ranks may publish the chunks; most do not, and each shard layout costs a question."""
     cuts = {number: bytes([number]) * 32 for number in range(4)}
     others = {number: [[(client, name)]] for number, name in cuts.items() if number}
     lookup = PrefixLookup(
@@ -215,18 +215,18 @@ def test_who_waits_asks_for_the_cut_that_is_published_alone(
     )
     try:
         assert plane.published is not None
-        theirs = record_keys(cuts[cut], LINKS)
+        theirs = record_keys(cuts[shard_layout], LINKS)
         plane.published.update(dict.fromkeys(theirs, MINUTE_MS))
         lookup.submit("r", TOKENS, disaggregation=WAITS)
         polls(plane, 4)
         assert plane.asked_keys == [theirs[-1:]], "the last that is coming: with it, all are there"
         plane.records.update(dict.fromkeys(theirs, b""))
-        assert wait(lambda: lookup.poll("r")) == LookupAnswer(4 * CHUNK, "complete", cut=cut)
+        assert wait(lambda: lookup.poll("r")) == LookupAnswer(4 * CHUNK, "complete", shard_layout=shard_layout)
     finally:
         lookup.close()
 
 
-def test_without_publications_what_the_other_engine_has_told_of_is_waited_for(
+def test_without_publications_the_tokens_named_by_the_proxy_are_waited_for(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.published = None
@@ -242,7 +242,7 @@ def test_without_publications_what_the_other_engine_has_told_of_is_waited_for(
     assert answer.tokens == 2 * CHUNK, "behind what it was told of it waits for nothing"
 
 
-def test_what_is_absent_is_published_again_and_again_and_withdrawn_at_the_end(
+def test_absent_chunks_are_published_repeatedly_and_withdrawn_at_the_end(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     store(plane, *LINKS[:1])
@@ -292,7 +292,7 @@ def test_a_chunk_that_a_rank_has_dropped_is_not_published_again_while_others_are
     assert set(plane.published) == set(keys(LINKS[0], *LINKS[2:]))
 
 
-def test_what_the_cap_lets_nobody_store_is_not_published(
+def test_chunks_beyond_the_store_limit_are_not_published(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     lookup.submit(
@@ -337,17 +337,17 @@ def test_a_load_may_begin_with_the_first_chunk_and_hears_of_the_others_as_they_a
     assert early.poll("r") is None, "blocks are not taken for what may take long to come"
     store(plane, LINKS[0])
     assert wait(lambda: early.poll("r")) == LookupAnswer(4 * CHUNK, "complete", tail=True)
-    assert early.arrived("r") == Arrived(1, "")
+    assert early.available("r") == Available(1, "")
     store(plane, *LINKS[1:])
-    wait_for(lambda: early.arrived("r") == Arrived(4, ""))
+    wait_for(lambda: early.available("r") == Available(4, ""))
     store(plane, TAIL, ranks=1)
     polls(plane)
-    assert early.arrived("r") == Arrived(4, ""), "one rank of two has stored it"
+    assert early.available("r") == Available(4, ""), "one rank of two has stored it"
     store(plane, TAIL)
-    wait_for(lambda: early.arrived("r") == Arrived(5, "complete"))
+    wait_for(lambda: early.available("r") == Available(5, "complete"))
     calls = plane.calls.count("Lookup")
     early.submit("cold", [9, *TOKENS[1:]], disaggregation=WAITS)
-    assert wait(lambda: early.poll("cold")) == LookupAnswer(0, "complete") and early.arrived("cold") is None
+    assert wait(lambda: early.poll("cold")) == LookupAnswer(0, "complete") and early.available("cold") is None
     assert plane.calls.count("Lookup") == calls + 1, "what is complete is asked for no more"
 
 
@@ -381,17 +381,17 @@ def test_a_load_that_has_begun_hears_why_no_more_arrives(
     answer = wait(lambda: early.poll("r"))
     if answer.reason == "published_late":  # the machine stood still meanwhile
         return
-    assert answer == LookupAnswer(4 * CHUNK, "complete") and early.arrived("r") == Arrived(1, "")
+    assert answer == LookupAnswer(4 * CHUNK, "complete") and early.available("r") == Available(1, "")
     happen(plane)
     if there == 2:
-        wait_for(lambda: early.arrived("r") == Arrived(1, ""))
+        wait_for(lambda: early.available("r") == Available(1, ""))
         store(plane, LINKS[1])
-    ended = wait_for(lambda: (early.arrived("r") or Arrived(0, "")).ended)
-    assert early.arrived("r") == Arrived(there, ended)
+    ended = wait_for(lambda: (early.available("r") or Available(0, "")).ended)
+    assert early.available("r") == Available(there, ended)
     assert ended == reason if reason else ended not in ("complete", "published_gone", "published_late")
 
 
-def test_who_is_forgotten_while_its_load_waits_is_asked_for_no_more(
+def test_a_forgotten_request_is_not_polled_for_any_more(
     early: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     store(plane, LINKS[0])
@@ -400,8 +400,8 @@ def test_who_is_forgotten_while_its_load_waits_is_asked_for_no_more(
     wait(lambda: early.poll("r"))
     early.forget("r")
     store(plane, *LINKS)
-    wait_for(lambda: not early._coming._waiting)
-    assert early.arrived("r") is None
+    wait_for(lambda: not early._publications._waits)
+    assert early.available("r") is None
     asked = plane.calls.count("Lookup")
     early.submit("another", [7, *TOKENS])
     wait(lambda: early.poll("another"))

@@ -71,14 +71,14 @@ def assert_right(plane: ScriptedDataPlane, pages: Pages, done: FetchJob, shape: 
         assert there == plane.records[done.keys[0][chunk]][layer * each :][:each]
 
 
-def test_each_layer_is_scattered_as_it_is_told(
+def test_each_layer_is_scattered_as_it_arrives(
     manager: KVCacheManager, plane: ScriptedDataPlane, registration: RegisteredMemory, pages: Pages,
     fill: Callable[[list[bytes]], None], shape: ChunkLayout,
 ) -> None:  # fmt: skip
     """The second layer only comes once the first one is scattered."""
     scattered = threading.Event()
     place = pages.__call__
-    manager._scatter_layers = lambda *given: (place(*given), scattered.set())[0]
+    manager._layers.scatter = lambda *given: (place(*given), scattered.set())[0]
     plane.script.before_layer = lambda layer: layer == 0 or scattered.wait(WAIT_MAX_S)
     wanted = layered("a", fill)
     manager.exchange([wanted])
@@ -89,7 +89,7 @@ def test_each_layer_is_scattered_as_it_is_told(
     assert plane.calls.count("FetchLayers" if is_streamed(registration) else "Fetch") == 1
 
 
-def test_what_is_whole_of_a_fetch_that_fails_is_used(
+def test_complete_chunks_of_a_failed_fetch_are_used(
     manager: KVCacheManager, plane: ScriptedDataPlane, pages: Pages, fill: Callable[[list[bytes]], None],
     shape: ChunkLayout,
 ) -> None:  # fmt: skip

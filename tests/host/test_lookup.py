@@ -80,7 +80,7 @@ def test_ranks_that_hold_the_same_part_are_asked_for_once(
         lookup.close()
 
 
-def test_each_group_is_asked_for_in_one_round_trip_and_the_rule_is_told_of_each(
+def test_all_groups_are_looked_up_in_one_round_trip_and_passed_to_the_rule(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     """A group's chunk is there if all of its parts are, of all ranks; what that makes a hit is the rule's to say."""
@@ -149,7 +149,7 @@ def test_silence_becomes_a_miss_at_the_deadline_and_stays_one(
         lookup.close()
 
 
-def test_what_holds_for_a_request_separates_it(lookup: PrefixLookup, wait: Callable[..., Any]) -> None:
+def test_extra_inputs_of_a_request_separate_its_chunks(lookup: PrefixLookup, wait: Callable[..., Any]) -> None:
     tokens = list(range(8))
     lookup.submit("a", tokens)
     lookup.submit("b", tokens, Extra(b"salt"))

@@ -16,7 +16,7 @@ from manager_support import Paged, collect, job, keys_of, prompt
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
-from host_control.disaggregation import Arrived
+from host_control.disaggregation import Available
 from host_control.manager import (
     FetchJob,
     FetchResult,
@@ -34,7 +34,7 @@ from shadowserve.proto import dataplane_pb2 as pb
 # ---------------------------------------------------------------------- exchange (figure 6)
 
 
-def test_scheduler_goes_on_while_fetches_run(
+def test_the_scheduler_is_not_blocked_while_fetches_run(
     manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
 ) -> None:
     plane.script.stall.add("Fetch")
@@ -67,7 +67,7 @@ def test_an_engine_that_loads_nothing_wakes_no_thread_with_its_steps(manager: KV
     assert switches() == before
 
 
-def test_it_is_not_idle_before_the_last_outcome_is_taken(
+def test_the_manager_is_not_idle_before_the_last_outcome_is_taken(
     manager: KVCacheManager, fill: Callable[[list[bytes]], None]
 ) -> None:
     assert manager.idle
@@ -348,7 +348,7 @@ def test_each_batch_takes_half_of_the_bytes_that_are_left(parts: Parts, plane: S
 
 
 @pytest.mark.parametrize("good", [(0, 3), (2, 0), (3, 2), (1, 3)], ids=str)
-def test_what_is_missing_of_one_part_is_the_outcome_of_all(
+def test_the_outcome_of_one_shard_is_the_outcome_of_the_job(
     parts: Parts, plane: ScriptedDataPlane, good: tuple[int, int]
 ) -> None:
     job = parts.job("a", 3, 3)
@@ -374,13 +374,13 @@ def test_buffers_that_are_full_in_the_middle_of_the_second_part_make_another_rou
 def test_a_part_of_which_the_last_chunk_alone_is_wanted_waits_for_that_one(
     parts: Parts, plane: ScriptedDataPlane
 ) -> None:
-    job = replace(parts.job("a", 4, 1), places=((0, 1, 2, 3), (3,)), arrived=Arrived(2, ""))
+    job = replace(parts.job("a", 4, 1), places=((0, 1, 2, 3), (3,)), available=Available(2, ""))
     parts.manager.exchange([job])
-    wait_for(lambda: any(progress.waits() for progress in parts.manager._fetching))
+    wait_for(lambda: any(progress.waits() for progress in parts.manager._queue))
     assert sorted(parts.pages.order) == [(0, 0), (0, 1)]
-    parts.manager.exchange(arrived={"a": Arrived(3, "")})
+    parts.manager.exchange(available={"a": Available(3, "")})
     wait_for(lambda: len(parts.pages.order) == 3)
-    parts.manager.exchange(arrived={"a": Arrived(4, "complete")})
+    parts.manager.exchange(available={"a": Available(4, "complete")})
     (result,) = collect(parts.manager, 1)
     assert (result.chunks, result.reason) == ((4, 1), "complete")
     assert sum(count for _, count in asked(plane, parts)) == 5, "none is asked for that is not there, and none twice"
@@ -509,7 +509,7 @@ def test_daemon_that_never_knows_us_is_not_asked_forever(
     assert plane.calls.count("Fetch") == 2
 
 
-def test_daemon_that_brings_only_what_is_behind_a_gap_is_not_asked_forever(
+def test_a_data_plane_that_delivers_only_behind_a_gap_is_not_asked_forever(
     manager: KVCacheManager, shape: ChunkLayout, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
 ) -> None:
     pieces = np.zeros((shape.layers, 2), np.bool_)
@@ -523,7 +523,7 @@ def test_daemon_that_brings_only_what_is_behind_a_gap_is_not_asked_forever(
     assert plane.calls.count("Fetch") == 1
 
 
-def test_daemon_that_dies_mid_fetch_and_comes_back(
+def test_a_data_plane_that_dies_during_a_fetch_and_restarts(
     manager: KVCacheManager,
     registration: RegisteredMemory,
     fill: Callable[[list[bytes]], None],
@@ -656,7 +656,7 @@ def test_memory_that_is_made_shorter_while_it_is_scattered_is_an_outcome_and_giv
     paged.gate.set()
     (result,) = collect(manager, 1)
     assert (result.chunks, result.reason) == ((0,), "scatter_failed")
-    assert "made shorter" in result.detail
+    assert "truncated" in result.detail
     paged.chunks.clear()
     manager.exchange([job("b", 6, fill)])
     (result,) = collect(manager, 1)

@@ -26,7 +26,7 @@ def following(client: DataPlaneClient, shape: ChunkLayout, paged: Paged) -> Iter
     manager.close(WAIT_MAX_S)
 
 
-def test_what_has_arrived_of_a_batch_is_scattered_while_the_rest_is_on_its_way(
+def test_delivered_chunks_are_scattered_while_the_rest_of_the_batch_arrives(
     following: KVCacheManager, plane: ScriptedDataPlane, paged: Paged, fill: Callable[[list[bytes]], None]
 ) -> None:
     def after(chunks: int) -> None:
@@ -77,7 +77,7 @@ def test_a_prompt_larger_than_a_batch_alternates_between_the_halves(
     assert first == third != second
 
 
-def test_a_chunk_that_fails_leaves_what_was_there_before_it(
+def test_a_failed_chunk_keeps_the_chunks_before_it(
     following: KVCacheManager, plane: ScriptedDataPlane, paged: Paged, fill: Callable[[list[bytes]], None]
 ) -> None:
     plane.script.fail_fetch_at = 4
@@ -87,7 +87,7 @@ def test_a_chunk_that_fails_leaves_what_was_there_before_it(
     assert set(paged.chunks) == {("a", index) for index in range(4)}
 
 
-def test_what_was_in_place_counts_though_no_answer_comes(
+def test_chunks_in_place_count_even_without_an_answer(
     following: KVCacheManager, plane: ScriptedDataPlane, paged: Paged, fill: Callable[[list[bytes]], None]
 ) -> None:
     memory = following._registration.acquire(WAIT_MAX_S)
@@ -105,7 +105,7 @@ def test_what_was_in_place_counts_though_no_answer_comes(
     assert following._registration.current is not memory, "who has not answered may still write there"
 
 
-def test_what_was_said_before_an_answer_that_cannot_be_is_not_believed(
+def test_progress_before_an_invalid_answer_does_not_count(
     following: KVCacheManager, plane: ScriptedDataPlane, fill: Callable[[list[bytes]], None]
 ) -> None:
     plane.script.fetch_answer = lambda answer, request: pb.FetchResponse(outcome=pb.OUTCOME_COMPLETE)

@@ -9,7 +9,7 @@ from machine import NEVER_S, WAIT_MAX_S, wait_for
 from manager_support import Paged, collect, job
 from scripted import ScriptedDataPlane
 
-from host_control.disaggregation import Arrived
+from host_control.disaggregation import Available
 from host_control.manager import FetchJob, KVCacheManager
 
 Fill = Callable[[list[bytes]], None]
@@ -20,16 +20,16 @@ def coming(plane: ScriptedDataPlane, fill: Fill, name: str, count: int, there: i
     whole = job(name, count, fill)
     for key in whole.keys[0][there:]:
         del plane.records[key]
-    return replace(whole, arrived=Arrived(there, ""))
+    return replace(whole, available=Available(there, ""))
 
 
 def waits(manager: KVCacheManager, plane: ScriptedDataPlane, fetches: int) -> None:
     """Await that a job has fetched what there is."""
     plane.wait_for_call("Fetch", fetches)
-    wait_for(lambda: any(progress.waits() for progress in manager._fetching))
+    wait_for(lambda: any(progress.waits() for progress in manager._queue))
 
 
-def test_what_is_there_is_fetched_at_once_and_the_rest_as_it_arrives(
+def test_available_chunks_are_fetched_at_once_and_the_rest_as_it_becomes_available(
     manager: KVCacheManager, plane: ScriptedDataPlane, fill: Fill, paged: Paged
 ) -> None:
     mine = coming(plane, fill, "mine", 6, there=3)
@@ -39,10 +39,10 @@ def test_what_is_there_is_fetched_at_once_and_the_rest_as_it_arrives(
     manager.exchange([job("other", 2, fill)])
     assert collect(manager, 1)[0].job.request_id == "other", "who waits holds up nobody"
     fill(list(mine.keys[0][3:5]))
-    manager.exchange(arrived={"mine": Arrived(5, "")})
+    manager.exchange(available={"mine": Available(5, "")})
     waits(manager, plane, 3)
     fill(list(mine.keys[0][5:]))
-    manager.exchange(arrived={"mine": Arrived(6, "complete"), "unknown": Arrived(1, "")})
+    manager.exchange(available={"mine": Available(6, "complete"), "unknown": Available(1, "")})
     (result,) = collect(manager, 1)
     assert (result.chunks, result.reason) == ((6,), "complete")
     assert [paged.chunks["mine", index] for index in range(6)] == [plane.records[key] for key in mine.keys[0]]
@@ -69,14 +69,14 @@ def test_waiting_for_any_outcome_ends_with_the_first(
     later.join()
 
 
-def test_an_outcome_that_nobody_took_is_not_waited_for(manager: KVCacheManager, fill: Fill) -> None:
+def test_an_outcome_that_was_not_taken_ends_the_wait(manager: KVCacheManager, fill: Fill) -> None:
     manager.exchange([job("a", 2, fill)])
     manager.wait(["a"])
     manager.wait_any(NEVER_S)
     assert [result.job.request_id for result in manager.exchange()] == ["a"]
 
 
-def test_nobody_waits_for_the_end_of_a_job_that_has_to_be_told_of_more(
+def test_a_job_that_waits_for_available_chunks_ends_the_wait(
     manager: KVCacheManager, plane: ScriptedDataPlane, fill: Fill
 ) -> None:
     """Whoever could tell it would be the one who waits."""
@@ -86,14 +86,14 @@ def test_nobody_waits_for_the_end_of_a_job_that_has_to_be_told_of_more(
     waits(manager, plane, 1)
     manager.wait_any(NEVER_S)
     fill(list(mine.keys[0]))
-    assert manager.exchange(arrived={"mine": Arrived(4, "complete")}) == []
+    assert manager.exchange(available={"mine": Available(4, "complete")}) == []
     manager.wait_any(NEVER_S)
     assert [result.chunks for result in manager.exchange()] == [(4,)]
 
 
 @pytest.mark.parametrize("there", [0, 1, 3])
 @pytest.mark.parametrize("reason", ["published_gone", "published_late", "storage_unavailable"])
-def test_what_never_arrives_ends_the_job_with_what_has(
+def test_a_job_whose_chunks_never_become_available_ends_with_the_others(
     manager: KVCacheManager,
     plane: ScriptedDataPlane,
     fill: Fill,
@@ -105,27 +105,27 @@ def test_what_never_arrives_ends_the_job_with_what_has(
     manager.exchange([mine])
     waits(manager, plane, 1)
     fill(list(mine.keys[0][1:there]))
-    manager.exchange(arrived={"mine": Arrived(there, reason)})
+    manager.exchange(available={"mine": Available(there, reason)})
     (result,) = collect(manager, 1)
     assert (result.chunks, result.reason) == ((max(there, 1),), reason)
     assert sorted(paged.chunks) == [("mine", index) for index in range(max(there, 1))]
 
 
-def test_who_is_aborted_while_it_waits_ends_at_once_and_nothing_is_written_for_it(
+def test_a_job_that_is_cancelled_while_it_waits_ends_at_once_without_a_write(
     manager: KVCacheManager, plane: ScriptedDataPlane, fill: Fill, paged: Paged
 ) -> None:
     mine = coming(plane, fill, "mine", 4, there=2)
     manager.exchange([mine])
     waits(manager, plane, 1)
-    ended = manager.exchange(cancel=["mine"], arrived={"mine": Arrived(4, "complete")})
+    ended = manager.exchange(cancel=["mine"], available={"mine": Available(4, "complete")})
     assert [result.reason for result in ended] == ["cancelled"]
     fill(list(mine.keys[0]))
-    manager.exchange([job("next", 1, fill)], arrived={"mine": Arrived(4, "complete")})
+    manager.exchange([job("next", 1, fill)], available={"mine": Available(4, "complete")})
     assert collect(manager, 1)[0].complete
     assert len(paged.chunks) == 3 and plane.calls.count("Fetch") == 2
 
 
-def test_who_waits_ends_by_its_deadline_with_what_is_in_place(
+def test_a_waiting_job_ends_by_its_deadline_with_the_chunks_in_place(
     make_manager: Callable[..., KVCacheManager], plane: ScriptedDataPlane, fill: Fill
 ) -> None:
     manager = make_manager(fetch_timeout_s=0.3)
@@ -143,13 +143,13 @@ def test_a_chunk_that_arrives_corrupt_ends_the_job_before_it(
     waits(manager, plane, 1)
     fill(list(mine.keys[0]))
     plane.script.fail_fetch_at = 1
-    manager.exchange(arrived={"mine": Arrived(4, "complete")})
+    manager.exchange(available={"mine": Available(4, "complete")})
     (result,) = collect(manager, 1)
     assert (result.chunks, result.reason) == ((3,), "corrupt")
     assert sorted(paged.chunks) == [("mine", index) for index in range(3)]
 
 
-def test_who_cannot_scatter_what_has_arrived_does_not_wait_for_more(
+def test_a_job_that_cannot_scatter_does_not_wait_for_more(
     manager: KVCacheManager, plane: ScriptedDataPlane, fill: Fill, paged: Paged
 ) -> None:
     paged.failure = RuntimeError("no such block")
@@ -158,7 +158,7 @@ def test_who_cannot_scatter_what_has_arrived_does_not_wait_for_more(
     assert (result.chunks, result.reason) == ((0,), "scatter_failed")
 
 
-def test_who_waits_when_the_engine_ends_ends_with_it(
+def test_a_waiting_job_ends_when_the_manager_closes(
     manager: KVCacheManager, plane: ScriptedDataPlane, fill: Fill
 ) -> None:
     manager.exchange([coming(plane, fill, "mine", 4, there=2)])

@@ -53,7 +53,7 @@ def test_memory_becomes_shared_where_it_is(caches: list[Any], leftovers: Callabl
     assert caches[1][5].flatten()[0] == 9.0, "it stays the engine's"
 
 
-def test_what_is_still_written_to_memory_that_was_given_up_is_not_seen(caches: list[Any]) -> None:
+def test_late_writes_to_memory_that_was_given_up_are_not_visible(caches: list[Any]) -> None:
     pages = SharedPages(caches, 4)
     address, before, old = pages.address, [cache.clone() for cache in caches], seen_by_others(pages)
     pages.renew()
@@ -68,7 +68,7 @@ def test_what_is_still_written_to_memory_that_was_given_up_is_not_seen(caches: l
     pages.close()
 
 
-def test_what_is_scattered_while_the_memory_is_replaced_is_not_lost(
+def test_bytes_scattered_while_the_memory_is_replaced_are_not_lost(
     caches: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Symptom: what another request had fetched as ever was gone, where it was written between copy and mapping."""
@@ -120,7 +120,7 @@ def test_without_room_for_another_segment_the_memory_is_the_engines_alone(
         (make_caches(4096 + 512), 4, "multiples of 4096"),
         (make_caches(), 1024, "lower host.chunk_tokens"),
         ([torch.zeros(BLOCKS, 2, 16, 64) for _ in range(2)], 4, "one allocation"),
-        ([torch.zeros(BLOCKS, 64, 16, 2).transpose(1, 3)], 4, "one piece each"),
+        ([torch.zeros(BLOCKS, 64, 16, 2).transpose(1, 3)], 4, "not contiguous"),
     ],
 )
 def test_pages_that_devices_cannot_reach_are_left_alone(caches: list[Any], blocks: int, why: str) -> None:

@@ -35,7 +35,7 @@ def queue(client: DataPlaneClient, registration: RegisteredMemory) -> Iterator[S
     queue.close(WAIT_MAX_S)
 
 
-def test_chunks_are_stored_in_order_with_what_was_gathered(
+def test_chunks_are_stored_in_order_with_the_gathered_bytes(
     queue: StoreQueue, plane: ScriptedDataPlane, shape: ChunkLayout
 ) -> None:
     assert queue.offer(keys(5), gather) == 5
@@ -57,7 +57,7 @@ def test_each_chunk_is_stored_with_the_one_before_it(queue: StoreQueue, plane: S
     assert pairs == list(zip(keys(5), [b"", *keys(4)], strict=True))
 
 
-def test_what_is_not_for_long_is_stored_apart_and_with_its_time(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
+def test_chunks_that_expire_are_stored_in_calls_of_their_own(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
     queue.offer(keys(2), gather)
     queue.offer(keys(1, 2), gather, previous=keys(2)[-1], lasts_s=1.5)
     assert queue.flush(WAIT_MAX_S)
@@ -66,7 +66,7 @@ def test_what_is_not_for_long_is_stored_apart_and_with_its_time(queue: StoreQueu
 
 
 @pytest.mark.parametrize("outcome", [None, pb.OUTCOME_STORAGE_REFUSED])
-def test_it_tells_how_much_of_what_was_staged_is_settled(
+def test_settled_counts_staged_chunks_that_are_stored_or_dropped(
     queue: StoreQueue, plane: ScriptedDataPlane, outcome: int | None
 ) -> None:
     plane.script.store_outcome = outcome
@@ -79,7 +79,7 @@ def test_it_tells_how_much_of_what_was_staged_is_settled(
     assert (queue.staged, queue.settled) == (5, 5)
 
 
-def test_what_is_offered_together_is_one_call_up_to_a_whole_batch(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
+def test_chunks_offered_together_are_one_call_up_to_a_whole_batch(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
     with queue.together():
         for key in keys(3):
             assert queue.offer([key], gather, chained=False) == 1
@@ -188,7 +188,7 @@ def test_restarted_daemon_loses_nothing_that_waits(
     assert registration.retired == 1
 
 
-def test_stalled_store_gives_its_memory_up_and_keeps_what_waits(
+def test_a_stalled_store_gives_up_its_memory_and_keeps_waiting_chunks(
     client: DataPlaneClient, plane: ScriptedDataPlane, registration: RegisteredMemory
 ) -> None:
     queue = StoreQueue(client, registration, batch_chunks=2, timeout=WAIT_MAX_S)
@@ -209,7 +209,7 @@ def test_stalled_store_gives_its_memory_up_and_keeps_what_waits(
         queue.close(WAIT_MAX_S)
 
 
-def test_memory_that_is_made_shorter_costs_what_waits_in_it_and_nothing_else(
+def test_truncated_memory_costs_only_the_chunks_in_it(
     queue: StoreQueue, plane: ScriptedDataPlane, registration: RegisteredMemory
 ) -> None:
     memory = registration.current
@@ -333,7 +333,7 @@ def test_absent_daemon_costs_the_engine_nothing(shape: ChunkLayout) -> None:
         assert time.monotonic() - begin < WAIT_MAX_S
 
 
-def test_close_stores_what_waits(
+def test_close_stores_waiting_chunks(
     client: DataPlaneClient, plane: ScriptedDataPlane, registration: RegisteredMemory
 ) -> None:
     queue = StoreQueue(client, registration, timeout=WAIT_MAX_S)
@@ -367,7 +367,7 @@ def test_offers_from_the_engine_while_storing(
     assert {key[0]: record[0] for key, record in plane.records.items()} == {number: number for number in range(200)}
 
 
-def test_what_is_dropped_is_withdrawn_where_others_wait_for_it(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
+def test_dropped_chunks_that_others_wait_for_are_withdrawn(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
     """The symptom would be engines that wait for their deadline for a chunk that nobody stores."""
     assert plane.published is not None
     plane.published.update(dict.fromkeys(keys(12), 60_000))
@@ -408,5 +408,5 @@ def test_a_part_is_stored_as_two_shapes_from_the_same_slots(
 
 def test_shapes_of_one_part_have_the_same_size(client: DataPlaneClient, shape: ChunkLayout) -> None:
     small = replace(shape, vector_length=shape.vector_length // 2)
-    with pytest.raises(ValueError, match="parts"):
+    with pytest.raises(ValueError, match="shards"):
         StoreQueue(client, RegisteredMemory(client, [shape, small], 4 * shape.raw_bytes), parts=1)

@@ -14,7 +14,8 @@ from scripted import ScriptedDataPlane
 
 from host_control import waiting
 from host_control.client import DataPlaneClient
-from host_control.waiting import Begins, Chains, WaitingQueue
+from host_control.lookup import RecordKeys
+from host_control.waiting import Begins, WaitingQueue
 from shadowserve.proto import dataplane_pb2 as pb
 
 NAMESPACE = b"n" * 32
@@ -81,7 +82,7 @@ def clock() -> Clock:
 def queue(client: DataPlaneClient, known: dict[str, bool], clock: Clock) -> Iterator[WaitingQueue]:
     client.connect(WAIT_MAX_S)
 
-    def look(request_id: str) -> Chains | None:
+    def look(request_id: str) -> RecordKeys | None:
         return {client: [(NAMESPACE, keys_of(request_id))]} if known.get(request_id, True) else None
 
     queue = WaitingQueue(look, [client], clock=clock)
@@ -89,18 +90,18 @@ def queue(client: DataPlaneClient, known: dict[str, bool], clock: Clock) -> Iter
     queue.close()
 
 
-def test_a_queue_is_told_in_its_order_and_what_has_begun_leaves_it(
+def test_a_queue_is_sent_in_its_order_without_requests_that_have_begun(
     queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     told = Told(plane)
     for name in "abcd":
-        queue.arrived(name)
+        queue.enqueue(name)
     wait(lambda: told.read() == ["a", "b", "c", "d"])
     queue.begun("a")
     queue.begun("b")
     queue.ended("c")
     wait(lambda: told.read() == ["d"])
-    queue.arrived("e")
+    queue.enqueue("e")
     queue.sent_back("b")
     queue.sent_back("a")
     wait(lambda: told.read() == ["a", "b", "d", "e"])
@@ -117,7 +118,7 @@ def test_priorities_come_before_the_order_of_arrival(
     queue = WaitingQueue(lambda name: {client: [(NAMESPACE, keys_of(name))]}, [client], by_priority=True)
     told = Told(plane)
     for name, priority in (("a", 2), ("b", 1), ("c", 2), ("d", 0)):
-        queue.arrived(name, priority)
+        queue.enqueue(name, priority)
     wait(lambda: told.read() == ["d", "b", "a", "c"])
     queue.begun("a")
     wait(lambda: told.read() == ["d", "b", "c"])
@@ -126,22 +127,22 @@ def test_priorities_come_before_the_order_of_arrival(
     queue.close()
 
 
-def test_requests_are_told_of_once_they_have_been_looked_up(
+def test_requests_are_sent_once_they_are_looked_up(
     queue: WaitingQueue, known: dict[str, bool], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     told = Told(plane)
     known["a"] = False
-    queue.arrived("a")
-    queue.arrived("b")
+    queue.enqueue("a")
+    queue.enqueue("b")
     wait(lambda: told.read() == ["b"])
     known["a"] = True
     wait(lambda: told.read() == ["a", "b"])
 
 
-def test_what_else_a_request_wants_can_be_said_anew(
+def test_the_records_of_a_waiting_request_can_be_replaced(
     queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    queue.arrived("a")
+    queue.enqueue("a")
     wait(lambda: plane.expected)
     other = [b"k" * 32, b"l" * 32]
     queue.wants("a", {client: [(NAMESPACE, other)]})
@@ -153,7 +154,7 @@ def test_a_step_in_which_nothing_changes_says_nothing(
     queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any], clock: Clock
 ) -> None:
     clock.now = 100.0
-    queue.arrived("a")
+    queue.enqueue("a")
     wait(lambda: len(plane.expected) == 1)
     time.sleep(0.3)
     assert len(plane.expected) == 1
@@ -163,17 +164,17 @@ def test_a_step_in_which_nothing_changes_says_nothing(
     assert not any(each.arrivals or each.order or each.whole for each in plane.expected[1:]), "only that it still lasts"
 
 
-def test_while_a_message_is_under_way_the_next_one_gathers_what_happens(
+def test_events_during_a_message_go_into_the_next_one(
     queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.stall.add("Expect")
-    queue.arrived("a")
+    queue.enqueue("a")
     plane.wait_for_call("Expect")
     begin = time.monotonic()
     for number in range(1000):
-        queue.arrived(f"r{number}")
+        queue.enqueue(f"r{number}")
         queue.begun(f"r{number}")
-    queue.arrived("b")
+    queue.enqueue("b")
     assert time.monotonic() - begin < WAIT_MAX_S / 10, "the engine's thread waits for nobody"
     plane.script.stall.clear()
     plane.script.unstall.set()
@@ -182,12 +183,12 @@ def test_while_a_message_is_under_way_the_next_one_gathers_what_happens(
     assert told.messages == 2
 
 
-def test_a_data_plane_that_lacks_messages_is_told_everything(
+def test_a_data_plane_that_lacks_messages_is_sent_everything(
     queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.expect_answer = lambda request: pb.ExpectResponse(again=not request.whole)
     for name in "abc":
-        queue.arrived(name)
+        queue.enqueue(name)
     told = Told(plane)
     wait(lambda: told.read() == ["a", "b", "c"])
     queue.begun("a")
@@ -196,14 +197,14 @@ def test_a_data_plane_that_lacks_messages_is_told_everything(
     assert numbers == sorted(set(numbers)), "what comes later is known by its number"
 
 
-def test_a_data_plane_that_has_restarted_is_told_everything_once_it_is_known_again(
+def test_a_restarted_data_plane_is_sent_everything_after_hello(
     queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     told = Told(plane)
-    queue.arrived("a")
+    queue.enqueue("a")
     wait(lambda: told.read() == ["a"])
     plane.forget_hosts()
-    queue.arrived("b")
+    queue.enqueue("b")
     wait(lambda: client.peer is None)
     client.connect(WAIT_MAX_S)
     wait(lambda: told.read() == ["a", "b"])
@@ -211,17 +212,17 @@ def test_a_data_plane_that_has_restarted_is_told_everything_once_it_is_known_aga
 
 
 @pytest.mark.parametrize("how", ["unused", "unknown"])
-def test_a_data_plane_that_makes_no_use_of_it_is_told_no_more(
+def test_a_data_plane_that_ignores_messages_gets_no_more(
     queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any], how: str
 ) -> None:
     if how == "unused":
         plane.script.expect_answer = lambda request: pb.ExpectResponse(unused=True)
     else:
         plane.script.abort["Expect"] = grpc.StatusCode.UNIMPLEMENTED
-    queue.arrived("a")
+    queue.enqueue("a")
     plane.wait_for_call("Expect")
     for name in "bcd":
-        queue.arrived(name)
+        queue.enqueue(name)
         time.sleep(0.05)
     assert plane.calls.count("Expect") == 1
     plane.script.abort.clear()
@@ -234,7 +235,7 @@ def test_a_data_plane_that_fails_is_not_stormed(
 ) -> None:
     clock.now = 100.0
     plane.script.abort["Expect"] = grpc.StatusCode.RESOURCE_EXHAUSTED
-    queue.arrived("a")
+    queue.enqueue("a")
     plane.wait_for_call("Expect")
     time.sleep(0.4)
     assert plane.calls.count("Expect") == 1
@@ -251,7 +252,7 @@ def test_long_queues_and_long_prompts_go_in_messages_of_bounded_size(
     many = [index.to_bytes(32, "little") for index in range(3000)]
     queue = WaitingQueue(lambda name: {client: [(NAMESPACE, many)]}, [client])
     for number in range(2000):
-        queue.arrived(str(number))
+        queue.enqueue(str(number))
     wait(lambda: sum(len(each.arrivals) for each in plane.expected) >= 10)
     queue.close()
     assert all(len(each.arrivals) <= 2 and len(each.order) <= 1024 for each in plane.expected)
@@ -270,12 +271,12 @@ def test_requests_are_expected_as_others_have_begun() -> None:
     assert begins.expected(0, 30.0) == math.inf, "nobody waited: how long it took tells nothing"
 
 
-def test_when_requests_will_begin_is_told_and_corrected(
+def test_expected_begins_are_sent_and_corrected(
     queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any], clock: Clock
 ) -> None:
     clock.now = 100.0
     for number in range(12):
-        queue.arrived(f"r{number}")
+        queue.enqueue(f"r{number}")
     for number in range(5):
         clock.now += 0.1
         queue.begun(f"r{number}")
@@ -286,12 +287,12 @@ def test_when_requests_will_begin_is_told_and_corrected(
     wait(lambda: told.read() and told.begins == pytest.approx(range(25, 700, 100), abs=1))
 
 
-def test_a_queue_that_stands_is_not_told_of_all_the_time(
+def test_an_unchanged_queue_is_rarely_sent(
     queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     """Symptom: while requests waited, messages that corrected when they begin took 2 % of the engine's core."""
     for number in range(30):
-        queue.arrived(f"r{number}")
+        queue.enqueue(f"r{number}")
     for number in range(2):
         time.sleep(0.2)
         queue.begun(f"r{number}")
@@ -301,7 +302,7 @@ def test_a_queue_that_stands_is_not_told_of_all_the_time(
     assert time.monotonic() - began > 3 * waiting._CORRECTS_S
 
 
-def test_any_history_leaves_the_data_plane_with_what_waits(
+def test_after_any_history_the_data_plane_knows_the_waiting_requests(
     queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     chance = random.Random(3)
@@ -313,7 +314,7 @@ def test_any_history_leaves_the_data_plane_with_what_waits(
         kind = chance.choice(["arrive", "arrive", "begin", "back", "end"])
         if kind == "arrive":
             order.append(next(names))
-            queue.arrived(order[-1])
+            queue.enqueue(order[-1])
         elif kind == "begin" and order:
             running.append(order.pop(0))
             queue.begun(running[-1])

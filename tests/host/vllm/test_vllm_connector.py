@@ -89,7 +89,7 @@ def test_an_engine_with_several_steps_under_way_refuses_loads_within_steps(
 
 
 @pytest.mark.parametrize("asked", ["layer_order", "pages"])
-def test_an_engine_with_several_groups_refuses_what_needs_one(
+def test_an_engine_with_several_groups_refuses_settings_that_need_one(
     make: Callable[..., Any], groups: list[Any], asked: str
 ) -> None:
     import torch
@@ -197,13 +197,13 @@ def test_handshakes_that_are_another_connectors_turn_the_engine_off(make: Callab
         assert scheduler.get_num_new_matched_tokens(Request(), 0) == (0, False)
 
 
-def test_kv_caches_that_cannot_be_taken_leave_no_half_of_it_running(
+def test_kv_caches_that_cannot_be_registered_leave_nothing_running(
     make: Callable[[str, str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make("WORKER", "")
 
     def fail(caches: Any) -> None:
-        worker._worker._client = worker._worker._config.client(0)
+        worker._worker._client = worker._worker._engine.config.client(0)
         raise PermissionError("model.safetensors")
 
     monkeypatch.setattr(worker._worker, "register", fail)

@@ -25,7 +25,7 @@ from scheduler_support import (
 )
 from scripted import ScriptedDataPlane
 
-from host_control.disaggregation import Arrived
+from host_control.disaggregation import Available
 from host_control.layouts import NOWHERE
 from shadowserve.keys import record_keys, tail_chunk_key
 
@@ -117,7 +117,7 @@ def test_a_prompt_shorter_than_a_chunk_is_a_tail(make_side: Any, plane: Scripted
     assert part(load).chunk_keys == [tail_of(tokens, 3 * BLOCK)] and part(load).blocks == padded(BLOCKS[:3])
 
 
-def test_who_takes_a_prompt_over_computes_its_last_block_alone(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_a_decode_engine_computes_only_the_prompts_last_block(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side()
     hold(plane)
     request = arrive(side, TAKES)
@@ -129,7 +129,7 @@ def test_who_takes_a_prompt_over_computes_its_last_block_alone(make_side: Any, p
     assert not side.step(step({"r": (WHOLE + TAIL, 5)})).stores, "all of it is stored already"
 
 
-def test_of_a_prompt_of_whole_blocks_the_last_token_is_computed(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_the_last_token_of_a_prompt_of_whole_blocks_is_computed(make_side: Any, plane: ScriptedDataPlane) -> None:
     tokens = TOKENS[: WHOLE + TAIL]
     hold(plane, tokens=tokens)
     side = make_side()
@@ -151,7 +151,9 @@ def test_a_tail_behind_the_engines_own_prefix_is_loaded_alone(make_side: Any, pl
     assert part(load).blocks == padded(BLOCKS[WHOLE // BLOCK + 1 : (WHOLE + TAIL) // BLOCK], before=1)
 
 
-def test_who_says_nothing_stores_whole_chunks_and_is_told_nothing(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_a_request_without_parameters_stores_whole_chunks_and_gets_no_reply(
+    make_side: Any, plane: ScriptedDataPlane
+) -> None:
     side = make_side()
     request = arrive(side)
     assert matched(side, request) == 0
@@ -176,7 +178,7 @@ def test_behind_a_proxy_that_says_nothing_the_configuration_does(
     assert side.finished(request) is None
 
 
-def test_a_request_waits_for_what_its_other_engine_stores(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_a_request_waits_for_chunks_that_the_prefill_engine_stores(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side(pd_timeout_s=WAIT_MAX_S)
     assert plane.published is not None
     plane.published.update(dict.fromkeys([*keys(0, TOKENS), tail_key(TOKENS)], 60_000))
@@ -196,7 +198,7 @@ def come(plane: ScriptedDataPlane, *, chunks: int) -> None:
 
 
 @pytest.mark.parametrize(("local", "there"), [(0, 1), (CHUNK, 0), (CHUNK + BLOCK, 0)])
-def test_a_load_begins_with_what_is_there_and_the_workers_hear_of_the_rest(
+def test_a_load_starts_with_available_chunks_and_the_workers_learn_of_the_rest(
     make_side: Any, plane: ScriptedDataPlane, local: int, there: int
 ) -> None:
     side = make_side(pd_timeout_s=WAIT_MAX_S)
@@ -207,18 +209,20 @@ def test_a_load_begins_with_what_is_there_and_the_workers_hear_of_the_rest(
     side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], WHOLE + TAIL - local)
     begun = side.step(step())
     (load,) = begun.loads
-    assert load.arrived == Arrived(there, "") and not begun.arrived
+    assert load.available == Available(there, "") and not begun.available
     assert part(load).chunk_keys == [*chunk_keys(TOKENS)[local // CHUNK :], tail_of(TOKENS)]
     hold(plane, tail=False)
-    assert wait_for(lambda: side.step(step()).arrived) == {"r": Arrived(there + 2, "")}
+    assert wait_for(lambda: side.step(step()).available) == {"r": Available(there + 2, "")}
     hold(plane)
-    assert wait_for(lambda: side.step(step()).arrived) == {"r": Arrived(there + 3, "complete")}
-    assert not side.step(step()).arrived, "said once"
+    assert wait_for(lambda: side.step(step()).available) == {"r": Available(there + 3, "complete")}
+    assert not side.step(step()).available, "said once"
     side.worker_output({"r"}, report({}))
     assert not side.step(step({"r": (WHOLE + TAIL, 5)})).stores, "all of it is stored already"
 
 
-def test_what_a_load_waited_for_in_vain_is_computed_and_stored_here(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_chunks_that_a_load_waited_for_in_vain_are_computed_and_stored(
+    make_side: Any, plane: ScriptedDataPlane
+) -> None:
     side = make_side(pd_timeout_s=WAIT_MAX_S)
     come(plane, chunks=1)
     request = arrive(side, TAKES)
@@ -226,7 +230,7 @@ def test_what_a_load_waited_for_in_vain_is_computed_and_stored_here(make_side: A
     side.step(step())
     assert plane.published is not None
     plane.published.clear()
-    assert wait_for(lambda: side.step(step()).arrived) == {"r": Arrived(1, "published_gone")}
+    assert wait_for(lambda: side.step(step()).available) == {"r": Available(1, "published_gone")}
     side.worker_output({"r"}, report({"r": 1}))
     assert matched(side, request, CHUNK) == 0, "not offered twice"
     stores = side.step(step({"r": (CHUNK, len(TOKENS) - CHUNK)})).stores
@@ -243,7 +247,7 @@ def test_a_load_that_waits_is_given_up_when_the_weights_change(make_side: Any, p
     side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], matched(side, request))
     side.step(step())
     side.reset()
-    assert side.step(step()).arrived == {"r": Arrived(1, "weights_changed")}
+    assert side.step(step()).available == {"r": Available(1, "weights_changed")}
 
 
 def test_a_request_that_is_aborted_while_its_load_waits_is_cancelled(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -255,7 +259,7 @@ def test_a_request_that_is_aborted_while_its_load_waits_is_cancelled(make_side: 
     side.finished(request)
     hold(plane)
     last = side.step(step())
-    assert (last.cancels, last.arrived) == (["r"], {})
+    assert (last.cancels, last.available) == (["r"], {})
 
 
 @pytest.mark.parametrize(
@@ -297,23 +301,25 @@ def begin(side: Any, request: Request, tokens: int) -> Any:
     return load
 
 
-def test_a_load_of_several_groups_begins_with_what_is_there(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_a_load_of_several_groups_starts_with_available_chunks(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = several(make_side)
     come(plane, chunks=1)
     request = arrive(side, TAKES)
     assert matched(side, request) == WHOLE + TAIL, "of windows nothing is published: it is there with its chunk's rest"
     assert side.waits(request)
     load = begin(side, request, WHOLE + TAIL)
-    assert load.arrived == Arrived(1, "")
+    assert load.available == Available(1, "")
     assert load.groups[FULL].chunks == [0, 1, 2, 3] and load.groups[WINDOW].chunks == [3]
     assert load.groups[WINDOW].chunk_keys == [tail_of(TOKENS)]
     hold(plane)
-    assert wait_for(lambda: side.step(step()).arrived) == {"r": Arrived(4, "complete")}
+    assert wait_for(lambda: side.step(step()).available) == {"r": Available(4, "complete")}
     side.worker_output({"r"}, report({}))
     assert not side.step(step({"r": (WHOLE + TAIL, 5)})).stores, "all of it is stored already"
 
 
-def test_what_never_came_does_not_cost_several_groups_what_is_there(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_several_groups_still_load_the_stored_chunks_when_pending_ones_never_come(
+    make_side: Any, plane: ScriptedDataPlane
+) -> None:
     side = several(make_side)
     come(plane, chunks=1)
     request = arrive(side, TAKES)
@@ -321,10 +327,10 @@ def test_what_never_came_does_not_cost_several_groups_what_is_there(make_side: A
     plane.records |= dict.fromkeys([*keys(0, TOKENS)[:2], keys(0, TOKENS, WINDOW)[1]], b"")
     assert plane.published is not None
     plane.published.clear()
-    assert wait_for(lambda: side.step(step()).arrived) == {"r": Arrived(2, "published_gone")}
+    assert wait_for(lambda: side.step(step()).available) == {"r": Available(2, "published_gone")}
     side.worker_output({"r"}, report({"r": 0}))
     assert matched(side, request) == 2 * CHUNK, "vLLM has taken nothing of it, and asks again"
-    assert begin(side, request, 2 * CHUNK).arrived is None, "of what is there nothing is waited for"
+    assert begin(side, request, 2 * CHUNK).available is None, "of what is there nothing is waited for"
     side.worker_output({"r"}, report({"r": 0}))
     assert matched(side, request) == 0, "not offered a third time"
     stores = side.step(step({"r": (0, WHOLE)}, tables={"r": (BLOCKS, list(range(2000, 2100)))})).stores
@@ -352,7 +358,7 @@ def test_with_a_window_a_prompt_is_stored_to_its_last_block_in_every_group(
     assert "slower_paths" not in str(side.counts.take())
 
 
-def test_with_a_window_who_takes_a_prompt_over_computes_its_last_block_alone(
+def test_with_a_window_a_decode_engine_computes_only_the_prompts_last_block(
     make_side: Any, plane: ScriptedDataPlane
 ) -> None:
     side = several(make_side)
@@ -429,7 +435,9 @@ def test_with_a_window_a_prompt_that_ends_with_a_chunk_is_counted(make_side: Any
     assert "prompt_tail_not_shared" in str(side.counts.take())
 
 
-def test_what_is_published_and_never_stored_is_computed_and_counted(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_published_chunks_that_are_never_stored_are_computed_and_counted(
+    make_side: Any, plane: ScriptedDataPlane
+) -> None:
     side = make_side(pd_timeout_s=0.2)
     assert plane.published is not None
     plane.published.update(dict.fromkeys(keys(0, TOKENS), 60_000))
@@ -438,7 +446,7 @@ def test_what_is_published_and_never_stored_is_computed_and_counted(make_side: A
     assert side.counts.take().data["lookup_failures/published_late"] == 1
 
 
-def test_what_an_aborted_request_has_published_is_withdrawn(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_publications_of_an_aborted_request_are_withdrawn(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side(pd_timeout_s=WAIT_MAX_S)
     request = arrive(side, GIVES)
     matched(side, request)

@@ -189,7 +189,7 @@ def test_hits_of_an_earlier_epoch_are_not_offered(make_side: Any, plane: Any) ->
     side.reset()
     assert matched(side, request) == 0
     (store,) = side.step(step(new={"r": (0, len(TOKENS))})).stores
-    assert store.chunk_keys == chunk_keys(TOKENS, side._tracked["r"].extra)
+    assert store.chunk_keys == chunk_keys(TOKENS, side._requests["r"].extra)
     assert store.chunk_keys != chunk_keys(TOKENS)
 
 
@@ -210,7 +210,7 @@ def test_nothing_is_loaded_or_stored_behind_old_kv_of_the_engines_own(own: int, 
 def with_hits(side: Any, plane: Any) -> Any:
     """Return a request of which the first three chunks are stored in this epoch."""
     request = arrive(side, plane, TOKENS)
-    plane.records.update(dict.fromkeys(keys(TOKENS, side._tracked["r"].extra)[:3], b""))
+    plane.records.update(dict.fromkeys(keys(TOKENS, side._requests["r"].extra)[:3], b""))
     side.on_new_request(request)
     return request
 
@@ -225,7 +225,7 @@ def test_change_is_noticed_once_for_all_ranks(make_side: Any, plane: Any) -> Non
     assert side.epochs.current == epoch
 
 
-def test_a_request_that_has_lost_its_name_and_is_aborted_while_it_loads_has_its_load_ended(
+def test_the_load_of_an_aborted_request_without_a_name_is_cancelled(
     make_side: Any, plane: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the load goes on until its deadline, into blocks that vLLM keeps for it meanwhile."""

@@ -63,7 +63,7 @@ def test_its_names_are_its_own(side: Any, plane: ScriptedDataPlane) -> None:
     assert len({chain_of(name) for name in names_of(saves)}) == 1, "evicted from its end, as a prompt is"
 
 
-def test_it_loads_what_was_saved_of_it_and_nothing_else(side: Any, plane: ScriptedDataPlane) -> None:
+def test_a_preempted_request_loads_only_its_save(side: Any, plane: ScriptedDataPlane) -> None:
     request, saves = preempted(side, plane)
     plane.records.update(dict.fromkeys(keys(0, PROMPT), b""))
     assert side.matched_tokens(request, 0) == END, "promised while it is stored"
@@ -75,11 +75,11 @@ def test_it_loads_what_was_saved_of_it_and_nothing_else(side: Any, plane: Script
     side.allocated(request, [list(range(200, 240))], END)
     (load,) = side.step(step()).loads
     assert load.groups[0].chunk_keys == names_of(saves)
-    assert load.cut == side._preemption.of(request).promise.cut < 0 and not load.layerwise
+    assert load.shard_layout == side._requests["r"].current_save.expected_answer.shard_layout < 0 and not load.layerwise
 
 
 @pytest.mark.parametrize("lost", ["all", "tail", "second chunk"])
-def test_what_was_dropped_is_computed_though_it_is_stored_quantized(
+def test_dropped_chunks_of_a_save_are_computed_even_if_stored_quantized(
     lost: str, side: Any, plane: ScriptedDataPlane
 ) -> None:
     request, saves = preempted(side, plane)
@@ -102,7 +102,7 @@ def test_a_request_of_which_nothing_could_be_saved_is_computed(make_side: Any, p
     assert matched(side, request) == 0
 
 
-def test_what_it_completes_afterwards_is_stored_for_all(side: Any, plane: ScriptedDataPlane) -> None:
+def test_chunks_completed_after_a_preemption_are_stored_for_all(side: Any, plane: ScriptedDataPlane) -> None:
     """What was saved does not count as stored: it is not what others look for."""
     request, saves = preempted(side, plane)
     request.all_token_ids += range(900, 900 + CHUNK)
@@ -118,7 +118,7 @@ def test_what_it_completes_afterwards_is_stored_for_all(side: Any, plane: Script
     assert store.chunk_keys == chunk_keys(request.all_token_ids)[2:3] and not store.exact and not store.lasts_s
 
 
-def test_a_second_time_only_what_is_new_is_saved(side: Any, plane: ScriptedDataPlane) -> None:
+def test_a_second_preemption_saves_only_new_chunks(side: Any, plane: ScriptedDataPlane) -> None:
     request, saves = preempted(side, plane)
     settle(side, plane, saves)
     assert matched(side, request) == END

@@ -71,11 +71,11 @@ def parts() -> Any:
 
     told: list[tuple[Decision, int, float]] = []
     made = SimpleNamespace(clock=Clock(), policy=Policy(), counts=Counts(), told=told)
-    made.deciding = PolicyRunner(
+    made.runner = PolicyRunner(
         HostConfig(), ComputeTable(), LoadTable(), chunk_tokens=CHUNK, step_tokens=4096, counts=made.counts,
-        clock=made.clock, tell=lambda *arguments: told.append(arguments),
+        clock=made.clock, report=lambda *arguments: told.append(arguments),
     )  # fmt: skip
-    made.deciding._policy = made.policy
+    made.runner._policy = made.policy
     return made
 
 
@@ -90,35 +90,38 @@ def loaded(size: float, tier: Tier = Tier.STORAGE) -> Decision:
     return Decision(way="fetch", end_tokens=0, kind="fetch", load_tiers={tier: size})
 
 
-def test_a_load_takes_as_long_as_its_slowest_rank_and_ends_with_the_last(parts: Any) -> None:
-    deciding, policy = parts.deciding, parts.policy
-    deciding.begin("a", fetching(), 1100)
-    deciding.loaded({"a": 0.3}, (), {"a"})
-    assert policy.loads == [] and policy.ended_loads == []
-    deciding.loaded({"a": 0.2, "other": 7.0}, {"a", "other"}, {})
-    assert policy.loads == [(fetching(), 0.3)] and policy.ended_loads == ["a"]
-    deciding.begin("a", fetching(), 1100)
-    deciding.loaded({}, {"a"}, {})  # it failed, or was aborted
-    assert len(policy.loads) == 1 and policy.ended_loads == ["a", "a"]
-    deciding.begin("a", fetching(), 1100, in_step=True)
-    deciding.loaded({"a": 0.5}, (), {"a": 4})
-    assert policy.loads[1:] == [(fetching(), 0.5)] and len(policy.ended_loads) == 3
+def request_of(name: str = "a", tokens: int = 1100) -> Any:
+    from host_control.vllm.requests import RequestState
+
+    state = RequestState(Request(name, list(range(tokens))))
+    state.probe(0)
+    return state
 
 
-def test_what_came_is_told_with_the_first_token(parts: Any) -> None:
-    deciding, clock = parts.deciding, parts.clock
-    deciding.begin("a", fetching(), 1100)
-    deciding.begin("gone", fetching(), 1100)
-    deciding.forget("gone")
+@pytest.mark.parametrize(("seconds", "learnt"), [(0.3, [(fetching(), 0.3)]), (0.0, [])])
+def test_a_load_that_ended_in_time_is_learnt_from(parts: Any, seconds: float, learnt: list[Any]) -> None:
+    state = request_of()
+    parts.runner.follow(state, fetching())
+    assert parts.policy.loads == [] and parts.policy.ended_loads == []
+    state.load.seconds = seconds
+    parts.runner.load_ended(state.load)
+    assert parts.policy.loads == learnt and parts.policy.ended_loads == ["a"]
+
+
+def test_the_result_of_a_decision_is_reported_with_the_first_token(parts: Any) -> None:
+    runner, clock = parts.runner, parts.clock
+    runner.follow(request_of("a"), fetching())
+    runner.follow(request_of("gone"), fetching())
+    runner.forget("gone")
     clock.now += 0.4
     for computed, new in ((1000, 60), (1060, 40)):
-        deciding.step(step(new={"a": (computed, new), "gone": (1000, 100)}))
+        runner.step(step(new={"a": (computed, new), "gone": (1000, 100)}))
         clock.now += 0.1
         if computed > 1000:
-            deciding.forget("a")  # its first token is its last one: vLLM says so before the step's end
-        deciding.stepped(learnt=computed > 1000)
+            runner.forget("a")  # its first token is its last one: vLLM reports its end before the step's end
+        runner.stepped(learnt=computed > 1000)
     assert parts.policy.steps == 1
-    deciding.stepped(learnt=False)  # one more than there were
+    runner.stepped(learnt=False)  # one more than there were
     assert parts.told == [(fetching(), 1100, pytest.approx(0.6))]
     counted = parts.counts.take().data
     assert counted["decisions/fetch"] == 2
@@ -185,7 +188,7 @@ def test_no_lookup_is_waited_for_that_could_change_nothing(side: Any, plane: Scr
     assert (counted["lookup_requests"], counted["hit_tokens"]) == (1, 40 * CHUNK), "it is counted all the same"
 
 
-def test_what_is_computed_before_its_lookup_has_ended_is_stored_in_the_next_step(
+def test_chunks_computed_before_the_lookup_answers_are_stored_in_the_next_step(
     side: Any, plane: ScriptedDataPlane
 ) -> None:
     known_size(side)
@@ -236,7 +239,7 @@ def test_an_engine_that_stores_nothing_waits_for_no_lookup_of_a_single_token(
     plane.script.unstall.set()
 
 
-def test_what_is_cold_is_not_fetched_by_its_lookup_and_is_told(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_cold_chunks_are_reported_and_not_fetched_by_the_lookup(make_side: Any, plane: ScriptedDataPlane) -> None:
     """Where the chunk key is fast, and computing would take a fourth of a second."""
     side = make_side(fetch_or_recompute=True)
     plane.script.record_bytes = RECORD_BYTES
@@ -262,7 +265,7 @@ def test_what_is_cold_is_not_fetched_by_its_lookup_and_is_told(make_side: Any, p
     assert side.counts.take().data["cold_seconds/compute"] == 3.0
 
 
-def test_what_is_fast_is_fetched_and_its_time_is_learnt(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_a_fast_load_is_chosen_and_its_time_is_learned(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side(ranks=2, fetch_or_recompute=True)
     plane.script.record_bytes = 1000
     for number in range(3):
@@ -284,7 +287,7 @@ def test_what_is_fast_is_fetched_and_its_time_is_learnt(make_side: Any, plane: S
     assert side.counts.take().data["decisions/fetch"] == 1
 
 
-def test_what_another_engine_has_computed_for_this_one_is_fetched(side: Any, plane: ScriptedDataPlane) -> None:
+def test_a_prompt_that_a_prefill_engine_computed_is_fetched(side: Any, plane: ScriptedDataPlane) -> None:
     told = {"do_remote_prefill": True, "shadowserve": {"v": 1, "tokens": 40 * CHUNK}}
     assert matched(side, arrive(side, plane, TOKENS, stored=40, kv_transfer_params=told)) == 40 * CHUNK
 
@@ -300,15 +303,15 @@ def test_a_request_that_is_preempted_is_decided_anew(side: Any, plane: ScriptedD
     assert matched(side, request) == 40 * CHUNK
 
 
-def test_a_shorter_prefix_is_one_that_the_groups_have(
+def test_a_shorter_prefix_ends_where_the_groups_have_it(
     make_side: Any, plane: ScriptedDataPlane, monkeypatch: Any
 ) -> None:
     side = slow(make_side(fetch_or_recompute=True), plane)
     shorter = Decision(way="fetch", end_tokens=30 * CHUNK, kind="prefix")
     monkeypatch.setattr(side._policy_runner, "decide", lambda hit: shorter)
     asked = []
-    rule = side._rules.hit_tokens
-    monkeypatch.setattr(side._rules, "hit_tokens", lambda *given: asked.append(given) or rule(*given) - CHUNK)
+    rule = side._engine.groups.hit_tokens
+    monkeypatch.setattr(side._engine.groups, "hit_tokens", lambda *given: asked.append(given) or rule(*given) - CHUNK)
     request = arrive(side, plane, TOKENS, stored=40)
     assert matched(side, request) == 29 * CHUNK
     assert asked[-1][1] == 30 * CHUNK + 1
@@ -324,7 +327,7 @@ def test_a_load_that_vllm_does_not_take_is_not_waited_for(
     request = arrive(side, plane, TOKENS, stored=40)
     assert matched(side, request) == 40 * CHUNK
     side.allocated(request, (), 0)
-    assert side._policy_runner._loads == {} == side._policy_runner._waiting
+    assert side._loads == {} == side._policy_runner._waiting and request.request_id in side._requests
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -337,14 +340,15 @@ def test_a_request_that_ends_before_its_load_leaves_nothing_behind(
     side.allocated(request, [list(range(100, 300))], matched(side, request))
     side.step(step())
     side.finished(request)
-    deciding = side._policy_runner
-    assert deciding._loads and not deciding._waiting
+    runner = side._policy_runner
+    assert side._loads and not runner._waiting
     if asynchronous:
-        side.worker_output({"r"}, report(seconds={"r": 1.0}))
+        side.worker_output(None, report(seconds={"r": 1.0}))  # the slowest of two ranks counts
+        side.worker_output({"r"}, report(seconds={"r": 0.5}))
     else:
         side.worker_output(None, report({"r": 40}, seconds={"r": 1.0}))
-    assert deciding._loads == {} == deciding._load_seconds == deciding._policy._loads and not deciding._in_steps
-    line = deciding._policy._fetching._lines[Tier.STORAGE]
+    assert side._loads == {} == runner._policy._loads
+    line = runner._policy._fetching._lines[Tier.STORAGE]
     assert line._last[-1][1] == 1.0, "it was learnt from all the same"
 
 
@@ -359,7 +363,7 @@ def test_without_the_setting_nothing_is_decided(make_side: Any, plane: ScriptedD
     assert not any(name.startswith("decisions") for name in side.counts.take().data) and plane.decisions == []
 
 
-def test_a_shorter_prefix_of_several_groups_ends_where_all_have_what_it_needs(
+def test_a_shorter_prefix_of_several_groups_ends_where_all_groups_can(
     make_side: Any, plane: ScriptedDataPlane, monkeypatch: Any
 ) -> None:
     specs = full(), state(block_size=CHUNK)
@@ -423,17 +427,17 @@ def test_by_default_a_cold_prompt_is_waited_for_and_others_go_on(make_side: Any,
     side.allocated(cold, TABLES, 40 * CHUNK)
     assert side.waits(cold)
     (load,) = side.step(step()).loads
-    assert load.arrived == (10, "")
+    assert load.available == (10, "")
     other = arrive(side, plane, [9, *TOKENS], stored=0, name="other")
     assert matched(side, other) == 0, "it is served meanwhile"
     plane.script.brings = 4
 
-    def arrived() -> Any:
-        return side.step(step()).arrived.get("cold")
+    def available() -> Any:
+        return side.step(step()).available.get("cold")
 
-    wait_for(lambda: (more := arrived()) is not None and more.chunks > 10)
+    wait_for(lambda: (more := available()) is not None and more.chunks > 10)
     plane.script.brings = 1 << 30
-    wait_for(lambda: arrived() == (40, "complete"))
+    wait_for(lambda: available() == (40, "complete"))
     side.worker_output({"cold"}, report(seconds={"cold": 0.1}))
     assert side.step(step(cached={"cold": (len(TOKENS), 1)}, tables={"cold": TABLES})).stores == []
 
@@ -456,7 +460,7 @@ def test_by_default_a_cold_prompt_is_computed_where_that_is_sooner_and_not_store
     assert matched(side, cold) == 10 * CHUNK, "what is near is loaded"
     side.allocated(cold, TABLES, 10 * CHUNK)
     assert side.counts.take().data["decisions/prefix"] == 1
-    wait_for(lambda: side._lookup.arrived("cold") == (10, "complete"))
+    wait_for(lambda: side._lookup.available("cold") == (10, "complete"))
     assert plane.script.cold == set(keys(0, TOKENS)[10:]), "nobody reads what is computed"
     side.step(step())
     side.worker_output({"cold"}, report(seconds={"cold": 0.01}))
@@ -474,14 +478,14 @@ def test_a_load_that_waited_for_object_storage_in_vain_is_not_stored_again(
     assert matched(side, request) == 40 * CHUNK
     side.allocated(request, TABLES, 40 * CHUNK)
     side.step(step())
-    wait_for(lambda: side.step(step()).arrived.get("r") == (10, "cold_late"))
+    wait_for(lambda: side.step(step()).available.get("r") == (10, "cold_late"))
     side.worker_output({"r"}, report({"r": 10}))
     assert matched(side, request) == 0, "it is not offered again"
     computed = side.step(step(cached={"r": (10 * CHUNK, 30 * CHUNK)}, tables={"r": TABLES}))
     assert computed.stores == []
 
 
-def test_of_several_groups_what_is_near_is_offered_once_where_the_rest_did_not_come(
+def test_several_groups_offer_the_near_chunks_once_after_cold_ones_stayed_away(
     make_side: Any, plane: ScriptedDataPlane
 ) -> None:
     specs = full(), full(num_kv_heads=2)
@@ -497,12 +501,12 @@ def test_of_several_groups_what_is_near_is_offered_once_where_the_rest_did_not_c
     assert matched(side, request) == 40 * CHUNK
     side.allocated(request, [*TABLES, *TABLES], 40 * CHUNK)
     side.step(step())
-    wait_for(lambda: side.step(step()).arrived.get("r") == (10, "cold_late"))
+    wait_for(lambda: side.step(step()).available.get("r") == (10, "cold_late"))
     side.worker_output({"r"}, report({"r": 10}))
     assert matched(side, request) == 10 * CHUNK
     side.allocated(request, [*TABLES, *TABLES], 10 * CHUNK)
     (load,) = side.step(step()).loads
-    assert load.arrived is None, "nothing is waited for"
+    assert load.available is None, "nothing is waited for"
 
 
 def test_the_rate_that_decoding_leaves_is_in_the_prediction(

@@ -43,8 +43,8 @@ def worker_of(groups: Any, **config: Any) -> Any:
         problem="",
         logger=logging.getLogger("test"),
     )
-    worker._parts = {0: [SimpleNamespace(group=group) for group in groups.groups]}
-    worker._shapes = {0: [SimpleNamespace(namespace=bytes(32)) for _ in groups.groups]}
+    worker._shards.parts = {0: [SimpleNamespace(group=group) for group in groups.groups]}
+    worker._shards.shapes = {0: [SimpleNamespace(namespace=bytes(32)) for _ in groups.groups]}
     return worker
 
 
@@ -64,7 +64,7 @@ def test_a_load_of_two_groups_with_asynchronous_fetch_false_ends_for_vllm(
     finished, failed = worker.take_finished()
     assert (side.waits(request), finished, failed) == (True, {"r"}, {"r"})
     side.worker_output(finished, worker.take_report() or report())
-    assert not side._loading and not side._unconfirmed
+    assert not side._loads
     assert side.counts.take().data["slower_paths/several_groups"] == 1
 
 

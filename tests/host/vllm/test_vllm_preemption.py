@@ -67,7 +67,7 @@ END = len(PROMPT) + len(GENERATED) - 1
 """Of what such a request has computed: within a block."""
 
 
-def test_what_was_not_stored_is_saved_up_to_the_last_token(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_a_save_has_everything_not_stored_up_to_the_last_token(make_side: Any, plane: ScriptedDataPlane) -> None:
     """Symptom: each request that came back computed half a block, 1.6 % of an engine's time."""
     side = make_side()
     request = running(side, plane)
@@ -86,14 +86,14 @@ def test_blocks_of_later_steps_are_followed(make_side: Any, plane: ScriptedDataP
     request.all_token_ids += range(BLOCK)
     later = step(cached={"r": (END, BLOCK)})
     later.scheduled_cached_reqs.new_block_ids = [([77],)]
-    (table,) = side._preemption._held["r"].blocks
+    (table,) = side._requests["r"].held.blocks
     del table[10:]
     side.step(later)
     (_, tail) = preempt(side, request).saves["r"]
     assert tail.blocks == [1008, 1009, 77, NOWHERE]
 
 
-def test_a_request_that_comes_back_begins_with_blocks_of_its_own(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_a_resumed_request_is_saved_from_its_new_blocks(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side()
     request = running(side, plane)
     preempt(side, request)
@@ -120,7 +120,7 @@ def test_a_prompt_that_is_computed_in_part_is_saved_as_far_as_it_is_computed(
 
 
 @pytest.mark.parametrize("tokens", [2 * CHUNK - 1, 2 * CHUNK])
-def test_what_ends_with_a_chunk_or_one_token_before_is_found_again(
+def test_a_save_that_ends_at_or_just_before_a_chunk_is_found_again(
     make_side: Any, plane: ScriptedDataPlane, tokens: int
 ) -> None:
     side = make_side()
@@ -138,7 +138,7 @@ def test_what_ends_with_a_chunk_or_one_token_before_is_found_again(
     assert side.matched_tokens(request, 0) == tokens
 
 
-def test_of_a_few_tokens_behind_a_chunk_no_record_is_made(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_a_few_tokens_behind_a_chunk_get_no_record(make_side: Any, plane: ScriptedDataPlane) -> None:
     """A record is fetched as a whole, whatever it holds: computing less than a block is sooner done."""
     side = make_side()
     request = arrive(side, plane, TOKENS)
@@ -161,9 +161,7 @@ def test_drafts_that_came_to_nothing_are_not_saved(make_side: Any, plane: Script
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_it_is_promised_what_is_saved_while_that_is_stored(
-    make_side: Any, plane: ScriptedDataPlane, ranks: int
-) -> None:
+def test_a_save_is_offered_while_it_is_still_being_stored(make_side: Any, plane: ScriptedDataPlane, ranks: int) -> None:
     """Else vLLM would give its turn, and its blocks, to requests behind it."""
     side = make_side(ranks=ranks)
     request = running(side, plane)
@@ -174,16 +172,16 @@ def test_it_is_promised_what_is_saved_while_that_is_stored(
     (load,) = side.step(step()).loads
     assert load.groups[0].chunk_keys == [*chunk_keys(PROMPT), tail_of(request.all_token_ids, END)]
     assert load.groups[0].blocks[8:] == [208, 209, NOWHERE, NOWHERE]
-    assert load.arrived is not None and (load.arrived.chunks, load.arrived.ended) == (0, "")
+    assert load.available is not None and (load.available.chunks, load.available.ended) == (0, "")
     for _ in range(ranks):
-        assert side.step(step()).arrived == {}, "not all ranks have said so"
+        assert side.step(step()).available == {}, "not all ranks have said so"
         side.worker_output(None, report(saved={"r": 1}))
-    assert side.step(step()).arrived == {"r": (3, "complete")}
-    assert side.step(step()).arrived == {}
+    assert side.step(step()).available == {"r": (3, "complete")}
+    assert side.step(step()).available == {}
     assert plane.calls.count("Lookup") == lookups
 
 
-def test_what_is_stored_is_what_is_asked_for_and_offered(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_saved_chunks_are_looked_up_and_offered(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side()
     request = running(side, plane)
     (chunks, tail) = preempt(side, request).saves["r"]
@@ -199,10 +197,10 @@ def test_what_is_stored_is_what_is_asked_for_and_offered(make_side: Any, plane: 
     assert side.matched_tokens(request, 0) == END
     side.allocated(request, [list(range(200, 240))], END)
     (load,) = side.step(step()).loads
-    assert load.arrived is None and load.groups[0].chunk_keys == [*chunks.chunk_keys, *tail.chunk_keys]
+    assert load.available is None and load.groups[0].chunk_keys == [*chunks.chunk_keys, *tail.chunk_keys]
 
 
-def test_what_was_dropped_is_not_offered(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_dropped_chunks_of_a_save_are_not_offered(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side()
     request = running(side, plane)
     preempt(side, request)
@@ -213,7 +211,7 @@ def test_what_was_dropped_is_not_offered(make_side: Any, plane: ScriptedDataPlan
     assert side.matched_tokens(request, 0) == CHUNK
 
 
-def test_it_waits_no_longer_than_a_load_may_take_for_what_is_saved(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_a_request_waits_for_its_save_no_longer_than_a_load_may_take(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side(fetch_timeout_s=0.2)
     request = running(side, plane)
     preempt(side, request)
@@ -234,7 +232,7 @@ def test_where_a_load_that_falls_short_fails_a_request_nothing_is_promised(
     assert matched(side, request) == END
 
 
-def test_of_a_load_that_fell_short_nothing_is_saved(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_nothing_is_saved_of_a_load_that_fell_short(make_side: Any, plane: ScriptedDataPlane) -> None:
     """The symptom would be KV of garbage under a good name: vLLM takes back what it has computed on such a load."""
     side = make_side(asynchronous_fetch=False)
     request = arrive(side, plane, TOKENS, stored=4)
@@ -339,7 +337,7 @@ def preempted(side: Any, plane: ScriptedDataPlane, held: int = HELD, **more: Any
     return request, {(each.group, each.chunk_keys[-1]): each for each in saves}
 
 
-def test_with_windows_whole_blocks_are_saved_of_what_they_still_hold(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_with_windows_the_whole_blocks_that_remain_are_saved(make_side: Any, plane: ScriptedDataPlane) -> None:
     """Symptom: with windows, a request that came back computed all that was behind its last chunk."""
     request, saves = preempted(windowed(make_side), plane)
     end = HELD - 5
@@ -353,7 +351,7 @@ def test_with_windows_whole_blocks_are_saved_of_what_they_still_hold(make_side: 
 
 
 @pytest.mark.parametrize("under_way", [True, False])
-def test_with_windows_what_was_saved_is_loaded_to_the_end_of_its_last_block(
+def test_with_windows_a_save_is_loaded_to_the_end_of_its_last_block(
     make_side: Any, plane: ScriptedDataPlane, under_way: bool
 ) -> None:
     side = windowed(make_side)
@@ -369,7 +367,7 @@ def test_with_windows_what_was_saved_is_loaded_to_the_end_of_its_last_block(
     assert (load.groups[FULL].chunk_keys, load.groups[WINDOW].chunk_keys) == (names, names[2:])
     assert load.groups[FULL].blocks == [*range(300, 309), NOWHERE, NOWHERE, NOWHERE]
     assert load.groups[WINDOW].blocks == [406, 407, 408] and load.groups[WINDOW].chunks == [2]
-    assert (load.arrived is not None) is under_way
+    assert (load.available is not None) is under_way
 
 
 def test_with_windows_a_tail_that_a_group_lacks_is_computed(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -386,9 +384,7 @@ def test_with_windows_a_tail_that_a_group_lacks_is_computed(make_side: Any, plan
 
 
 @pytest.mark.parametrize("held", [2 * CHUNK + BLOCK - 1, 2 * CHUNK + 2 * BLOCK - 1])
-def test_with_windows_nothing_is_saved_of_what_they_have_let_go(
-    make_side: Any, plane: ScriptedDataPlane, held: int
-) -> None:
+def test_with_windows_freed_blocks_are_not_saved(make_side: Any, plane: ScriptedDataPlane, held: int) -> None:
     """The block that a shorter hit would begin with; or there is less than a block behind the last chunk."""
     _, saves = preempted(windowed(make_side), plane, held)
     assert {group: each.chunk_keys for (group, _), each in saves.items()} == {FULL: chunk_keys(TOKENS)[:2]}, (
@@ -429,7 +425,7 @@ def test_states_are_saved_as_they_are(make_side: Any, plane: ScriptedDataPlane) 
 
 
 @pytest.mark.parametrize("under_way", [True, False])
-def test_with_states_what_was_saved_is_loaded_to_the_last_token(
+def test_with_states_a_save_is_loaded_to_the_last_token(
     make_side: Any, plane: ScriptedDataPlane, under_way: bool
 ) -> None:
     side = stateful(make_side)
@@ -445,7 +441,7 @@ def test_with_states_what_was_saved_is_loaded_to_the_last_token(
     assert (load.groups[FULL].chunk_keys, load.groups[STATE].chunk_keys) == (names, names[2:])
     assert load.groups[FULL].blocks == [300, 301, 302]
     assert load.groups[STATE].blocks == [402] and load.groups[STATE].chunks == [2]
-    assert (load.arrived is not None) is under_way
+    assert (load.available is not None) is under_way
 
 
 @pytest.mark.parametrize("gone", [FULL, STATE])
@@ -492,9 +488,7 @@ def test_with_states_nothing_is_saved_of_more_than_may_be_stored(make_side: Any,
     assert preempt(side, request).saves == {}
 
 
-def test_of_engines_with_states_and_windows_or_drafts_nothing_is_saved(
-    make_side: Any, plane: ScriptedDataPlane
-) -> None:
+def test_engines_with_states_and_windows_or_drafts_save_nothing(make_side: Any, plane: ScriptedDataPlane) -> None:
     """A window's blocks and a state end elsewhere; what drafts leave in states only the worker knows."""
     _, saves = preempted(stateful(make_side, window(3 * BLOCK)), plane)
     assert saves == {}
@@ -508,7 +502,7 @@ def test_a_request_that_ends_while_it_is_saved_is_forgotten(make_side: Any, plan
     preempt(side, request)
     side.finished(request)
     side.worker_output(None, report(saved={"r": 1}))
-    assert not side._preemption._held and not side._preemption._saved
+    assert not side._requests
 
 
 def test_ranks_report_together() -> None:

@@ -73,7 +73,7 @@ def stored(side: Any, output: Any) -> list[tuple[int, list[bytes], list[int]]]:
         ((1, 2), (2,), (2,), 0),
     ],
 )
-def test_a_hit_is_where_all_groups_have_what_it_needs(
+def test_a_hit_ends_where_all_groups_have_their_records(
     side: Any, plane: ScriptedDataPlane, full_chunks: Any, windows: Any, states: Any, expected: int
 ) -> None:
     put(plane, FULL, *full_chunks)
@@ -83,7 +83,7 @@ def test_a_hit_is_where_all_groups_have_what_it_needs(
     assert plane.calls.count("Lookup") == 1
 
 
-def test_a_load_takes_of_each_group_what_vllm_has_blocks_for(side: Any, plane: ScriptedDataPlane) -> None:
+def test_a_load_takes_the_chunks_that_vllm_has_blocks_for_in_each_group(side: Any, plane: ScriptedDataPlane) -> None:
     put(plane, FULL, 0, 1, 2, 3)
     put(plane, WINDOW, *range(5))
     put(plane, STATE, *range(5))
@@ -101,7 +101,7 @@ def test_a_load_takes_of_each_group_what_vllm_has_blocks_for(side: Any, plane: S
         STATE: (chain[3:4], [3003]),
     }
     side.worker_output({"r"}, report())
-    assert not side._loading
+    assert not side._loads
 
 
 def test_blocks_of_the_engine_s_own_prefix_are_not_loaded_in_any_group(side: Any, plane: ScriptedDataPlane) -> None:
@@ -172,7 +172,7 @@ def test_a_state_behind_generated_tokens_has_the_name_of_those(side: Any, plane:
     assert (STATE, chunk_keys(request.all_token_ids)[1:2], [77]) in stored(side, output)
 
 
-def test_what_storage_was_seen_to_hold_is_not_stored_again(side: Any, plane: ScriptedDataPlane) -> None:
+def test_chunks_that_storage_has_are_not_stored_again(side: Any, plane: ScriptedDataPlane) -> None:
     put(plane, FULL, 0, 1, 3)
     put(plane, WINDOW, 0, 4)
     request = arrive(side, plane, TOKENS)
@@ -246,7 +246,9 @@ def test_a_step_of_256_requests_of_three_groups_looks_at_each_once(side: Any, pl
     assert sum(calls.values()) < 64, "whatever their number is: " + str(calls)
 
 
-def test_of_windows_and_states_only_what_the_hit_needs_is_expected(side: Any, plane: ScriptedDataPlane) -> None:
+def test_only_the_records_that_a_hit_needs_of_windows_and_states_are_prefetched(
+    side: Any, plane: ScriptedDataPlane
+) -> None:
     for group in (FULL, WINDOW, STATE):
         put(plane, group, 0, 1, 2, 3)
     arrive(side, plane, TOKENS)
@@ -257,7 +259,7 @@ def test_of_windows_and_states_only_what_the_hit_needs_is_expected(side: Any, pl
     ]  # fmt: skip
 
 
-def test_what_a_request_waits_for_is_expected_though_the_queue_was_faster_than_the_lookup(
+def test_a_request_is_prefetched_even_if_the_queue_was_faster_than_its_lookup(
     side: Any, plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(plane, FULL, 0, 1, 2, 3)

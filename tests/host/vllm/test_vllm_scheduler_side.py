@@ -129,7 +129,7 @@ def test_abort_while_loading_cancels_at_the_workers(make_side: Any, plane: Scrip
     assert side.step(step()).cancels == ["r"]
     assert side.step(step()).cancels == []
     side.worker_output({"r"}, report())
-    assert not side._loading and not side._tracked and not side._boundary
+    assert not side._loads and not side._requests
 
 
 def test_a_step_is_idle_only_while_every_request_waits_for_its_load(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -324,7 +324,7 @@ def test_step_with_256_running_requests_costs_under_a_fifth_of_a_millisecond(
     assert best < 0.0002
 
 
-def test_the_engines_queue_is_told_with_what_each_request_will_load(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_the_engines_queue_is_sent_with_each_requests_records(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side(ranks=2)
     prompts = {name: [*range(number, number + 3 * CHUNK + 5)] for number, name in enumerate("abc")}
     requests = {name: arrive(side, plane, tokens, stored=2, name=name) for name, tokens in prompts.items()}

@@ -1,0 +1,192 @@
+"""A fetch: what the engine asks for (a job), how far it is, and its outcome."""
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from host_control.disaggregation import Available
+from host_control.transfer import Transfer
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchJob:
+    """The chunks that one request wants.
+
+    Attributes:
+        request_id: Name of the request, which has one job at a time.
+        keys: Record keys of each shard's chunks, in prefix order; empty for a shard of which nothing is wanted.
+        places: Number of each of these chunks among all that the request loads, where shards want different chunks.
+        target: Data for ``scatter`` that the manager does not read.
+        available: Leading chunks that can be fetched by now, where another engine still stores the rest or object
+            storage brings it. :meth:`KVCacheManager.exchange` updates it; until then the job waits and others run.
+        layerwise: Fetch layer by layer, so that :meth:`KVCacheManager.wait` returns as each layer is in place.
+            For one shard with all its layers, and no more chunks than the registered memory holds.
+        window_s: Seconds that the engine will compute with each layer; 0 if unknown.
+    """
+
+    request_id: str
+    keys: tuple[tuple[bytes, ...], ...]
+    places: tuple[Sequence[int], ...] = ()
+    target: Any = None
+    available: Available | None = None
+    layerwise: bool = False
+    window_s: float = 0.0
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of all shards together."""
+        return sum(map(len, self.keys))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchResult:
+    """The one outcome of a job.
+
+    Attributes:
+        chunks: Leading chunks of each shard that are in place.
+        reason: A :class:`~host_control.transfer.Reason`: ``complete``, or why there are not more.
+        detail: A sentence about the reason, or empty.
+        fetched_bytes: Bytes over the network.
+        delivered_bytes: Bytes into registered memory.
+        seconds: Time from the hand-over to the outcome.
+        waited: Time from the hand-over to the start.
+    """
+
+    job: FetchJob
+    chunks: tuple[int, ...]
+    reason: str
+    detail: str = ""
+    fetched_bytes: int = 0
+    delivered_bytes: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        """Every chunk is in place."""
+        return sum(self.chunks) == self.job.chunks
+
+
+@dataclass(eq=False)
+class Fetch(Transfer):
+    """A job on its way through the manager.
+
+    Attributes:
+        enqueued_at: Time of the hand-over (monotonic).
+        deadline: Time by which the fetch has its outcome.
+        available: Chunks that can be fetched by now; None: all.
+        placed: Leading chunks of each shard that are in paged memory.
+        delivered: Leading chunks of each shard that are in registered memory or in paged memory.
+        started_at: Time of the first move; 0 before.
+        layers: Leading layers of which all chunks are in place, where it goes layer by layer.
+        cancelled: The engine has cancelled it.
+        ending: Reason of the outcome, set once no move follows.
+        detail: A sentence about the reason.
+        scatter_error: Why chunks could not be scattered, or empty.
+        retried: The memory was registered again after a restart of the data plane; that happens once.
+        pages_from: Chunks from this one on are to be placed by devices; None: no more chunks are.
+    """
+
+    job: FetchJob = field(default_factory=lambda: FetchJob(request_id="", keys=()))
+    enqueued_at: float = 0.0
+    deadline: float = 0.0
+    available: Available | None = None
+    placed: list[int] = field(default_factory=list)
+    delivered: list[int] = field(default_factory=list)
+    started_at: float = 0.0
+    fetched_bytes: int = 0
+    delivered_bytes: int = 0
+    layers: int = 0
+    cancelled: bool = False
+    ending: str = ""
+    detail: str = ""
+    scatter_error: str = ""
+    retried: bool = False
+    pages_from: int | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds up to the deadline; negative after it."""
+        return self.deadline - time.monotonic()
+
+    def wanted(self) -> list[int]:
+        """Return how many chunks of each shard can be fetched by now and were not."""
+        ends = list(map(len, self.job.keys))
+        if self.pages_from is not None:
+            ends = [min(count, self.pages_from) for count in ends]
+        elif self.available is not None:
+            places = self.job.places or [range(count) for count in ends]
+            ends = [bisect_left(each, self.available.chunks) for each in places]
+        return [max(end - done, 0) for end, done in zip(ends, self.delivered, strict=True)]
+
+    @property
+    def all_delivered(self) -> bool:
+        """Nothing is left to fetch."""
+        return sum(self.delivered) == self.job.chunks
+
+    def waits(self) -> bool:
+        """Tell if nothing can be done until more chunks are available."""
+        pending = self.available is not None and not self.available.ended
+        return pending and not any(self.wanted()) and not self.all_delivered
+
+
+class Scatter(Protocol):
+    """Moves chunks from registered memory into an engine's paged KV memory; returns once they are in place."""
+
+    def __call__(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
+        """Scatter chunks ``first``, ``first + 1``, ... of shard ``part``.
+
+        ``chunks`` holds them one after the other: a memoryview, or a tensor on the GPU.
+        """
+
+
+class Placed(NamedTuple):
+    """Outcome of a :class:`Placer`: chunks in place, their bytes, and why no more can be fetched, or empty."""
+
+    chunks: int
+    moved_bytes: int = 0
+    reason: str = ""
+    detail: str = ""
+
+
+class Placer(Protocol):
+    """Lets devices of the data plane write chunks straight into an engine's paged KV memory."""
+
+    def first(self, job: FetchJob) -> int:
+        """Return the first chunk of the job's one shard that can be placed."""
+
+    def place(
+        self,
+        job: FetchJob,
+        chunks: range,
+        deadline: float,
+        cancelled: Callable[[], bool],
+        on_layers: Callable[[int], None],
+    ) -> Placed:
+        """Place the leading ones of these chunks that devices hold.
+
+        ``on_layers`` receives the number of leading layers that are in place of all of them, as it grows.
+        """
+
+
+FetchOrder = Callable[[Sequence[FetchJob]], int]
+"""Chooses the next job: index into the queue, which is in order of arrival and not empty."""
+
+
+def first_in_first_out(queue: Sequence[FetchJob]) -> int:
+    """Choose the oldest job, as the paper does."""
+    return 0
+
+
+def shortest_job_first(queue: Sequence[FetchJob]) -> int:
+    """Choose the job with the fewest chunks, the oldest of equals.
+
+    It lowers the mean waiting time. A long job can be overtaken again and again; it waits until its deadline at most,
+    and is recomputed then.
+    """
+    return min(range(len(queue)), key=lambda index: queue[index].chunks)
+
+
+ORDERS: dict[str, FetchOrder] = {"fifo": first_in_first_out, "sjf": shortest_job_first}

@@ -1,0 +1,369 @@
+"""The ways to fetch: chunks in batches, one fetch layer by layer, and pages that devices place.
+
+Each mover moves some chunks of a :class:`~host_control.fetch.Fetch` when asked, and ends the fetch when no move
+follows. All of them learn how far a call is from one interface (:mod:`host_control.progress`), where there is one.
+"""
+
+import itertools
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from host_control.client import DataPlaneClient, FetchAnswer, FetchCall, FetchPart
+from host_control.fetch import Fetch, Placer, Scatter
+from host_control.layer_fetch import LayerFetch
+from host_control.progress import WordProgress, follow
+from host_control.registered_memory import PROGRESS_BYTES, Memory, RegisteredMemory
+from host_control.transfer import Reason
+from shadowserve.errors import ConfigurationError, DataPlaneError
+
+_logger = logging.getLogger(__name__)
+
+_CANCEL_INTERVAL_S: Final = 0.05
+"""Between two Cancel calls for one job: the first may overtake the Fetch that it is meant for."""
+_SHARDS_MAX: Final = 64
+"""Shards that one Fetch may name (proto/dataplane.proto)."""
+_BATCH_BYTES_MIN: Final = 32 << 20
+"""A batch costs some milliseconds, whatever its size: less than a CPU takes to scatter this many bytes."""
+_SCATTER_BYTES_MIN: Final = 8 << 20
+"""Fewer bytes of a batch are not worth scattering while more of it arrives."""
+_LOOK_INTERVAL_S: Final = 0.005
+"""Between two looks at a call's end and at cancellation, while no chunk arrives."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive chunks of a shard, and their offset in registered memory."""
+
+    shard: int
+    first: int
+    count: int
+    offset: int
+
+
+@dataclass
+class _Delivered:
+    """Chunks of a batch that are in registered memory and not scattered yet."""
+
+    fetch: Fetch
+    memory: Memory = field(repr=False)
+    runs: list[_Run]
+
+
+class BatchMover:
+    """Moves chunks in batches, through the halves of the registered memory in turn.
+
+    While a batch arrives in one half, the batch before it is scattered from the other. Where the data plane tells in
+    the memory how far a batch is, its chunks are scattered as they arrive. Where it does not, each batch takes half of
+    what is left, so that as little as possible is scattered after the last one.
+
+    Args:
+        registration: Memory that chunks arrive in.
+        scatter: Moves chunks into paged memory.
+        condition: Lock of the manager, which is notified of cancellations.
+        complete: Called with a fetch that has ended, once everything delivered for it is scattered.
+        layers: Wanted layers of each shard's chunks; by default all.
+        batch_bytes_min: A batch leaves no fewer bytes than this for the next one.
+        scatter_bytes_min: Fewer bytes are not scattered before the batch is over.
+        purpose: Purpose of the fetches, for the data plane.
+    """
+
+    def __init__(
+        self,
+        client: DataPlaneClient,
+        registration: RegisteredMemory,
+        scatter: Scatter,
+        *,
+        condition: threading.Condition,
+        complete: Callable[[Fetch], None],
+        layers: Sequence[slice] | None,
+        batch_bytes_min: int = _BATCH_BYTES_MIN,
+        scatter_bytes_min: int = _SCATTER_BYTES_MIN,
+        purpose: Any,
+    ) -> None:
+        self._client = client
+        self._registration = registration
+        self._scatter = scatter
+        self._condition = condition
+        self._complete = complete
+        self._layers = layers or [slice(None)] * len(registration.shapes)
+        self._batch_bytes_min, self._scatter_bytes_min = batch_bytes_min, scatter_bytes_min
+        self._purpose = purpose
+        self._chunk_bytes = [shape.raw_bytes for shape in registration.shapes]
+        self._half_bytes = registration.size // 2
+        if self._half_bytes < max(self._chunk_bytes):
+            raise ConfigurationError(
+                f"fetch memory of {registration.size} bytes does not hold two chunks of {max(self._chunk_bytes)}; "
+                "raise host.fetch_buffer_bytes"
+            )
+        self._delivered: _Delivered | None = None
+        self._half = 0
+        self._job_prefix = secrets.token_hex(8)
+        self._job_numbers = itertools.count()
+
+    @property
+    def has_delivered(self) -> bool:
+        """Chunks wait to be scattered."""
+        return self._delivered is not None
+
+    def move(self, fetch: Fetch) -> bool:
+        """Fetch one batch, and scatter the one before it meanwhile; return True if other moves may follow."""
+        told_at = self._registration.progress_offset
+        if not (runs := self._plan(fetch, halving=told_at is None)):
+            if fetch.available is not None and not fetch.all_delivered:
+                self.end(fetch, fetch.available.ended, "chunks that it waited for have not come")
+            else:
+                self.end(fetch, Reason.COMPLETE)
+            return False
+        try:
+            memory = self._registration.acquire(fetch.left_s)
+            call, job_id, progress = self._start(fetch, memory, runs, told_at)
+        except DataPlaneError as error:
+            self.end(fetch, error.outcome, str(error))
+            return False
+        except ConfigurationError as error:
+            self.end(fetch, Reason.NO_MEMORY, str(error))
+            return False
+        self.flush()
+        placed = list(fetch.placed)
+        scattered = 0 if progress is None else self._scatter_arriving(call, progress, fetch, memory, runs)
+        answer = self._wait(call, job_id, fetch)
+        if answer.reason == Reason.INVALID_ANSWER:  # then nothing is believed, not the progress either
+            fetch.placed, scattered = placed, 0
+        if not answer.quiet or answer.reason == Reason.UNKNOWN_MEMORY:
+            self._registration.retire(release=not answer.quiet)
+        moved = self._take(fetch, memory, runs, scattered, answer)
+        return self._goes_on(fetch, answer, moved=moved)
+
+    def _goes_on(self, fetch: Fetch, answer: FetchAnswer, *, moved: bool) -> bool:
+        """Return True if another batch follows an answer; else end the fetch."""
+        if answer.reason == Reason.UNKNOWN_MEMORY and not moved and not fetch.retried:
+            fetch.retried = True  # the data plane has restarted: register again, once
+            return True
+        if answer.reason == Reason.BATCH_FULL and not moved:
+            self.end(
+                fetch, Reason.INVALID_ANSWER, "the data plane's buffers are full, and the first chunk did not come"
+            )
+            return False
+        if answer.reason == Reason.BATCH_FULL or (answer.reason == Reason.COMPLETE and not fetch.all_delivered):
+            return True
+        self.end(fetch, answer.reason, answer.detail)
+        return False
+
+    def _plan(self, fetch: Fetch, *, halving: bool) -> list[_Run]:
+        """Return the next batch: shard after shard, all or half of what is left, as far as one half has room."""
+        shards = list(zip(fetch.wanted(), fetch.delivered, self._chunk_bytes, strict=True))
+        left = sum(wanted * size for wanted, _, size in shards)
+        aim = min(max(-(-left // 2), self._batch_bytes_min) if halving else left, self._half_bytes)
+        runs: list[_Run] = []
+        begin, taken = self._half * self._half_bytes, 0
+        for shard, (wanted, done, size) in enumerate(shards):
+            room = (self._half_bytes if not taken else aim) - taken
+            count = min(wanted, max(-(-(aim - taken) // size), 0), room // size)
+            if count > 0 and len(runs) < _SHARDS_MAX:
+                runs.append(_Run(shard, done, count, begin + taken))
+                taken += count * size
+        return runs
+
+    def _start(
+        self, fetch: Fetch, memory: Memory, runs: Sequence[_Run], told_at: int | None
+    ) -> tuple[FetchCall, str, WordProgress | None]:
+        progress = None
+        if told_at is not None:  # before the data plane writes there
+            progress = WordProgress(memory.memory[told_at : told_at + PROGRESS_BYTES])
+        memory_id, shapes, keys = self._registration.memory_id, self._registration.shapes, fetch.job.keys
+        job_id = f"{self._job_prefix}-{next(self._job_numbers)}"
+        parts = [
+            FetchPart.whole(
+                shapes[run.shard],
+                memory_id,
+                keys[run.shard][run.first : run.first + run.count],
+                run.offset,
+                layers=self._layers[run.shard],
+                layout=run.shard,
+            )
+            for run in runs
+        ]
+        timeout = max(fetch.left_s, 0.001)
+        call = self._client.start_fetch(job_id, parts, timeout, progress=told_at, purpose=self._purpose)
+        return call, job_id, progress
+
+    def _scatter_arriving(
+        self, call: FetchCall, progress: WordProgress, fetch: Fetch, memory: Memory, runs: Sequence[_Run]
+    ) -> int:
+        """Scatter the leading chunks of a batch as they arrive; return how many of each run are scattered.
+
+        A third of what is left at a time, so that it is in place before the next third arrives: each scatter costs the
+        engine's core a fixed time, and the last one is not hidden behind the network.
+        """
+        most, scattered = max(run.count for run in runs), 0
+        least = -(-self._scatter_bytes_min // sum(self._chunk_bytes[run.shard] for run in runs))
+
+        def stops() -> bool:
+            return fetch.cancelled or bool(fetch.scatter_error)
+
+        for count in follow(call, progress, most, _LOOK_INTERVAL_S, stops):
+            if count == most or count - scattered >= max(least, -(-(most - scattered) // 3)):
+                self._delivered = _Delivered(fetch, memory, self._between(runs, scattered, count))
+                self.flush()
+                scattered = count
+        return scattered
+
+    def _between(self, runs: Iterable[_Run], begin: int, end: int) -> list[_Run]:
+        """Return the chunks of each run from its chunk ``begin`` up to ``end``."""
+        return [
+            _Run(run.shard, run.first + begin, count, run.offset + begin * self._chunk_bytes[run.shard])
+            for run in runs
+            if (count := min(run.count, end) - begin) > 0
+        ]
+
+    def _wait(self, call: FetchCall, job_id: str, fetch: Fetch) -> FetchAnswer:
+        def wake() -> None:
+            with self._condition:
+                self._condition.notify_all()
+
+        call.on_done(wake)
+        with self._condition:
+            # The call has a deadline of its own, so this ends.
+            self._condition.wait_for(lambda: call.done() or fetch.cancelled)
+        while not call.done():
+            self._client.cancel(job_id)
+            with self._condition:
+                self._condition.wait_for(call.done, _CANCEL_INTERVAL_S)
+        return call.result()
+
+    def _take(self, fetch: Fetch, memory: Memory, runs: Sequence[_Run], scattered: int, answer: FetchAnswer) -> bool:
+        """Record a batch's delivered chunks, of which some are scattered; return True if it moved any chunk."""
+        fetch.fetched_bytes += answer.fetched_bytes
+        fetch.delivered_bytes += answer.delivered_bytes
+        left = []
+        for run, count in zip(runs, answer.chunks, strict=True):
+            delivered = min(max(scattered, count), run.count)
+            fetch.delivered[run.shard] += delivered
+            left += self._between([run], scattered, delivered)
+        if scattered or left:
+            self._half ^= 1
+        self._delivered = _Delivered(fetch, memory, left) if left else None
+        return bool(scattered or left)
+
+    def flush(self) -> None:
+        """Scatter what is delivered; complete its fetch if no batch follows."""
+        delivered, self._delivered = self._delivered, None
+        if delivered is None:
+            return
+        fetch, memory = delivered.fetch, delivered.memory
+        if not fetch.cancelled and not fetch.scatter_error:
+            try:
+                for run in delivered.runs:
+                    chunks = memory.arrived(run.offset, run.count * self._chunk_bytes[run.shard])
+                    self._scatter(fetch.job, run.shard, run.first, chunks)
+                if memory.whole():
+                    for run in delivered.runs:
+                        fetch.placed[run.shard] += run.count
+                else:
+                    fetch.scatter_error = "another process truncated the memory that chunks arrive in; it is given up"
+                    _logger.error("shadowserve: %s", fetch.scatter_error)
+                    self._registration.lost(memory)
+            except Exception as error:
+                _logger.exception("scattering for request %s failed", fetch.job.request_id)
+                fetch.scatter_error = f"{type(error).__name__}: {error}"
+        if fetch.ending:
+            self._complete(fetch)
+
+    def end(self, fetch: Fetch, reason: str, detail: str = "") -> None:
+        """End a fetch: its outcome is due once what is delivered for it is scattered."""
+        fetch.ending = fetch.ending or reason
+        fetch.detail = detail
+        if self._delivered is None or self._delivered.fetch is not fetch:
+            self._complete(fetch)
+
+
+@dataclass
+class PageMover:
+    """Lets devices place chunks straight into paged memory, where they hold them.
+
+    Args:
+        placer: Places chunks.
+        batches: Mover of all other chunks.
+        tell: Receives the number of leading layers of a fetch that are in place.
+    """
+
+    placer: Placer
+    batches: BatchMover
+    tell: Callable[[Fetch, int], None]
+
+    def prepare(self, fetch: Fetch) -> None:
+        """Set from which chunk on devices may place a fetch."""
+        if fetch.available is None and len(fetch.job.keys) == 1:
+            fetch.pages_from = self.placer.first(fetch.job)
+
+    def is_due(self, fetch: Fetch) -> bool:
+        """Tell if the next chunk is the first that devices may place."""
+        return fetch.pages_from is not None and fetch.delivered[0] >= fetch.pages_from
+
+    def move(self, fetch: Fetch) -> bool:
+        """Place the chunks from here on that devices hold; return True if other moves may follow."""
+        self.batches.flush()  # chunks count as a prefix
+        job, first, end = fetch.job, fetch.delivered[0], fetch.job.chunks
+        fetch.pages_from = None
+        if fetch.scatter_error or first == end:
+            return True
+
+        def on_layers(layers: int) -> None:
+            if first == 0:
+                self.tell(fetch, layers)
+
+        placed = self.placer.place(job, range(first, end), fetch.deadline, lambda: fetch.cancelled, on_layers)
+        fetch.delivered[0] += placed.chunks
+        fetch.placed[0] += placed.chunks
+        fetch.fetched_bytes += placed.moved_bytes
+        fetch.delivered_bytes += placed.moved_bytes
+        if placed.reason:
+            self.batches.end(fetch, placed.reason, placed.detail)
+        elif placed.chunks == end - first:
+            fetch.pages_from = fetch.delivered[0]
+        return not placed.reason
+
+
+@dataclass
+class LayerMover:
+    """Fetches all chunks of one fetch layer by layer.
+
+    Args:
+        registration: Memory that chunks arrive in.
+        scatter: Moves layers, from one up to another, of a job's leading chunks.
+        batches: Mover that ends fetches, and whose chunks are scattered first.
+        tell: Receives the number of leading layers of a fetch that are in place.
+    """
+
+    client: DataPlaneClient
+    registration: RegisteredMemory
+    scatter: Callable[[Any, Any, tuple[int, int]], None]
+    batches: BatchMover
+    tell: Callable[[Fetch, int], None]
+
+    def move(self, fetch: Fetch) -> bool:
+        """Fetch everything that is left, and end the fetch."""
+        self.batches.flush()  # layers arrive in both halves
+        if fetch.all_delivered:
+            self.batches.end(fetch, Reason.COMPLETE)
+            return False
+        job = fetch.job
+        layers = LayerFetch(
+            self.client,
+            self.registration,
+            job.keys[0],
+            fetch.deadline,
+            cancelled=lambda: fetch.cancelled,
+            scatter=lambda chunks, layers: self.scatter(job, chunks, layers),
+            on_layers=lambda layers: self.tell(fetch, layers),
+            window_s=job.window_s,
+        )
+        fetch.placed[0], reason, detail = layers.run()
+        fetch.fetched_bytes += layers.fetched_bytes
+        fetch.delivered_bytes += layers.delivered_bytes
+        self.batches.end(fetch, reason, detail)
+        return False
