@@ -30,7 +30,7 @@ __all__ = ["DOCUMENT", "RECORDED", "VERSIONS", "Ours", "Sources", "described", "
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = ROOT / "tests" / "assets" / "vllm"
-DOCUMENT = ROOT / "docs" / "vllm-versions.md"
+DOCUMENT = ROOT / "docs" / "reference" / "vllm-versions.md"
 VERSIONS = ("0.32.0", "0.33.0")
 FETCHED = "vllm==0.33.0 --hash=sha256:f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112\n"
 BEGIN, END = "<!-- begin differences -->\n", "<!-- end differences -->\n"
@@ -282,7 +282,7 @@ def _flat(found: dict[str, Any]) -> dict[str, str]:
 
 
 def document() -> str:
-    """Return docs/vllm-versions.md with its table as it should be."""
+    """Return docs/reference/vllm-versions.md with its table as it should be."""
     before, _, rest = DOCUMENT.read_text().partition(BEGIN)
     rows = [f"| | {VERSIONS[0]} | {VERSIONS[1]} | here |", "|---|---|---|---|"]
     for name, (old, new) in differences().items():

@@ -1,4 +1,4 @@
-"""Writes the matrix of docs/combinations.md from the table of pairs.
+"""Writes the matrix of docs/reference/combinations.md from the table of pairs.
 
 scripts/gen-combinations           write the section
 scripts/gen-combinations --check   exit with 1 where the section is not what the table says
@@ -14,7 +14,7 @@ from abilities import ABILITIES, expected, pairs, runs
 
 __all__ = ["DOCUMENT", "main", "section"]
 
-DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "combinations.md"
+DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "reference" / "combinations.md"
 _BEGIN: Final = "<!-- begin matrix: scripts/gen-combinations writes it -->\n"
 _END: Final = "<!-- end matrix -->\n"
 _MARKS: Final = {"works": "W", "slower": "S", "refused": "R", "none": "–"}
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = f"{before}{_BEGIN}{section()}{_END}{after}"
     if check:
         if wanted != text:
-            print("docs/combinations.md differs from its table; run scripts/gen-combinations", file=sys.stderr)
+            print("docs/reference/combinations.md differs from its table; run scripts/gen-combinations", file=sys.stderr)
         return int(wanted != text)
     DOCUMENT.write_text(wanted, encoding="utf-8")
     return 0
