@@ -64,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = f"{before}{_BEGIN}{section()}{_END}{after}"
     if check:
         if wanted != text:
-            print("docs/reference/combinations.md differs from its table; run scripts/gen-combinations", file=sys.stderr)
+            print(
+                "docs/reference/combinations.md differs from its table; run scripts/gen-combinations", file=sys.stderr
+            )
         return int(wanted != text)
     DOCUMENT.write_text(wanted, encoding="utf-8")
     return 0

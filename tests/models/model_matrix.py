@@ -116,17 +116,17 @@ _SUMMARY: Final = """\
 # Models
 
 ShadowServe caches every layer type for which vLLM's own prefix cache works: full attention, MLA, sliding windows,
-chunked local attention, recurrent state (Mamba, GDN, KDA, short convolutions), and draft layers (EAGLE, MTP). A hit is as
-long as vLLM's own prefix cache would make it. Encoder-decoder models are refused by vLLM with any KV connector.
+chunked local attention, recurrent state (Mamba, GDN, KDA, short convolutions), and draft layers (EAGLE, MTP). A hit is
+as long as vLLM's own prefix cache would make it. Encoder-decoder models are refused by vLLM with any KV connector.
 [The plugin's README](../../host_control/README.md) lists configurations that are served without the cache.
 
 ## Tested families
 
 `make models` runs a tiny model of each family with random weights in vLLM {vllm} on a CPU: without the plugin, with
 it over a real storage node and data plane, and on two ranks. Tokens and logprobs must be equal in cells for chunk
-boundaries, windows, long prompts, preemption, aborts, lost and damaged records, a killed data plane and another TP size.
-*Hits* are tokens that came from the store, relative to vLLM's own prefix cache; a dash means that vLLM's CPU build cannot
-cache this family, for the reason given. `build/models/` then has all results.
+boundaries, windows, long prompts, preemption, aborts, lost and damaged records, a killed data plane and another TP
+size. *Hits* are tokens that came from the store, relative to vLLM's own prefix cache; a dash means that vLLM's CPU
+build cannot cache this family, for the reason given. `build/models/` then has all results.
 
 | family | like | hits | note |
 |---|---|---|---|
