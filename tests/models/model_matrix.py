@@ -71,7 +71,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def failed(family: dict[str, Any]) -> bool:
-    """Whether anything that vLLM can do without the plugin is otherwise with it."""
+    """True if anything that vLLM does without the plugin differs with it."""
     blocks = family.get("blocks", {})
     return bool(
         family.get("failed")
@@ -209,7 +209,7 @@ def _cell_table(families: list[dict[str, Any]]) -> list[str]:
     for name in CELLS:
         shown = []
         for family in families:
-            cell = family["cells"].get(name, {})  # nothing: nobody asked for it
+            cell = family["cells"].get(name, {})  # empty: this cell was not run
             hit = f" {cell['hit']:,}" if cell.get("hit") is not None else ""
             shown.append(f"{_SHORT.get(cell.get('outcome', ''), '')}{hit}")
         lines.append(f"| {name} | {' | '.join(shown)} |")
