@@ -3,10 +3,10 @@
 # make test                        all tests, side by side: in one process more than there are cores
 # make test ARGS="tests/storage -x"  some of them, with pytest's arguments; WORKERS=0 for one process, as --pdb needs it
 # make test-dpu                    the data plane as on a BlueField, over the DOCA emulator, and with sanitizers
-# make failure-matrix              faults of all kinds, every answer judged; writes docs/failure-matrix.md and .json
-# make models                      models of every family, with the plugin and without; writes docs/models.md and .json
+# make failure-matrix              faults of all kinds, every answer judged; results in build/failure-matrix/
+# make models                      models of every family, with the plugin and without; results in build/models/
 # make models ARGS="llama gemma3"  some of them: their rows are changed; ARGS=--list says which there are
-# make combinations                every two abilities together; docs/combinations.md has what is expected
+# make combinations                every two abilities together; docs/reference/combinations.md has what is expected
 # make soak SOAK_HOURS=1           leaks, a crash loop, the simulation, engines under stress; writes soak.json
 # make fuzz FUZZ_SECONDS=60        every fuzzer, in C and in Python, for its share of the time; counts inputs, exits 1
 #                                  with the path of the input where one is found; ARGS="--json out.json", ARGS=--help
@@ -41,10 +41,11 @@ test-dpu: $(ready)
 	scripts/test-dpu $(ARGS)
 
 failure-matrix: $(ready)
-	$(VENV)/bin/python scripts/failure-matrix --output docs $(ARGS)
+	$(VENV)/bin/python scripts/failure-matrix --output build/failure-matrix \
+		--summary docs/reference/failure-matrix.md $(ARGS)
 
 models: $(ready)
-	$(VENV)/bin/python scripts/models --output docs $(ARGS)
+	$(VENV)/bin/python scripts/models --output build/models --summary docs/reference/models.md $(ARGS)
 
 combinations: $(ready)
 	TEST_NIGHTLY=1 $(VENV)/bin/python -m pytest tests/combinations $(ARGS)

@@ -7,7 +7,7 @@ real records (256-token chunks, quantized and compressed by the C core) and are 
 window is scored on top of them. The cost is how much the predictions differ from those on the cache that was never
 stored: their divergence, and the change in bits per byte.
 
-    python scripts/measure_quality.py --json quality.json --plot docs/quality.svg   # docs/quality.md's tables and plot
+    python scripts/measure_quality.py --json quality.json --plot quality.svg
 """
 
 import argparse
@@ -86,7 +86,7 @@ class Treatment:
 
 
 SPLIT_BINS = ((32, 8), (48, 12), (64, 16), (96, 24), (128, 32))
-"""Bins of keys and values, four to one: what the search on other windows found best (docs/quality.md)."""
+"""Bins of keys and values, four to one: what the search on other windows found best (docs/guides/quality.md)."""
 
 TREATMENTS = (
     Treatment(quantizer=Quantizer.LOSSLESS, dtype=DType.FLOAT32),

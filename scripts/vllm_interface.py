@@ -30,7 +30,7 @@ __all__ = ["DOCUMENT", "RECORDED", "VERSIONS", "Ours", "Sources", "described", "
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = ROOT / "tests" / "assets" / "vllm"
-DOCUMENT = ROOT / "docs" / "vllm-versions.md"
+DOCUMENT = ROOT / "docs" / "reference" / "vllm-versions.md"
 VERSIONS = ("0.32.0", "0.33.0")
 FETCHED = "vllm==0.33.0 --hash=sha256:f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112\n"
 BEGIN, END = "<!-- begin differences -->\n", "<!-- end differences -->\n"
@@ -98,14 +98,14 @@ OBJECTS = {
     "is_empty",
 }
 NOTES = {
-    "KVConnectorBase_V1.supports_sleep_mode": "vLLM's answer, true, is ours",
-    "KVConnectorBase_V1.unregister_kv_caches": "what runs ends, and our memory is given back",
-    "KVConnectorBase_V1.restore_kv_caches": "memory is made and registered anew, the names stay",
-    "SecondaryTierManager.tolerates_off_thread_polling": "false: our tier has nobody who waits between steps",
+    "KVConnectorBase_V1.supports_sleep_mode": "ShadowServe answers true, as vLLM does",
+    "KVConnectorBase_V1.unregister_kv_caches": "running transfers end, and our memory is released",
+    "KVConnectorBase_V1.restore_kv_caches": "memory is allocated and registered again; names stay",
+    "SecondaryTierManager.tolerates_off_thread_polling": "false: the tier has no thread that waits between steps",
     "SecondaryTierManager.config_info": "nothing is shown",
     "SecondaryTierManager.config_info_keys": "nothing is shown",
 }
-"""What is done about each difference, by class and member: nobody has looked at one that has no note."""
+"""How ShadowServe handles each difference, by class and member; one without a note was not examined."""
 
 
 class Sources:
@@ -282,7 +282,7 @@ def _flat(found: dict[str, Any]) -> dict[str, str]:
 
 
 def document() -> str:
-    """Return docs/vllm-versions.md with its table as it should be."""
+    """Return docs/reference/vllm-versions.md with its table as it should be."""
     before, _, rest = DOCUMENT.read_text().partition(BEGIN)
     rows = [f"| | {VERSIONS[0]} | {VERSIONS[1]} | here |", "|---|---|---|---|"]
     for name, (old, new) in differences().items():
@@ -292,7 +292,7 @@ def document() -> str:
 
 
 def _fetch(folder: str) -> Path:
-    """Have pip unpack the release's sources; what it then asks of them needs compilers, so that it fails, and may."""
+    """Unpack the release's sources with pip. Its build step fails without compilers, which does not matter."""
     wanted = Path(folder) / "wanted.txt"
     wanted.write_text(FETCHED)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "vllm", "--no-build-isolation"]

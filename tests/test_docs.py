@@ -1,33 +1,24 @@
-"""What the documents name is there: files, outcomes, metrics, commands."""
+"""Documents are true where a test can tell: links, files, commands, flags, keys, metrics and outcomes exist."""
 
+import ast
 import re
 from pathlib import Path
 
 import click
 import pytest
 
+from dpu_dataplane.metrics import Metrics
 from shadowserve import __version__
 from shadowserve.proto.dataplane_pb2 import Outcome
 from shadowserve_tools import COMMANDS, main
 
 REPOSITORY = Path(__file__).parents[1]
-FOLDERS = (
-    "shadowserve",
-    "shadowserve_tools",
-    "storage_kv",
-    "dpu_dataplane",
-    "host_control",
-    "native",
-    "scripts",
-    "tests",
-)
-DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
-TOLD = [*DOCUMENTS, *sorted(path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.md"))]
-ROOMS = [path for path in TOLD if path.name in ("README.md", "decisions.md") and path not in DOCUMENTS]
-DECISIONS = [path for path in TOLD if path.name == "decisions.md"]
-COMMAND_LINE = re.compile(
-    r"(?:^(?:> )? {4}(?:\S+=\S+ |sudo |taskset \S+ \S+ )*|`)(?:\S*/)?shadowserve ([^`\n#&|]+)", re.MULTILINE
-)
+DOCS = REPOSITORY / "docs"
+PACKAGES = ("shadowserve", "shadowserve_tools", "storage_kv", "dpu_dataplane", "host_control")
+FOLDERS = (*PACKAGES, "native", "scripts", "tests", "configs")
+DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md")])
+IN_FOLDERS = sorted(path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.md"))
+ALL = [*DOCUMENTS, *IN_FOLDERS]
 SOURCES = "".join(
     path.read_text()
     for package in ("storage_kv", "dpu_dataplane", "host_control")
@@ -35,90 +26,108 @@ SOURCES = "".join(
 )
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_each_file_that_a_document_names_is_there(document: Path) -> None:
+def relative(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+def commands(text: str) -> list[str]:
+    """Command lines of ``shadowserve``: in fenced or indented blocks, one per line, and in backticks."""
+    text = text.replace("\\\n", " ")
+    blocks = re.findall(r"^( *)```\w*\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL)
+    lines = [line.strip() for _, block in blocks for line in block.splitlines()]
+    lines += re.findall(r"^ {4,}(.+)$", text, re.MULTILINE) + re.findall(r"`([^`\n]+)`", text)
+    prefix = r"(?:\$ )?(?:\S+=\S+ |sudo |taskset \S+ \S+ )*(?:\S*/)?shadowserve ([a-z].*)"
+    found = [match[1] for line in lines if (match := re.fullmatch(prefix, line))]
+    return [re.split(r"[#&|>]", command)[0] for command in found]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
+def test_files_that_a_document_names_exist(document: Path) -> None:
     named = re.findall(r"`([\w.]+(?:/[\w.*-]+)*/[\w.*-]+\.(?:py|c|h|proto|yaml|md)|[\w/]+/)`", document.read_text())
-    absent = [name for name in named if not list(REPOSITORY.glob(name))]
+    made = ("build/", "bench-results/")
+    absent = [name for name in named if not name.startswith(made) and not list(REPOSITORY.glob(name))]
     assert not absent
 
 
-def anchors(document: Path) -> set[str]:
-    """Return what the document's headings are called in links."""
-    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("document", TOLD, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_each_link_of_a_document_leads_somewhere(document: Path) -> None:
-    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]*))?\)", document.read_text()):
-        path = document.parent / target if target else document
-        assert path.exists(), target
-        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
-
-
-@pytest.mark.parametrize("document", ROOMS, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_each_file_that_a_room_names_is_there(document: Path) -> None:
+@pytest.mark.parametrize("document", IN_FOLDERS, ids=relative)
+def test_files_that_a_document_in_a_folder_names_exist(document: Path) -> None:
     named = re.findall(r"`([\w./-]+\.(?:py|c|h|md|yaml|proto))`", document.read_text())
-    for name in (each for each in named if Path(each).name != "_cffi.py"):  # which is built
+    for name in (each for each in named if Path(each).name != "_cffi.py"):  # built
         nearby = [*document.parent.rglob(Path(name).name), *(REPOSITORY / "tests").rglob(name)]
         assert nearby or (document.parent / name).exists() or (REPOSITORY / name).exists(), name
 
 
-@pytest.mark.parametrize("document", DECISIONS, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_each_decision_has_its_day(document: Path) -> None:
-    entries = re.findall(r"^\*\*.*?(?=\n\n|\Z)", document.read_text(), re.MULTILINE | re.DOTALL)
-    assert entries
-    for entry in entries:
-        assert re.match(r"\*\*[^*]+\*\* \(\d{4}-\d\d-\d\d\) \S", entry.replace("\n", " ")), entry
+def anchors(document: Path) -> set[str]:
+    """Anchors of the document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_each_command_that_a_document_names_is_one(document: Path) -> None:
-    named = set(re.findall(r"(?:^ {4}|`)shadowserve ([a-z]\w+)", document.read_text(), re.MULTILINE))
-    assert named <= set(COMMANDS)
+@pytest.mark.parametrize("document", ALL, ids=relative)
+def test_links_of_a_document_resolve(document: Path) -> None:
+    broken = []
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]*))?\)", document.read_text()):
+        path = document.parent / target if target else document
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(f"{target}#{anchor}" if anchor else target)
+    assert not broken
 
 
-@pytest.mark.parametrize("document", TOLD, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_each_flag_that_a_document_gives_to_a_command_is_one_of_its(document: Path) -> None:
-    text = document.read_text().replace("\\\n", " ")  # a command that goes on in the next line
-    context = click.Context(main, **main.context_settings)  # a command keeps the help option that its first context had
-    for line in COMMAND_LINE.findall(text):
+@pytest.mark.parametrize("document", ALL, ids=relative)
+def test_commands_and_flags_in_a_document_exist(document: Path) -> None:
+    context = click.Context(main, **main.context_settings)
+    for line in commands(document.read_text()):
+        words = line.split()
+        assert words[0] in COMMANDS, line
         command: click.Command | None = main
-        for word in line.split():
+        for word in words:
             if not isinstance(command, click.Group) or word.startswith("-"):
                 break
             command = command.get_command(context, word)
-        if command is None or command is main or "Not available here" in (command.help or ""):
+        if command is None or "Not available here" in (command.help or ""):
             continue
         known = {option for parameter in command.get_params(context) for option in parameter.opts}
         assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line)) <= known | {"--help"}, line
 
 
-@pytest.mark.parametrize("document", TOLD, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_no_document_says_to_signal_processes_by_what_their_names_look_like(document: Path) -> None:
-    """Whoever has another storage server, or an editor open on storage.yaml, would have hit that as well."""
-    found = re.findall(r".*\b(?:pkill|pgrep|killall|pidof)\b.*", document.read_text())
-    assert not found
+@pytest.mark.parametrize("document", ALL, ids=relative)
+def test_no_document_signals_processes_by_name(document: Path) -> None:
+    """That could stop a process of another program."""
+    assert not re.findall(r".*\b(?:pkill|pgrep|killall|pidof)\b.*", document.read_text())
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_each_metric_that_a_document_names_is_counted(document: Path) -> None:
-    for name in re.findall(r"`(?:vllm:)?shadowserve_(\w+)(?:\{\w+\})?`", document.read_text()):
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
+def test_metrics_in_a_document_are_exported(document: Path) -> None:
+    for name in re.findall(r"`(?:vllm:)?shadowserve_(\w+)(?:\{[\w, =\"]+\})?`", document.read_text()):
         counted = name.removesuffix("_total")
         assert any(f'"{each}"' in SOURCES for each in (counted, counted.removeprefix("storage_"))), name
 
 
-def test_each_promise_names_a_test_that_is_there() -> None:
-    rows = re.findall(r"^\| .* \| (.*) \|$", (REPOSITORY / "docs" / "security.md").read_text(), re.MULTILINE)
-    named = [test for row in rows for test in re.findall(r"`(test_\w+\.py)::(test_\w+)`", row)]
-    assert len(named) > 30
-    for file, test in named:
-        sources = [path.read_text() for path in (REPOSITORY / "tests").rglob(file)]
-        assert any(f"def {test}(" in source for source in sources), f"{file}::{test}"
+def plugin_counters() -> set[str]:
+    """Names of the plugin's counters, read from the source, because importing it needs vLLM."""
+    module = ast.parse((REPOSITORY / "host_control" / "vllm" / "metrics.py").read_text())
+    tables = [
+        node.value for node in module.body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
+    ]
+    return {f"{name}_total" for table in tables for name in ast.literal_eval(table)}
 
 
-def test_the_failures_document_explains_every_outcome() -> None:
-    text = (REPOSITORY / "docs" / "failures.md").read_text()
+def test_every_counter_of_the_plugin_is_documented() -> None:
+    section = (DOCS / "reference" / "metrics.md").read_text().partition("## Plugin\n")[2].partition("\n## ")[0]
+    assert plugin_counters() <= set(re.findall(r"`(\w+)(?:\{\w+\})?`", section))
+
+
+def test_every_metric_of_the_data_plane_is_documented() -> None:
+    families = Metrics().registry.collect()
+    names = {family.name + ("_total" if family.type == "counter" else "") for family in families}
+    names |= {f"shadowserve_{name}" for name in re.findall(r'gauges\["(\w+)"\]', SOURCES)}
+    section = (DOCS / "reference" / "metrics.md").read_text().partition("## Data plane\n")[2].partition("\n## ")[0]
+    documented = {f"shadowserve_{name}" for name in re.findall(r"`(\w+)(?:\{[\w, ]+\})?`", section)}
+    assert names <= documented
+
+
+def test_every_outcome_of_the_data_plane_is_documented() -> None:
+    text = (DOCS / "reference" / "failures.md").read_text()
     explained = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     outcomes = {name.removeprefix("OUTCOME_").lower() for name in Outcome.keys()} - {"unspecified"}
     assert outcomes <= explained

@@ -1,4 +1,4 @@
-"""Writes the matrix of docs/combinations.md from the table of pairs.
+"""Writes the abilities and their pairs in docs/reference/combinations.md from the table of pairs.
 
 scripts/gen-combinations           write the section
 scripts/gen-combinations --check   exit with 1 where the section is not what the table says
@@ -14,40 +14,41 @@ from abilities import ABILITIES, expected, pairs, runs
 
 __all__ = ["DOCUMENT", "main", "section"]
 
-DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "combinations.md"
+DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "reference" / "combinations.md"
 _BEGIN: Final = "<!-- begin matrix: scripts/gen-combinations writes it -->\n"
 _END: Final = "<!-- end matrix -->\n"
-_MARKS: Final = {"works": "W", "slower": "S", "refused": "R", "none": "–"}
+_OUTCOMES: Final = {"slower": "slower path", "refused": "refused", "none": "no meaning"}
 
 
 def section() -> str:
-    """Return the matrix, and a line for each pair that does not simply work."""
-    names = list(ABILITIES)
-    lines = ["| | ability | " + " | ".join(str(number) for number in range(2, len(names) + 1)) + " |"]
-    lines.append("|---|---|" + "---|" * (len(names) - 1))
-    for row, first in enumerate(names[:-1]):
-        cells = [_mark(first, second) if row < column else "" for column, second in _later(names)]
-        lines.append(f"| {row + 1} | {ABILITIES[first].title}: `{ABILITIES[first].key}` | {' | '.join(cells)} |")
-    last = ABILITIES[names[-1]]
-    lines.append(f"| {len(names)} | {last.title}: `{last.key}` |" + " |" * (len(names) - 1))
-    lines += ["", "| pair | what happens | |", "|---|---|---|"]
+    """The abilities, the pairs that do more than work, and the pairs without a test of both."""
+    lines = ["| ability | configured by |", "|---|---|"]
+    lines += [f"| {ability.title} | `{ability.key}` |" for ability in ABILITIES.values()]
+    lines += ["", "Every pair works, except:", "", "| pair | outcome | reason |", "|---|---|---|"]
     for first, second in pairs():
         found = expected(first, second)
         if found.outcome != "works":
             pair = f"{ABILITIES[first].title} + {ABILITIES[second].title}"
             detail = f"`{found.detail}`" if found.outcome == "slower" else found.detail.replace(".*", "...")
-            lines.append(f"| {pair} | {_MARKS[found.outcome]} | {detail} |")
+            lines.append(f"| {pair} | {_OUTCOMES[found.outcome]} | {detail} |")
+    lines += ["", "Pairs that work but have no test of both, only tests of each:", ""]
+    lines += [f"- {ABILITIES[name].title}, with {', '.join(others)}" for name, others in _untested()]
     return "\n".join(lines) + "\n"
 
 
-def _mark(first: str, second: str) -> str:
-    found = expected(first, second)
-    shown = runs(first, second) or found.test
-    return _MARKS[found.outcome] if shown or found.outcome != "works" else "w"
-
-
-def _later(names: Sequence[str]) -> list[tuple[int, str]]:
-    return list(enumerate(names))[1:]
+def _untested() -> list[tuple[str, list[str]]]:
+    """Pairs without a test of both, gathered by the ability that has most of them."""
+    left = [
+        pair for pair in pairs() if expected(*pair).outcome == "works" and not runs(*pair) and not expected(*pair).test
+    ]
+    found = []
+    while left:
+        names = [name for pair in left for name in pair]
+        most = max(ABILITIES, key=names.count)
+        others = [ABILITIES[pair[most == pair[0]]].title for pair in left if most in pair]
+        found.append((most, others))
+        left = [pair for pair in left if most not in pair]
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = f"{before}{_BEGIN}{section()}{_END}{after}"
     if check:
         if wanted != text:
-            print("docs/combinations.md differs from its table; run scripts/gen-combinations", file=sys.stderr)
+            print(
+                "docs/reference/combinations.md differs from its table; run scripts/gen-combinations", file=sys.stderr
+            )
         return int(wanted != text)
     DOCUMENT.write_text(wanted, encoding="utf-8")
     return 0

@@ -1,4 +1,4 @@
-"""The failure matrix: every case run for real, its outcomes counted, a table and a JSON file written."""
+"""The failure matrix: runs every case with real processes, counts outcomes, writes the full matrix and a summary."""
 
 import argparse
 import fnmatch
@@ -26,7 +26,6 @@ import cases_resources
 import cases_tiers
 import cases_wire
 from cases import CASES, Case, Row, run_case
-from nodes import REPOSITORY
 from outcomes import Outcome
 
 _PARTS = (
@@ -103,65 +102,66 @@ def _among_kept(found: dict[str, Any], path: Path) -> dict[str, Any]:
     return kept
 
 
+_HEAD = """\
+# The failure matrix
+
+`make failure-matrix` makes each fault happen to real processes, several times with different seeds, while real clients
+work: redis-py at the storage node, the plugin's own client at a data plane. Every answer is compared with what was
+stored. `build/failure-matrix/` then has the full matrix: a row for each case, with examples of reasons.
+
+- **right**: the stored bytes, or an acknowledgement. **refused**: an error or a closed connection within the deadline.
+- **missed**: a miss that the fault explains. A miss that nothing explains counts as wrong.
+- **wrong**: other bytes, or a lost acknowledged write. **hang**: no end within the deadline and 30 s. Both fail a run.
+
+"""
+_COUNTS = " | ".join(outcome.value for outcome in Outcome)
+
+
 def as_text(found: dict[str, Any]) -> str:
-    """Return docs/failure-matrix.md."""
-    counts = found["counts"]
+    """The full matrix in Markdown: a row for each case."""
     lines = [
-        "# The failure matrix",
+        f"{_HEAD}{_sums(found)} {found['seconds']} s, seed {found['seed']}.",
         "",
-        "Written by `make failure-matrix`, which makes each of these faults happen to real processes, several times",
-        "with other seeds, while real clients work: redis-py at the storage server, the host's own client at a data",
-        "plane. Every answer is compared with what was stored. tests/failures/ has what each fault is made of.",
-        "",
-        "- **right**: the bytes that were stored, or an acknowledgement.",
-        "- **missed**: a miss that the fault explains. A miss that nothing explains counts as wrong: it would be an",
-        "  acknowledged write that is lost.",
-        "- **refused**: an error or a closed connection within the deadline.",
-        "- **wrong**: other bytes. **hang**: no end within the deadline and 30 s. The matrix fails on either.",
-        "",
-        f"In all: {counts['right']:,} right, {counts['missed']:,} missed, {counts['refused']:,} refused, "
-        f"{counts['wrong']} wrong, {counts['hang']} hangs; {found['seconds']} s, seed {found['seed']}.",
-        "",
-        "| fault | what happens | engine | times | right | missed | refused | wrong | hang | an example of a reason |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    faults = [row for row in found["cases"] if not _is_attack(row)]
-    attacks = [row for row in found["cases"] if _is_attack(row)]
-    lines += [f"{_cells(row)} | {_reason(row)} |" for row in faults]
-    lines += [
-        "",
-        "## Attacks",
-        "",
-        "Somebody means ill, while others work. Memory is by how much the server's grew, the wait is the longest that",
-        "one of the others had for an answer; waits depend on the machine, which others use as well.",
-        "",
-        "| attack | what happens | engine | times | right | missed | refused | wrong | hang | memory, MiB | wait, s "
-        "| an example of a reason |",
+        f"| fault | what happens | engine | times | {_COUNTS} | memory, MiB | wait, s | an example of a reason |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in attacks:
+    for row in found["cases"]:
         measured = row.get("measured", {})
         grown, waited = (measured.get(name) for name in ("memory_MiB", "longest_wait_s"))
         lines.append(
-            f"{_cells(row)} | {'' if grown is None else f'{grown:.0f}'} | {'' if waited is None else f'{waited:.2f}'} "
+            f"| {row['fault']} | {row['what']} | {row['engine']} | {row['repetitions']} | {_counts([row])} "
+            f"| {'' if grown is None else f'{grown:.0f}'} | {'' if waited is None else f'{waited:.2f}'} "
             f"| {_reason(row)} |"
         )
     lines += [
         "",
-        "Missed and refused count single operations: how many fall into the time of a fault depends on the machine.",
-        "That wrong and hang are zero is what the matrix is for.",
+        "For attacks: growth of the server's memory, and the longest time that another client waited for an answer.",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _is_attack(row: dict[str, Any]) -> bool:
-    return str(row["fault"]).startswith("attack: ")
+def as_summary(found: dict[str, Any]) -> str:
+    """docs/reference/failure-matrix.md: a row for each kind of fault."""
+    by_fault: dict[str, list[dict[str, Any]]] = {}
+    for row in found["cases"]:
+        by_fault.setdefault(row["fault"], []).append(row)
+    lines = [_HEAD + _sums(found), "", "| fault | cases | wrong | hang |", "|---|---|---|---|"]
+    for fault, rows in by_fault.items():
+        wrong, hang = (sum(row["outcomes"][outcome.value] for row in rows) for outcome in _FAILED)
+        lines.append(f"| {fault} | {len(rows)} | {wrong} | {hang} |")
+    return "\n".join(lines) + "\n"
 
 
-def _cells(row: dict[str, Any]) -> str:
-    numbers = " | ".join(f"{row['outcomes'][outcome.value]:,}" for outcome in Outcome)
-    name = row["fault"].removeprefix("attack: ")
-    return f"| {name} | {row['what']} | {row['engine']} | {row['repetitions']} | {numbers}"
+def _sums(found: dict[str, Any]) -> str:
+    return (
+        f"Last full run: {len(found['cases'])} cases; "
+        + ", ".join(f"{found['counts'][outcome.value]:,} {outcome.value}" for outcome in Outcome)
+        + "."
+    )
+
+
+def _counts(rows: Sequence[dict[str, Any]]) -> str:
+    return " | ".join(f"{sum(row['outcomes'][outcome.value] for row in rows):,}" for outcome in Outcome)
 
 
 def _reason(row: dict[str, Any]) -> str:
@@ -178,8 +178,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repetitions", type=int, help="of each case, in place of its own number")
     parser.add_argument("--jobs", type=int, default=_JOBS, help="cases at a time (here: %(default)s)")
     parser.add_argument(
-        "--output", type=Path, help="folder of failure-matrix.md and .json; of some cases only their rows are changed"
+        "--output", type=Path, help="folder for the full matrix; a run of some cases changes their rows"
     )
+    parser.add_argument("--summary", type=Path, help="file for the summary; not written after a run of some cases only")
     parser.add_argument("--keep", action="store_true", help="keep what the processes wrote")
     options = parser.parse_args(arguments)
     chosen = [
@@ -215,6 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = _among_kept(found, options.output / "failure-matrix.json")
         (options.output / "failure-matrix.json").write_text(json.dumps(found, indent=1) + "\n")
         (options.output / "failure-matrix.md").write_text(as_text(found))
+    if options.summary is not None and not options.names:
+        options.summary.write_text(as_summary(found))
     return int(any(row.failed for row in rows))
 
 
@@ -229,5 +232,3 @@ def _told(row: Row) -> str:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-__all__ = ["REPOSITORY", "as_json", "as_text", "main"]

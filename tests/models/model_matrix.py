@@ -71,7 +71,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def failed(family: dict[str, Any]) -> bool:
-    """Whether anything that vLLM can do without the plugin is otherwise with it."""
+    """True if anything that vLLM does without the plugin differs with it."""
     blocks = family.get("blocks", {})
     return bool(
         family.get("failed")
@@ -80,13 +80,11 @@ def failed(family: dict[str, Any]) -> bool:
     )
 
 
-_HEAD: Final = """\
-# Which models are served, and how that is known
+_FULL: Final = """\
+# Models: full results
 
-Written by `make models`. For each family a tiny model with random weights is made (`tests/models/tiny_models.py`), in
-float32 but where vLLM's CPU kernels take bfloat16 alone, and run with vLLM {vllm} on a CPU: first without the plugin,
-then with it, over the real storage server and data plane. Every answer, its tokens and logprobs, is compared with that
-of the engine without the plugin. `docs/models.json` has every number.
+Tiny models with random weights (`tests/models/tiny_models.py`), vLLM {vllm} on a CPU. Every answer, its tokens and
+logprobs, is compared with that of the engine without the plugin.
 
 ## Families
 
@@ -94,15 +92,11 @@ of the engine without the plugin. `docs/models.json` has every number.
 |---|---|---|---|---|
 {families}
 
-**hits**: of the tokens that vLLM's own prefix cache would have had in whole chunks, those that came from the store,
-over all cells that ask a prompt twice.
-
 ## Cells
 
-**yes**: the answers are those of the engine without the plugin, and where the plugin is on, a hit is as long as vLLM's
-own prefix cache would have it. The number is the hit's tokens. –: not possible here, see below; empty: not run.
-*sensitive* is the engine without the plugin: with another first chunk, and with another last chunk of a hit, it must
-answer otherwise, by more than is let pass for rounding.
+**yes**: the outputs are those of the engine without the plugin, and a hit is as long as in vLLM's own prefix cache. The
+number is the hit's tokens. –: not possible, see below; empty: not run. *sensitive* is a control without the plugin:
+changing the first chunk, or the last chunk of a hit, must change the output by more than the rounding tolerance.
 
 {cells}
 
@@ -110,42 +104,70 @@ answer otherwise, by more than is let pass for rounding.
 
 ## Bytes and blocks
 
-What a prompt of more than 128 chunks leaves in the store, as the engine holds it and as records; and what of it a hit
-can ever need, by each group's own rule in vLLM (`reachable_block_mask`): where hits may end at any boundary, and where
+Bytes per token that a prompt of more than 128 chunks leaves in the store: as the engine holds it and as records; and
+how many of them a hit can need by each group's rule in vLLM (`reachable_block_mask`), if hits may end anywhere, and if
 they end with the prompt. Blocks and tokens are those of the engine's KV cache, without and with the plugin.
 
-| family | stored a token | as records | needed, anywhere | needed, at its end | moved a token | blocks | tokens |
+| family | stored | as records | needed, anywhere | needed, at its end | moved | blocks | tokens |
 |---|---|---|---|---|---|---|---|
 {bytes}
+"""
+_SUMMARY: Final = """\
+# Models
 
-## Models that no CPU runs
+ShadowServe caches every layer type for which vLLM's own prefix cache works: full attention, MLA, sliding windows,
+chunked local attention, recurrent state (Mamba, GDN, KDA, short convolutions), and draft layers (EAGLE, MTP). A hit is
+as long as vLLM's own prefix cache would make it. Encoder-decoder models are refused by vLLM with any KV connector.
+[The plugin's README](../../host_control/README.md) lists configurations that are served without the cache.
 
-vLLM's own spec classes, filled with the values of published configurations and grouped by vLLM's own rules
-(`get_kv_cache_groups`), on one GPU: `tests/models/published.py`. What the plugin says of them is asked of the same
-function as in an engine.
+## Tested families
 
-| model | of | groups: kind, layers, tokens of a block, bytes of a block | the plugin |
+`make models` runs a tiny model of each family with random weights in vLLM {vllm} on a CPU: without the plugin, with
+it over a real storage node and data plane, and on two ranks. Tokens and logprobs must be equal in cells for chunk
+boundaries, windows, long prompts, preemption, aborts, lost and damaged records, a killed data plane and another TP
+size. *Hits* are tokens that came from the store, relative to vLLM's own prefix cache; a dash means that vLLM's CPU
+build cannot cache this family, for the reason given. `build/models/` then has all results.
+
+| family | like | hits | note |
+|---|---|---|---|
+{families}
+
+## Published models that no CPU runs
+
+Their values in vLLM's own spec classes, grouped by vLLM's rules, and how the plugin stores them
+(`tests/models/published.py`).
+
+| model | layers | groups: kind, layers, tokens of a block, bytes of a block | the plugin |
 |---|---|---|---|
 {published}
-
-Encoder-decoders (Whisper) do not start beside any KV connector: vLLM's scheduler refuses.
 """
 
 
 def as_text(data: dict[str, Any]) -> str:
-    """Return docs/models.md."""
+    """The full results in Markdown."""
     ran = [family for family in data["families"] if not family.get("does not run")]
-    return _HEAD.format(
+    return _FULL.format(
         vllm=data["vllm"],
         families="\n".join(_family_row(family) for family in data["families"]),
         cells="\n".join(_cell_table(ran)),
         notes="\n".join(_notes(data["families"])),
         bytes="\n".join(_bytes_row(family) for family in ran),
-        published="\n".join(
-            f"| {model['name']} | {model['of']} | {_groups(model, sizes=True)} "
-            f"| {_cell(model['off'] or model['kept'])} |"
-            for model in data["published"]
-        ),
+    )
+
+
+def as_summary(data: dict[str, Any]) -> str:
+    """docs/reference/models.md: which families are served, and how published models are stored."""
+    return _SUMMARY.format(
+        vllm=data["vllm"],
+        families="\n".join(_family_row(family, groups=False) for family in data["families"]),
+        published="\n".join(published_row(model) for model in data["published"]),
+    )
+
+
+def published_row(model: dict[str, Any]) -> str:
+    """One published model's row of the summary."""
+    return (
+        f"| {model['name']} | {model['of']} | {_groups(model, sizes=True)} | {_cell(model['off'] or model['kept'])} |"
     )
 
 
@@ -161,10 +183,10 @@ def _groups(family: dict[str, Any], *, sizes: bool = False) -> str:
     return "; ".join(f"{count} of {text}" if count > 1 else text for text, count in said.items())
 
 
-def _family_row(family: dict[str, Any]) -> str:
+def _family_row(family: dict[str, Any], *, groups: bool = True) -> str:
+    begin = f"| {family['name']} | {family['like']} | " + (f"{_groups(family)} | " if groups else "")
     if family.get("does not run"):
-        said = f"vLLM's CPU build does not run it: {family['does not run']}"
-        return f"| {family['name']} | {family['like']} | {_groups(family)} | – | {_cell(said)} |"
+        return f"{begin}– | {_cell('vLLM does not run it on a CPU: ' + family['does not run'])} |"
     asked = [cell for cell in family["cells"].values() if cell.get("own") is not None]
     chunk = family.get("chunk_tokens", 1)
     own = sum(cell["own"] // chunk * chunk for cell in asked)
@@ -172,7 +194,7 @@ def _family_row(family: dict[str, Any]) -> str:
     given = family.get("options")
     options = f"with {json.dumps(given['given'])[1:-1]}: {given['why']}" if given else ""
     why = "; ".join(filter(None, [family.get("failed") or family.get("off", ""), options]))
-    return f"| {family['name']} | {family['like']} | {_groups(family)} | {share} | {_cell(why)} |"
+    return f"{begin}{share} | {_cell(why)} |"
 
 
 def _cell(text: str) -> str:
@@ -187,7 +209,7 @@ def _cell_table(families: list[dict[str, Any]]) -> list[str]:
     for name in CELLS:
         shown = []
         for family in families:
-            cell = family["cells"].get(name, {})  # nothing: nobody asked for it
+            cell = family["cells"].get(name, {})  # empty: this cell was not run
             hit = f" {cell['hit']:,}" if cell.get("hit") is not None else ""
             shown.append(f"{_SHORT.get(cell.get('outcome', ''), '')}{hit}")
         lines.append(f"| {name} | {' | '.join(shown)} |")
@@ -230,8 +252,8 @@ def _bytes_row(family: dict[str, Any]) -> str:
     return f"| {family['name']} | {' | '.join(cells)} |"
 
 
-def _write(folder: Path, data: dict[str, Any], family: dict[str, Any]) -> None:
-    """Write the matrix that is kept, with what was found of one family now: each is worth minutes."""
+def _write(folder: Path, summary: Path | None, data: dict[str, Any], family: dict[str, Any]) -> None:
+    """Write the results with one family's row renewed; the summary once the results have all families."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "models.json"
     kept = json.loads(path.read_text())["families"] if path.exists() else []
@@ -239,6 +261,8 @@ def _write(folder: Path, data: dict[str, Any], family: dict[str, Any]) -> None:
     data = {"command": "make models", **data, "families": [families[name] for name in FAMILIES if name in families]}
     path.write_text(json.dumps(data, indent=1) + "\n")
     (folder / "models.md").write_text(as_text(data))
+    if summary is not None and len(data["families"]) == len(FAMILIES):
+        summary.write_text(as_summary(data))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -249,7 +273,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="families; by default all")
     parser.add_argument("--list", action="store_true", help="say which families and cells there are")
     parser.add_argument("--cells", default=",".join(CELLS), help="by default all, with commas between them")
-    parser.add_argument("--output", type=Path, help="folder of models.md and .json; of some families their rows change")
+    parser.add_argument("--output", type=Path, help="folder for all results; a run of some families changes their rows")
+    parser.add_argument(
+        "--summary", type=Path, help="file for the summary, once the folder has results of all families"
+    )
     options = parser.parse_args(arguments)
     names = options.names or list(FAMILIES)
     if unknown := [*({*names} - {*FAMILIES}), *({*options.cells.split(",")} - {*CELLS})]:
@@ -265,7 +292,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began = time.monotonic()
         well = well and not failed(family)
         if options.output is not None:
-            _write(options.output, {"vllm": importlib.metadata.version("vllm"), "published": published}, family)
+            data = {"vllm": importlib.metadata.version("vllm"), "published": published}
+            _write(options.output, options.summary, data, family)
     return int(not well)
 
 

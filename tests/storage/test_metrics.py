@@ -260,7 +260,12 @@ def of_the_plugin() -> set[str]:
 def test_every_metric_is_explained_and_nothing_else_is(start: Callable[..., Child]) -> None:
     text = start("--metrics-port", "0").http("/metrics")[1]
     there = {name.removeprefix("shadowserve_storage_") for name in re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)}
-    table = (REPOSITORY / "docs" / "operate.md").read_text().partition("### The metrics\n")[2].partition("\n#")[0]
+    table = (
+        (REPOSITORY / "docs" / "reference" / "metrics.md")
+        .read_text()
+        .partition("## Storage node\n")[2]
+        .partition("\n#")[0]
+    )
     assert set(re.findall(r"`([a-z_]+)(?:{[a-z, ]+})?`", table)) - {"shadowserve_storage_"} == there
 
 
@@ -271,7 +276,7 @@ def test_whoever_loads_all_of_the_folder_loads_rules_alone() -> None:
 
 
 def test_every_alert_is_explained_and_tested() -> None:
-    explained = (REPOSITORY / "docs" / "operate.md").read_text()
+    explained = (REPOSITORY / "docs" / "guides" / "operate.md").read_text()
     tests = yaml.safe_load(RULES_TEST.read_text())["tests"]
     fired = {case["alertname"] for test in tests for case in test["alert_rule_test"] if case["exp_alerts"]}
     quiet = {case["alertname"] for case in tests[-1]["alert_rule_test"] if not case["exp_alerts"]}

@@ -276,7 +276,9 @@ def test_metrics_tell_of_the_bucket(faulty: FaultyS3, node: StartsNodes) -> None
     store_chain(client)
     samples = child.samples()
     there = set(re.findall(r"^# TYPE shadowserve_storage_(s3_\S+) ", child.http("/metrics")[1], re.MULTILINE))
-    assert there == set(re.findall(r"`(s3_[a-z_]+)(?:{reason})?`", (REPOSITORY / "docs" / "operate.md").read_text()))
+    assert there == set(
+        re.findall(r"`(s3_[a-z_]+)(?:{reason})?`", (REPOSITORY / "docs" / "reference" / "metrics.md").read_text())
+    )
     assert samples["shadowserve_storage_s3_records"] == 24
     assert samples["shadowserve_storage_s3_written_objects_total"] >= 1
     assert samples["shadowserve_storage_s3_away"] == 0

@@ -144,6 +144,6 @@ def test_why_a_load_may_not_go_by_layers(
 def test_each_reason_has_a_row_in_the_document() -> None:
     from host_control.vllm import loads, paging
 
-    document = (Path(__file__).resolve().parents[3] / "docs" / "combinations.md").read_text()
+    document = (Path(__file__).resolve().parents[3] / "docs" / "reference" / "combinations.md").read_text()
     missing = [reason for reason in (*loads._DETAILS, *paging._OBSTACLES) if f"| `{reason}` |" not in document]
     assert not missing

@@ -13,7 +13,7 @@ from shadowserve.chunk import DType, Quantizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "identity.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "design" / "identity.md"
 BACKENDS = {
     "Triton": "v1.attention.backends.triton_attn.TritonAttentionBackend",
     "TurboQuant": "v1.attention.backends.turboquant_attn.TurboQuantAttentionBackend",
