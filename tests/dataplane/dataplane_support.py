@@ -267,7 +267,7 @@ class Client:
         self.stub: Any = self.plain
         self.segments: list[Segment] = []
         self.segment: Segment
-        self.registration = 0
+        self.memory_id = 0
         self.session = b""
         self.shape: ChunkLayout
         self._jobs = 0
@@ -285,13 +285,13 @@ class Client:
         self.shape = shape
         self.segment = Segment(shape.raw_bytes * chunks + extra)
         self.segments.append(self.segment)
-        answer = await self.stub.RegisterMemory(self.registration())
+        answer = await self.stub.RegisterMemory(self.register_request())
         self.segment.unlink()
         assert list(answer.chunk_bytes) == [shape.raw_bytes]
-        self.registration = answer.memory_id
+        self.memory_id = answer.memory_id
         return self
 
-    def registration(self, **changes: Any) -> pb.RegisterMemoryRequest:
+    def register_request(self, **changes: Any) -> pb.RegisterMemoryRequest:
         fields: dict[str, Any] = {
             "layouts": [layout_message(self.shape)],
             "shared_memory": pb.SharedMemory(name=self.segment.name, size=self.segment.size),
@@ -299,7 +299,7 @@ class Client:
         return pb.RegisterMemoryRequest(**(fields | changes))
 
     def part(self, keys: list[bytes], **changes: Any) -> pb.FetchPart:
-        fields = {"memory_id": self.registration, "offset": 0, "length": self.segment.size, "keys": keys}
+        fields = {"memory_id": self.memory_id, "offset": 0, "length": self.segment.size, "keys": keys}
         return pb.FetchPart(**(fields | changes))
 
     def fetch_request(self, keys: list[bytes], **changes: Any) -> pb.FetchRequest:
@@ -325,7 +325,7 @@ class Client:
         self._jobs += 1
         fields: dict[str, Any] = {
             "job_id": f"job-{self._jobs}",
-            "memory_id": self.registration,
+            "memory_id": self.memory_id,
             "offset": 0,
             "keys": keys,
             "timeout_ms": WAIT_MAX_MS,

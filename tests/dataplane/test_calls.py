@@ -155,7 +155,7 @@ async def test_malformed_registrations_name_the_field(client: Client) -> None:
         ({"shared_memory": pb.SharedMemory(name=segment.name, size=0)}, INVALID, ["size"]),
         ({"shared_memory": pb.SharedMemory(name=segment.name, size=2**64 - 1)}, EXHAUSTED, ["registered_bytes_max"]),
     ):
-        await refused(client.stub.RegisterMemory(client.registration(**changes)), code, *words)
+        await refused(client.stub.RegisterMemory(client.register_request(**changes)), code, *words)
 
 
 async def test_only_own_regular_files_are_mapped(client: Client) -> None:
@@ -175,7 +175,7 @@ async def test_only_own_regular_files_are_mapped(client: Client) -> None:
             os.chmod(theirs, 0)  # without the right to give files away: one that cannot be opened
         for path in (link, pipe, folder, theirs):
             memory = pb.SharedMemory(name=os.path.basename(path), size=SHAPE.raw_bytes)
-            request = client.registration(shared_memory=memory)
+            request = client.register_request(shared_memory=memory)
             await refused(client.stub.RegisterMemory(request), INVALID, path)
     finally:
         for path in (link, pipe, theirs):
@@ -194,7 +194,7 @@ async def test_a_segment_that_shrank_is_refused_and_the_daemon_lives(client: Cli
     segment = Segment(2 * SHAPE.raw_bytes)
     client.shape, client.segment = SHAPE, segment
     client.segments.append(segment)
-    client.registration = (await client.stub.RegisterMemory(client.registration())).memory_id
+    client.memory_id = (await client.stub.RegisterMemory(client.register_request())).memory_id
     os.truncate(segment.path, 4096)
     await refused(client.stub.Fetch(client.fetch_request(KEYS)), INVALID, "shorter")
     os.truncate(segment.path, segment.size)
@@ -211,9 +211,9 @@ async def test_an_unknown_memory_says_so(client: Client) -> None:
     for registration in (0, 1, 2**64 - 1):
         assert (await client.fetch(KEYS, memory_id=registration)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
         assert (await client.store(KEYS, memory_id=registration)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
-    await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
+    await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
-    await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
+    await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
 
 
 async def test_registrations_are_bounded(storage: Server) -> None:
@@ -223,7 +223,7 @@ async def test_registrations_are_bounded(storage: Server) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.register(SHAPE, 1)
         assert caught.value.code() == EXHAUSTED and "registrations_max" in (caught.value.details() or "")
-        await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
+        await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
         await client.register(SHAPE, 1)
     async with running(storage, registered_bytes_max=3 * SHAPE.raw_bytes) as (_, client):
         await client.register(SHAPE, 2)
@@ -251,7 +251,7 @@ async def test_release_returns_only_when_the_region_is_quiet(frozen: tuple[Daemo
     _, client, storage = frozen
     fetch = asyncio.ensure_future(client.fetch(KEYS, job_id="slow", timeout_ms=NEVER_MS))
     await until(storage.asked)
-    request = pb.ReleaseMemoryRequest(memory_id=client.registration)
+    request = pb.ReleaseMemoryRequest(memory_id=client.memory_id)
     release = asyncio.ensure_future(client.stub.ReleaseMemory(request))
     done, _ = await asyncio.wait({release, fetch}, timeout=0.3)
     assert not done
@@ -382,7 +382,7 @@ async def test_fetches_and_stores_side_by_side(storage: Server) -> None:
 
         await asyncio.gather(*(one(shapes[seed % 3], seed) for seed in range(1, 25)))
         assert daemon.metrics.fetches == {"complete": 24}
-        assert client.registration == 0
+        assert client.memory_id == 0
 
 
 # ---- Health and metrics ---------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ async def test_memory_that_a_hung_device_may_write_is_not_released(
         fetch = asyncio.ensure_future(client.fetch(KEYS))
         await until(lambda: copying(port))
         release = asyncio.ensure_future(
-            client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
+            client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
         )
         await unanswered(fetch)
         assert not release.done()

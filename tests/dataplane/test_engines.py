@@ -64,7 +64,7 @@ async def test_statistics_list_engines_that_have_registered_memory_or_are_new(
         await client.register(shape, 1)
         monkeypatch.setattr("dpu_dataplane.engines._NEW_S", 0.0)
         assert await listed() == {"one"}
-        await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
+        await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
         assert await listed() == set()
 
 

@@ -49,7 +49,7 @@ async def test_every_quantizer_and_codec_is_delivered_exactly(storage: Server, w
                 assert client.chunk(index) == expected(shape, key, data), (shape, codec)
             assert answer.delivered_bytes == 3 * shape.raw_bytes
             assert answer.fetched_bytes >= sum(map(len, records)) - 3 * 128 * 40
-            await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
+            await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
 
 
 async def test_lossless_gives_back_the_very_bytes(client: Client, storage: Server) -> None:

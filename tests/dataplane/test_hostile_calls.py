@@ -108,7 +108,7 @@ async def test_hosts_that_are_refused_over_and_over_are_told_once(storage: Serve
 async def test_memory_that_comes_and_goes_over_and_over_is_told_now_and_then(storage: Server, tmp_path: Path) -> None:
     async with attacked(storage, tmp_path) as (_, client):
         for _ in range(TIMES):
-            await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
+            await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
             await client.register(SHAPE, 4)
             client.segments.pop(0).close()
 

@@ -97,8 +97,8 @@ async def test_nobody_but_a_host_is_answered(client: Client) -> None:
     await client.register(SHAPE, 1)
     for call in (
         client.plain.Lookup(pb.LookupRequest(timeout_ms=100)),
-        client.plain.RegisterMemory(client.registration()),
-        client.plain.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration)),
+        client.plain.RegisterMemory(client.register_request()),
+        client.plain.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id)),
         client.plain.Fetch(client.fetch_request(KEYS)),
         client.plain.Store(client.store_request(KEYS[:1])),
         client.plain.Cancel(pb.CancelRequest(job_id="job")),
@@ -145,10 +145,10 @@ async def test_a_caller_that_takes_anothers_name_gets_nothing_of_it(storage: Ser
         try:
             taken = (await thief.hello()).session
             assert taken != victim.session, "a session is random, and not the name's"
-            thief.shape, thief.segment, thief.registration = SHAPE, victim.segment, victim.registration
+            thief.shape, thief.segment, thief.memory_id = SHAPE, victim.segment, victim.memory_id
             assert (await thief.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
             assert (await thief.store(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
-            await thief.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=victim.registration))
+            await thief.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=victim.memory_id))
             assert not victim.segment.memory.any()
             assert (await victim.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
         finally:
@@ -253,7 +253,7 @@ async def test_hosts_are_kept_apart(storage: Server) -> None:
         assert third.code() is EXHAUSTED and "an engine on gpu-7" in third.details()
 
         # Another's segment is one that does not exist.
-        stolen = {"memory_id": mine.registration}
+        stolen = {"memory_id": mine.memory_id}
         assert (await theirs.fetch(KEYS, **stolen)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
         assert (await theirs.store(KEYS, **stolen)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
         await theirs.stub.ReleaseMemory(pb.ReleaseMemoryRequest(**stolen))

@@ -72,7 +72,7 @@ async def test_layers_in_exported_memory_are_told_as_they_are_there(storage: Ser
     async with running(storage, backend="doca") as (_, client):
         keys = stored(storage)
         await client.register(SHAPE, CHUNKS)
-        asked = client.registration(shared_memory=None)
+        asked = client.register_request(shared_memory=None)
         fields = {field.name: value for field, value in asked.ListFields()}
         answer = await client.stub.RegisterMemory(pb.RegisterMemoryRequest(**fields, exported_memory=memory))
         part = client.part(keys, memory_id=answer.memory_id, length=SIZE)
@@ -185,7 +185,7 @@ async def test_a_damaged_layer_is_never_told(redis: Server, layer: int) -> None:
 async def test_a_registration_that_is_not_known_is_an_outcome(client: Client, storage: Server) -> None:
     keys = stored(storage)
     await client.register(SHAPE, CHUNKS)
-    part = client.part(keys, memory_id=client.registration ^ 1)
+    part = client.part(keys, memory_id=client.memory_id ^ 1)
     layers, answer = await streamed(client.stub.FetchLayers(request(client, keys, parts=[part])))
     assert (layers, answer.outcome) == ([], pb.OUTCOME_UNKNOWN_MEMORY)
 

@@ -34,7 +34,7 @@ class Shrinking:
         client.shape, client.segment = SHAPE, Segment(chunks * SHAPE.raw_bytes)
         client.segments.append(client.segment)
         self._file = os.open(client.segment.path, os.O_RDWR)
-        client.registration = (await client.stub.RegisterMemory(client.registration())).memory_id
+        client.memory_id = (await client.stub.RegisterMemory(client.register_request())).memory_id
         return self
 
     def shrink(self, size: int = 0) -> None:

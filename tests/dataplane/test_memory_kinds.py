@@ -44,7 +44,7 @@ def registration(client: Client, **memory: Any) -> pb.RegisterMemoryRequest:
     """Return a registration of ``memory`` in place of the client's segment."""
     client.shape, client.segment = SHAPE, Segment(SIZE)
     client.segments.append(client.segment)
-    request = client.registration(shared_memory=None)
+    request = client.register_request(shared_memory=None)
     return pb.RegisterMemoryRequest(**{field.name: value for field, value in request.ListFields()}, **memory)
 
 
@@ -87,7 +87,7 @@ async def test_exported_memory_is_stored_from_and_fetched_into(storage: Server, 
     exported.memory[: 3 * SHAPE.raw_bytes] = np.frombuffer(b"".join(chunks), np.uint8)
     async with running(storage, backend="doca") as (_, client):
         request = registration(client, exported_memory=exported.message())
-        client.registration = (await client.stub.RegisterMemory(request)).memory_id
+        client.memory_id = (await client.stub.RegisterMemory(request)).memory_id
         stored = await client.store(KEYS)
         assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, 3), stored.detail
         exported.memory[:] = 0x77
@@ -101,7 +101,7 @@ async def test_exported_memory_is_stored_from_and_fetched_into(storage: Server, 
 async def test_memory_out_of_reach_is_a_miss_and_is_forgotten(storage: Server, exported: Exported, call: str) -> None:
     async with running(storage, backend="doca") as (_, client):
         request = registration(client, exported_memory=exported.message())
-        client.registration = (await client.stub.RegisterMemory(request)).memory_id
+        client.memory_id = (await client.stub.RegisterMemory(request)).memory_id
         assert (await client.store(KEYS[:2])).chunks == 2
         exported.export.close()
         answer = await (client.fetch(KEYS[:2]) if call == "fetch" else client.store(KEYS[2:]))
@@ -121,7 +121,7 @@ async def test_exported_memory_whose_file_shrank_is_a_miss(storage: Server, call
         memory = pb.ExportedMemory(address=export.address, size=SIZE, descriptor=export.descriptor)
         async with running(storage, backend="doca") as (_, client):
             request = registration(client, exported_memory=memory)
-            client.registration = (await client.stub.RegisterMemory(request)).memory_id
+            client.memory_id = (await client.stub.RegisterMemory(request)).memory_id
             assert (await client.store(KEYS[:2])).chunks == 2
             file.truncate(0)
             answer = await (client.fetch(KEYS[:2]) if call == "fetch" else client.store(KEYS[2:]))

@@ -39,7 +39,7 @@ class Paged:
         self.memory = self.segment.memory
         self.memory[:WORD] = SPOILED
         self.blocks = np.random.default_rng(1).permutation(BLOCKS)[: CHUNKS * CHUNK_BLOCKS].tolist()
-        self.registration = 0
+        self.memory_id = 0
 
     async def register(self, shape: Any = SHAPE, **changes: Any) -> None:
         """Make it known, as it is or with changes of where its pages are."""
@@ -49,14 +49,14 @@ class Paged:
             shared_memory=pb.SharedMemory(name=self.segment.name, size=self.segment.size),
             pages=pb.PagedMemory(**(fields | changes)),
         )
-        self.registration = (await self._client.stub.RegisterMemory(request)).memory_id
+        self.memory_id = (await self._client.stub.RegisterMemory(request)).memory_id
 
     async def fetch(self, keys: list[bytes] = KEYS, **changes: Any) -> Fetched:
         """Have chunks placed, one after the other from the first block on."""
         self._jobs += 1
         fields = {
             "job_id": f"pages-{self._jobs}",
-            "memory_id": self.registration,
+            "memory_id": self.memory_id,
             "keys": keys,
             "blocks": self.blocks[: len(keys) * CHUNK_BLOCKS],
             "timeout_ms": WAIT_MAX_MS,
@@ -265,7 +265,7 @@ async def test_pages_of_another_shape_land_nowhere_once_they_were_read_in_their_
         count = CHUNKS * blocks * CHUNK_BLOCKS
         answer = await client.stub.FetchPages(
             pb.FetchPagesRequest(
-                job_id="wrong", memory_id=wrong.registration, keys=KEYS, blocks=range(count), timeout_ms=WAIT_MAX_MS
+                job_id="wrong", memory_id=wrong.memory_id, keys=KEYS, blocks=range(count), timeout_ms=WAIT_MAX_MS
             )
         )
         assert answer.outcome == pb.OUTCOME_ABSENT and not answer.delivered_bytes, answer
@@ -395,7 +395,7 @@ def test_where_pages_cannot_be_is_refused(tmp_path: Path) -> None:
                 "an odd word": {"progress": WORD + 2},
                 "a word outside": {"progress": WORD + 4096},
                 "no keys": {"keys": []},
-                "plain memory": {"memory_id": client.registration},
+                "plain memory": {"memory_id": client.memory_id},
             }.items():
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await paged.fetch(**({"keys": KEYS} | changes))  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from dataplane_support import (
 from machine import NEVER_MS, WAIT_MAX_S, until
 
 from host_control.client import DataPlaneClient, FetchPart
-from host_control.registered_memory import Registration
+from host_control.registered_memory import RegisteredMemory
 from shadowserve import record
 from shadowserve.chunk import ChunkLayout
 from shadowserve.pieces import Flags, leading_chunks, leading_layers, pack, unpack
@@ -45,7 +45,7 @@ class Group:
         self.keys = keys_of(shape, count, seed)
         self.records = [make_record(shape, key, seed + index) for index, key in enumerate(self.keys)]
         self.segment: Segment
-        self.registration = 0
+        self.memory_id = 0
 
     def store(self, server: Server, *, without: Sequence[int] = ()) -> None:
         for index, (key, data) in enumerate(zip(self.keys, self.records, strict=True)):
@@ -54,7 +54,7 @@ class Group:
 
     async def register(self, client: Client) -> "Group":
         await client.register(self.shape, len(self.keys))
-        self.segment, self.registration = client.segment, client.registration
+        self.segment, self.memory_id = client.segment, client.memory_id
         self.segment.memory[:] = 0xEE
         return self
 
@@ -64,7 +64,7 @@ class Group:
 
     def part(self, pieces: Flags | None = None, **changes: Any) -> pb.FetchPart:
         fields = {
-            "memory_id": self.registration,
+            "memory_id": self.memory_id,
             "offset": 0,
             "length": self.segment.size,
             "keys": self.keys,
@@ -190,7 +190,7 @@ async def test_a_host_asks_for_what_is_missing_until_all_is_there(storage: Serve
     def run(address: str) -> tuple[list[str], list[bytes]]:
         with contextlib.closing(DataPlaneClient(address, connect_timeout_s=WAIT_MAX_S)) as plane:
             memories = [
-                Registration(plane, [each.shape], len(each.keys) * each.shape.raw_bytes, WAIT_MAX_S) for each in groups
+                RegisteredMemory(plane, [each.shape], len(each.keys) * each.shape.raw_bytes, WAIT_MAX_S) for each in groups
             ]
             try:
                 segments = [memory.acquire(WAIT_MAX_S) for memory in memories]

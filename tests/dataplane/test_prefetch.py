@@ -28,7 +28,7 @@ from test_tiers import cool, storage_away, tiers_in, tiers_of
 from dpu_dataplane.server import Daemon
 from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.source import Cold, Stored
-from dpu_dataplane.sources.tiers import prefetching
+from dpu_dataplane.sources.tiers import prefetcher
 from dpu_dataplane.sources.tiers.tiers import address_of
 from shadowserve.pool.next_use import REQUESTS_MAX
 from shadowserve.proto import dataplane_pb2 as pb
@@ -81,8 +81,8 @@ def resident(daemon: Daemon, keys: Iterable[bytes]) -> list[bool]:
         return [item is not None and item.value is not None for item in items]
 
 
-def prefetching_in(daemon: Daemon) -> prefetching.Prefetcher:
-    found: prefetching.Prefetcher = daemon._source._prefetcher  # type: ignore[attr-defined]
+def prefetching_in(daemon: Daemon) -> prefetcher.Prefetcher:
+    found: prefetcher.Prefetcher = daemon._source._prefetcher  # type: ignore[attr-defined]
     return found
 
 
@@ -256,7 +256,7 @@ async def test_memory_alone_keeps_what_is_waited_for() -> None:
 async def test_an_published_request_that_never_comes_leaves_nothing_held(
     storage: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetching, "_LINGER_S", 0.2)
+    monkeypatch.setattr(prefetcher, "_LINGER_S", 0.2)
     put_chain(storage, CHAINS[0])
     async with running(storage, tiers=tiers_of(tmp_path)) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -410,7 +410,7 @@ async def test_a_device_that_dies_or_rots_in_the_middle_costs_a_look_into_storag
                 read(item, start, end, done)
 
         tiers.pool.read = fail  # type: ignore[method-assign]
-        own._prefetch.requests = 4
+        own._policy.requests = 4
         await Queue(client).say({1: CHAINS[0]})
         await until(lambda: len(failed) == 3)
         assert_right(client, await client.fetch(CHAINS[0]))

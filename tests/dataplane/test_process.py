@@ -137,7 +137,7 @@ async def test_a_killed_daemon_ends_calls_and_its_successor_asks_to_register(sto
             await client.fetch(KEYS[:1])
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
     successor = DaemonProcess(storage, tmp_path, listen=f"127.0.0.1:{port}")
-    old = client.registration
+    old = client.memory_id
     async with client_of(successor) as client:
         await client.register(SHAPE, 1)
         assert (await client.fetch(KEYS[:1], memory_id=old)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
