@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +21,12 @@ from machine import NEVER_S, WAIT_MAX_MS, WAIT_MAX_S, free_port, frozen, wait_fo
 from preloaded import Preloaded
 
 from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.plan import FetchPart
 from dpu_dataplane.server import Daemon
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import RECORD_VERSION, SCHEMA_VERSION, ModelIdentity, prefix_chain, record_keys, storage_key
-from shadowserve.pieces import Flags, leading, leading_chunks, unpack
+from shadowserve.pieces import Flags, leading, leading_chunks, pack, unpack
 from shadowserve.proto import PROTOCOL_VERSION, SESSION_KEY, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_message
@@ -240,6 +241,28 @@ def hello_request(**changes: Any) -> pb.HelloRequest:
         "process": "a test",
     }
     return pb.HelloRequest(**(fields | changes))
+
+
+class LocalMemory:
+    """Memory of this process in the place of registered memory."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memoryview(memory)
+
+    def region(self, offset: int, length: int) -> memoryview:
+        return self._memory[offset : offset + length]
+
+
+def part_of(
+    shape: ChunkLayout, keys: Sequence[bytes], found: Mapping[int, Any], wanted: Flags | None = None, memory: Any = b""
+) -> FetchPart:
+    """A part of a fetch that has begun, with the answers of a source."""
+    flags = np.ones((shape.layers, len(keys)), np.bool_) if wanted is None else wanted
+    size = shape.raw_bytes * len(keys)
+    part = FetchPart(LocalMemory(memory), shape, 0, size, keys, pack(flags))  # type: ignore[arg-type]
+    part.start(len(keys), shape.layers)
+    part.wanted, part.remaining, part.found = flags, flags.copy(), found
+    return part
 
 
 class Sessioned:

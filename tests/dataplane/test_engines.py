@@ -43,7 +43,7 @@ async def test_an_engine_that_shares_nothing_with_another_of_its_model_hears_why
                 "quantizer (binned of 64 and 16 bins and lossless)" in each for each in found
             )
             assert await hello(client, "of another model", engine(model=bytes(32), chunk_tokens=64)) == []
-        lines = [record.message for record in caplog.records if "share nothing" in record.message]
+        lines = [record.message for record in caplog.records if "share no records" in record.message]
         assert len([line for line in lines if "the third" in line and "the fourth" not in line]) == 1
 
 

@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machine import until
 
+from dpu_dataplane import catalog
 from dpu_dataplane.metrics import outcome_name
 from shadowserve import native
 from shadowserve.chunk import ChunkLayout
@@ -232,11 +233,12 @@ async def test_asking_under_a_wrong_namespace_harms_nobody_else(redis: Server) -
         assert (await client.fetch(KEYS)).chunks == 3
 
 
-async def test_quarantine_is_bounded(redis: Server) -> None:
+async def test_quarantine_is_bounded(redis: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "_QUARANTINE_MAX", 5)
     keys = keys_of(SHAPE, 20, seed=3)
     for key in keys:
         redis.put(key, b"no record")
-    async with running(redis, quarantine_max=5) as (daemon, client):
+    async with running(redis) as (daemon, client):
         await client.register(SHAPE, 1)
         for key in keys:
             assert list((await client.lookup([key])).hits) == [0]

@@ -105,7 +105,7 @@ async def test_nobody_but_a_host_is_answered(client: Client) -> None:
         client.plain.Trace(pb.TraceRequest(timeout_ms=100, fetches=1)).read(),
     ):
         error = await status(call)
-        assert error.code() is FAILED and "say Hello" in error.details()
+        assert error.code() is FAILED and "send Hello" in error.details()
         assert HELLO_KEY in dict(error.trailing_metadata())
     assert (await client.plain.Statistics(pb.StatisticsRequest())).registrations == 1
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT

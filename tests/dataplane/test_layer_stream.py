@@ -194,7 +194,7 @@ async def test_a_registration_that_is_not_known_is_an_outcome(client: Client, st
     ("changes", "says"),
     [
         ({"order": pb.ORDER_CHUNKS}, "order of layers"),
-        ({"progress": SIZE}, "in no word"),
+        ({"progress": SIZE}, "not in a word"),
         ({"timeout_ms": 0}, "every call has a deadline"),
         ({"parts": []}, "parts has 0"),
     ],

@@ -72,8 +72,8 @@ async def test_exported_memory_is_checked(storage: Server, exported: Exported) -
             ({"descriptor": bytes(4097)}, "descriptor has 4097 bytes"),
             ({"descriptor": b"garbage"}, "the memory cannot be used: "),
             ({"descriptor": exported.export.descriptor[:-1] + b"\xff"}, "the memory cannot be used: "),
-            ({"address": 0}, "at 0x0 are no memory"),
-            ({"address": 2**64 - SIZE + 1}, "are no memory"),
+            ({"address": 0}, "at 0x0 are no valid range"),
+            ({"address": 2**64 - SIZE + 1}, "are no valid range"),
             ({"size": SHAPE.raw_bytes - 1}, f"exported_memory.size is {SHAPE.raw_bytes - 1}; one chunk"),
         ):
             assert words in await refusal(client, exported_memory=exported.message(**changes))

@@ -9,7 +9,7 @@ import pytest
 from dataplane_support import Client, Fetched, Found, Server, Stored, found, keys_of, kv, layout, make_record, running
 from machine import NEVER_MS, WAIT_MAX_MS, WAIT_MAX_S, free_port, until
 
-from dpu_dataplane.sources.outage import BACKOFF_MAX
+from dpu_dataplane.sources.outage import BACKOFF_MAX_S
 from shadowserve import record, resp
 from shadowserve.keys import storage_key
 from shadowserve.proto import dataplane_pb2 as pb
@@ -40,7 +40,7 @@ async def lookup_until(client: Client, outcome: int) -> None:
 async def assert_calls_fail_at_once(client: Client) -> None:
     """Storage is known to be away: if these waited for an attempt to reach it, they would take twice as long."""
     async with asyncio.timeout(WAIT_MAX_S):
-        for _ in range(int(2 * WAIT_MAX_S / BACKOFF_MAX)):
+        for _ in range(int(2 * WAIT_MAX_S / BACKOFF_MAX_S)):
             assert (await client.lookup(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
             assert (await client.store(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
 

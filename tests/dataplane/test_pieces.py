@@ -190,7 +190,8 @@ async def test_a_host_asks_for_what_is_missing_until_all_is_there(storage: Serve
     def run(address: str) -> tuple[list[str], list[bytes]]:
         with contextlib.closing(DataPlaneClient(address, connect_timeout_s=WAIT_MAX_S)) as plane:
             memories = [
-                RegisteredMemory(plane, [each.shape], len(each.keys) * each.shape.raw_bytes, WAIT_MAX_S) for each in groups
+                RegisteredMemory(plane, [each.shape], len(each.keys) * each.shape.raw_bytes, WAIT_MAX_S)
+                for each in groups
             ]
             try:
                 segments = [memory.acquire(WAIT_MAX_S) for memory in memories]

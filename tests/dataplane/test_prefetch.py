@@ -27,7 +27,7 @@ from test_tiers import cool, storage_away, tiers_in, tiers_of
 
 from dpu_dataplane.server import Daemon
 from dpu_dataplane.shared_rate import Mover
-from dpu_dataplane.sources.source import Cold, Stored
+from dpu_dataplane.sources.found import Cold, Stored
 from dpu_dataplane.sources.tiers import prefetcher
 from dpu_dataplane.sources.tiers.tiers import address_of
 from shadowserve.pool.next_use import REQUESTS_MAX
@@ -264,7 +264,7 @@ async def test_an_published_request_that_never_comes_leaves_nothing_held(
         own, tiers = prefetching_in(daemon), tiers_in(daemon)
         await until(lambda: len(own._prefetched) == 6)
         await until(lambda: not own._requests)
-        assert not own._prefetched and own._ahead_bytes == 0 and len(tiers.pool.next_use) == 0
+        assert not own._prefetched and own._prefetched_bytes == 0 and len(tiers.pool.next_use) == 0
         assert daemon.metrics.prefetch_wasted_bytes == prefetched_bytes(daemon)["storage"] > 0
         await until(lambda: not tiers.pool.busy)
         with tiers.lock:
@@ -279,7 +279,7 @@ async def test_messages_out_of_order_are_passed_over_and_missing_ones_asked_for(
         own, queue = prefetching_in(daemon), Queue(client)
 
         def waiting() -> list[Any]:
-            return [request.expected.name[-1] for request in own._order]  # type: ignore[index]
+            return [request.waiting.name[-1] for request in own._order]  # type: ignore[index]
 
         queue.number = 6
         assert (await queue.say({1: CHAINS[0]})).again, "nothing is known of this queue"
@@ -430,7 +430,7 @@ async def test_prefetched_records_under_pressure_leave_room_for_fetches(storage:
             other = keys_of(SHAPE, 6, seed=seed)
             put_chain(storage, other)
             assert_right(client, await client.fetch(other))
-            assert own._ahead_bytes <= tiers.batch_bytes_max
+            assert own._prefetched_bytes <= tiers.batch_bytes_max
         for chain in CHAINS:
             assert_right(client, await client.fetch(chain))
 

@@ -165,11 +165,11 @@ async def test_a_chunk_is_in_place_once_every_part_has_it(client: Client, storag
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"progress": 0}, "outside the part's region"),
-        ({"progress": CHUNKS * SHAPE.raw_bytes - 4}, "outside the part's region"),
+        ({"progress": 0}, "outside the regions of the parts"),
+        ({"progress": CHUNKS * SHAPE.raw_bytes - 4}, "outside the regions of the parts"),
         ({"progress": CHUNKS * SHAPE.raw_bytes + 2}, "multiple of 4"),
-        ({"progress": CHUNKS * SHAPE.raw_bytes + 64}, "with 4 bytes behind it"),
-        ({"progress": 2**64 - 4}, "with 4 bytes behind it"),
+        ({"progress": CHUNKS * SHAPE.raw_bytes + 64}, "at least 4 bytes before the end"),
+        ({"progress": 2**64 - 4}, "at least 4 bytes before the end"),
     ],
     ids=str,
 )

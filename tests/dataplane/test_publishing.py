@@ -211,7 +211,9 @@ def test_a_decode_engine_waits_for_what_a_prefill_engine_of_the_same_tiers_publi
     daemon = DaemonProcess("", tmp_path, tiers=json.dumps(TIERS))
     clients = [DataPlaneClient(daemon.address, connect_timeout_s=WAIT_MAX_S) for _ in range(2)]
     prefill, decode = map(lookup_of, clients)
-    queue = StoreQueue(clients[0], RegisteredMemory(clients[0], [SHAPE], 8 * SHAPE.raw_bytes, WAIT_MAX_S), timeout=NEVER_S)
+    queue = StoreQueue(
+        clients[0], RegisteredMemory(clients[0], [SHAPE], 8 * SHAPE.raw_bytes, WAIT_MAX_S), timeout=NEVER_S
+    )
     try:
         assert queue.wait_tried(WAIT_MAX_S), queue.details
         prefill.submit("r", TOKENS, disaggregation=Disaggregation(publishes=WAIT_MAX_S))

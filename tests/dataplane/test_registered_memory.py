@@ -155,7 +155,7 @@ async def test_a_call_names_a_layout_of_the_registration_and_each_is_checked(cli
     await refused(client.stub.Fetch(client.fetch_request(keys, layout=2)), INVALID, "layout is 2", "2 layouts")
     await refused(client.stub.Store(client.store_request(keys, layout=7)), INVALID, "layout is 7")
     beyond = client.store_request(keys, layout=1, offset=large.dtype.itemsize)
-    await refused(client.stub.Store(beyond), INVALID, "end outside the registration")
+    await refused(client.stub.Store(beyond), INVALID, "end outside the registered memory")
     short = client.fetch_request(keys, layout=1, length=small.raw_bytes)
     await refused(client.stub.Fetch(short), INVALID, f"a chunk takes {large.raw_bytes}")
     stored = await client.store(keys, layout=1)

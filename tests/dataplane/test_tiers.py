@@ -28,6 +28,7 @@ from machine import NEVER_MS, WAIT_MAX_S, until
 from prometheus_client import generate_latest
 
 from dpu_dataplane.server import Daemon
+from dpu_dataplane.sources.found import HeaderCache
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of
 from shadowserve.errors import ConfigurationError
 from shadowserve.pool.volume.changes import BusyError
@@ -319,7 +320,7 @@ async def test_a_device_that_stands_still_costs_its_patience_or_the_deadline(
             assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_ABSENT)
         else:
             assert_right(client, await client.fetch(KEYS))
-            tiers._heads.clear()
+            tiers._headers = HeaderCache(1 << 20)
             assert (await client.lookup(KEYS)).present == [[True] * 6], "storage is asked for heads that do not come"
         free.set()
         await until(lambda: not tiers.pool.busy)

@@ -100,7 +100,7 @@ async def test_certificates_are_read_again_when_they_change(
             caplog.clear()
             async with client_of(daemon, certificates, certificates) as client:
                 await client.hello()
-            assert "cannot be used; those before stay in use: tls_" in caplog.text
+            assert "cannot be used; the old ones stay in use: tls_" in caplog.text
         for name in ("server.crt", "server.key", "ca.crt"):
             shutil.copy(foreign / name, folder)
         await turned_away(daemon, certificates, certificates)

@@ -58,7 +58,7 @@ async def test_every_slice_of_a_fetch_is_in_each_stage_once(
         (stage, chunk, chunk * slices + index) for stage in stages for chunk in range(3) for index in range(slices)
     )
     steps = [span.step for span in spans if span.core == -1]
-    assert steps == ["turn", "heads", "plan", "batch", "fetch"]
+    assert steps == ["turn", "headers", "plan", "batch", "fetch"]
     whole = next(span for span in spans if span.step == "fetch")
     assert all(whole.begin_ns <= span.begin_ns <= span.end_ns <= whole.end_ns for span in spans)
     assert {span.batch for span in spans if span.core >= 0} == {1}

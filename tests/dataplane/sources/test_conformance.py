@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster_support import Cluster, cluster_config
-from dataplane_support import Server, config, expected, keys_of, kv, layout, make_record
+from dataplane_support import Server, config, expected, keys_of, kv, layout, make_record, part_of
 from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, until, wait_for
 from scripted_source import ScriptedSource
 
-from dpu_dataplane.batches import Buffers, Wanted, plan_fetch, plan_store
+from dpu_dataplane.batches import Buffers, plan_fetch, plan_store
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.plan import FetchPlan
+from dpu_dataplane.sources.found import Found, Stored
 from dpu_dataplane.sources.selection import nodes_max, source_of
-from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source, Stored
-from dpu_dataplane.sources.tiers.above import TiersAbove
-from dpu_dataplane.sources.tiers.alone import TiersAlone
+from dpu_dataplane.sources.source import Delivered, Encoded, Source
 from dpu_dataplane.sources.tiers.prefetcher import Prefetcher
+from dpu_dataplane.sources.tiers.source import LocalSource, TieredSource
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of
 from shadowserve import native
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
@@ -202,7 +203,7 @@ class BehindTiers(Behind):
         self._folder = folder
         self._free = threading.Event()
         self._free.set()
-        self.source: TiersAlone
+        self.source: LocalSource
 
     def configuration(self) -> DataPlaneConfig:
         devices = [{"path": self._folder / "tier", "size": "64MiB"}]
@@ -212,7 +213,7 @@ class BehindTiers(Behind):
     def pool(self) -> Any:
         return self.source._tiers.pool
 
-    def driven_by(self, source: TiersAlone) -> None:
+    def driven_by(self, source: LocalSource) -> None:
         """Have the pool's thread stand still while it is held."""
         self.source = source
         poll = self.pool.poll
@@ -267,26 +268,16 @@ class Bench:
         found: Sequence[Found],
         targets: Sequence[np.ndarray],  # type: ignore[type-arg]
         layerwise: bool = False,
-    ) -> Order:
-        """Order all pieces of some groups' chunks; ``found`` has what there is of one group after the other."""
-        heads = iter(found)
-        groups = [
-            Wanted(keys, SHAPE, np.ones((SHAPE.layers, len(keys)), np.bool_), dict(enumerate(islice(heads, len(keys)))))
-            for keys in chains
+    ) -> FetchPlan:
+        """Plan all pieces of some groups' chunks; ``found`` has the answers for one group after the other."""
+        answers = iter(found)
+        parts = [
+            part_of(SHAPE, keys, dict(enumerate(islice(answers, len(keys)))), memory=target)
+            for keys, target in zip(chains, targets, strict=True)
         ]
-        plan = plan_fetch(groups, layerwise, BUFFERS, CODECS)
+        plan = plan_fetch(parts, layerwise, BUFFERS, CODECS)
         assert not plan.full and not plan.ends
-        return Order(
-            [chains[group][chunk] for group, chunk in zip(plan.pieces["group"], plan.pieces["chunk"], strict=True)],
-            plan.pieces,
-            lambda pieces: native.Batch(
-                pieces=pieces,
-                slices=plan.slices,
-                groups=[native.Group.of(SHAPE, target) for target in targets],
-                deadline_ns=job.deadline_ns,
-            ),
-            layerwise=layerwise,
-        )
+        return replace(plan, deadline_ns=job.deadline_ns)
 
     async def deliver(
         self, keys: Sequence[bytes], found: Sequence[Found] = (), layerwise: bool = False
@@ -383,15 +374,16 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
             source = scripted = ScriptedSource(pipeline, fetching, storing)
             behind = BehindScript(scripted)
             if request.param == "tiers above":
-                near = Tiers(PoolConfig(), Metrics(), pipeline, storing, budget, heads_bytes=MIB, patience=WAIT_MAX_S)
-                prefetching = Prefetcher(near, scripted, PrefetchPolicy(), Metrics(), budget, WAIT_MAX_S)
-                source = TiersAbove(near, scripted, prefetching, pipeline, fetching, Metrics(), budget, 1.0)
+                limits = {"headers_bytes": MIB, "read_timeout_s": WAIT_MAX_S, "drain_s": 1.0}
+                local = Tiers(PoolConfig(), Metrics(), pipeline, storing, budget, **limits)
+                prefetcher = Prefetcher(local, scripted, PrefetchPolicy(), Metrics(), budget, WAIT_MAX_S)
+                source = TieredSource(scripted, local, prefetcher, pipeline, fetching, Metrics(), budget)
         else:
             source = source_of(configuration, Metrics(), budget, pipeline, fetching, storing)
         await source.start()
         await until(lambda: source.connected)
         if isinstance(behind, BehindTiers):
-            assert isinstance(source, TiersAlone)
+            assert isinstance(source, LocalSource)
             behind.driven_by(source)
         try:
             yield Bench(source, behind, pipeline)
@@ -406,8 +398,8 @@ async def test_it_finds_what_is_there_and_says_how_long_it_is(bench: Bench) -> N
     found = await bench.source.find(keys)
     for record, entry in zip(records, found[::2], strict=True):
         assert isinstance(entry, Stored)
-        assert (entry.length, entry.head[: head_length(record)]) == (len(record), record[: head_length(record)])
-    assert found[1] is None or (isinstance(found[1], Stored) and head_length(found[1].head) == 0)
+        assert (entry.length, entry.header[: head_length(record)]) == (len(record), record[: head_length(record)])
+    assert found[1] is None or (isinstance(found[1], Stored) and head_length(found[1].header) == 0)
     assert [found[3], found[5]] == [None, None]
     assert list(await bench.source.find([])) == []
 
@@ -421,7 +413,7 @@ async def test_it_finds_heads_of_any_length_and_of_many_keys(bench: Bench) -> No
     found = await bench.source.find(keys)
     assert [index for index, entry in enumerate(found) if entry is not None] == [1700]
     entry = found[1700]
-    assert isinstance(entry, Stored) and entry.head[: head_length(record)] == record[: head_length(record)]
+    assert isinstance(entry, Stored) and entry.header[: head_length(record)] == record[: head_length(record)]
 
 
 @pytest.mark.parametrize("layerwise", [False, True])

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpu_dataplane.sources.found import Cold, Stored
 from dpu_dataplane.sources.resp.answers import AnswerReader, MetaAnswer
-from dpu_dataplane.sources.source import Cold, Stored
 from shadowserve import resp
 from shadowserve.errors import ProtocolError
 

@@ -13,6 +13,7 @@ from dataplane_support import Client, expected, keys_of, kv, layout, make_record
 from machine import WAIT_MAX_S, free_port, until, wait_for
 from redis.crc import key_slot
 
+from dpu_dataplane import catalog
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.server import Daemon
 from dpu_dataplane.sources.outage import Outage
@@ -205,7 +206,8 @@ async def test_nodes_that_send_us_in_circles_cost_one_chunk_and_its_successors(c
 async def test_heads_are_found_while_the_map_is_behind_what_nodes_say(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(cluster, head_cache_bytes=0) as (_, client):
+    monkeypatch.setattr(catalog, "HEADER_CACHE_BYTES", 0)
+    async with serving(cluster) as (_, client):
         assert (await client.lookup(KEYS)).hits == [len(KEYS)]
 
         async def of_a_node_that_has_not_heard(_: ServerCluster) -> None: ...
@@ -243,7 +245,7 @@ async def test_no_connection_stays_open_when_the_client_closes_while_the_map_is_
     gc.collect()  # warns of what is open, and warnings are errors
 
 
-async def test_fetches_are_whole_while_slots_move_under_them(cluster: Cluster) -> None:
+async def test_fetches_are_whole_while_slots_move_under_them(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     stop = asyncio.Event()
 
     async def move_about() -> int:
@@ -255,7 +257,8 @@ async def test_fetches_are_whole_while_slots_move_under_them(cluster: Cluster) -
             moves += 1
         return moves
 
-    async with serving(cluster, head_cache_bytes=0) as (_, client):
+    monkeypatch.setattr(catalog, "HEADER_CACHE_BYTES", 0)
+    async with serving(cluster) as (_, client):
         mover = asyncio.create_task(move_about())
         try:
             for _ in range(10):
@@ -385,7 +388,7 @@ async def test_a_node_that_sends_us_to_strangers_is_not_followed_there() -> None
         client = ServerCluster(cluster_config([f"127.0.0.1:{port_of(node)}"]), Metrics())
         await client.start()
         try:
-            with pytest.raises(StorageUnavailableError, match="send us on"):
+            with pytest.raises(StorageUnavailableError, match="redirect in a circle"):
                 await client.find(KEYS)
         finally:
             await client.close()
@@ -441,7 +444,7 @@ WRONG = [
 
 @pytest.mark.parametrize("answer", WRONG)
 async def test_a_map_that_is_none_is_an_outage(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Outage, "pause", lambda self: 0.01)
+    monkeypatch.setattr(Outage, "next_delay_s", lambda self: 0.01)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer):

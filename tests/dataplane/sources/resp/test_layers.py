@@ -8,9 +8,8 @@ import pytest
 import redis as redis_py
 from dataplane_support import WAYS, Client, Server, expected, keys_of, layout, make_record, running, way_name
 
-from dpu_dataplane.server import Daemon
+from dpu_dataplane.plan import FetchPlan
 from dpu_dataplane.sources.resp.layers import LayerRequest, Threshold, layer_request
-from dpu_dataplane.sources.source import Order
 from shadowserve import native
 from shadowserve.pieces import unpack
 from shadowserve.proto import dataplane_pb2 as pb
@@ -142,11 +141,12 @@ async def test_below_tiers_what_comes_in_one_request_is_kept_and_what_tiers_have
 # ---- What is asked for
 
 
-def order(layers: list[int], chunks: list[int], *, group: int = 0, window_s: float = 0.0) -> Order:
+def order(layers: list[int], chunks: list[int], *, group: int = 0, window_s: float = 0.0) -> FetchPlan:
     pieces = np.zeros(len(layers) * len(chunks), native.PIECE_DTYPE)
     pieces["layer"], pieces["chunk"] = np.repeat(layers, len(chunks)), np.tile(chunks, len(layers))
     pieces["group"] = group
-    return Order([KEYS[chunk] for chunk in pieces["chunk"]], pieces, Daemon, layerwise=True, window_s=window_s)  # type: ignore[arg-type]
+    keys = [KEYS[chunk] for chunk in pieces["chunk"]]
+    return FetchPlan([], keys, pieces, pieces, np.zeros((len(pieces), 2)), layerwise=True, window_s=window_s)
 
 
 def words(request: LayerRequest | None) -> list[str]:

@@ -274,7 +274,7 @@ async def test_a_store_that_has_nothing_below_has_nothing_cold(kind: str, reques
             answer = await look(client, keys, prefetch=True)
             assert found(answer, 2).present == [[True, False]] and list(answer.cold_ms) == [0]
         unknown = {b"KV.PREFETCH"} if kind == "redis" else set()
-        assert daemon._source._servers._unknown == unknown  # type: ignore[attr-defined]
+        assert daemon._source._unknown == unknown  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ async def test_a_store_that_has_nothing_below_has_nothing_cold(kind: str, reques
     [
         ({"storage_nodes": ["a:1", "a:1"]}, "given twice"),
         ({"storage_nodes": ["a:0"]}, "port 0"),
-        ({"storage_nodes": ["a:1"], "storage_cluster": ["b:1"]}, "give one"),
+        ({"storage_nodes": ["a:1"], "storage_cluster": ["b:1"]}, "use one of them"),
         ({"storage_nodes": ["a:1"], "storage_tls_ca": "ca.crt", "storage_server_name": "a"}, "one name"),
         ({"storage_nodes": [f"a:{number}" for number in range(1, 258)]}, "256"),
     ],

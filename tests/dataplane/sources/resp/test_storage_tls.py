@@ -370,8 +370,8 @@ async def test_files_that_cannot_be_used_stop_the_daemon(
     ("changes", "words"),
     [
         ({"storage_tls_ca": "ca.crt", "storage_tls_cert": "a"}, "storage_tls_cert is given without storage_tls_key"),
-        ({"storage_tls_cert": "a", "storage_tls_key": "b"}, "without storage_tls_ca"),
-        ({"storage_server_name": "storage"}, "without storage_tls_ca"),
+        ({"storage_tls_cert": "a", "storage_tls_key": "b"}, "needs storage_tls_ca"),
+        ({"storage_server_name": "storage"}, "needs storage_tls_ca"),
     ],
 )
 def test_keys_of_the_configuration_that_need_each_other_say_so(
