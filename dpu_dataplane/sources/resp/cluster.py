@@ -52,10 +52,10 @@ class _Map:
         ValueError: The answer has another format.
     """
 
-    def __init__(self, answer: object, asked: Node) -> None:
+    def __init__(self, answer: object, source: Node) -> None:
         if not isinstance(answer, list) or not answer:
             raise ValueError("it has no slots")
-        ranges = sorted((_slot_range(entry, asked) for entry in answer), key=lambda each: each[0])
+        ranges = sorted((_slot_range(entry, source) for entry in answer), key=lambda each: each[0])
         self._begins = [begin for begin, _, _ in ranges]
         self._ranges = ranges
         self.nodes = frozenset(node for _, _, nodes in ranges for node in nodes)
@@ -68,19 +68,19 @@ class _Map:
         return self._ranges[position][2]
 
 
-def _slot_range(entry: object, asked: Node) -> tuple[int, int, list[Node]]:
+def _slot_range(entry: object, source: Node) -> tuple[int, int, list[Node]]:
     """Return first slot, last slot and nodes of an entry."""
     match entry:
         case [int(begin), int(end), *nodes] if 0 <= begin <= end < _SLOTS and nodes:
-            return begin, end, [_member(node, asked, replica=index > 0) for index, node in enumerate(nodes)]
+            return begin, end, [_member(node, source, replica=index > 0) for index, node in enumerate(nodes)]
     raise ValueError("an entry has no range of slots with its nodes")
 
 
-def _member(entry: object, asked: Node, *, replica: bool) -> Node:
+def _member(entry: object, source: Node, *, replica: bool) -> Node:
     """Return a node; one without a name is the node that has answered."""
     match entry:
         case [(bytes() | None) as host, int(port), *_] if 0 < port < 65536:
-            return Node((host or b"").decode() or asked.host, port, replica)
+            return Node((host or b"").decode() or source.host, port, replica)
     raise ValueError("a node has no address")
 
 
@@ -156,14 +156,14 @@ class ServerCluster(RespSource):
         members = self._map.nodes if self._map is not None else frozenset()
         return node in members or node._replace(replica=True) in members
 
-    def redirect(self, asked: Node, text: str) -> Redirect | None:
+    def redirect(self, source: Node, text: str) -> Redirect | None:
         """Return the redirection in an error; MOVED also changes the map, which is then read again."""
         words = text.split()
         if len(words) != 3 or words[0] not in ("MOVED", "ASK") or not words[1].isdigit():
             return None
         try:
             host, port = split_address(
-                words[2] if not words[2].startswith(":") else f"{_bracket(asked.host)}{words[2]}"
+                words[2] if not words[2].startswith(":") else f"{_bracket(source.host)}{words[2]}"
             )
         except ValueError:
             return None

@@ -47,7 +47,7 @@ class Router(ABC):
     def route(self, keys: Sequence[bytes], *, master: bool) -> list[Node | None]:
         """Return the node of each key, with ``master`` the one that accepts writes; None if no node is known."""
 
-    def redirect(self, asked: Node, text: str) -> Redirect | None:
+    def redirect(self, source: Node, text: str) -> Redirect | None:
         """Return the redirection in a node's error, and update the map; None if it is no redirection."""
         return None
 

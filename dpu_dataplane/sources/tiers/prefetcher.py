@@ -237,8 +237,7 @@ class Prefetcher:
 
     @contextlib.asynccontextmanager
     async def _turn_of(self, request: _Request, key: bytes, size: int, *, first: bool = True) -> AsyncIterator[Granted]:
-        """Wait for the budget to grant ``size`` bytes of a record; it goes before others if a fetch waits for the
-        record.
+        """Wait for the budget to grant bytes of a record; with the precedence of a fetch if one waits for the record.
 
         Raises:
             Stop: No grant in time, the prefetcher closes, or the request began before the first bytes of the record.
