@@ -1,4 +1,4 @@
-"""What every source promises (``dpu_dataplane/sources/source.py``), asked of each one."""
+"""The guarantees of every source (``dpu_dataplane/sources/source.py``), tested on each source."""
 
 import asyncio
 import contextlib
