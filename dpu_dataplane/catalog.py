@@ -19,7 +19,16 @@ import numpy.typing as npt
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics, outcome_name
 from dpu_dataplane.publishing import Publications
-from dpu_dataplane.sources.found import Cold, Fault, Found, HeaderCache, Stored, Unanswered, inspect_header
+from dpu_dataplane.sources.found import (
+    HEADER_CACHE_BYTES,
+    Cold,
+    Fault,
+    Found,
+    HeaderCache,
+    Stored,
+    Unanswered,
+    inspect_header,
+)
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Chain, Source, WaitingRequest
 from shadowserve import native
 from shadowserve.errors import StorageError, StorageRefusedError
@@ -33,8 +42,6 @@ _LOOKUP_KEYS: Final = 512
 get their turn on the event loop."""
 _QUARANTINE_MAX: Final = 65536
 """Most keys in quarantine; the oldest are released first."""
-HEADER_CACHE_BYTES = 32 << 20
-"""Bytes of headers cached between a lookup and the fetches that follow; as many in the local tiers."""
 
 logger = logging.getLogger(__name__)
 

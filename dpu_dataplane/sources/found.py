@@ -11,6 +11,8 @@ from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import Head, HeadPeek, head_length, parse_head, peek_head
 from shadowserve.tier import Tier
 
+HEADER_CACHE_BYTES: Final = 32 << 20
+"""Bytes of headers cached between a lookup and the fetches that follow; as many for the local tiers."""
 _ENTRY_OVERHEAD: Final = 400
 """Bytes of Python objects around one cached header."""
 

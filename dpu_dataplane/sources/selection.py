@@ -3,10 +3,10 @@
 import math
 from concurrent.futures import Executor
 
-from dpu_dataplane.catalog import HEADER_CACHE_BYTES
 from dpu_dataplane.config import NODES_MAX, DataPlaneConfig
 from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.sources.found import HEADER_CACHE_BYTES
 from dpu_dataplane.sources.resp.cluster import ServerCluster
 from dpu_dataplane.sources.resp.layers import Threshold
 from dpu_dataplane.sources.resp.server import OneServer
