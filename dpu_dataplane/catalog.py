@@ -106,8 +106,8 @@ class Catalog:
             for result, ms in cold:
                 result.cold_ms = max(result.cold_ms, before_ms + ms)
             before_ms += max((ms for _, ms in cold), default=0)
-        self._metrics.lookup_keys += sum(len(keys) for _, keys in chains)
-        self._metrics.lookup_hits += sum(int(np.count_nonzero(each.present)) for each in found)
+        self._metrics.totals["lookup_keys"] += sum(len(keys) for _, keys in chains)
+        self._metrics.totals["lookup_hits"] += sum(int(np.count_nonzero(each.present)) for each in found)
         return found
 
     async def _look_up(self, keys: list[_LookupKey]) -> list[tuple[ChainLookup, int]]:
@@ -171,7 +171,7 @@ class Catalog:
             try:
                 changed = self._publications.publish(owner, keys, lasts_ms)
             except StorageRefusedError:
-                self._metrics.publications_refused += len(keys)
+                self._metrics.totals["publications_refused"] += len(keys)
                 raise
         else:
             changed = self._publications.withdraw(owner, keys)
@@ -320,6 +320,6 @@ class Catalog:
     async def _delete(self, key: bytes) -> None:
         try:
             await self._source.delete(key)
-            self._metrics.deleted_records += 1
+            self._metrics.totals["deleted_records"] += 1
         except StorageError as error:
             logger.info("corrupt record %s could not be deleted: %s", key.hex(), error)

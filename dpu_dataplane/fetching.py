@@ -161,8 +161,8 @@ class Fetcher:
         except ENDINGS as error:
             outcome, detail = ending_of(error)
         delivered_bytes = fetch.delivered_bytes()
-        self._metrics.fetched_bytes += fetch.fetched_bytes
-        self._metrics.delivered_bytes += delivered_bytes
+        self._metrics.totals["fetched_bytes"] += fetch.fetched_bytes
+        self._metrics.totals["delivered_bytes"] += delivered_bytes
         return pb.FetchResponse(
             delivered=[pack(part.delivered) for part in fetch.parts],
             outcome=outcome,

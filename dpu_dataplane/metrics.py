@@ -13,6 +13,27 @@ from shadowserve.proto.dataplane_pb2 import Outcome
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
+TOTALS: Final = {
+    "lookup_keys": "Keys looked up",
+    "lookup_hits": "Keys that lookups found stored",
+    "batches": "Batches run by the pipeline",
+    "layer_batches": "Batches that storage has answered as one stream in layer order",
+    "fetched_bytes": "Stored bytes that batches read from storage or local tiers",
+    "tier_bytes": "Bytes of fetched_bytes from local tiers",
+    "prefetch_wasted_bytes": "Prefetched bytes that were not fetched",
+    "page_bytes": "Bytes of tier_bytes that devices read straight into engines' pages",
+    "page_requests": "Page reads: one for each fetch and device",
+    "delivered_bytes": "Bytes delivered into registered memory",
+    "stored_raw_bytes": "Bytes of stored chunks before encoding",
+    "stored_bytes": "Bytes of stored chunks as records",
+    "storage_connections": "Control connections opened to storage",
+    "data_connections": "Data connections opened to storage",
+    "storage_redirections": "Chunks redirected by a cluster's node",
+    "deleted_records": "Corrupt records deleted from storage",
+    "publications_refused": "Keys refused because a host exceeded its share of publications",
+}
+"""Counters without a label, with their help texts."""
+
 _logger = logging.getLogger(__name__)
 
 Gauges = dict[str, tuple[str, Callable[[], float]]]
@@ -47,7 +68,7 @@ class Metrics:
             ``dropped`` for lack of room, ``lost`` because of damage or a failed device.
         slower_paths: Fetches on a slower path than configured, by reason; see docs/combinations.md.
         prefetches: Returns bytes and seconds of prefetches, by their origin.
-        prefetch_wasted_bytes: Bytes of prefetched records that were not fetched.
+        totals: The counters of TOTALS.
         stages: Returns the pipeline's counters.
         gauges: Help text and reader of each gauge.
         families: Readers of further metric families.
@@ -59,23 +80,7 @@ class Metrics:
     integrity_failures: Counter[str] = field(default_factory=Counter)
     tier_records: Counter[str] = field(default_factory=Counter)
     slower_paths: Counter[str] = field(default_factory=Counter)
-    lookup_keys: int = 0
-    lookup_hits: int = 0
-    batches: int = 0
-    layer_batches: int = 0
-    fetched_bytes: int = 0
-    delivered_bytes: int = 0
-    tier_bytes: int = 0
-    page_bytes: int = 0
-    page_requests: int = 0
-    stored_raw_bytes: int = 0
-    stored_bytes: int = 0
-    storage_connections: int = 0
-    data_connections: int = 0
-    storage_redirections: int = 0
-    deleted_records: int = 0
-    publications_refused: int = 0
-    prefetch_wasted_bytes: int = 0
+    totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))
     prefetches: Callable[[], Mapping[str, tuple[int, float]]] = dict
     stages: Callable[[], list[StageCount]] = list
     gauges: Gauges = field(default_factory=dict)
@@ -105,30 +110,8 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yield all metric families; called by the registry."""
         yield from self._by_label()
-        for name, text, value in (
-            ("lookup_keys", "Keys looked up", self.lookup_keys),
-            ("lookup_hits", "Keys that lookups found stored", self.lookup_hits),
-            ("batches", "Batches run by the pipeline", self.batches),
-            ("layer_batches", "Batches that storage has answered as one stream in layer order", self.layer_batches),
-            ("fetched_bytes", "Stored bytes that batches read from storage or local tiers", self.fetched_bytes),
-            ("tier_bytes", "Bytes of fetched_bytes from local tiers", self.tier_bytes),
-            ("prefetch_wasted_bytes", "Prefetched bytes that were not fetched", self.prefetch_wasted_bytes),
-            ("page_bytes", "Bytes of tier_bytes that devices read straight into engines' pages", self.page_bytes),
-            ("page_requests", "Page reads: one for each fetch and device", self.page_requests),
-            ("delivered_bytes", "Bytes delivered into registered memory", self.delivered_bytes),
-            ("stored_raw_bytes", "Bytes of stored chunks before encoding", self.stored_raw_bytes),
-            ("stored_bytes", "Bytes of stored chunks as records", self.stored_bytes),
-            ("storage_connections", "Control connections opened to storage", self.storage_connections),
-            ("data_connections", "Data connections opened to storage", self.data_connections),
-            ("storage_redirections", "Chunks redirected by a cluster's node", self.storage_redirections),
-            ("deleted_records", "Corrupt records deleted from storage", self.deleted_records),
-            (
-                "publications_refused",
-                "Keys refused because a host exceeded its share of publications",
-                self.publications_refused,
-            ),
-        ):
-            yield CounterMetricFamily(f"shadowserve_{name}", text, value=value)
+        for name, text in TOTALS.items():
+            yield CounterMetricFamily(f"shadowserve_{name}", text, value=self.totals[name])
         for families in self.families:
             yield from families()
         for name, (text, read) in list(self.gauges.items()):

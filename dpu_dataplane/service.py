@@ -196,7 +196,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         return pb.StatisticsResponse(
             version=__version__,
             backend=native.backends()[self._config.backend].label,
-            batches=metrics.batches,
+            batches=metrics.totals["batches"],
             registrations=len(self._registrations),
             buffer_bytes=self._buffers.total,
             resident_bytes=resident_bytes(),
@@ -212,13 +212,13 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             ],
             fetch_outcomes=dict(metrics.fetches),
             store_outcomes=dict(metrics.stores),
-            fetched_bytes=metrics.fetched_bytes,
-            delivered_bytes=metrics.delivered_bytes,
-            stored_raw_bytes=metrics.stored_raw_bytes,
-            stored_bytes=metrics.stored_bytes,
+            fetched_bytes=metrics.totals["fetched_bytes"],
+            delivered_bytes=metrics.totals["delivered_bytes"],
+            stored_raw_bytes=metrics.totals["stored_raw_bytes"],
+            stored_bytes=metrics.totals["stored_bytes"],
             engines=self._engines.running(),
-            lookup_keys=metrics.lookup_keys,
-            lookup_hits=metrics.lookup_hits,
+            lookup_keys=metrics.totals["lookup_keys"],
+            lookup_hits=metrics.totals["lookup_hits"],
             storage=storage,
             storage_connected=connected,
             up_seconds=time.monotonic() - self._started_s,
@@ -500,8 +500,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         else:
             outcome, detail = pb.OUTCOME_ABSENT, "devices do not hold all chunks as pages"
         size = int(delivered.sum()) * request.layout.raw_bytes // request.layout.layers
-        self._metrics.fetched_bytes += size
-        self._metrics.delivered_bytes += size
+        self._metrics.totals["fetched_bytes"] += size
+        self._metrics.totals["delivered_bytes"] += size
         return pb.FetchResponse(
             delivered=[pack(delivered)], outcome=outcome, detail=detail, fetched_bytes=size, delivered_bytes=size
         )

@@ -265,8 +265,8 @@ class Storer:
         size = len(header) + int(encoded.plan.pieces[position]["body_length"])
         self._catalog.release(layout.namespace, key)
         self._catalog.available(key)
-        self._metrics.stored_raw_bytes += layout.raw_bytes
-        self._metrics.stored_bytes += size
+        self._metrics.totals["stored_raw_bytes"] += layout.raw_bytes
+        self._metrics.totals["stored_bytes"] += size
         return size
 
     def _stop(self, key: bytes, result: Result, text: str) -> Stop:

@@ -38,8 +38,8 @@ def moved(daemon: Daemon) -> dict[str, int]:
     metrics = daemon.metrics
     stored = sum(counted[each] for each in ("store", "tier_store", "preemption_save"))
     assert all(counted[mover] <= granted[mover] for mover in counted)
-    assert metrics.delivered_bytes <= granted["fetch"] + granted["tier_load"] + granted["page_load"]
-    assert metrics.stored_raw_bytes <= stored
+    assert metrics.totals["delivered_bytes"] <= granted["fetch"] + granted["tier_load"] + granted["page_load"]
+    assert metrics.totals["stored_raw_bytes"] <= stored
     assert sum(size for size, _ in metrics.prefetches().values()) <= granted["prefetch"]
     return {name: size for name, size in counted.items() if size}
 

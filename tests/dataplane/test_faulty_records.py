@@ -138,7 +138,7 @@ async def test_faulty_record_is_a_miss_with_its_reason(
         assert (await client.fetch(KEYS)).chunks == 1
         assert len([entry for entry in caplog.records if KEYS[1].hex() in entry.getMessage()]) == 1
         if outcome == pb.OUTCOME_CORRUPT:
-            await until(lambda: daemon.metrics.deleted_records == 1)
+            await until(lambda: daemon.metrics.totals["deleted_records"] == 1)
             assert not where.has(KEYS[1])
         else:
             assert where.has(KEYS[1])

@@ -127,7 +127,7 @@ async def test_what_the_buffers_do_not_hold_takes_further_rounds(storage: Server
             assert answer.outcome == (pb.OUTCOME_COMPLETE if done == 9 else pb.OUTCOME_BATCH_FULL)
             assert 0 < answer.chunks < 9
         assert [client.chunk(index) for index in range(9)] == [kv(shape, index) for index in range(9)]
-        assert daemon.metrics.batches >= 2
+        assert daemon.metrics.totals["batches"] >= 2
 
 
 async def test_only_the_region_is_written(client: Client, storage: Server) -> None:

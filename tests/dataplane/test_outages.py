@@ -79,7 +79,7 @@ async def test_storage_killed_and_restarted_empty(mortal_storage: Server) -> Non
         await fetch_until(client, pb.OUTCOME_ABSENT)
         put_all(mortal_storage)
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
-        await until(lambda: daemon.metrics.storage_connections >= 2)
+        await until(lambda: daemon.metrics.totals["storage_connections"] >= 2)
 
 
 async def test_storage_killed_in_the_middle_of_a_fetch(mortal_storage: Server) -> None:
@@ -96,7 +96,7 @@ async def test_storage_killed_in_the_middle_of_a_fetch(mortal_storage: Server) -
         async with asyncio.timeout(WAIT_MAX_S):
             answer = await fetch
         assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
-        assert daemon.metrics.batches == 2
+        assert daemon.metrics.totals["batches"] == 2
 
 
 async def test_a_restart_between_two_fetches_goes_unnoticed(mortal_storage: Server) -> None:
@@ -107,7 +107,7 @@ async def test_a_restart_between_two_fetches_goes_unnoticed(mortal_storage: Serv
         mortal_storage.kill()
         mortal_storage.start()
         put_all(mortal_storage)
-        await until(lambda: daemon.metrics.storage_connections >= 2)
+        await until(lambda: daemon.metrics.totals["storage_connections"] >= 2)
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
 
 
@@ -309,7 +309,7 @@ async def test_corruption_on_the_way_is_believed_only_the_second_time(liar: Liar
             await client.lookup(KEYS)
         liar.lie = flip_once
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
-        assert daemon.metrics.deleted_records == 0
+        assert daemon.metrics.totals["deleted_records"] == 0
         assert not daemon.metrics.integrity_failures
 
 

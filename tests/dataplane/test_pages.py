@@ -147,8 +147,8 @@ async def test_pages_come_as_they_were_stored_and_layers_are_told_of(tmp_path: P
             assert answer.outcome == pb.OUTCOME_COMPLETE and paged.told == LAYERS
             assert answer.delivered_bytes == count * SHAPE.raw_bytes
             paged.assert_right(answer, count)
-        assert daemon.metrics.page_bytes == (1 + 4 + CHUNKS) * SHAPE.raw_bytes
-        assert daemon.metrics.page_requests == 3, "one of each retrieval, however long it is"
+        assert daemon.metrics.totals["page_bytes"] == (1 + 4 + CHUNKS) * SHAPE.raw_bytes
+        assert daemon.metrics.totals["page_requests"] == 3, "one of each retrieval, however long it is"
         assert (await client.fetch(KEYS)).chunks == CHUNKS, "they are records as all others"
         assert [client.chunk(index) for index in range(CHUNKS)] == [kv(SHAPE, index) for index in range(CHUNKS)]
 
@@ -188,7 +188,7 @@ async def test_a_chain_longer_than_a_hold_of_the_lock_is_one_request(
     monkeypatch.setattr("dpu_dataplane.sources.tiers.tiers.ENTRIES_PER_HOLD", 4)
     async with stored(tmp_path) as (daemon, _, paged):
         paged.assert_right(await paged.fetch())
-        assert daemon.metrics.page_requests == 1
+        assert daemon.metrics.totals["page_requests"] == 1
         tiers_in(daemon).drop(KEYS[4])
         paged.assert_right(await paged.fetch(), 4)
         assert not any(disk._uses for disk in tiers_in(daemon).pool._core.disks)
@@ -205,7 +205,7 @@ async def test_pages_of_several_devices_are_one_prefix(tmp_path: Path) -> None:
         paged = Paged(client)
         await paged.register()
         answer = await paged.fetch()
-        assert daemon.metrics.page_requests == 2, "chunks go to both in turns, and each is asked once"
+        assert daemon.metrics.totals["page_requests"] == 2, "chunks go to both in turns, and each is asked once"
         assert paged.told == LAYERS
         paged.assert_right(answer)
         paged.close()
@@ -471,18 +471,18 @@ async def test_prefetches_give_way_to_a_page_load(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(device, "submit", hold)
         call = asyncio.ensure_future(paged.fetch())
         await begun.wait()
-        assert prefetching._fetches == 1
+        assert prefetching._gate.fetches == 1
         with tiers.lock:
             submit(held)
         paged.assert_right(await call)
-        assert prefetching._fetches == 0
+        assert prefetching._gate.fetches == 0
 
 
 async def test_pages_keep_to_the_rate_and_come_some_chunks_at_a_time(tmp_path: Path) -> None:
     async with stored(tmp_path) as (daemon, client, paged):
         before = moved(daemon)
         await report(client)
-        requests = daemon.metrics.page_requests
+        requests = daemon.metrics.totals["page_requests"]
         paged.assert_right(await paged.fetch())
         assert moved(daemon)["page_load"] == CHUNKS * SHAPE.raw_bytes and "page_load" not in before
-        assert daemon.metrics.page_requests > requests
+        assert daemon.metrics.totals["page_requests"] > requests

@@ -113,7 +113,7 @@ async def test_what_a_waiting_request_will_fetch_is_in_memory_before_it_does(
         assert prefetched_bytes(daemon) == {"storage": sizes}
         await queue.say(gone=[1])
         await until(lambda: not prefetching_in(daemon)._prefetched)
-        assert daemon.metrics.prefetch_wasted_bytes == 0
+        assert daemon.metrics.totals["prefetch_wasted_bytes"] == 0
 
 
 async def test_what_lies_on_a_device_is_brought_into_memory(tmp_path: Path) -> None:
@@ -196,12 +196,16 @@ async def test_prefetch_gives_way_to_a_fetch_and_is_not_had_twice(mortal_storage
             await Queue(client).say({1: CHAINS[0], 2: CHAINS[1]})
             await begun.wait()
             fetching = asyncio.create_task(client.fetch(CHAINS[0]))
-            await until(lambda: own._fetches)
+            await until(lambda: own._gate.fetches)
         finally:
             mortal_storage.thaw()
         assert_right(client, await fetching)
         await until(lambda: all(resident(daemon, CHAINS[1])))
-        received = sum(prefetched_bytes(daemon).values()) + daemon.metrics.fetched_bytes - daemon.metrics.tier_bytes
+        received = (
+            sum(prefetched_bytes(daemon).values())
+            + daemon.metrics.totals["fetched_bytes"]
+            - daemon.metrics.totals["tier_bytes"]
+        )
         both = sum(len(make_record(SHAPE, key, index)) for chain in CHAINS[:2] for index, key in enumerate(chain))
         assert received <= both, "something came twice"
 
@@ -265,7 +269,7 @@ async def test_an_published_request_that_never_comes_leaves_nothing_held(
         await until(lambda: len(own._prefetched) == 6)
         await until(lambda: not own._requests)
         assert not own._prefetched and own._prefetched_bytes == 0 and len(tiers.pool.next_use) == 0
-        assert daemon.metrics.prefetch_wasted_bytes == prefetched_bytes(daemon)["storage"] > 0
+        assert daemon.metrics.totals["prefetch_wasted_bytes"] == prefetched_bytes(daemon)["storage"] > 0
         await until(lambda: not tiers.pool.busy)
         with tiers.lock:
             while tiers.pool._core.copies.make_room():

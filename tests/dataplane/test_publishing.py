@@ -71,7 +71,7 @@ async def test_a_host_that_publishes_its_share_leaves_the_other_its_own(tmp_path
             refused = await publish(ours, numbered(8, share))
             assert refused.outcome == pb.OUTCOME_STORAGE_REFUSED
             assert f"its share is {share}: {PENDING_KEYS_MAX} divided by hosts_max (2)" in refused.detail
-            assert daemon.metrics.publications_refused == 8
+            assert daemon.metrics.totals["publications_refused"] == 8
             assert (await publish(theirs, KEYS)).outcome == pb.OUTCOME_COMPLETE
             assert await pending(ours) == [True] * 4
             assert (await publish(ours, many[:8], 0)).outcome == pb.OUTCOME_COMPLETE

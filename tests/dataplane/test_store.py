@@ -91,9 +91,9 @@ async def test_chunks_that_storage_holds_are_not_sent_again(storage: Server) -> 
         fill(client, shape, 4)
         answer = await client.store(keys)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 4)
-        assert daemon.metrics.stored_raw_bytes == 3 * shape.raw_bytes
+        assert daemon.metrics.totals["stored_raw_bytes"] == 3 * shape.raw_bytes
         assert (await client.store(keys)).chunks == 4
-        assert daemon.metrics.stored_raw_bytes == 3 * shape.raw_bytes
+        assert daemon.metrics.totals["stored_raw_bytes"] == 3 * shape.raw_bytes
         assert (await client.fetch(keys)).chunks == 4
 
 

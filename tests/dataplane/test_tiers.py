@@ -126,7 +126,7 @@ async def test_what_storage_had_is_kept_and_served_without_it(mortal_storage: Se
     async with running(mortal_storage, tiers=tiers_of()) as (daemon, client):
         await client.register(SHAPE, 6)
         assert_right(client, await client.fetch(KEYS))
-        assert daemon.metrics.tier_records["kept"] == 6 and daemon.metrics.tier_bytes == 0
+        assert daemon.metrics.tier_records["kept"] == 6 and daemon.metrics.totals["tier_bytes"] == 0
         mortal_storage.kill()
         others = keys_of(SHAPE, 2, seed=9)
         await storage_away(client, others)
@@ -151,12 +151,12 @@ async def test_one_batch_takes_each_chunk_from_the_nearest_that_has_it(
         for index in (1, 4):
             assert (await client.fetch([KEYS[index]])).chunks == 1
         metrics = daemon.metrics
-        batches, before = metrics.batches, metrics.tier_records.copy()
+        batches, before = metrics.totals["batches"], metrics.tier_records.copy()
         assert_right(client, await client.fetch(KEYS, order=order))
-        assert metrics.batches == batches + 1
+        assert metrics.totals["batches"] == batches + 1
         assert metrics.tier_records - before == {"memory": 2, "device": 2, "kept": 2}
         assert_right(client, await client.fetch(KEYS, order=order))
-        assert metrics.batches == batches + 2 and metrics.tier_records["device"] == before["device"] + 2
+        assert metrics.totals["batches"] == batches + 2 and metrics.tier_records["device"] == before["device"] + 2
 
 
 async def test_what_is_stored_goes_to_the_tier_and_to_storage(mortal_storage: Server) -> None:

@@ -232,7 +232,7 @@ class ServerCluster(RespSource):
                 await self._refresh()
                 assert self._map is not None
                 self._outage.recover()
-                self._metrics.storage_connections += 1
+                self._metrics.totals["storage_connections"] += 1
                 logger.info("storage %s: %d nodes", self.name, len(self._map.nodes))
                 while True:  # until no node answers
                     with contextlib.suppress(TimeoutError):

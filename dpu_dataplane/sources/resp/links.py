@@ -292,7 +292,7 @@ class DataLinks:
             link.close()
         while len(links) < self._count:
             links.append(await self._dialer.open(node))
-            self._metrics.data_connections += 1
+            self._metrics.totals["data_connections"] += 1
         return list(links)
 
     async def open_all(self, nodes: Sequence[Node]) -> list[list[Link] | StorageError]:

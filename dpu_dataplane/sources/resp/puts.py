@@ -62,7 +62,7 @@ class RecordWriter:
             redirect = self._router.redirect(node, text) if result is Result.REFUSED else None
             if redirect is None:
                 return result, text
-            self._metrics.storage_redirections += 1
+            self._metrics.totals["storage_redirections"] += 1
             node, asking = redirect
         return Result.REFUSED, f"redirected {REDIRECTIONS_MAX} times, last with: {text}"
 

@@ -163,7 +163,7 @@ class PieceReader:
         redirect = self._router.redirect(node, state.texts[piece])
         if redirect is None:
             return False
-        self._metrics.storage_redirections += 1
+        self._metrics.totals["storage_redirections"] += 1
         state.nodes[piece], state.asking[piece] = redirect
         return True
 
@@ -235,7 +235,7 @@ class PieceReader:
         for piece, text in zip(piece_ids, pieces["error"], strict=True):
             if text:
                 state.texts[piece] = bytes(text).decode("utf-8", "replace")
-        self._metrics.batches += 1
+        self._metrics.totals["batches"] += 1
         state.done.received_bytes += batch.received_bytes
         return result, pieces["result"]
 
@@ -276,7 +276,7 @@ class PieceReader:
         if request is None:
             return
         if (refusal := batch.refusal) is None:
-            self._metrics.layer_batches += 1
+            self._metrics.totals["layer_batches"] += 1
         elif not refusal.startswith(("OOM", "TIMEOUT")):  # these errors are about the size of this request
             [link] = links
             _logger.info("storage %s does not answer KV.LAYERS (%s): using range requests", link.node, refusal)

@@ -51,7 +51,7 @@ class RecordReceiver:
             redirect = self._router.redirect(node, text) if result is Result.REFUSED else None
             if redirect is None or redirect.asking:
                 return result
-            self._metrics.storage_redirections += 1
+            self._metrics.totals["storage_redirections"] += 1
             node = redirect.node
         return Result.REFUSED
 
@@ -85,7 +85,7 @@ class RecordReceiver:
                 return link
             link.close()
         link = await self._router.dialer.open(node)
-        self._metrics.data_connections += 1
+        self._metrics.totals["data_connections"] += 1
         return link
 
 

@@ -177,7 +177,7 @@ class OneServer(RespSource):
             except StorageError as error:
                 self._outage.fail(error)
             else:
-                self._metrics.storage_connections += 1
+                self._metrics.totals["storage_connections"] += 1
                 logger.info("connected to storage %s", self.name)
                 if await self._serve(control):
                     continue

@@ -214,7 +214,7 @@ class LocalHits:
         in_place = self.local & (done.results == Result.OK)
         size = int(self.plan.pieces["body_length"][in_place].sum())
         done.received_bytes += size
-        self._metrics.tier_bytes += size
+        self._metrics.totals["tier_bytes"] += size
 
     def drop_lost(self, results: npt.NDArray[np.uint32]) -> list[int]:
         """Drop records that could not be read or were unsound from the pool; return their pieces."""

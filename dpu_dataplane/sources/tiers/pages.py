@@ -257,8 +257,8 @@ class _Load:
             delivered[:, share.chunks] = share.pages.verdicts == Result.OK
             corrupt += share.chunks[(share.pages.verdicts == Result.CHECKSUM).any(axis=0)].tolist()
         size = int(delivered.sum()) * self._row_bytes
-        self._metrics.tier_bytes += size
-        self._metrics.page_bytes += size
+        self._metrics.totals["tier_bytes"] += size
+        self._metrics.totals["page_bytes"] += size
         stop = None
         if not delivered.all():
             try:
@@ -280,7 +280,7 @@ class _Load:
         self._pending += 1
         with self._tiers.lock:
             share.disk.submit_read(operation)
-        self._metrics.page_requests += 1
+        self._metrics.totals["page_requests"] += 1
 
     def _note_read(self, share: _Share, operation: Operation) -> None:
         """Count a finished read; on the pool's thread, with its lock held."""

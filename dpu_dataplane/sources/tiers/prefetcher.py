@@ -17,7 +17,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Hashable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -92,6 +92,24 @@ class _Prefetched:
     item: Item | None
 
 
+class _FetchGate:
+    """Fetches in progress, which prefetches wait for, and the records that fetches wait for."""
+
+    def __init__(self) -> None:
+        self.fetches = 0
+        self.urgent: set[bytes] = set()
+        self._changed = asyncio.Condition()
+
+    async def check(self) -> None:
+        """Have all waiting prefetches check their conditions."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(condition)
+
+
 class Prefetcher:
     """Prefetches the records of waiting requests. Used on the event loop.
 
@@ -121,18 +139,16 @@ class Prefetcher:
         self._turns: dict[bytes, Turn] = {}  # of records in progress
         self._part_timeout_s = part_timeout_s
         self._device = LinkEstimator("device", _READS)
-        self._storage, self._cold = LinkEstimator("storage", _RECEIVED), LinkEstimator("cold", _RECEIVED)
+        self._cold = LinkEstimator("cold", _RECEIVED)
         self._cold.assumed = _COLD_ASSUMED
         self._links = [self._device] if tiers.has_devices else []
-        self._links += [] if below is None else [self._storage, self._cold]
+        self._links += [] if below is None else [LinkEstimator("storage", _RECEIVED), self._cold]
         self._requests: dict[Hashable, _Request] = {}
         self._order: list[_Request] = []  # of requests that wait
         self._prefetched: dict[bytes, _Prefetched] = {}
         self._prefetched_bytes = 0  # of these and of records in progress
         self._moving: dict[bytes, asyncio.Future[None] | None] = {}  # a future once the transfer has begun
-        self._fetches = 0
-        self._urgent: set[bytes] = set()
-        self._gate = asyncio.Condition()
+        self._gate = _FetchGate()
         self._wake = asyncio.Event()
         self._closing = False
         self._jobs: set[Job] = set()
@@ -162,8 +178,7 @@ class Prefetcher:
             link.close()
         for job in self._jobs:
             job.cancel()
-        async with self._gate:
-            self._gate.notify_all()
+        await self._gate.check()
         if self._tasks:
             await asyncio.wait(self._tasks)
         for request in list(self._requests.values()):
@@ -206,34 +221,31 @@ class Prefetcher:
         Raises:
             Stop: The job is cancelled or its time is up.
         """
-        self._fetches += 1
+        self._gate.fetches += 1
         try:
             if self._moving:
                 await job.within(self._finish(set(keys)), "waiting for a prefetch in progress")
             yield
         finally:
-            self._fetches -= 1
-            async with self._gate:
-                self._gate.notify_all()
+            self._gate.fetches -= 1
+            await self._gate.check()
 
     async def _finish(self, keys: set[bytes]) -> None:
         mine = {key: moving for key, moving in self._moving.items() if moving is not None and key in keys}
         if not mine:
             return
-        self._urgent |= mine.keys()
+        self._gate.urgent |= mine.keys()
         for key in mine.keys() & self._turns.keys():
             self._budget.hasten(self._turns[key])
         try:
-            async with self._gate:
-                self._gate.notify_all()
+            await self._gate.check()
             await asyncio.wait([moving for moving in mine.values() if moving is not None])
         finally:
-            self._urgent -= mine.keys()
+            self._gate.urgent -= mine.keys()
 
     async def _wait_for_fetches(self, key: bytes) -> None:
         """Wait while fetches of other records are in progress."""
-        async with self._gate:
-            await self._gate.wait_for(lambda: not self._fetches or key in self._urgent or self._closing)
+        await self._gate.wait_for(lambda: not self._gate.fetches or key in self._gate.urgent or self._closing)
 
     @contextlib.asynccontextmanager
     async def _turn_of(self, request: _Request, key: bytes, size: int, *, first: bool = True) -> AsyncIterator[Granted]:
@@ -247,12 +259,12 @@ class Prefetcher:
 
         def note_turn(turn: Turn) -> None:
             self._turns[key] = turn
-            if key in self._urgent:
+            if key in self._gate.urgent:
                 self._budget.hasten(turn)
 
         try:
             async with self._budget.turn(Mover.PREFETCH, size, job, note_turn) as turn:
-                if first and turn.waited and request.left_at < math.inf and key not in self._urgent:
+                if first and turn.waited and request.left_at < math.inf and key not in self._gate.urgent:
                     turn.moved_bytes = 0
                     self._budget.drop(Mover.PREFETCH, "request_begun")
                     raise Stop(pb.OUTCOME_CANCELLED, "its request has begun")
@@ -352,7 +364,7 @@ class Prefetcher:
             with self._tiers.lock:
                 self._tiers.pool.next_use.withdraw(name)
         for key in list(request.prefetched):
-            self._metrics.prefetch_wasted_bytes += self._release(key)
+            self._metrics.totals["prefetch_wasted_bytes"] += self._release(key)
 
     async def _locate(self, request: _Request) -> None:
         """Find the links over which a request's records can be prefetched."""

@@ -109,7 +109,7 @@ class LocalSource(Source):
                     await asyncio.get_running_loop().run_in_executor(self._executor, self._pipeline.fetch, batch)
             finally:
                 batch.release()
-            self._metrics.batches += 1
+            self._metrics.totals["batches"] += 1
             done.results[useful] = batch.pieces["result"]
         for piece in lacking:
             if chunks[piece] == ends[groups[piece]]:

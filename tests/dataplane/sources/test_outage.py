@@ -66,7 +66,7 @@ async def test_a_server_that_hangs_up_on_whoever_has_come_in_is_warned_of_once(
         client = OneServer(DataPlaneConfig(storage=address), metrics)
         await client.start()
         try:
-            await until(lambda: metrics.storage_connections > 2 * CAUSES_LOGGED_MAX)
+            await until(lambda: metrics.totals["storage_connections"] > 2 * CAUSES_LOGGED_MAX)
         finally:
             await client.close()
     warnings = [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]

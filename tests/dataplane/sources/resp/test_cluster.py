@@ -76,8 +76,8 @@ async def test_every_chunk_comes_from_the_node_that_has_it(cluster: Cluster) -> 
         answer = await client.fetch(KEYS)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
         assert_delivered(client, len(KEYS))
-        assert daemon.metrics.storage_redirections == 0
-        assert daemon.metrics.batches == 1
+        assert daemon.metrics.totals["storage_redirections"] == 0
+        assert daemon.metrics.totals["batches"] == 1
 
 
 async def test_chunks_are_stored_on_the_masters_that_take_them(cluster: Cluster) -> None:
@@ -116,7 +116,7 @@ async def test_a_slot_that_has_moved_is_followed_and_remembered(cluster: Cluster
             answer = await client.fetch(KEYS)
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
             assert_delivered(client, len(KEYS))
-            assert daemon.metrics.storage_redirections == redirections
+            assert daemon.metrics.totals["storage_redirections"] == redirections
             client.segment.memory[:] = 0
         cluster.move(slot_of(moved), target, source)
         assert (await client.store([moved])).chunks == 1  # skipped or stored, both by asking the right node
@@ -138,8 +138,8 @@ async def test_what_tiers_have_comes_beside_what_nodes_have_and_send_us_on_for(
             answer = await client.fetch(KEYS)
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
             assert_delivered(client, len(KEYS))
-            assert (metrics.batches, metrics.tier_records["memory"]) == (batches, near)
-        assert metrics.storage_redirections == 1 and metrics.tier_records["kept"] == len(KEYS)
+            assert (metrics.totals["batches"], metrics.tier_records["memory"]) == (batches, near)
+        assert metrics.totals["storage_redirections"] == 1 and metrics.tier_records["kept"] == len(KEYS)
 
 
 async def test_a_slot_on_its_way_is_asked_for_on_both_sides(cluster: Cluster) -> None:
@@ -156,10 +156,10 @@ async def test_a_slot_on_its_way_is_asked_for_on_both_sides(cluster: Cluster) ->
             answer = await client.fetch(KEYS)
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
             assert_delivered(client, len(KEYS))
-            assert daemon.metrics.storage_redirections == len(moving)
+            assert daemon.metrics.totals["storage_redirections"] == len(moving)
             answer = await client.fetch(KEYS)  # ASK is for once: nothing was remembered of it
             assert answer.chunks == len(KEYS)
-            assert daemon.metrics.storage_redirections == 2 * len(moving)
+            assert daemon.metrics.totals["storage_redirections"] == 2 * len(moving)
             assert (await client.lookup(KEYS)).hits == [len(KEYS)]  # heads go the same way
         finally:
             for slot, source, target in ways:

@@ -53,10 +53,10 @@ async def test_a_fetch_layer_by_layer_is_one_request_and_one_chunk_by_chunk_is_r
         after = calls(storage)
         made = {name: after.get(name, 0) - before.get(name, 0) for name in ("kv.layers", "getrange")}
         assert made["kv.layers"] == by_layers and (made["getrange"] == 0) == by_layers
-        assert daemon.metrics.layer_batches == by_layers
+        assert daemon.metrics.totals["layer_batches"] == by_layers
         await fetched(client, storage, order=pb.ORDER_CHUNKS)
         assert calls(storage)["getrange"] > after.get("getrange", 0)
-        assert daemon.metrics.layer_batches == by_layers
+        assert daemon.metrics.totals["layer_batches"] == by_layers
 
 
 async def test_a_server_that_does_not_know_it_is_asked_once_and_then_by_ranges(
@@ -68,7 +68,7 @@ async def test_a_server_that_does_not_know_it_is_asked_once_and_then_by_ranges(
             assert (await fetched(client, redis)).outcome == pb.OUTCOME_COMPLETE
         said = [record.message for record in caplog.records if "does not answer KV.LAYERS" in record.message]
         assert len(said) == 1 and "unknown command" in said[0]
-        assert daemon.metrics.layer_batches == 0
+        assert daemon.metrics.totals["layer_batches"] == 0
         assert daemon.metrics.slower_paths == {"no_layer_requests": 2}, "all but the one that found that out"
         assert sum("(no_layer_requests)" in record.message for record in caplog.records) == 1
 
@@ -77,7 +77,7 @@ async def test_below_the_setting_there_are_ranges(storage: Server) -> None:
     stored = sum(map(len, RECORDS))
     async with running(storage, layer_request_bytes_min=stored) as (daemon, client):
         assert (await fetched(client, storage)).outcome == pb.OUTCOME_COMPLETE
-        assert daemon.metrics.layer_batches == 0
+        assert daemon.metrics.totals["layer_batches"] == 0
 
 
 async def test_what_is_too_much_for_the_node_at_a_time_comes_by_ranges_and_less_in_one_request(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ async def test_what_is_too_much_for_the_node_at_a_time_comes_by_ranges_and_less_
                 part = client.part(keys[:count], length=count * large.raw_bytes)
                 answer = await client.stub.Fetch(client.fetch_request([], parts=[part], order=pb.ORDER_LAYERS))
                 assert answer.outcome in (pb.OUTCOME_COMPLETE, pb.OUTCOME_BATCH_FULL), answer.detail
-                assert answer.fetched_bytes > 0 and daemon.metrics.layer_batches == batches
+                assert answer.fetched_bytes > 0 and daemon.metrics.totals["layer_batches"] == batches
                 if not batches:
                     assert calls(server)["getrange"] > before
     finally:
@@ -110,7 +110,7 @@ async def test_a_chunk_that_went_after_the_lookup_ends_the_prefix_there(storage:
         assert answer.outcome == pb.OUTCOME_ABSENT
         there = unpack(answer.delivered[0], SHAPE.layers, CHUNKS)
         assert there[:, :3].all() and not there[:, 3].any()
-        assert daemon.metrics.layer_batches == 2
+        assert daemon.metrics.totals["layer_batches"] == 2
 
 
 async def test_below_tiers_what_comes_in_one_request_is_kept_and_what_tiers_have_is_not_asked_for(
@@ -131,7 +131,7 @@ async def test_below_tiers_what_comes_in_one_request_is_kept_and_what_tiers_have
             for place, index in enumerate(asked):
                 mine = bytes(client.segment.memory[place * large.raw_bytes : (place + 1) * large.raw_bytes])
                 assert mine == expected(large, keys[index], make_record(large, keys[index], index))
-            assert daemon.metrics.layer_batches == batches
+            assert daemon.metrics.totals["layer_batches"] == batches
         assert daemon.metrics.tier_records["memory"] == 2 + 2 + 1
         assert daemon.metrics.slower_paths == {"near_chunks": 1}, (
             "of the two that tiers had, and the one that they had not"
