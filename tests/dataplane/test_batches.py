@@ -97,7 +97,7 @@ def test_slices_are_those_of_their_pieces(layerwise: bool) -> None:
         assert places == [(piece["chunk"], layer) for layer in manifest["layer"]]
 
 
-def test_a_chunk_that_was_not_asked_for_is_left_for_later() -> None:
+def test_a_chunk_without_a_lookup_is_left_for_the_next_batch() -> None:
     shape, keys, found = GROUPS[0]
     buffers = Buffers(decompression=1 << 20, dequantization=None, dma_source=None, store=0)
     plan = plan_fetch([part_of(shape, keys, {0: found[0], 1: found[1]})], False, buffers, CODECS)

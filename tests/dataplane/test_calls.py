@@ -111,7 +111,7 @@ async def test_malformed_lookups_name_the_field(client: Client) -> None:
     await refused(client.stub.Lookup(pb.LookupRequest(timeout_ms=0)), INVALID, "timeout_ms")
 
 
-async def test_a_lookup_says_how_large_the_records_are_that_are_there(client: Client, storage: Server) -> None:
+async def test_a_lookup_reports_the_stored_bytes(client: Client, storage: Server) -> None:
     for index, key in enumerate(KEYS[:3]):
         storage.put(key, make_record(SHAPE, key, index))
     storage.put(KEYS[3], b"no record")
@@ -206,7 +206,7 @@ async def test_a_segment_that_shrank_is_refused_and_the_daemon_lives(client: Cli
 # ---- Destinations ---------------------------------------------------------------------------------------------------
 
 
-async def test_an_unknown_memory_says_so(client: Client) -> None:
+async def test_unknown_memory_is_an_outcome(client: Client) -> None:
     await client.register(SHAPE, 2)
     for registration in (0, 1, 2**64 - 1):
         assert (await client.fetch(KEYS, memory_id=registration)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
@@ -301,7 +301,7 @@ async def test_the_deadline_counts_while_waiting(frozen: tuple[Daemon, Client, S
     assert (await first).outcome == pb.OUTCOME_CANCELLED
 
 
-async def test_a_caller_that_goes_away_cancels_its_job(frozen: tuple[Daemon, Client, Server]) -> None:
+async def test_a_disconnecting_caller_cancels_its_job(frozen: tuple[Daemon, Client, Server]) -> None:
     daemon, client, storage = frozen
     fetch = client.stub.Fetch(client.fetch_request(KEYS, timeout_ms=NEVER_MS))
     await until(storage.asked)
@@ -309,7 +309,7 @@ async def test_a_caller_that_goes_away_cancels_its_job(frozen: tuple[Daemon, Cli
     await until(lambda: daemon.metrics.fetches["cancelled"] == 1)
 
 
-async def test_two_jobs_cannot_share_what_one_writes(frozen: tuple[Daemon, Client, Server]) -> None:
+async def test_two_jobs_cannot_share_bytes_that_one_of_them_writes(frozen: tuple[Daemon, Client, Server]) -> None:
     _, client, storage = frozen
     fetch = asyncio.ensure_future(client.fetch(KEYS, job_id="one", length=4 * SHAPE.raw_bytes, timeout_ms=NEVER_MS))
     await until(storage.asked)
@@ -343,7 +343,7 @@ async def test_a_full_queue_refuses(mortal_storage: Server) -> None:
         mortal_storage.thaw()
 
 
-async def test_after_the_answer_nothing_writes(mortal_storage: Server) -> None:
+async def test_nothing_is_written_after_the_answer(mortal_storage: Server) -> None:
     for index, key in enumerate(KEYS):
         mortal_storage.put(key, make_record(SHAPE, key, index))
     async with running(mortal_storage) as (_, client):

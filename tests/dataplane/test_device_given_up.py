@@ -49,7 +49,7 @@ async def unanswered(call: "asyncio.Future[object]") -> str:
 
 
 @pytest.mark.parametrize("tasks", ["decompress:2", "dma:1+"])
-async def test_a_device_that_never_ends_a_task_ends_the_daemon_which_says_so(
+async def test_a_hanging_device_ends_the_daemon_with_a_log_line(
     storage: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: str
 ) -> None:
     fill(storage)

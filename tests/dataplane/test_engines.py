@@ -27,7 +27,7 @@ async def hello(client: Client, process: str, said: pb.Engine) -> list[str]:
     return list(answer.differences)
 
 
-async def test_an_engine_that_shares_nothing_with_another_of_its_model_hears_why_and_the_log_says_it_once(
+async def test_engines_of_one_model_without_shared_records_are_reported_and_logged_once(
     storage: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Symptom: two engines with different chunk_tokens missed all that the other had stored, and nothing said so."""
@@ -85,7 +85,7 @@ async def test_an_engine_that_cannot_be_is_refused(client: Client, changes: dict
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_quantizer_is_described_with_what_keys_depend_on() -> None:
+def test_a_quantizer_description_holds_the_parameters_of_the_identity() -> None:
     binned = layout("binned")
     assert engine_message(MODEL, binned, paged=False).quantizer.startswith("binned of ")
     assert engine_message(MODEL, layout(), paged=True).quantizer == "lossless, as pages"

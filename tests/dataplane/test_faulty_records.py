@@ -223,7 +223,7 @@ async def test_quarantine_ends(redis: Server, monkeypatch: pytest.MonkeyPatch) -
         assert list((await client.lookup(KEYS)).hits) == [3]
 
 
-async def test_asking_under_a_wrong_namespace_harms_nobody_else(redis: Server) -> None:
+async def test_a_lookup_with_a_wrong_namespace_costs_no_other_hit(redis: Server) -> None:
     async with running(redis) as (_, client):
         for key, data in zip(KEYS, GOOD, strict=True):
             redis.put(key, data)

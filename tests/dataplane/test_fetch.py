@@ -88,7 +88,7 @@ async def test_a_missing_chunk_ends_the_prefix(client: Client, storage: Server) 
     assert set(client.chunk(2) + client.chunk(3)) == {0xAA}
 
 
-async def test_nothing_stored_is_absent(client: Client) -> None:
+async def test_a_fetch_without_records_is_absent(client: Client) -> None:
     shape = layout()
     await client.register(shape, 1)
     answer = await client.fetch(keys_of(shape, 1, seed=9))
@@ -166,7 +166,7 @@ async def test_a_record_that_was_stored_anew_after_the_lookup_is_fetched(client:
     assert client.chunk(0) == kv(shape, 1)
 
 
-async def test_a_lookup_says_which_chunks_are_there_also_behind_a_gap(client: Client, storage: Server) -> None:
+async def test_a_lookup_reports_chunks_after_a_gap(client: Client, storage: Server) -> None:
     shape = layout()
     keys = keys_of(shape, 20)
     await client.register(shape, 20)

@@ -40,7 +40,7 @@ async def fetch(client: Client, outcome: int, count: int) -> str:
     return answer.detail
 
 
-async def test_what_a_copy_lacks_is_asked_of_who_has_the_last_word(script: tuple[ScriptedSource, Client]) -> None:
+async def test_a_chunk_that_a_replica_lacks_is_read_from_its_master(script: tuple[ScriptedSource, Client]) -> None:
     source, client = script
     source.copies[KEYS[2]] = b""
     await fetch(client, pb.OUTCOME_COMPLETE, 4)
@@ -48,7 +48,7 @@ async def test_what_a_copy_lacks_is_asked_of_who_has_the_last_word(script: tuple
     assert KEYS[2].hex() in await fetch(client, pb.OUTCOME_ABSENT, 2)
 
 
-async def test_what_breaks_off_is_tried_again_once(script: tuple[ScriptedSource, Client]) -> None:
+async def test_a_broken_connection_is_retried_once(script: tuple[ScriptedSource, Client]) -> None:
     source, client = script
     source.cuts = 1
     await fetch(client, pb.OUTCOME_COMPLETE, 4)

@@ -90,7 +90,7 @@ async def test_a_method_that_is_none_and_a_message_too_large_leave_no_trace(stor
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_hosts_that_are_refused_over_and_over_are_told_once(storage: Server, tmp_path: Path) -> None:
+async def test_repeated_refusals_of_hosts_are_logged_once(storage: Server, tmp_path: Path) -> None:
     async with attacked(storage, tmp_path) as (daemon, _):
         other = Client(daemon.address)
         try:
@@ -105,7 +105,7 @@ async def test_hosts_that_are_refused_over_and_over_are_told_once(storage: Serve
         assert "\x1b" not in log and "\u2028" not in log, "what a client sends does not steer a terminal"
 
 
-async def test_memory_that_comes_and_goes_over_and_over_is_told_now_and_then(storage: Server, tmp_path: Path) -> None:
+async def test_repeated_registrations_are_logged_at_a_limited_rate(storage: Server, tmp_path: Path) -> None:
     async with attacked(storage, tmp_path) as (_, client):
         for _ in range(TIMES):
             await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
@@ -134,7 +134,7 @@ async def test_the_bytes_of_calls_in_progress_are_bounded(mortal_storage: Server
         assert list(answer.hits) == [4], "and given back"
 
 
-async def test_calls_of_strangers_that_never_send_do_not_keep_the_host_out(storage: Server, tmp_path: Path) -> None:
+async def test_stalled_unauthenticated_calls_do_not_lock_hosts_out(storage: Server, tmp_path: Path) -> None:
     async with attacked(storage, tmp_path) as (daemon, client):
         stranger = Client(daemon.address)
         try:

@@ -52,7 +52,7 @@ async def status(call: Any) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def test_hello_says_who_answers(client: Client, request: pytest.FixtureRequest) -> None:
+async def test_hello_describes_the_data_plane(client: Client, request: pytest.FixtureRequest) -> None:
     answer = await client.hello(layout=layout_message(SHAPE), chunk_bytes=SHAPE.raw_bytes)
     assert (answer.version, answer.protocol_version) == (__version__, PROTOCOL_VERSION)
     backend = native.backends()[request.node.callspec.params["client"]]
@@ -80,7 +80,7 @@ async def test_a_host_that_does_not_fit_is_refused(client: Client, changes: dict
 
 
 @pytest.mark.parametrize("changes", [{"host": ""}, {"host": "x" * 65}, {"process": "x" * 257}], ids=str)
-async def test_a_hello_that_no_host_says_is_invalid(client: Client, changes: dict[str, str]) -> None:
+async def test_a_malformed_hello_is_invalid(client: Client, changes: dict[str, str]) -> None:
     error = await status(client.plain.Hello(hello_request(**changes)))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
 
@@ -93,7 +93,7 @@ async def test_one_namespace_has_one_shape(client: Client) -> None:
     assert error.code() is FAILED and "namespace" in error.details() and "same release" in error.details()
 
 
-async def test_nobody_but_a_host_is_answered(client: Client) -> None:
+async def test_calls_without_a_session_are_refused(client: Client) -> None:
     await client.register(SHAPE, 1)
     for call in (
         client.plain.Lookup(pb.LookupRequest(timeout_ms=100)),
@@ -111,7 +111,7 @@ async def test_nobody_but_a_host_is_answered(client: Client) -> None:
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
 
 
-async def test_a_second_host_is_told_who_is_there(client: Client) -> None:
+async def test_the_refusal_of_a_second_host_names_the_connected_host(client: Client) -> None:
     await client.register(SHAPE, 2)
     error = await status(client.plain.Hello(hello_request(host="another machine")))
     assert error.code() is EXHAUSTED
@@ -136,7 +136,7 @@ async def test_the_next_host_is_taken_once_the_first_is_gone(storage: Server) ->
         await newcomer.close()
 
 
-async def test_a_caller_that_takes_anothers_name_gets_nothing_of_it(storage: Server) -> None:
+async def test_a_caller_with_another_hosts_name_has_no_access_to_it(storage: Server) -> None:
     for index, key in enumerate(KEYS):
         storage.put(key, make_record(SHAPE, key, index))
     async with running(storage) as (daemon, victim):
@@ -178,7 +178,7 @@ async def test_a_caller_cannot_cancel_a_job_of_another_one_with_its_name(mortal_
         await thief.close()
 
 
-async def test_a_process_that_comes_back_with_its_session_has_its_memory_still(client: Client) -> None:
+async def test_a_process_that_reconnects_with_its_session_keeps_its_memory(client: Client) -> None:
     await client.register(SHAPE, 4)
     again = await client.hello(session=client.session)
     assert again.session == client.session
@@ -283,7 +283,7 @@ async def test_jobs_of_hosts_are_kept_apart(mortal_storage: Server) -> None:
         assert (await jobs[0]).outcome == pb.OUTCOME_CANCELLED
 
 
-async def test_a_recording_holds_nothing_of_other_hosts(storage: Server) -> None:
+async def test_a_recording_has_no_spans_of_other_hosts(storage: Server) -> None:
     for index, key in enumerate(KEYS):
         storage.put(key, make_record(SHAPE, key, index))
     async with running(storage, hosts_max=2) as (daemon, mine), another(daemon) as theirs:

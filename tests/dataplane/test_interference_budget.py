@@ -62,7 +62,7 @@ async def test_layers_keep_to_it_too_and_come_some_at_a_time(stored: Server, tie
         assert moved(daemon) == {"fetch": 9 * SHAPE.raw_bytes}
 
 
-async def test_a_chunk_larger_than_a_turn_comes_all_the_same(stored: Server) -> None:
+async def test_a_chunk_larger_than_a_turn_is_delivered(stored: Server) -> None:
     large = layout(vector_length=8192)  # 2 MiB a chunk
     key = keys_of(large, 1)[0]
     stored.put(key, make_record(large, key, 0))
@@ -74,7 +74,7 @@ async def test_a_chunk_larger_than_a_turn_comes_all_the_same(stored: Server) -> 
         assert client.chunk(0) == kv(large, 0)
 
 
-async def test_what_has_come_by_the_deadline_of_a_call_is_told(stored: Server) -> None:
+async def test_pieces_delivered_before_the_deadline_are_reported(stored: Server) -> None:
     async with running(stored) as (_, client):
         await client.register(SHAPE, 6)
         await report(client)
@@ -146,7 +146,7 @@ async def test_scrubbing_waits_for_its_turn(tmp_path: Path) -> None:
             assert tiers.pool._core.disks[0].scrubbed_bytes <= daemon.budget.shared.granted_bytes[Mover.SCRUB]
 
 
-async def test_an_engine_that_died_holds_nothing_back_for_longer_than_its_report_lasts(stored: Server) -> None:
+async def test_a_dead_engine_limits_movers_until_its_report_expires(stored: Server) -> None:
     async with running(stored) as (daemon, client):
         await client.register(SHAPE, 6)
         await report(client, lasts_ms=1)
@@ -167,7 +167,7 @@ async def test_of_two_engines_the_stricter_one_holds_until_it_stops(stored: Serv
         assert not daemon.budget.bounded
 
 
-async def test_an_engine_hears_what_moved_on_its_host(stored: Server) -> None:
+async def test_reports_of_steps_are_answered_with_the_moved_bytes(stored: Server) -> None:
     async with running(stored) as (daemon, client):
         await client.register(SHAPE, 6)
         assert (await report(client, rate=0)).moved_bytes == 0

@@ -45,7 +45,7 @@ def stored(storage: Server) -> list[bytes]:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
-async def test_a_stream_ends_with_what_a_fetch_answers(storage: Server, way: dict[str, Any]) -> None:
+async def test_a_stream_ends_with_the_answer_of_the_fetch(storage: Server, way: dict[str, Any]) -> None:
     async with running(storage, **way) as (_, client):
         keys = stored(storage)
         await client.register(SHAPE, CHUNKS)
@@ -67,7 +67,7 @@ def exported() -> Iterator[tuple[Any, pb.ExportedMemory]]:
     export.close()
 
 
-async def test_layers_in_exported_memory_are_told_as_they_are_there(storage: Server, exported: Any) -> None:
+async def test_layers_in_exported_memory_are_reported_while_the_fetch_runs(storage: Server, exported: Any) -> None:
     mapping, memory = exported
     async with running(storage, backend="doca") as (_, client):
         keys = stored(storage)
@@ -117,7 +117,7 @@ async def gated(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Scripted
         gate.open(1000)
 
 
-async def test_a_layer_is_told_while_those_behind_it_are_away(gated: Any) -> None:
+async def test_a_layer_is_reported_while_later_layers_are_missing(gated: Any) -> None:
     _, gate, client, keys = gated
     call = client.stub.FetchLayers(request(client, keys))
     for layer in range(1, SHAPE.layers):
@@ -134,7 +134,7 @@ async def test_a_layer_is_told_while_those_behind_it_are_away(gated: Any) -> Non
     assert said.answer.outcome == pb.OUTCOME_COMPLETE
 
 
-async def test_a_caller_that_goes_away_leaves_the_memory_and_the_turn(gated: Any) -> None:
+async def test_a_disconnecting_caller_releases_its_memory_and_its_turn(gated: Any) -> None:
     source, gate, client, keys = gated
     call = client.stub.FetchLayers(request(client, keys, timeout_ms=NEVER_MS))
     gate.open(CHUNKS)
@@ -168,7 +168,7 @@ async def test_a_cancelled_stream_answers(gated: Any) -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 3])
-async def test_a_damaged_layer_is_never_told(redis: Server, layer: int) -> None:
+async def test_a_damaged_layer_is_not_reported(redis: Server, layer: int) -> None:
     async with running(redis, delete_corrupt=False) as (_, client):
         keys = stored(redis)
         await client.register(SHAPE, CHUNKS)
@@ -200,7 +200,7 @@ async def test_a_registration_that_is_not_known_is_an_outcome(client: Client, st
     ],
     ids=str,
 )
-async def test_a_stream_of_what_has_no_layers_is_refused(
+async def test_a_stream_needs_the_order_of_layers(
     client: Client, storage: Server, changes: dict[str, Any], says: str
 ) -> None:
     keys = stored(storage)

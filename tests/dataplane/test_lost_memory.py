@@ -82,7 +82,7 @@ async def refusal(call: "asyncio.Future[pb.FetchResponse] | asyncio.Future[pb.St
 
 
 @ways
-async def test_a_segment_that_shrinks_during_a_fetch_is_lost_and_nothing_else(
+async def test_a_segment_truncated_during_a_fetch_is_removed_and_no_other(
     mortal_storage: Server, tmp_path: Path, way: dict[str, object]
 ) -> None:
     fill(mortal_storage)
@@ -100,7 +100,7 @@ async def test_a_segment_that_shrinks_during_a_fetch_is_lost_and_nothing_else(
 
 
 @ways
-async def test_a_segment_that_shrinks_during_a_store_stores_nothing_of_it(
+async def test_no_record_is_stored_from_a_segment_truncated_during_the_store(
     mortal_storage: Server, tmp_path: Path, way: dict[str, object]
 ) -> None:
     fill(mortal_storage)

@@ -55,7 +55,7 @@ async def refusal(client: Client, **memory: Any) -> str:
     return caught.value.details() or ""
 
 
-async def test_a_cpu_takes_what_it_can_write_itself(storage: Server, exported: Exported) -> None:
+async def test_the_software_backend_registers_memory_that_it_can_write(storage: Server, exported: Exported) -> None:
     gpu = pb.CudaIpcMemory(handle=bytes(64), size=SIZE, device="0000:3b:00.0")
     async with running(storage, backend="software") as (_, client):
         assert "memory is exported_memory; " in await refusal(client, exported_memory=exported.message())
@@ -113,7 +113,7 @@ async def test_memory_out_of_reach_is_a_miss_and_is_forgotten(storage: Server, e
 
 
 @pytest.mark.parametrize("call", ["fetch", "store"])
-async def test_exported_memory_whose_file_shrank_is_a_miss(storage: Server, call: str) -> None:
+async def test_truncated_exported_memory_is_a_miss(storage: Server, call: str) -> None:
     with tempfile.TemporaryFile() as file:
         file.truncate(SIZE)
         mapping = mmap.mmap(file.fileno(), SIZE)

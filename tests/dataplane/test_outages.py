@@ -99,7 +99,7 @@ async def test_storage_killed_in_the_middle_of_a_fetch(mortal_storage: Server) -
         assert daemon.metrics.totals["batches"] == 2
 
 
-async def test_a_restart_between_two_fetches_goes_unnoticed(mortal_storage: Server) -> None:
+async def test_a_restart_of_storage_between_two_fetches_costs_no_hit(mortal_storage: Server) -> None:
     put_all(mortal_storage)
     async with running(mortal_storage) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -266,7 +266,7 @@ LIES: dict[str, tuple[Answer, list[int]]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-async def test_a_server_that_lies_is_a_miss(liar: Liar, lie: str) -> None:
+async def test_wrong_answers_of_a_server_are_misses(liar: Liar, lie: str) -> None:
     answer_for, outcomes = LIES[lie]
     silence = 0.5 if lie == "a bulk beyond every limit" else WAIT_MAX_S  # the rest of it never comes
     async with running(f"127.0.0.1:{liar.port}", command_timeout_s=silence) as (_, client):

@@ -140,7 +140,7 @@ def rot(daemon: Daemon, folder: Path, index: int, layer: int) -> None:
         file.write(b"\xff" * 8)
 
 
-async def test_pages_come_as_they_were_stored_and_layers_are_told_of(tmp_path: Path) -> None:
+async def test_pages_are_loaded_exactly_and_layers_are_reported(tmp_path: Path) -> None:
     async with stored(tmp_path) as (daemon, client, paged):
         for count in (1, 4, CHUNKS):
             answer = await paged.fetch(KEYS[:count])
@@ -177,7 +177,7 @@ async def test_chunks_of_pages_are_compressed_where_no_device_could_bring_them(s
         assert (await client.fetch(KEYS)).chunks == CHUNKS and client.chunk(1) == b"\x07" * SHAPE.raw_bytes
 
 
-async def test_a_data_plane_says_that_its_devices_bring_pages(tmp_path: Path) -> None:
+async def test_hello_reports_page_devices(tmp_path: Path) -> None:
     async with running("", tiers=tiers_of(tmp_path)) as (_, client):
         assert (await client.hello()).page_devices
 
@@ -224,7 +224,7 @@ async def test_a_rotten_page_costs_its_chunk_and_those_behind(tmp_path: Path) ->
         assert (await client.fetch(KEYS)).outcome in (pb.OUTCOME_COMPLETE, pb.OUTCOME_ABSENT)
 
 
-async def test_what_is_not_stored_as_pages_is_absent_and_nothing_lands(tmp_path: Path) -> None:
+async def test_records_without_pages_are_absent_and_nothing_is_written(tmp_path: Path) -> None:
     async with stored(tmp_path) as (_, client, paged):
         assert (await paged.fetch(keys_of(SHAPE, CHUNKS, seed=3))).outcome == pb.OUTCOME_ABSENT
         other = layout("passthrough", "uint8", layers=LAYERS, kinds=1, vector_length=PAGE, tokens=CHUNK_BLOCKS)
@@ -275,7 +275,7 @@ async def test_pages_of_another_shape_land_nowhere_once_they_were_read_in_their_
 
 
 @pytest.mark.parametrize("way", ["cancel", "deadline", "gone"])
-async def test_nothing_lands_in_pages_that_were_given_away_in_the_middle(
+async def test_nothing_is_written_to_pages_after_a_cancelled_load(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer comes once the device is done with what it has begun, and not before; then nothing lands."""
@@ -327,7 +327,7 @@ async def test_a_device_that_fails_is_a_miss(tmp_path: Path) -> None:
         await written(daemon)
 
 
-async def test_a_client_that_makes_its_paged_memory_shorter_harms_nobody_else(tmp_path: Path) -> None:
+async def test_a_client_that_truncates_its_paged_memory_affects_no_other_client(tmp_path: Path) -> None:
     async with stored(tmp_path) as (daemon, client, paged):
         os.truncate(paged.segment.path, 4096)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -432,7 +432,7 @@ async def expected_pages(client: Client, daemon: Daemon) -> None:
 OTHERS = keys_of(SHAPE, 1, seed=7)
 
 
-async def test_what_a_page_load_will_read_is_not_prefetched_into_memory(tmp_path: Path) -> None:
+async def test_records_of_pages_are_not_prefetched_into_memory(tmp_path: Path) -> None:
     """Symptom (F21): each byte of a waiting request's pages was read twice, first into memory, where nobody used it."""
     async with running("", tiers=tiers_of(tmp_path)) as (daemon, client):
         await client.register(SHAPE, CHUNKS)

@@ -97,7 +97,7 @@ def assert_right(client: Client, answer: Fetched) -> None:
 
 
 @pytest.mark.parametrize("devices", [True, False])
-async def test_what_a_waiting_request_will_fetch_is_in_memory_before_it_does(
+async def test_records_of_a_waiting_request_are_prefetched_into_memory(
     mortal_storage: Server, tmp_path: Path, devices: bool
 ) -> None:
     put_chain(mortal_storage, CHAINS[0])
@@ -116,7 +116,7 @@ async def test_what_a_waiting_request_will_fetch_is_in_memory_before_it_does(
         assert daemon.metrics.totals["prefetch_wasted_bytes"] == 0
 
 
-async def test_what_lies_on_a_device_is_brought_into_memory(tmp_path: Path) -> None:
+async def test_records_on_a_device_are_prefetched_into_memory(tmp_path: Path) -> None:
     async with running("", tiers=tiers_of(tmp_path)) as (daemon, client):
         await client.register(SHAPE, 6)
         for index in range(6):
@@ -132,7 +132,7 @@ async def test_what_lies_on_a_device_is_brought_into_memory(tmp_path: Path) -> N
         assert daemon.metrics.tier_records["device"] == before and set(prefetched_bytes(daemon)) == {"device"}
 
 
-async def test_only_what_runs_next_and_arrives_in_time_is_prefetched(storage: Server) -> None:
+async def test_only_the_next_requests_are_prefetched_and_only_in_time(storage: Server) -> None:
     for chain in CHAINS:
         put_chain(storage, chain)
     async with running(storage, tiers=tiers_of() | {"ahead_requests": 2}) as (daemon, client):
@@ -147,7 +147,7 @@ async def test_only_what_runs_next_and_arrives_in_time_is_prefetched(storage: Se
         await until(lambda: all(resident(daemon, CHAINS[0] + CHAINS[1])))
 
 
-async def test_what_storage_has_to_fetch_itself_is_prefetched_too_and_begins_earlier(storage: Server) -> None:
+async def test_cold_records_are_prefetched_earlier(storage: Server) -> None:
     """Of the second chain storage says that it would have to fetch it, slowly."""
     for chain in CHAINS[:2]:
         put_chain(storage, chain)
@@ -210,7 +210,7 @@ async def test_prefetch_gives_way_to_a_fetch_and_is_not_had_twice(mortal_storage
         assert received <= both, "something came twice"
 
 
-async def test_what_runs_last_goes_first_where_memory_is_short(storage: Server) -> None:
+async def test_records_of_the_last_requests_are_evicted_first(storage: Server) -> None:
     """Records of two waiting requests, then more of others than there is room for."""
     size = len(make_record(SHAPE, CHAINS[0][0], 0))
     async with running(storage, tiers=tiers_of(memory=f"{20 * size}") | {"ahead_requests": 0}) as (daemon, client):
@@ -234,7 +234,7 @@ async def test_what_runs_last_goes_first_where_memory_is_short(storage: Server) 
         assert resident(daemon, CHAINS[1]) == [True] * 6 and resident(daemon, CHAINS[0][-4:]) == [False] * 4
 
 
-async def test_memory_alone_keeps_what_is_waited_for() -> None:
+async def test_a_pool_without_devices_keeps_records_of_waiting_requests() -> None:
     size = len(make_record(SHAPE, CHAINS[0][0], 0))
     async with running("", tiers=tiers_of(memory=f"{16 * size}")) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -257,7 +257,7 @@ async def test_memory_alone_keeps_what_is_waited_for() -> None:
 # ---- When things go wrong
 
 
-async def test_an_published_request_that_never_comes_leaves_nothing_held(
+async def test_a_waiting_request_that_never_fetches_leaves_no_record_held(
     storage: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefetcher, "_LINGER_S", 0.2)
@@ -277,7 +277,7 @@ async def test_an_published_request_that_never_comes_leaves_nothing_held(
         assert not any(resident(daemon, CHAINS[0]))
 
 
-async def test_messages_out_of_order_are_passed_over_and_missing_ones_asked_for(storage: Server) -> None:
+async def test_late_messages_are_ignored_and_missing_ones_requested(storage: Server) -> None:
     async with running(storage, tiers=tiers_of(), hosts_max=2) as (daemon, client):
         await client.register(SHAPE, 6)
         own, queue = prefetching_in(daemon), Queue(client)
@@ -332,7 +332,7 @@ async def test_absurd_numbers_are_refused_before_anything_is_kept(storage: Serve
         assert not prefetching_in(daemon)._requests
 
 
-async def test_a_host_has_its_share_of_what_is_expected_and_no_more(storage: Server) -> None:
+async def test_a_host_has_its_share_of_waiting_requests(storage: Server) -> None:
     async with running(storage, tiers=tiers_of(), hosts_max=4) as (daemon, client):
         await client.register(SHAPE, 1)
         queue, own = Queue(client), prefetching_in(daemon)
@@ -347,13 +347,13 @@ async def test_a_host_has_its_share_of_what_is_expected_and_no_more(storage: Ser
         assert len(own._order) == 2
 
 
-async def test_a_data_plane_without_tiers_says_that_it_makes_no_use_of_it(storage: Server) -> None:
+async def test_a_data_plane_without_tiers_answers_that_it_does_not_prefetch(storage: Server) -> None:
     async with running(storage) as (_, client):
         await client.register(SHAPE, 1)
         assert (await Queue(client).say({1: CHAINS[0]})).unused
 
 
-async def test_storage_that_goes_away_in_the_middle_costs_only_what_had_not_come(mortal_storage: Server) -> None:
+async def test_a_storage_failure_during_a_fetch_costs_only_missing_pieces(mortal_storage: Server) -> None:
     put_chain(mortal_storage, CHAINS[0])
     async with running(mortal_storage, tiers=tiers_of()) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -439,9 +439,7 @@ async def test_prefetched_records_under_pressure_leave_room_for_fetches(storage:
             assert_right(client, await client.fetch(chain))
 
 
-async def test_a_daemon_that_is_killed_while_it_prefetches_recovers_and_asks_anew(
-    storage: Server, tmp_path: Path
-) -> None:
+async def test_a_daemon_killed_during_prefetching_recovers(storage: Server, tmp_path: Path) -> None:
     chance = random.Random(7)
     for chain in CHAINS:
         put_chain(storage, chain)
@@ -468,7 +466,7 @@ async def test_a_daemon_that_is_killed_while_it_prefetches_recovers_and_asks_ane
 # ---- Beside an engine that decodes
 
 
-async def test_prefetches_wait_for_their_turn_and_are_dropped_once_their_request_begins(storage: Server) -> None:
+async def test_prefetches_wait_for_turns_and_are_dropped_when_their_request_begins(storage: Server) -> None:
     """Symptom: prefetches went at the speed of the link beside an engine that decoded."""
     chain = CHAINS[0]
     put_chain(storage, chain)
@@ -489,7 +487,7 @@ async def test_prefetches_wait_for_their_turn_and_are_dropped_once_their_request
         )
 
 
-async def test_a_fetch_is_not_kept_from_what_is_being_prefetched_for_it(storage: Server) -> None:
+async def test_a_fetch_gets_records_whose_prefetch_is_in_progress(storage: Server) -> None:
     chain = CHAINS[0]
     put_chain(storage, chain)
     async with running(storage, tiers=tiers_of()) as (daemon, client):

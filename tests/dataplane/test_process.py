@@ -124,7 +124,9 @@ async def test_sigterm_lets_a_short_job_finish(mortal_storage: Server, tmp_path:
         assert await asyncio.to_thread(daemon.process.wait, WAIT_MAX_S) == 0
 
 
-async def test_a_killed_daemon_ends_calls_and_its_successor_asks_to_register(storage: Server, tmp_path: Path) -> None:
+async def test_after_a_kill_calls_end_and_the_new_daemon_requires_registration(
+    storage: Server, tmp_path: Path
+) -> None:
     storage.put(KEYS[0], make_record(SHAPE, KEYS[0], 0))
     port = free_port()
     daemon = DaemonProcess(storage, tmp_path, listen=f"127.0.0.1:{port}")
@@ -145,7 +147,7 @@ async def test_a_killed_daemon_ends_calls_and_its_successor_asks_to_register(sto
         assert successor.stop() == 0
 
 
-def test_a_second_daemon_on_the_same_port_says_so(storage: Server, tmp_path: Path) -> None:
+def test_a_second_daemon_on_the_same_port_refuses_to_start(storage: Server, tmp_path: Path) -> None:
     first = DaemonProcess(storage, tmp_path)
     try:
         command = [sys.executable, "-m", "shadowserve_tools", "dpu", "--listen", first.address]

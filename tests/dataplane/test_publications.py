@@ -46,7 +46,7 @@ async def until_true(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_another_data_plane_hears_of_what_is_published_and_then_of_what_is_there(tmp_path: Path) -> None:
+async def test_another_data_plane_sees_published_keys_and_then_stored_ones(tmp_path: Path) -> None:
     server = Server("storage_kv", tmp_path).start()
     try:
         async with running(server) as (_, prefill), running(server) as (_, decode):
@@ -79,7 +79,7 @@ async def test_a_data_plane_that_ends_takes_its_publications_along(tmp_path: Pat
         server.kill()
 
 
-async def test_a_store_that_died_with_its_publications_is_asked_anew(tmp_path: Path) -> None:
+async def test_publications_are_read_again_after_a_restart_of_storage(tmp_path: Path) -> None:
     server = Server("storage_kv", tmp_path).start()
     try:
         async with running(server) as (_, client):

@@ -80,7 +80,7 @@ async def test_a_host_that_publishes_its_share_leaves_the_other_its_own(tmp_path
         server.kill()
 
 
-async def test_a_host_withdraws_nothing_that_another_has_published(tmp_path: Path) -> None:
+async def test_a_host_does_not_withdraw_keys_published_by_another_host(tmp_path: Path) -> None:
     server = Server("storage_kv", tmp_path).start()
     try:
         async with running(server, hosts_max=2) as (daemon, ours), another(daemon) as theirs:
@@ -97,7 +97,7 @@ async def test_a_host_withdraws_nothing_that_another_has_published(tmp_path: Pat
         server.kill()
 
 
-async def test_tiers_alone_tell_of_what_is_pending_until_it_is_stored_or_withdrawn() -> None:
+async def test_local_tiers_report_pending_keys_until_stored_or_withdrawn() -> None:
     async with running("", tiers=TIERS) as (_, client):
         await client.register(SHAPE, 4)
         assert await pending(client) == [False] * 4
@@ -119,7 +119,7 @@ async def test_tiers_alone_tell_of_what_is_pending_until_it_is_stored_or_withdra
         assert (await publish(client, KEYS, 60_001)).outcome == pb.OUTCOME_STORAGE_REFUSED
 
 
-async def test_what_a_host_had_pending_goes_with_it() -> None:
+async def test_publications_of_a_removed_host_are_withdrawn() -> None:
     async with (
         running("", tiers=TIERS, hosts_max=2, registration_idle_s=0.5) as (daemon, ours),
         another(daemon) as theirs,
@@ -163,7 +163,7 @@ async def test_plain_records_are_pending_at_their_own_data_plane_alone(tmp_path:
         server.kill()
 
 
-async def test_a_store_that_takes_no_publications_is_told_of(tmp_path: Path) -> None:
+async def test_a_lookup_reports_storage_without_publications(tmp_path: Path) -> None:
     server = Server("redis", tmp_path).start()
     try:
         async with running(server) as (_, client):
@@ -173,7 +173,7 @@ async def test_a_store_that_takes_no_publications_is_told_of(tmp_path: Path) -> 
         server.kill()
 
 
-def test_what_is_over_takes_no_part_of_a_share() -> None:
+def test_expired_publications_take_no_share() -> None:
     now = 0.0
     table = Publications(4, lambda: now)
     table.publish("a", numbered(table.share), 1000)
@@ -205,7 +205,7 @@ def lookup_of(client: DataPlaneClient) -> PrefixLookup:
 
 
 @pytest.mark.parametrize("stores", [True, False])
-def test_a_decode_engine_waits_for_what_a_prefill_engine_of_the_same_tiers_publishes(
+def test_a_decode_engine_waits_for_keys_published_by_a_prefill_engine_of_the_same_tiers(
     tmp_path: Path, stores: bool
 ) -> None:
     daemon = DaemonProcess("", tmp_path, tiers=json.dumps(TIERS))

@@ -93,7 +93,7 @@ async def test_eight_workers_of_six_groups_fit_the_defaults(storage: Server, hos
         assert await asyncio.to_thread(register, daemon.address) == 16
 
 
-async def test_a_host_beyond_its_share_is_told_the_share_how_it_is_made_and_the_key_to_raise(storage: Server) -> None:
+async def test_a_refusal_beyond_a_share_names_the_share_and_the_key_to_raise(storage: Server) -> None:
     def refused(address: str) -> str:
         with worker(address) as (fetched, stored):
             fetched.acquire(WAIT_MAX_S)

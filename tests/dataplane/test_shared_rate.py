@@ -71,7 +71,7 @@ def test_all_movers_together_keep_to_the_rate_whatever_the_size_of_their_turns(s
     assert sum(granted.values()) >= 0.95 * 20.0 * RATE - size, "and the rate is used"
 
 
-def test_a_turn_is_to_spread_its_bytes_and_the_next_one_begins_when_they_have_had_their_time() -> None:
+def test_the_next_turn_begins_when_the_bytes_of_the_last_one_had_their_time() -> None:
     movers = Movers()
     movers.decodes()
     first, second = movers.shared.request(Mover.FETCH, RATE), movers.shared.request(Mover.FETCH, MIB)
@@ -86,7 +86,7 @@ def test_a_turn_is_to_spread_its_bytes_and_the_next_one_begins_when_they_have_ha
     assert second.granted_s == movers.clock.now
 
 
-def test_what_a_turn_did_not_move_costs_nobody_time() -> None:
+def test_unused_bytes_of_a_turn_cost_no_time() -> None:
     movers = Movers()
     movers.decodes()
     failed = ask_now(movers, Mover.FETCH, 10 * RATE)
@@ -95,7 +95,7 @@ def test_what_a_turn_did_not_move_costs_nobody_time() -> None:
     assert movers.shared.granted_bytes[Mover.FETCH] == 0
 
 
-def test_movers_go_by_precedence_and_an_eighth_goes_to_those_behind() -> None:
+def test_movers_go_by_precedence_with_an_eighth_for_lower_ones() -> None:
     movers = Movers()
     movers.decodes()
     granted = movers.go_on(100.0, (Mover.FETCH, MIB), (Mover.PREFETCH, MIB), (Mover.DEVICE_WRITE, MIB))
@@ -144,7 +144,7 @@ def test_the_engines_of_one_host_cannot_make_reports_without_end() -> None:
     assert movers.shared.engines == ENGINES_MAX + 1 and movers.shared.rate == RATE // 2
 
 
-def test_a_pause_begins_no_turn_and_is_short_and_rare() -> None:
+def test_a_pause_grants_no_turn_and_is_limited() -> None:
     movers = Movers()
     movers.decodes()
     movers.shared.pause("host", b"a", 3600.0)
@@ -162,7 +162,7 @@ def test_a_pause_begins_no_turn_and_is_short_and_rare() -> None:
     assert ask_now(movers, Mover.FETCH).granted_s is not None, "the next pause is ten times its length away"
 
 
-def test_what_a_fetch_waits_for_goes_with_fetches() -> None:
+def test_bytes_that_a_fetch_waits_for_have_the_precedence_of_fetches() -> None:
     movers = Movers()
     movers.decodes()
     ask_now(movers, Mover.FETCH)
@@ -173,7 +173,7 @@ def test_what_a_fetch_waits_for_goes_with_fetches() -> None:
     assert prefetch.granted_s is not None and store.granted_s is None
 
 
-def test_what_stays_inside_a_dpu_is_not_held_back_and_moves_nothing_of_the_host() -> None:
+def test_internal_movers_of_a_dpu_are_not_limited() -> None:
     movers = Movers(shares_memory=False)
     movers.decodes()
     ask_now(movers, Mover.FETCH, RATE)

@@ -171,7 +171,7 @@ async def test_a_sound_record_of_another_namespace_is_not_replaced(redis: Server
 @pytest.mark.parametrize(
     "bad", [b"not a record", b"SSKV but cut", make_record(layout(), bytes(32), 3)], ids=["text", "cut", "other key"]
 )
-async def test_what_is_no_good_is_replaced(redis: Server, bad: bytes) -> None:
+async def test_faulty_records_are_replaced_by_a_store(redis: Server, bad: bytes) -> None:
     shape = layout()
     [key] = keys_of(shape, 1)
     redis.put(key, bad)

@@ -121,7 +121,7 @@ async def test_memory_alone_serves_until_the_end(tmp_path: Path) -> None:
             assert_right(client, await client.fetch(KEYS))
 
 
-async def test_what_storage_had_is_kept_and_served_without_it(mortal_storage: Server) -> None:
+async def test_records_from_storage_are_kept_and_served_during_an_outage(mortal_storage: Server) -> None:
     put_all(mortal_storage)
     async with running(mortal_storage, tiers=tiers_of()) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -159,7 +159,7 @@ async def test_one_batch_takes_each_chunk_from_the_nearest_that_has_it(
         assert metrics.totals["batches"] == batches + 2 and metrics.tier_records["device"] == before["device"] + 2
 
 
-async def test_what_is_stored_goes_to_the_tier_and_to_storage(mortal_storage: Server) -> None:
+async def test_records_are_stored_in_the_tier_and_in_storage(mortal_storage: Server) -> None:
     async with running(mortal_storage, tiers=tiers_of()) as (_, client):
         await client.register(SHAPE, 6)
         assert await store(client) == [True] * 6
@@ -175,7 +175,7 @@ async def test_what_is_stored_goes_to_the_tier_and_to_storage(mortal_storage: Se
         assert (await client.fetch(others[:2])).chunks == 2
 
 
-async def test_what_is_stored_for_a_while_goes_to_the_tier_alone_if_it_has_room(storage: Server) -> None:
+async def test_records_with_an_end_stay_in_the_tier_if_it_has_room(storage: Server) -> None:
     for memory, near in (("32MiB", True), ("1MiB", False)):
         shape = SHAPE if near else layout(vector_length=8192)  # 2 MiB
         keys = keys_of(shape, 1)
@@ -202,7 +202,7 @@ async def test_a_tier_smaller_than_a_prompt_serves_it_right(storage: Server, tmp
         assert daemon.metrics.tier_records["device"] > 0
 
 
-async def test_a_full_tier_gives_what_was_used_last_and_never_other_bytes(tmp_path: Path) -> None:
+async def test_a_full_tier_keeps_the_last_used_records_and_never_returns_wrong_bytes(tmp_path: Path) -> None:
     async with running("", tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (_, client):
         await client.register(SHAPE, 6)
         chains = [keys_of(SHAPE, 6, seed=seed) for seed in range(20, 26)]
@@ -329,7 +329,7 @@ async def test_a_device_that_stands_still_costs_its_patience_or_the_deadline(
             assert_right(client, await client.fetch(KEYS))
 
 
-async def test_what_devices_cannot_take_is_dropped_and_counted(storage: Server, tmp_path: Path) -> None:
+async def test_records_that_devices_cannot_take_are_dropped_and_counted(storage: Server, tmp_path: Path) -> None:
     put_all(storage)
     bound = {"write_bytes_under_way_max": "1MiB"}
     async with running(storage, tiers=tiers_of(tmp_path) | bound) as (daemon, client):
@@ -347,7 +347,7 @@ async def test_what_devices_cannot_take_is_dropped_and_counted(storage: Server, 
         assert records["memory"] > 0, "what was kept is served"
 
 
-async def test_nothing_is_evicted_under_a_batch_that_reads_it(mortal_storage: Server, tmp_path: Path) -> None:
+async def test_records_in_use_by_a_batch_are_not_evicted(mortal_storage: Server, tmp_path: Path) -> None:
     """A batch holds chunks of memory while storage stands still; meanwhile everything else in the tier goes."""
     put_all(mortal_storage)
     async with running(mortal_storage, tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (daemon, client):
@@ -378,7 +378,7 @@ async def test_nothing_is_evicted_under_a_batch_that_reads_it(mortal_storage: Se
         assert_right(client, await fetching)
 
 
-async def test_less_memory_while_it_serves_costs_hits_and_nothing_else(storage: Server) -> None:
+async def test_a_smaller_memory_budget_costs_hits_only(storage: Server) -> None:
     put_all(storage)
     async with running(storage, tiers=tiers_of()) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -400,7 +400,7 @@ async def test_a_device_with_anothers_data_is_refused_and_left_as_it_is(tmp_path
     assert (tmp_path / "tier").read_bytes() == foreign
 
 
-async def test_a_tier_that_another_machine_has_filled_gives_what_was_stored_or_nothing(tmp_path: Path) -> None:
+async def test_a_tier_filled_on_another_machine_returns_stored_bytes_or_misses(tmp_path: Path) -> None:
     """Both know the same model, and other tokens."""
     there, here = tmp_path / "there", tmp_path / "here"
     for folder, seed in ((there, 0), (here, 7)):

@@ -177,7 +177,7 @@ def test_hosts_that_show_a_certificate_may_be_remote() -> None:
     assert DataPlaneConfig.load(flags=flags, environment={}).allow_remote is False
 
 
-async def test_a_host_without_tls_is_turned_away(storage: Server, certificates: Path) -> None:
+async def test_a_host_without_tls_is_refused(storage: Server, certificates: Path) -> None:
     async with serving(storage, certificates) as daemon:
         client = Client(daemon.address)
         with pytest.raises(grpc.aio.AioRpcError):

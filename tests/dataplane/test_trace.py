@@ -64,7 +64,7 @@ async def test_every_slice_of_a_fetch_is_in_each_stage_once(
     assert {span.batch for span in spans if span.core >= 0} == {1}
 
 
-async def test_a_recording_ends_with_its_fetches_and_the_next_begins_anew(client: Client, storage: Server) -> None:
+async def test_a_recording_ends_with_its_fetches_and_another_one_can_start(client: Client, storage: Server) -> None:
     keys = await stored(client, storage, 1)
     twice = await recorded(client, keys, fetches=2)
     once = await recorded(client, keys)
@@ -127,7 +127,7 @@ async def test_a_decision_that_is_none_is_refused(client: Client, changes: dict[
     assert words in (refused.value.details() or "")
 
 
-async def test_a_recording_of_nothing_ends_in_time(client: Client) -> None:
+async def test_a_recording_without_fetches_ends_at_its_time_limit(client: Client) -> None:
     call = client.stub.Trace(pb.TraceRequest(timeout_ms=50, fetches=1))
     answers = [answer async for answer in call]
     assert answers == [pb.TraceResponse(), pb.TraceResponse()]
@@ -173,7 +173,7 @@ def commands(storage: Server) -> int:
         return int(statistics["total_commands_processed"])
 
 
-async def test_no_batch_asks_storage_for_what_the_lookup_answered(storage: Server) -> None:
+async def test_a_fetch_after_a_lookup_reads_no_headers(storage: Server) -> None:
     async with running(storage, decompression_buffer_bytes="1MiB", connections=2) as (daemon, client):
         keys = await stored(client, storage, 9, vector_length=2048)
         assert list((await client.lookup(keys)).hits) == [9]

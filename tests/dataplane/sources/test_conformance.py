@@ -391,7 +391,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
             await source.close()
 
 
-async def test_it_finds_what_is_there_and_says_how_long_it_is(bench: Bench) -> None:
+async def test_stored_records_are_found_with_their_lengths(bench: Bench) -> None:
     keys = keys_of(SHAPE, 6, seed=1)
     records = bench.put(keys[::2])
     bench.behind.put(keys[1], b"no record")
@@ -404,7 +404,7 @@ async def test_it_finds_what_is_there_and_says_how_long_it_is(bench: Bench) -> N
     assert list(await bench.source.find([])) == []
 
 
-async def test_it_finds_heads_of_any_length_and_of_many_keys(bench: Bench) -> None:
+async def test_headers_of_any_length_and_of_many_keys_are_found(bench: Bench) -> None:
     long = layout(layers=120)
     keys = keys_of(SHAPE, 3000, seed=2)
     record = make_record(long, keys[1700], 0)
@@ -417,7 +417,7 @@ async def test_it_finds_heads_of_any_length_and_of_many_keys(bench: Bench) -> No
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-async def test_what_is_ordered_is_delivered_exactly(bench: Bench, layerwise: bool) -> None:
+async def test_planned_pieces_are_delivered_exactly(bench: Bench, layerwise: bool) -> None:
     keys = keys_of(SHAPE, 5, seed=3)
     records = bench.put(keys)
     for _ in range(2):
@@ -428,7 +428,7 @@ async def test_what_is_ordered_is_delivered_exactly(bench: Bench, layerwise: boo
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-async def test_what_one_group_lacks_costs_another_nothing(bench: Bench, layerwise: bool) -> None:
+async def test_a_missing_chunk_affects_no_other_group(bench: Bench, layerwise: bool) -> None:
     chains = [keys_of(SHAPE, 4, seed=20), keys_of(SHAPE, 3, seed=21)]
     records = [bench.put(keys) for keys in chains]
     found = [each for keys in chains for each in await bench.source.find(keys)]
@@ -451,7 +451,7 @@ async def test_what_one_group_lacks_costs_another_nothing(bench: Bench, layerwis
 
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("absent", [0, 2])
-async def test_what_is_gone_since_it_was_found_costs_nothing_before_it(
+async def test_a_record_deleted_after_the_lookup_costs_no_earlier_chunk(
     bench: Bench, absent: int, layerwise: bool
 ) -> None:
     keys = keys_of(SHAPE, 5, seed=4)
@@ -466,7 +466,7 @@ async def test_what_is_gone_since_it_was_found_costs_nothing_before_it(
     assert end_of(done, 4 * layerwise)[1] is Result.OK, "what failed one order harms the next"
 
 
-async def test_what_is_damaged_is_not_delivered(bench: Bench) -> None:
+async def test_damaged_records_are_not_delivered(bench: Bench) -> None:
     keys = keys_of(SHAPE, 3, seed=5)
     records = bench.put(keys)
     found = await bench.source.find(keys)
@@ -483,7 +483,7 @@ async def test_what_is_damaged_is_not_delivered(bench: Bench) -> None:
     assert end_of(done) == (1, wanted)
 
 
-async def test_what_is_put_is_found_and_delivered(bench: Bench) -> None:
+async def test_stored_records_are_found_and_delivered(bench: Bench) -> None:
     [key] = keys_of(SHAPE, 1, seed=6)
     assert await bench.source.find([key]) == [None]
     assert await bench.store(key, 7) is Result.OK
@@ -492,7 +492,7 @@ async def test_what_is_put_is_found_and_delivered(bench: Bench) -> None:
     assert (end_of(done), chunks) == ((1, Result.OK), [kv(SHAPE, 7)])
 
 
-async def test_what_is_put_for_a_while_ends_by_itself(bench: Bench) -> None:
+async def test_records_with_an_end_expire(bench: Bench) -> None:
     stays, lasts, ends = keys_of(SHAPE, 3, seed=10)
     for key, lasts_ms in ((stays, 0), (lasts, NEVER_MS), (ends, 300)):
         assert await bench.store(key, 7, lasts_ms) is Result.OK
@@ -504,7 +504,7 @@ async def test_what_is_put_for_a_while_ends_by_itself(bench: Bench) -> None:
     assert (end_of(done), chunks) == ((2, Result.OK), [kv(SHAPE, 7)] * 2)
 
 
-async def test_what_is_deleted_is_not_found(bench: Bench) -> None:
+async def test_deleted_records_are_not_found(bench: Bench) -> None:
     keys = keys_of(SHAPE, 2, seed=8)
     bench.put(keys)
     await bench.source.delete(keys[0])
@@ -515,7 +515,7 @@ async def test_what_is_deleted_is_not_found(bench: Bench) -> None:
 
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("why", ["cancelled", "late"])
-async def test_an_order_that_ends_early_leaves_nothing_that_writes(bench: Bench, why: str, layerwise: bool) -> None:
+async def test_nothing_is_written_after_a_plan_that_ended_early(bench: Bench, why: str, layerwise: bool) -> None:
     keys = keys_of(SHAPE, 4, seed=9)
     bench.put(keys)
     found = await bench.source.find(keys)
@@ -540,7 +540,7 @@ async def test_an_order_that_ends_early_leaves_nothing_that_writes(bench: Bench,
     assert (target == 0xA5).all()
 
 
-async def test_a_source_that_is_away_says_so_and_is_found_again(bench: Bench) -> None:
+async def test_an_unreachable_source_fails_at_once_and_reconnects(bench: Bench) -> None:
     keys = keys_of(SHAPE, 2, seed=10)
     bench.put(keys)
     found = await bench.source.find(keys)
@@ -586,7 +586,7 @@ async def test_records_are_received_as_they_are_stored(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("why", ["cancelled", "late"])
-async def test_what_is_received_no_more_leaves_nothing_that_writes(bench: Bench, why: str) -> None:
+async def test_nothing_is_written_after_a_cancelled_receive(bench: Bench, why: str) -> None:
     [key] = keys_of(SHAPE, 1, seed=12)
     [record] = bench.put([key])
     memory = bytearray(len(record))
@@ -607,7 +607,7 @@ async def test_what_is_received_no_more_leaves_nothing_that_writes(bench: Bench,
     assert memory == bytes([0xA5]) * len(memory)
 
 
-async def test_a_source_that_is_away_hands_out_nothing(bench: Bench) -> None:
+async def test_an_unreachable_source_receives_nothing(bench: Bench) -> None:
     [key] = keys_of(SHAPE, 1, seed=13)
     [record] = bench.put([key])
     assert await receive(bench, key, 0, bytearray(9)) is Result.OK

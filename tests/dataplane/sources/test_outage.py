@@ -50,7 +50,7 @@ def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
         listener.close()
 
 
-async def test_a_server_that_hangs_up_on_whoever_has_come_in_is_warned_of_once(
+async def test_a_server_that_closes_each_connection_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each connection stood for a moment: it is one outage all the same."""
@@ -73,7 +73,7 @@ async def test_a_server_that_hangs_up_on_whoever_has_come_in_is_warned_of_once(
     assert len(warnings) == len(set(warnings)) <= CAUSES_LOGGED_MAX, warnings
 
 
-async def test_each_cause_is_told_once_in_an_outage_and_again_in_the_next(caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_cause_is_logged_once_in_each_outage(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     known = Outage(logging.getLogger("dpu_dataplane.sources.resp.server"), "nobody asks", lambda: now[0])
     first, second = StorageUnavailableError("away"), StorageUnavailableError("of another authority")
@@ -110,7 +110,7 @@ def is_pause(seconds: float, number: int) -> bool:
     return 0.8 * planned <= seconds <= 1.2 * planned
 
 
-def test_pauses_grow_to_a_bound_and_begin_anew_after_a_connection_that_held() -> None:
+def test_delays_grow_to_a_bound_and_restart_after_a_stable_connection() -> None:
     now = [0.0]
     known = Outage(logging.getLogger(), "nobody asks", lambda: now[0])
     assert all(is_pause(known.next_delay_s(), number) for number in range(20))

@@ -75,6 +75,6 @@ def test_answers_of_meta_take_the_short_cut() -> None:
         b"nonsense\r\n",
     ],
 )
-def test_what_breaks_the_protocol_is_refused(wire: bytes) -> None:
+def test_protocol_errors_are_refused(wire: bytes) -> None:
     with pytest.raises(ProtocolError):
         read_all(AnswerReader(), wire, [])

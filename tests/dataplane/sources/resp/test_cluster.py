@@ -69,7 +69,7 @@ def another(cluster: Cluster, than: ClusterNode) -> ClusterNode:
     return next(node for node in cluster.masters() if node is not than)
 
 
-async def test_every_chunk_comes_from_the_node_that_has_it(cluster: Cluster) -> None:
+async def test_every_chunk_is_read_from_its_node(cluster: Cluster) -> None:
     assert len({cluster.master_of(key).port for key in KEYS}) == 3
     async with serving(cluster) as (daemon, client):
         assert (await client.lookup(KEYS)).hits == [len(KEYS)]
@@ -95,7 +95,7 @@ async def test_chunks_are_stored_on_the_masters_that_take_them(cluster: Cluster)
         assert client.segment.memory.tobytes() == data
 
 
-async def test_a_chunk_that_nobody_has_ends_the_prefix(cluster: Cluster) -> None:
+async def test_a_missing_chunk_ends_the_prefix(cluster: Cluster) -> None:
     cluster.master_of(KEYS[7]).redis.delete(storage_key(KEYS[7]))
     async with serving(cluster) as (_, client):
         assert (await client.lookup(KEYS)).hits == [7]
@@ -142,7 +142,7 @@ async def test_what_tiers_have_comes_beside_what_nodes_have_and_send_us_on_for(
         assert metrics.totals["storage_redirections"] == 1 and metrics.tier_records["kept"] == len(KEYS)
 
 
-async def test_a_slot_on_its_way_is_asked_for_on_both_sides(cluster: Cluster) -> None:
+async def test_chunks_of_a_migrating_slot_are_found_on_both_nodes(cluster: Cluster) -> None:
     async with serving(cluster) as (daemon, client):
         await client.lookup(KEYS)
         moving = [KEYS[2], KEYS[9], KEYS[10]]
@@ -167,7 +167,7 @@ async def test_a_slot_on_its_way_is_asked_for_on_both_sides(cluster: Cluster) ->
                 cluster.move(slot, target, source)
 
 
-async def test_a_chunk_of_a_slot_on_its_way_is_stored_where_it_goes(cluster: Cluster) -> None:
+async def test_a_chunk_of_a_migrating_slot_is_stored_on_the_new_node(cluster: Cluster) -> None:
     key = KEYS[3]
     source = cluster.master_of(key)
     target = another(cluster, source)
@@ -203,9 +203,7 @@ async def test_nodes_that_send_us_in_circles_cost_one_chunk_and_its_successors(c
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
 
 
-async def test_heads_are_found_while_the_map_is_behind_what_nodes_say(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_headers_are_found_with_an_outdated_map(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "HEADER_CACHE_BYTES", 0)
     async with serving(cluster) as (_, client):
         assert (await client.lookup(KEYS)).hits == [len(KEYS)]
@@ -284,7 +282,7 @@ async def test_replicas_take_their_share(cluster: Cluster) -> None:
     assert all(read["calls"] > 0 for read in reads.values()), reads
 
 
-async def test_what_has_not_reached_a_replica_comes_from_its_master(cluster: Cluster) -> None:
+async def test_records_missing_on_a_replica_are_read_from_its_master(cluster: Cluster) -> None:
     replicas = cluster.replicas()
     for replica in replicas:
         replica.redis.config_set("masterauth", "wrong")
@@ -306,7 +304,7 @@ async def test_what_has_not_reached_a_replica_comes_from_its_master(cluster: Clu
         wait_for(cluster.is_whole)
 
 
-async def test_a_wrong_password_is_refused_and_said(cluster: Cluster) -> None:
+async def test_a_wrong_password_is_an_outcome_with_its_reason(cluster: Cluster) -> None:
     async with serving(cluster, storage_password="wrong") as (daemon, client):
         answer = await client.fetch(KEYS)
         assert answer.chunks == 0
@@ -315,7 +313,7 @@ async def test_a_wrong_password_is_refused_and_said(cluster: Cluster) -> None:
         assert not daemon._source.connected
 
 
-async def test_a_cluster_that_is_not_there_is_a_miss_until_it_comes(tmp_path: Path) -> None:
+async def test_calls_miss_until_the_cluster_is_reachable(tmp_path: Path) -> None:
     async with serving([f"127.0.0.1:{free_port()}"], connect_timeout_s=0.5) as (_, client):
         answer = await client.fetch(KEYS)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
@@ -362,7 +360,7 @@ async def test_a_node_that_dies_costs_its_chunks_until_its_replica_takes_over(tm
         cluster.kill()
 
 
-async def test_a_node_that_sends_us_to_strangers_is_not_followed_there() -> None:
+async def test_redirections_outside_the_cluster_are_not_followed() -> None:
     """Each key could name another one, and each cost a connection."""
     visitors: list[Any] = []
     slots = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$0\r\n\r\n:%d\r\n"
@@ -395,7 +393,7 @@ async def test_a_node_that_sends_us_to_strangers_is_not_followed_there() -> None
     assert not visitors
 
 
-async def test_a_node_that_is_away_costs_a_group_that_has_nothing_there_nothing(tmp_path: Path) -> None:
+async def test_an_unreachable_node_affects_only_groups_with_chunks_on_it(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, replicas=0)
     try:
         cluster.start()
@@ -463,7 +461,7 @@ async def test_a_map_that_is_none_is_an_outage(answer: bytes, monkeypatch: pytes
             await client.close()
 
 
-def test_clusters_are_reached_by_what_their_nodes_publish() -> None:
+def test_cluster_nodes_are_reached_at_their_announced_addresses() -> None:
     with pytest.raises(ValueError, match="publish"):
         cluster_config(["127.0.0.1:7000"], storage_tls_ca="ca.crt", storage_server_name="storage")
     with pytest.raises(ValueError, match="no replicas"):

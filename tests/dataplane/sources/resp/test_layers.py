@@ -59,7 +59,7 @@ async def test_a_fetch_layer_by_layer_is_one_request_and_one_chunk_by_chunk_is_r
         assert daemon.metrics.totals["layer_batches"] == by_layers
 
 
-async def test_a_server_that_does_not_know_it_is_asked_once_and_then_by_ranges(
+async def test_after_one_unknown_layer_request_range_requests_are_used(
     redis: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "dpu_dataplane")
@@ -80,7 +80,7 @@ async def test_below_the_setting_there_are_ranges(storage: Server) -> None:
         assert daemon.metrics.totals["layer_batches"] == 0
 
 
-async def test_what_is_too_much_for_the_node_at_a_time_comes_by_ranges_and_less_in_one_request(tmp_path: Path) -> None:
+async def test_batches_too_large_for_the_node_use_ranges_and_smaller_ones_one_request(tmp_path: Path) -> None:
     server = Server("storage_kv", tmp_path, options=("--memory-budget-bytes", "8 MiB")).start()
     large = layout(layers=6, vector_length=2048)
     keys = keys_of(large, 9)
@@ -101,7 +101,7 @@ async def test_what_is_too_much_for_the_node_at_a_time_comes_by_ranges_and_less_
         server.kill()
 
 
-async def test_a_chunk_that_went_after_the_lookup_ends_the_prefix_there(storage: Server) -> None:
+async def test_a_chunk_deleted_after_the_lookup_ends_the_prefix(storage: Server) -> None:
     async with running(storage, layer_request_bytes_min=0) as (daemon, client):
         assert (await fetched(client, storage)).outcome == pb.OUTCOME_COMPLETE  # so heads are remembered
         storage.command(b"DEL", b"kv:" + KEYS[3].hex().encode())
@@ -113,7 +113,7 @@ async def test_a_chunk_that_went_after_the_lookup_ends_the_prefix_there(storage:
         assert daemon.metrics.totals["layer_batches"] == 2
 
 
-async def test_below_tiers_what_comes_in_one_request_is_kept_and_what_tiers_have_is_not_asked_for(
+async def test_below_tiers_a_layer_request_fills_the_pool_and_local_records_use_ranges(
     storage: Server,
 ) -> None:
     large = layout(layers=6, vector_length=2048)
@@ -166,7 +166,7 @@ def test_the_request_names_layers_window_and_keys(layers: list[int], text: str) 
     assert words(layer_request(order([0], [0], window_s=1e9), [0]))[3] == "3600000000"
 
 
-def test_what_is_not_rows_of_the_same_chunks_is_no_such_request() -> None:
+def test_pieces_that_are_no_rows_of_the_same_chunks_are_no_layer_request() -> None:
     asked = order([0, 1, 2], [0, 1, 2])
     everything = list(range(9))
     assert layer_request(asked, everything[:6]) is not None
@@ -176,7 +176,7 @@ def test_what_is_not_rows_of_the_same_chunks_is_no_such_request() -> None:
     assert layer_request(asked, everything) is None
 
 
-def test_the_threshold_is_what_the_link_carries_while_a_request_is_answered() -> None:
+def test_the_threshold_is_the_bandwidth_delay_product() -> None:
     threshold = Threshold(None)
     assert threshold.bytes_min(0.01) == 0  # nothing is known yet
     threshold.note(1_000_000, 0.1)

@@ -232,11 +232,11 @@ async def test_the_data_connections_check_for_themselves(
         proxy.close()
 
 
-async def test_a_server_without_tls_is_told_apart(storage: Server, certificates: Path) -> None:
+async def test_the_error_names_a_server_without_tls(storage: Server, certificates: Path) -> None:
     await fails(storage, "does not speak TLS", **trusting(certificates))
 
 
-async def test_a_server_with_tls_is_told_apart_from_one_that_stalls(encrypted: TlsServer) -> None:
+async def test_the_error_distinguishes_a_tls_server_from_a_stalled_one(encrypted: TlsServer) -> None:
     await fails(encrypted, "storage")
 
 
@@ -381,7 +381,7 @@ def test_keys_of_the_configuration_that_need_each_other_say_so(
         config(storage, **changes)
 
 
-async def test_a_build_without_tls_says_what_it_lacks(
+async def test_a_build_without_tls_refuses_to_start_with_the_missing_part(
     storage: Server, certificates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent: Callable[[], str] = str
