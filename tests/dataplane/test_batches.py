@@ -106,7 +106,7 @@ def test_a_chunk_without_a_lookup_is_left_for_the_next_batch() -> None:
 
 @pytest.mark.parametrize(("name", "value", "reason"), [("layer", 1, "cover"), ("encoded_length", 0, "empty")])
 @pytest.mark.parametrize("chunk", [0, 3])
-def test_a_faulty_manifest_ends_its_group_where_it_is(chunk: int, name: str, value: int, reason: str) -> None:
+def test_a_faulty_manifest_ends_its_group_at_its_chunk(chunk: int, name: str, value: int, reason: str) -> None:
     shape, keys, found = GROUPS[0]
     header = record.parse_head(found[chunk].header)
     manifest = header.manifest.copy()

@@ -190,7 +190,7 @@ async def test_oversized_messages_are_refused(client: Client) -> None:
     assert (await client.fetch(KEYS[:1])).outcome == pb.OUTCOME_ABSENT
 
 
-async def test_a_segment_that_shrank_is_refused_and_the_daemon_lives(client: Client) -> None:
+async def test_a_truncated_segment_is_refused_and_the_daemon_survives(client: Client) -> None:
     segment = Segment(2 * SHAPE.raw_bytes)
     client.shape, client.segment = SHAPE, segment
     client.segments.append(segment)
@@ -232,7 +232,7 @@ async def test_registrations_are_bounded(storage: Server) -> None:
         assert caught.value.code() == EXHAUSTED
 
 
-async def test_an_idle_registration_is_forgotten(storage: Server) -> None:
+async def test_an_idle_registration_is_removed(storage: Server) -> None:
     async with running(storage, registration_idle_s=0.2) as (daemon, client), asyncio.timeout(WAIT_MAX_S):
         while True:
             try:
@@ -388,7 +388,7 @@ async def test_fetches_and_stores_side_by_side(storage: Server) -> None:
 # ---- Health and metrics ---------------------------------------------------------------------------------------------
 
 
-async def test_a_unix_socket_serves_as_well(storage: Server, tmp_path: Path) -> None:
+async def test_the_daemon_can_listen_on_a_unix_socket(storage: Server, tmp_path: Path) -> None:
     storage.put(KEYS[0], make_record(SHAPE, KEYS[0], 0))
     async with running(storage, listen=f"unix:{tmp_path}/dpu.sock") as (daemon, client):
         assert daemon.address == f"unix:{tmp_path}/dpu.sock"
@@ -396,7 +396,7 @@ async def test_a_unix_socket_serves_as_well(storage: Server, tmp_path: Path) -> 
         assert (await client.fetch(KEYS[:1])).outcome == pb.OUTCOME_COMPLETE
 
 
-async def test_a_deadline_is_logged_once_in_a_while(
+async def test_deadlines_are_logged_at_a_limited_rate(
     frozen: tuple[Daemon, Client, Server], caplog: pytest.LogCaptureFixture
 ) -> None:
     _, client, _ = frozen
@@ -423,7 +423,7 @@ def probe(port: int, path: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-async def test_prometheus_reads_the_counts(storage: Server) -> None:
+async def test_prometheus_metrics_are_served(storage: Server) -> None:
     port = free_port()
     storage.put(KEYS[0], make_record(SHAPE, KEYS[0], 0))
     async with running(storage, metrics_port=port) as (_, client):

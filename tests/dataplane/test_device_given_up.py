@@ -68,7 +68,7 @@ async def test_a_hanging_device_ends_the_daemon_with_a_log_line(
         daemon.close()
 
 
-async def test_a_device_that_was_given_up_fails_the_health_checks(
+async def test_a_given_up_device_fails_the_health_checks(
     storage: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(storage)
@@ -142,7 +142,7 @@ async def test_sigterm_ends_a_daemon_whose_device_hangs(
         daemon.close()
 
 
-async def test_a_machine_that_stood_still_is_not_taken_for_a_device_that_hangs(
+async def test_a_suspended_machine_does_not_count_as_a_hanging_device(
     storage: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(storage)

@@ -79,7 +79,7 @@ async def test_statistics_list_engines_that_have_registered_memory_or_are_new(
     ],
     ids=str,
 )
-async def test_an_engine_that_cannot_be_is_refused(client: Client, changes: dict[str, Any]) -> None:
+async def test_a_malformed_engine_is_refused(client: Client, changes: dict[str, Any]) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await hello(client, "an engine", engine(**changes))
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT

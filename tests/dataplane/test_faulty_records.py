@@ -198,7 +198,7 @@ async def test_a_flipped_bit_after_the_lookup_is_found(redis: Server) -> None:
         assert list((await client.lookup(KEYS)).hits) == [1]
 
 
-async def test_storing_a_quarantined_key_offers_it_again(redis: Server) -> None:
+async def test_storing_a_quarantined_key_releases_it(redis: Server) -> None:
     async with running(redis, delete_corrupt=False) as (daemon, client):
         answer = await offer(redis, client, SHAPE, GOOD[1][:-5] + b"wrong")
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_CORRUPT, 1)

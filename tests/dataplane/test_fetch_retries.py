@@ -60,7 +60,7 @@ async def test_a_broken_connection_is_retried_once(script: tuple[ScriptedSource,
 
 @pytest.mark.parametrize("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
 @pytest.mark.parametrize("trouble", ["damaged", "copies", "cuts"])
-async def test_what_troubles_two_groups_at_once_is_tried_again_for_both(
+async def test_failures_of_two_groups_are_retried_for_both(
     script: tuple[ScriptedSource, Client], trouble: str, order: int
 ) -> None:
     source, client = script
@@ -82,7 +82,7 @@ async def test_what_troubles_two_groups_at_once_is_tried_again_for_both(
     assert not source.damaged and source.recovered <= 2
 
 
-async def test_bytes_that_were_damaged_on_their_way_are_read_again(script: tuple[ScriptedSource, Client]) -> None:
+async def test_bytes_damaged_on_the_way_are_read_again(script: tuple[ScriptedSource, Client]) -> None:
     source, client = script
     source.damaged.append(KEYS[1])
     await fetch(client, pb.OUTCOME_COMPLETE, 4)

@@ -66,9 +66,7 @@ async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
     return await call.code(), await call.details()
 
 
-async def test_messages_that_do_not_decode_are_invalid_arguments_and_no_log_for_the_asking(
-    storage: Server, tmp_path: Path
-) -> None:
+async def test_undecodable_messages_are_invalid_arguments_with_limited_logs(storage: Server, tmp_path: Path) -> None:
     async with attacked(storage, tmp_path) as (daemon, client):
         metadata = client.stub._metadata
         for method in METHODS + HEALTH:
@@ -79,7 +77,7 @@ async def test_messages_that_do_not_decode_are_invalid_arguments_and_no_log_for_
             assert daemon.log.read_text().count(method) == 1, "it is said, once"
 
 
-async def test_a_method_that_is_none_and_a_message_too_large_leave_no_trace(storage: Server, tmp_path: Path) -> None:
+async def test_unknown_methods_and_oversized_messages_leave_no_state(storage: Server, tmp_path: Path) -> None:
     async with attacked(storage, tmp_path) as (_, client):
         for _ in range(TIMES):
             assert (await status_of(raw(client, f"/{SERVICE.full_name}/Nothing")(b"")))[0] is (
@@ -154,9 +152,7 @@ async def test_stalled_unauthenticated_calls_do_not_lock_hosts_out(storage: Serv
             await stranger.close()
 
 
-async def test_a_message_that_does_not_come_gives_its_place_back(
-    storage: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_missing_message_releases_its_call(storage: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "_MESSAGE_S", 0.2)
     async with running(storage) as (_, client):
         for method in (METHODS[1], f"/{SERVICE.full_name}/Trace"):
@@ -168,7 +164,7 @@ async def test_a_message_that_does_not_come_gives_its_place_back(
         assert (await client.lookup(KEYS, SHAPE.namespace)).outcome == pb.OUTCOME_COMPLETE
 
 
-async def test_a_session_that_is_none_gets_no_further_than_that(storage: Server, tmp_path: Path) -> None:
+async def test_an_unknown_session_is_refused(storage: Server, tmp_path: Path) -> None:
     async with attacked(storage, tmp_path) as (_, client):
         for _ in range(TIMES):
             code, _ = await status_of(raw(client, METHODS[1])(b"", metadata=((SESSION_KEY, b"x" * 16),)))

@@ -71,7 +71,7 @@ async def test_hello_describes_the_data_plane(client: Client, request: pytest.Fi
     ],
     ids=["protocol", "record", "keys", "chunk", "buffers"],
 )
-async def test_a_host_that_does_not_fit_is_refused(client: Client, changes: dict[str, Any], words: list[str]) -> None:
+async def test_an_incompatible_host_is_refused(client: Client, changes: dict[str, Any], words: list[str]) -> None:
     request = {"layout": layout_message(SHAPE), "chunk_bytes": SHAPE.raw_bytes, "host": "another machine"} | changes
     error = await status(client.plain.Hello(hello_request(**request)))
     assert error.code() is FAILED
@@ -120,7 +120,7 @@ async def test_the_refusal_of_a_second_host_names_the_connected_host(client: Cli
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
 
 
-async def test_the_next_host_is_taken_once_the_first_is_gone(storage: Server) -> None:
+async def test_another_host_is_accepted_after_the_first_is_removed(storage: Server) -> None:
     async with running(storage, registration_idle_s=0.5) as (daemon, client):
         newcomer = Client(daemon.address)
         async with asyncio.timeout(WAIT_MAX_S):
@@ -155,7 +155,7 @@ async def test_a_caller_with_another_hosts_name_has_no_access_to_it(storage: Ser
             await thief.channel.close()
 
 
-async def test_a_caller_cannot_cancel_a_job_of_another_one_with_its_name(mortal_storage: Server) -> None:
+async def test_a_caller_cannot_cancel_a_job_of_another_session(mortal_storage: Server) -> None:
     async with running(mortal_storage, command_timeout_s=60) as (daemon, victim):
         await victim.register(SHAPE, 4)
         thief = Client(daemon.address)
@@ -214,7 +214,7 @@ class Context:
         return [("other-bin", b"x"), (SESSION_KEY, self.session)]
 
 
-async def test_a_host_is_gone_when_it_has_no_call_no_segment_and_was_idle(storage: Server) -> None:
+async def test_an_idle_host_without_calls_and_segments_is_removed(storage: Server) -> None:
     settings = config(storage, registration_idle_s=100)
     pipeline = _make_pipeline(settings, _buffers(settings))
     registrations = Registrations(settings, pipeline)
@@ -301,7 +301,7 @@ async def test_a_recording_has_no_spans_of_other_hosts(storage: Server) -> None:
         assert len({span.batch for span in spans if span.core >= 0}) == 1
 
 
-async def test_a_host_cannot_take_the_room_for_memory_of_the_others(storage: Server) -> None:
+async def test_a_host_cannot_use_up_other_hosts_shares_of_memory(storage: Server) -> None:
     size = 4 * SHAPE.raw_bytes
     async with (
         running(storage, hosts_max=2, registrations_max=4, registered_bytes_max=6 * size) as (daemon, ours),
@@ -320,7 +320,7 @@ async def test_a_host_cannot_take_the_room_for_memory_of_the_others(storage: Ser
                 segment.unlink()
 
 
-async def test_a_host_cannot_take_all_places_of_a_queue(mortal_storage: Server) -> None:
+async def test_a_host_cannot_fill_the_queue(mortal_storage: Server) -> None:
     for index, key in enumerate(KEYS):
         mortal_storage.put(key, make_record(SHAPE, key, index))
     async with (

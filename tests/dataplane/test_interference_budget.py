@@ -31,7 +31,7 @@ def stored(storage: Server) -> Server:
     return storage
 
 
-async def test_a_fetch_of_one_engine_keeps_to_the_rate_of_another_that_decodes(stored: Server) -> None:
+async def test_a_fetch_keeps_to_the_rate_of_another_engine_that_decodes(stored: Server) -> None:
     """Symptom: an engine that decoded was slowed down by what another engine of its data plane loaded."""
     async with running(stored) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -46,7 +46,7 @@ async def test_a_fetch_of_one_engine_keeps_to_the_rate_of_another_that_decodes(s
 
 
 @pytest.mark.parametrize("tiers", [None, {"memory_budget_bytes": "32MiB"}], ids=["storage", "memory"])
-async def test_layers_keep_to_it_too_and_come_some_at_a_time(stored: Server, tiers: Any) -> None:
+async def test_fetches_in_layer_order_keep_to_the_rate(stored: Server, tiers: Any) -> None:
     async with running(stored, tiers=tiers) as (daemon, client):
         await client.register(SHAPE, 6)
         await client.fetch(KEYS)
@@ -107,7 +107,7 @@ async def test_loads_and_stores_of_every_kind_wait_for_their_turn(
         }  # fmt: skip
 
 
-async def test_a_save_that_cannot_be_within_the_budget_falls_short_by_its_deadline(storage: Server) -> None:
+async def test_a_save_beyond_the_budget_is_incomplete_at_its_deadline(storage: Server) -> None:
     async with running(storage) as (daemon, client):
         await client.register(SHAPE, 6)
         await report(client)
@@ -154,7 +154,7 @@ async def test_a_dead_engine_limits_movers_until_its_report_expires(stored: Serv
         assert (await client.fetch(KEYS)).chunks == 6
 
 
-async def test_of_two_engines_the_stricter_one_holds_until_it_stops(stored: Server) -> None:
+async def test_the_stricter_of_two_engines_sets_the_rate_until_it_stops(stored: Server) -> None:
     async with running(stored) as (daemon, client):
         await client.register(SHAPE, 6)
         await report(client, b"a")
@@ -185,7 +185,7 @@ async def test_reports_of_steps_are_answered_with_the_moved_bytes(stored: Server
     ],
     ids=str,
 )  # fmt: skip
-async def test_reports_that_no_engine_makes_are_refused(stored: Server, wrong: dict[str, Any]) -> None:
+async def test_malformed_reports_are_refused(stored: Server, wrong: dict[str, Any]) -> None:
     async with running(stored) as (daemon, client):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await report(client, **wrong)
@@ -193,7 +193,7 @@ async def test_reports_that_no_engine_makes_are_refused(stored: Server, wrong: d
         assert not daemon.budget.bounded
 
 
-async def test_a_purpose_that_there_is_not_is_refused(stored: Server) -> None:
+async def test_an_unknown_purpose_is_refused(stored: Server) -> None:
     async with running(stored) as (_, client):
         await client.register(SHAPE, 6)
         for call in (client.fetch, client.store):

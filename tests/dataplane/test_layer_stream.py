@@ -155,7 +155,7 @@ async def test_a_disconnecting_caller_releases_its_memory_and_its_turn(gated: An
             await asyncio.sleep(0.01)
 
 
-async def test_a_cancelled_stream_answers(gated: Any) -> None:
+async def test_a_cancelled_stream_ends_with_an_answer(gated: Any) -> None:
     source, gate, client, keys = gated
     call = client.stub.FetchLayers(request(client, keys, job_id="job", timeout_ms=NEVER_MS))
     gate.open(CHUNKS)
@@ -182,7 +182,7 @@ async def test_a_damaged_layer_is_not_reported(redis: Server, layer: int) -> Non
         assert max(layers, default=0) <= leading_layers(there, np.ones_like(there)) <= layer
 
 
-async def test_a_registration_that_is_not_known_is_an_outcome(client: Client, storage: Server) -> None:
+async def test_pages_of_unknown_memory_are_an_outcome(client: Client, storage: Server) -> None:
     keys = stored(storage)
     await client.register(SHAPE, CHUNKS)
     part = client.part(keys, memory_id=client.memory_id ^ 1)

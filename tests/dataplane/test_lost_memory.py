@@ -119,7 +119,7 @@ async def test_no_record_is_stored_from_a_segment_truncated_during_the_store(
 
 
 @ways
-async def test_a_segment_that_shrank_and_grew_again_without_room_is_survived(
+async def test_a_segment_truncated_and_extended_without_room_is_survived(
     mortal_storage: Server, tmp_path: Path, way: dict[str, object]
 ) -> None:
     # What is behind the new end has no pages any more; they come, as zeros, with the first touch.
@@ -136,7 +136,7 @@ async def test_a_segment_that_shrank_and_grew_again_without_room_is_survived(
         assert (await good.fetch(KEYS)).chunks == 4
 
 
-async def test_a_segment_that_shrinks_before_its_first_use_is_refused_and_forgotten(
+async def test_a_segment_truncated_before_its_first_use_is_refused_and_removed(
     mortal_storage: Server, tmp_path: Path
 ) -> None:
     fill(mortal_storage)

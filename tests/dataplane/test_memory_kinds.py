@@ -98,7 +98,7 @@ async def test_exported_memory_is_stored_from_and_fetched_into(storage: Server, 
 
 
 @pytest.mark.parametrize("call", ["fetch", "store"])
-async def test_memory_out_of_reach_is_a_miss_and_is_forgotten(storage: Server, exported: Exported, call: str) -> None:
+async def test_inaccessible_memory_is_a_miss_and_is_removed(storage: Server, exported: Exported, call: str) -> None:
     async with running(storage, backend="doca") as (_, client):
         request = registration(client, exported_memory=exported.message())
         client.memory_id = (await client.stub.RegisterMemory(request)).memory_id

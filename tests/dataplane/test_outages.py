@@ -112,7 +112,7 @@ async def test_a_restart_of_storage_between_two_fetches_costs_no_hit(mortal_stor
 
 
 @pytest.mark.parametrize("phase", ["lookup", "fetch", "store"])
-async def test_a_stalled_server_costs_a_call_its_deadline_and_no_more(mortal_storage: Server, phase: str) -> None:
+async def test_a_stalled_server_costs_a_call_at_most_its_deadline(mortal_storage: Server, phase: str) -> None:
     put_all(mortal_storage)
     async with running(mortal_storage, command_timeout_s=1.0, connect_timeout_s=0.5) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -149,7 +149,7 @@ def _ask(client: Client) -> bool:
     return False
 
 
-async def test_a_server_that_accepts_and_never_answers_from_the_start() -> None:
+async def test_a_server_that_accepts_and_never_answers_is_an_outage() -> None:
     async def ignore(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await reader.read()
@@ -293,7 +293,7 @@ async def test_a_connection_that_breaks_within_a_body_is_a_miss(liar: Liar, afte
 
 
 @pytest.mark.parametrize("looked_up", [True, False])
-async def test_corruption_on_the_way_is_believed_only_the_second_time(liar: Liar, looked_up: bool) -> None:
+async def test_corruption_is_accepted_after_a_second_read(liar: Liar, looked_up: bool) -> None:
     flips = iter([True])
 
     def flip_once(command: list[bytes]) -> bytes | None:
@@ -313,7 +313,7 @@ async def test_corruption_on_the_way_is_believed_only_the_second_time(liar: Liar
         assert not daemon.metrics.integrity_failures
 
 
-async def test_a_put_that_is_not_answered_ends_on_cancel_and_on_deadline(liar: Liar) -> None:
+async def test_an_unanswered_put_ends_on_cancel_and_at_the_deadline(liar: Liar) -> None:
     liar.values.clear()
     liar.lie = answering(b"SET", b"")
     async with running(f"127.0.0.1:{liar.port}") as (_, client):
@@ -328,7 +328,7 @@ async def test_a_put_that_is_not_answered_ends_on_cancel_and_on_deadline(liar: L
         assert (await client.store(KEYS)).outcome == pb.OUTCOME_COMPLETE
 
 
-async def test_a_put_that_breaks_is_tried_once_more(liar: Liar) -> None:
+async def test_a_broken_put_is_retried_once(liar: Liar) -> None:
     breaks = iter([True])
 
     async def call(lie: Answer, work: Callable[[], Awaitable[Stored]]) -> Stored:

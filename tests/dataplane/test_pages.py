@@ -153,7 +153,7 @@ async def test_pages_are_loaded_exactly_and_layers_are_reported(tmp_path: Path) 
         assert [client.chunk(index) for index in range(CHUNKS)] == [kv(SHAPE, index) for index in range(CHUNKS)]
 
 
-async def test_pages_are_there_after_a_restart(tmp_path: Path) -> None:
+async def test_pages_survive_a_restart(tmp_path: Path) -> None:
     async with stored(tmp_path):
         pass
     async with running("", tiers=tiers_of(tmp_path)) as (_, client):
@@ -165,7 +165,7 @@ async def test_pages_are_there_after_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tiers", [False, True])
-async def test_chunks_of_pages_are_compressed_where_no_device_could_bring_them(storage: Server, tiers: bool) -> None:
+async def test_chunks_of_pages_are_compressed_without_devices(storage: Server, tiers: bool) -> None:
     """Symptom: raw chunks went to the storage server and came back over the link."""
     async with running(storage, **({"tiers": tiers_of()} if tiers else {})) as (_, client):
         assert not (await client.hello()).page_devices
@@ -211,7 +211,7 @@ async def test_pages_of_several_devices_are_one_prefix(tmp_path: Path) -> None:
         paged.close()
 
 
-async def test_a_rotten_page_costs_its_chunk_and_those_behind(tmp_path: Path) -> None:
+async def test_a_corrupt_page_costs_its_chunk_and_the_later_ones(tmp_path: Path) -> None:
     async with stored(tmp_path) as (daemon, client, paged):
         rot(daemon, tmp_path, 2, layer=1)
         answer = await paged.fetch()
@@ -250,7 +250,7 @@ async def test_pages_of_another_shape_are_a_miss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("layers", "blocks", "page"), [(LAYERS, 2, PAGE // 2), (2 * LAYERS, 1, PAGE // 2)])
-async def test_pages_of_another_shape_land_nowhere_once_they_were_read_in_their_own(
+async def test_pages_of_another_layout_are_not_written_after_a_load_in_their_own(
     tmp_path: Path, layers: int, blocks: int, page: int
 ) -> None:
     """How to read a record was remembered by its key alone: with more layers, beyond the end of its checksums."""
@@ -318,7 +318,7 @@ async def test_nothing_is_written_to_pages_after_a_cancelled_load(
                 await asyncio.sleep(0.05)
 
 
-async def test_a_device_that_fails_is_a_miss(tmp_path: Path) -> None:
+async def test_a_failed_device_is_a_miss(tmp_path: Path) -> None:
     async with stored(tmp_path) as (daemon, _, paged):
         with open(tmp_path / "tier", "r+b") as file:
             file.truncate(1 << 20)
@@ -341,9 +341,7 @@ async def test_a_client_that_truncates_its_paged_memory_affects_no_other_client(
         os.truncate(paged.segment.path, paged.segment.size)
 
 
-async def test_objects_are_not_written_over_while_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_records_are_not_overwritten_while_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evicted in the middle of a read, and the device filled with others: what comes is still what was stored."""
     async with stored(tmp_path, "8MiB") as (daemon, client, paged):
         tiers = tiers_in(daemon)
@@ -372,7 +370,7 @@ async def test_objects_are_not_written_over_while_they_are_read(
         paged.assert_right(await call)
 
 
-def test_where_pages_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_impossible_pages_are_refused(tmp_path: Path) -> None:
     cases = {
         "stride": {"stride": LAYERS * PAGE + 512},
         "beyond": {"blocks": BLOCKS + 1},
@@ -451,7 +449,7 @@ async def test_records_of_pages_are_not_prefetched_into_memory(tmp_path: Path) -
         paged.close()
 
 
-async def test_prefetches_give_way_to_a_page_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prefetches_pause_for_a_page_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom (F21): prefetches read from the device that a page load was waiting for."""
     async with stored(tmp_path) as (daemon, client, paged):
         prefetching = daemon._source._prefetcher  # type: ignore[attr-defined]
@@ -478,7 +476,7 @@ async def test_prefetches_give_way_to_a_page_load(tmp_path: Path, monkeypatch: p
         assert prefetching._gate.fetches == 0
 
 
-async def test_pages_keep_to_the_rate_and_come_some_chunks_at_a_time(tmp_path: Path) -> None:
+async def test_page_loads_keep_to_the_rate(tmp_path: Path) -> None:
     async with stored(tmp_path) as (daemon, client, paged):
         before = moved(daemon)
         await report(client)

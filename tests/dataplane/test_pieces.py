@@ -106,7 +106,9 @@ async def fetch(client: Client, parts: Sequence[pb.FetchPart], order: int, **cha
 
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
 @pytest.mark.parametrize("order", ORDERS)
-async def test_groups_of_unlike_shapes_come_in_one_call(storage: Server, way: dict[str, Any], order: int) -> None:
+async def test_groups_of_different_layouts_are_fetched_in_one_call(
+    storage: Server, way: dict[str, Any], order: int
+) -> None:
     async with running(storage, **way) as (_, client):
         groups = await groups_of(client, storage)
         answer = await fetch(client, [group.part() for group in groups], order)

@@ -174,7 +174,7 @@ async def test_cold_records_are_prefetched_earlier(storage: Server) -> None:
         assert prefetched_bytes(daemon) == {"storage": sizes[0], "cold": sizes[1]}
 
 
-async def test_prefetch_gives_way_to_a_fetch_and_is_not_had_twice(mortal_storage: Server) -> None:
+async def test_prefetches_pause_for_a_fetch_and_no_record_is_read_twice(mortal_storage: Server) -> None:
     for chain in CHAINS[:2]:
         put_chain(mortal_storage, chain)
     async with running(mortal_storage, tiers=tiers_of()) as (daemon, client):
@@ -323,7 +323,7 @@ async def test_late_messages_are_ignored_and_missing_ones_requested(storage: Ser
         ("arrivals", [pb.Arrival(chains=[pb.KeyChain(namespace=bytes(32))] * 5000)]),
     ],
 )
-async def test_absurd_numbers_are_refused_before_anything_is_kept(storage: Server, field: str, value: Any) -> None:
+async def test_absurd_numbers_are_refused_before_anything_is_allocated(storage: Server, field: str, value: Any) -> None:
     async with running(storage, tiers=tiers_of()) as (daemon, client):
         await client.register(SHAPE, 1)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -380,7 +380,7 @@ async def test_a_storage_failure_during_a_fetch_costs_only_missing_pieces(mortal
         assert_right(client, await client.fetch(CHAINS[0]))
 
 
-async def test_a_record_that_is_damaged_is_not_prefetched(redis: Server) -> None:
+async def test_a_damaged_record_is_not_prefetched(redis: Server) -> None:
     put_chain(redis, CHAINS[0])
     record = bytearray(make_record(SHAPE, CHAINS[0][2], 2))
     record[-9] ^= 4
@@ -395,9 +395,7 @@ async def test_a_record_that_is_damaged_is_not_prefetched(redis: Server) -> None
         assert (answer.chunks, answer.outcome) == (2, pb.OUTCOME_CORRUPT)
 
 
-async def test_a_device_that_dies_or_rots_in_the_middle_costs_a_look_into_storage(
-    storage: Server, tmp_path: Path
-) -> None:
+async def test_records_of_a_failed_device_are_read_from_storage(storage: Server, tmp_path: Path) -> None:
     put_chain(storage, CHAINS[0])
     async with running(storage, tiers=tiers_of(tmp_path) | {"ahead_requests": 0}) as (daemon, client):
         await client.register(SHAPE, 6)

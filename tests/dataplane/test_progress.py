@@ -89,7 +89,7 @@ async def test_layers_without_wanted_pieces_count_as_in_place(client: Client, st
     assert answer.outcome == pb.OUTCOME_COMPLETE and word.get() == SHAPE.layers
 
 
-async def test_what_the_buffers_do_not_hold_is_not_said_to_be_there(storage: Server) -> None:
+async def test_pieces_beyond_the_buffers_are_not_reported(storage: Server) -> None:
     shape = layout(layers=6, vector_length=2048)
     async with running(storage, decompression_buffer_bytes="1MiB", dma_source_buffer_bytes="1MiB") as (_, client):
         keys = keys_of(shape, 6)
@@ -150,7 +150,7 @@ async def test_a_damaged_chunk_is_not_reported_as_in_place(redis: Server, chunk:
         assert word.get() == leading_chunks(there, np.ones_like(there)) <= chunk
 
 
-async def test_a_chunk_is_in_place_once_every_part_has_it(client: Client, storage: Server) -> None:
+async def test_a_chunk_counts_once_all_parts_have_it(client: Client, storage: Server) -> None:
     """The second part has one chunk: with the others of the first it has nothing to do."""
     keys = await prepared(client, storage)
     absent = keys_of(SHAPE, CHUNKS + 1)[-1]
@@ -173,7 +173,7 @@ async def test_a_chunk_is_in_place_once_every_part_has_it(client: Client, storag
     ],
     ids=str,
 )
-async def test_a_word_where_none_can_be_is_refused(
+async def test_a_misplaced_progress_word_is_refused(
     client: Client, storage: Server, changes: dict[str, Any], says: str
 ) -> None:
     keys = await prepared(client, storage)

@@ -63,7 +63,7 @@ async def test_another_data_plane_sees_published_keys_and_then_stored_ones(tmp_p
         server.kill()
 
 
-async def test_a_data_plane_that_ends_takes_its_publications_along(tmp_path: Path) -> None:
+async def test_publications_end_with_their_data_plane(tmp_path: Path) -> None:
     server = Server("storage_kv", tmp_path).start()
     try:
         async with running(server) as (_, decode):
@@ -114,7 +114,7 @@ async def test_too_many_publications_are_refused_and_lookups_go_on(tmp_path: Pat
         server.kill()
 
 
-async def test_redis_in_our_place_takes_no_publications_and_all_else_is_as_it_was(tmp_path: Path) -> None:
+async def test_redis_takes_no_publications_and_serves_all_other_calls(tmp_path: Path) -> None:
     server = Server("redis", tmp_path).start()
     try:
         async with running(server) as (_, client):
@@ -126,7 +126,7 @@ async def test_redis_in_our_place_takes_no_publications_and_all_else_is_as_it_wa
         server.kill()
 
 
-async def test_a_cluster_takes_no_publications_and_all_else_is_as_it_was(tmp_path: Path) -> None:
+async def test_a_cluster_takes_no_publications_and_serves_all_other_calls(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, replicas=0).start()
     try:
         async with Daemon(cluster_config(cluster)) as daemon:

@@ -60,7 +60,7 @@ async def another(daemon: Daemon) -> AsyncIterator[Client]:
         await client.close()
 
 
-async def test_a_host_that_publishes_its_share_leaves_the_other_its_own(tmp_path: Path) -> None:
+async def test_a_host_cannot_use_up_another_hosts_share_of_publications(tmp_path: Path) -> None:
     server = Server("storage_kv", tmp_path).start()
     try:
         async with running(server, hosts_max=2) as (daemon, ours), another(daemon) as theirs:
@@ -139,7 +139,7 @@ async def test_publications_of_a_removed_host_are_withdrawn() -> None:
                 await asyncio.sleep(0.05)
 
 
-async def test_plain_records_are_pending_at_their_own_data_plane_alone(tmp_path: Path) -> None:
+async def test_plain_records_are_pending_on_their_own_data_plane_only(tmp_path: Path) -> None:
     """Symptom: a decode engine at another data plane waited for page records, which never leave their tiers."""
     server = Server("storage_kv", tmp_path).start()
     try:

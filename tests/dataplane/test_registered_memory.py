@@ -112,7 +112,7 @@ async def test_a_refusal_beyond_a_share_names_the_share_and_the_key_to_raise(sto
     assert "raise registered_bytes_max" in message and "running" not in message, message
 
 
-async def test_memory_of_a_process_that_has_ended_gives_way_when_room_is_short(storage: Server) -> None:
+async def test_memory_of_ended_processes_is_removed_when_room_is_needed(storage: Server) -> None:
     """Symptom: an engine that was started again a few times was refused until its predecessors' memory was idle."""
     async with running(storage, registrations_max=2) as (_, client):
         await client.register(GROUPS[0], 1)
@@ -130,7 +130,7 @@ async def test_memory_of_a_process_that_has_ended_gives_way_when_room_is_short(s
             segment.unlink()
 
 
-async def test_a_call_names_a_layout_of_the_registration_and_each_is_checked(client: Client) -> None:
+async def test_the_layout_index_of_a_call_is_checked(client: Client) -> None:
     small, large = GROUPS[0], GROUPS[2]
     client.shape, client.segment = small, Segment(4 * large.raw_bytes)
     client.segments.append(client.segment)
@@ -164,7 +164,7 @@ async def test_a_call_names_a_layout_of_the_registration_and_each_is_checked(cli
     assert mismatch.outcome == pb.OUTCOME_MISMATCH, "records of another layout are not delivered as this one"
 
 
-async def test_a_segment_that_shrinks_while_it_is_registered_is_the_callers_fault(
+async def test_a_segment_truncated_during_registration_is_an_invalid_argument(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.shape, client.segment = GROUPS[0], Segment(2 * GROUPS[0].raw_bytes)

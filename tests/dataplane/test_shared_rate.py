@@ -56,7 +56,7 @@ def ask_now(movers: Movers, mover: Mover, size: int = MIB) -> Turn:
     return turn
 
 
-def test_while_nothing_decodes_there_is_no_bound() -> None:
+def test_without_a_decoding_engine_there_is_no_limit() -> None:
     movers = Movers()
     turns = [ask_now(movers, mover, 1 << 40) for mover in Mover]
     assert all(turn.granted_s == movers.clock.now and not turn.rate for turn in turns)
@@ -114,7 +114,7 @@ def test_engines_of_equal_precedence_share_the_rate() -> None:
     assert [share / sum(shares) for share in shares if share] == pytest.approx([1 / 3] * 3, rel=0.02)
 
 
-def test_the_strictest_engine_holds_until_it_stops_or_its_report_ends() -> None:
+def test_the_lowest_rate_applies_until_its_engine_stops_or_its_report_expires() -> None:
     movers = Movers()
     movers.decodes(b"a", rate=4 * RATE)
     movers.decodes(b"b", rate=RATE, lasts_s=2.0)
@@ -126,7 +126,7 @@ def test_the_strictest_engine_holds_until_it_stops_or_its_report_ends() -> None:
     assert (movers.shared.rate, movers.shared.bounded) == (0, False), "any rate is right for engine c"
 
 
-def test_what_waits_goes_on_when_the_last_report_ends() -> None:
+def test_waiting_turns_are_granted_when_the_last_report_expires() -> None:
     movers = Movers()
     movers.decodes(lasts_s=2.0)
     ask_now(movers, Mover.FETCH, 100 * RATE)
@@ -136,7 +136,7 @@ def test_what_waits_goes_on_when_the_last_report_ends() -> None:
     assert movers.shared.grant() is None and waiting.granted_s == movers.clock.now
 
 
-def test_the_engines_of_one_host_cannot_make_reports_without_end() -> None:
+def test_the_reports_of_a_host_are_bounded() -> None:
     movers = Movers()
     for number in range(2 * ENGINES_MAX):
         movers.decodes(b"%d" % number)

@@ -82,7 +82,7 @@ async def test_stored_chunks_are_fetched_by_another_daemon(storage: Server) -> N
         assert [client.chunk(index) for index in range(4)] == [kv(shape, index) for index in range(4)]
 
 
-async def test_chunks_that_storage_holds_are_not_sent_again(storage: Server) -> None:
+async def test_stored_chunks_are_not_sent_again(storage: Server) -> None:
     shape = layout()
     keys = keys_of(shape, 4)
     storage.put(keys[1], make_record(shape, keys[1], 1))
@@ -123,7 +123,7 @@ async def test_values_that_binning_cannot_hold_are_not_storable(storage: Server,
         assert [storage.has(key) for key in keys] == [True, False, False]
 
 
-async def test_what_storage_holds_behind_a_chunk_that_it_cannot_is_said_to_be_there(storage: Server) -> None:
+async def test_stored_chunks_after_an_unstorable_one_are_reported(storage: Server) -> None:
     shape = layout("binned", "float32")
     keys = keys_of(shape, 3)
     storage.put(keys[2], make_record(shape, keys[2], 2))
@@ -182,7 +182,7 @@ async def test_faulty_records_are_replaced_by_a_store(redis: Server, bad: bytes)
         assert (await client.fetch([key])).outcome == pb.OUTCOME_COMPLETE
 
 
-async def test_chunks_are_encoded_while_those_before_them_are_put_and_each_is_its_own(storage: Server) -> None:
+async def test_chunks_are_encoded_while_earlier_ones_are_put(storage: Server) -> None:
     """As far ahead as the store buffer goes. Whoever encodes over what is being sent stores another chunk's bytes."""
     shape = layout(vector_length=2048)
     keys = keys_of(shape, 10)

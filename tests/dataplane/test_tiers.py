@@ -99,7 +99,7 @@ async def fetch_all(client: Client, keys: Sequence[bytes]) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_tiers_alone_serve_a_host_and_are_warm_after_a_restart(tmp_path: Path, backend: str) -> None:
+async def test_local_tiers_serve_a_host_and_are_warm_after_a_restart(tmp_path: Path, backend: str) -> None:
     for is_first in (True, False):
         async with running("", tiers=tiers_of(tmp_path), backend=backend) as (daemon, client):
             await client.register(SHAPE, 6)
@@ -112,7 +112,7 @@ async def test_tiers_alone_serve_a_host_and_are_warm_after_a_restart(tmp_path: P
             assert daemon.metrics.tier_records["lost"] == 0
 
 
-async def test_memory_alone_serves_until_the_end(tmp_path: Path) -> None:
+async def test_a_tier_without_devices_serves_until_the_stop(tmp_path: Path) -> None:
     for _ in range(2):
         async with running("", tiers=tiers_of()) as (_, client):
             await client.register(SHAPE, 6)
@@ -139,7 +139,7 @@ async def test_records_from_storage_are_kept_and_served_during_an_outage(mortal_
 
 @pytest.mark.parametrize("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_one_batch_takes_each_chunk_from_the_nearest_that_has_it(
+async def test_one_batch_reads_each_chunk_from_the_nearest_tier(
     storage: Server, tmp_path: Path, backend: str, order: int
 ) -> None:
     put_all(storage)
@@ -187,7 +187,7 @@ async def test_records_with_an_end_stay_in_the_tier_if_it_has_room(storage: Serv
             assert client.chunk(0) == kv(shape, 0)
 
 
-async def test_a_tier_smaller_than_a_prompt_serves_it_right(storage: Server, tmp_path: Path) -> None:
+async def test_a_tier_smaller_than_a_prompt_serves_it_correctly(storage: Server, tmp_path: Path) -> None:
     """Memory for six chunks, of which devices may bring two at a time; device for some ten."""
     keys = keys_of(SHAPE, 24, seed=3)
     for index, key in enumerate(keys):
@@ -231,7 +231,7 @@ def rot(daemon: Daemon, folder: Path, index: int) -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False])
-async def test_rot_on_a_tiers_device_costs_a_miss_or_a_look_into_storage(
+async def test_corrupt_records_on_a_device_are_a_miss_or_read_from_storage(
     storage: Server, tmp_path: Path, alone: bool
 ) -> None:
     put_all(storage)
@@ -251,7 +251,7 @@ async def test_rot_on_a_tiers_device_costs_a_miss_or_a_look_into_storage(
 
 
 @pytest.mark.parametrize("alone", [True, False])
-async def test_rot_in_a_tiers_memory_costs_a_miss_or_a_look_into_storage(storage: Server, alone: bool) -> None:
+async def test_corrupt_tier_memory_is_a_miss_or_read_from_storage(storage: Server, alone: bool) -> None:
     put_all(storage)
     async with running("" if alone else storage, tiers=tiers_of()) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -275,7 +275,7 @@ async def test_rot_in_a_tiers_memory_costs_a_miss_or_a_look_into_storage(storage
             assert_right(client, await client.fetch(KEYS))
 
 
-async def test_two_models_on_one_tier_never_meet() -> None:
+async def test_two_models_share_a_tier_without_mixing() -> None:
     shapes = [layout(vector_length=2048), layout("binned", vector_length=1024)]
     chains = [keys_of(shape, 4, seed=5) for shape in shapes]
     async with running("", tiers=tiers_of()) as (daemon, _):
@@ -297,7 +297,7 @@ async def test_two_models_on_one_tier_never_meet() -> None:
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["above", "alone"])
-async def test_a_device_that_stands_still_costs_its_patience_or_the_deadline(
+async def test_a_stalled_device_costs_its_read_timeout_or_the_deadline(
     storage: Server, tmp_path: Path, alone: bool
 ) -> None:
     put_all(storage)
@@ -391,7 +391,7 @@ async def test_a_smaller_memory_budget_costs_hits_only(storage: Server) -> None:
             assert_right(client, await client.fetch(KEYS))
 
 
-async def test_a_device_with_anothers_data_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+async def test_a_device_with_foreign_data_is_refused_and_not_changed(tmp_path: Path) -> None:
     foreign = b"somebody's letters" * 60_000
     (tmp_path / "tier").write_bytes(foreign)
     with pytest.raises(ConfigurationError, match="tier"):
@@ -415,9 +415,7 @@ async def test_a_tier_filled_on_another_machine_returns_stored_bytes_or_misses(t
         assert_right(client, await client.fetch(KEYS))
 
 
-async def test_a_daemon_that_is_killed_while_it_keeps_has_whole_records_or_none(
-    storage: Server, tmp_path: Path
-) -> None:
+async def test_a_daemon_killed_during_a_fill_recovers_whole_records_only(storage: Server, tmp_path: Path) -> None:
     chance = random.Random(5)
     keys = keys_of(SHAPE, 24, seed=3)
     for index, key in enumerate(keys):
@@ -446,7 +444,7 @@ async def test_a_daemon_that_is_killed_while_it_keeps_has_whole_records_or_none(
 
 
 @pytest.mark.parametrize("devices", [True, False])
-async def test_metrics_of_a_data_plane_with_tiers_answered_500(tmp_path: Path, devices: bool) -> None:
+async def test_metrics_of_a_data_plane_with_tiers_are_served(tmp_path: Path, devices: bool) -> None:
     async with running("", tiers=tiers_of(tmp_path if devices else None)) as (daemon, client):
         await client.register(SHAPE, 6)
         await store(client)

@@ -141,7 +141,7 @@ async def test_another_certificate_is_another_host(
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-async def test_files_that_cannot_be_used_are_named_at_the_start(
+async def test_unusable_certificate_files_are_named_at_the_start(
     storage: Server, certificates: Path, expired: Path, foreign: Path, tmp_path: Path, changes: dict[str, str],
     words: list[str],
 ) -> None:  # fmt: skip
@@ -166,13 +166,13 @@ async def test_files_that_cannot_be_used_are_named_at_the_start(
     ],
     ids=str,
 )
-def test_keys_that_do_not_fit_each_other_are_refused(changes: dict[str, str], words: list[str]) -> None:
+def test_contradicting_configuration_keys_are_refused(changes: dict[str, str], words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as error:
         DataPlaneConfig.load(flags=changes, environment={})
     assert all(word in str(error.value) for word in words), error.value
 
 
-def test_hosts_that_show_a_certificate_may_be_remote() -> None:
+def test_hosts_with_a_certificate_may_be_remote() -> None:
     flags = {"listen": "0.0.0.0:1", "tls_cert": "a", "tls_key": "b", "tls_client_ca": "c"}
     assert DataPlaneConfig.load(flags=flags, environment={}).allow_remote is False
 

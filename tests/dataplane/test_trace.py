@@ -82,9 +82,7 @@ DECISION = pb.Decision(
 )
 
 
-async def test_of_a_host_that_decides_a_recording_holds_the_decision_behind_the_fetch(
-    client: Client, storage: Server
-) -> None:
+async def test_a_recording_of_a_deciding_host_has_the_decision_after_the_fetch(client: Client, storage: Server) -> None:
     keys = await stored(client, storage, 1)
     await client.stub.Decided(DECISION)
     call = client.stub.Trace(pb.TraceRequest(timeout_ms=NEVER_MS, fetches=1))
@@ -98,7 +96,7 @@ async def test_of_a_host_that_decides_a_recording_holds_the_decision_behind_the_
     assert decided.end_ns - decided.begin_ns == 300_000_000 and decided.end_ns >= fetch.end_ns
 
 
-async def test_where_everything_is_computed_a_recording_holds_decisions_alone(client: Client) -> None:
+async def test_a_recording_without_fetches_has_decisions(client: Client) -> None:
     call = client.stub.Trace(pb.TraceRequest(timeout_ms=1000, fetches=1))
     await call.read()
     await client.stub.Decided(DECISION)
@@ -120,7 +118,7 @@ async def test_where_everything_is_computed_a_recording_holds_decisions_alone(cl
     ],
     ids=str,
 )
-async def test_a_decision_that_is_none_is_refused(client: Client, changes: dict[str, Any], words: str) -> None:
+async def test_a_malformed_decision_is_refused(client: Client, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await client.stub.Decided(pb.Decision(**changes))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -152,7 +150,7 @@ async def test_one_recording_at_a_time_and_a_cancelled_one_makes_room(client: Cl
 
 
 @pytest.mark.parametrize("request_", [{"timeout_ms": 0, "fetches": 1}, {"timeout_ms": 1, "fetches": 0}], ids=str)
-async def test_a_recording_without_an_end_is_refused(client: Client, request_: dict[str, int]) -> None:
+async def test_a_recording_needs_a_number_of_fetches_and_a_time_limit(client: Client, request_: dict[str, int]) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await client.stub.Trace(pb.TraceRequest(**request_)).read()
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

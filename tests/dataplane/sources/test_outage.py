@@ -125,9 +125,7 @@ def test_delays_grow_to_a_bound_and_restart_after_a_stable_connection() -> None:
     assert len(delays) > 1, "data planes that lost the same server must not reconnect together"
 
 
-async def test_a_connection_that_is_given_up_as_it_is_made_does_not_wait_for_the_other_side(
-    certificates: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_connection_attempt_ends_at_once(certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stood until the server had said goodbye, as TLS wants it: for half a minute, of one that says nothing."""
     context, ended = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), threading.Event()
     context.load_cert_chain(certificates / "server.crt", certificates / "server.key")
@@ -171,7 +169,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Ite
 
 @pytest.mark.parametrize("clustered", [False, True], ids=["server", "cluster"])
 @pytest.mark.parametrize("refused", ["connection", "no TLS", "no certificate", "wrong password", "no password"])
-async def test_whatever_storage_refuses_it_is_asked_ever_less_often(
+async def test_delays_grow_for_every_kind_of_failure(
     refused: str, clustered: bool, guarded: TlsServer, certificates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A data plane with a wrong certificate came twice a second, for as long as nobody looked."""

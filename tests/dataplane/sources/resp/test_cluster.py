@@ -104,7 +104,7 @@ async def test_a_missing_chunk_ends_the_prefix(cluster: Cluster) -> None:
         assert_delivered(client, 7)
 
 
-async def test_a_slot_that_has_moved_is_followed_and_remembered(cluster: Cluster) -> None:
+async def test_a_moved_slot_is_followed_and_remembered(cluster: Cluster) -> None:
     async with serving(cluster) as (daemon, client):
         await client.lookup(KEYS)  # heads are remembered, so that the bytes' own connections meet the redirection
         moved = KEYS[5]
@@ -123,9 +123,7 @@ async def test_a_slot_that_has_moved_is_followed_and_remembered(cluster: Cluster
         assert (await client.fetch(KEYS)).chunks == len(KEYS)
 
 
-async def test_what_tiers_have_comes_beside_what_nodes_have_and_send_us_on_for(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+async def test_local_hits_and_redirected_chunks_come_in_the_same_fetch(cluster: Cluster, tmp_path: Path) -> None:
     devices = [{"path": str(tmp_path / "tier"), "size": "16MiB"}]
     async with serving(cluster, tiers={"memory_budget_bytes": "8MiB", "devices": devices}) as (daemon, client):
         assert (await client.fetch(KEYS[::2])).chunks == len(KEYS) // 2
@@ -185,7 +183,7 @@ async def test_a_chunk_of_a_migrating_slot_is_stored_on_the_new_node(cluster: Cl
         cluster.move(slot_of(key), target, source)
 
 
-async def test_nodes_that_send_us_in_circles_cost_one_chunk_and_its_successors(cluster: Cluster) -> None:
+async def test_circular_redirections_cost_one_chunk_and_the_later_ones(cluster: Cluster) -> None:
     key = KEYS[4]
     source = cluster.master_of(key)
     target = another(cluster, source)
@@ -319,7 +317,7 @@ async def test_calls_miss_until_the_cluster_is_reachable(tmp_path: Path) -> None
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
 
 
-async def test_a_node_that_dies_costs_its_chunks_until_its_replica_takes_over(tmp_path: Path) -> None:
+async def test_a_dead_node_costs_its_chunks_until_the_failover(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     try:
         cluster.start()
@@ -441,7 +439,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("answer", WRONG)
-async def test_a_map_that_is_none_is_an_outage(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_malformed_map_is_an_outage(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Outage, "next_delay_s", lambda self: 0.01)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -43,7 +43,7 @@ def calls(storage: Server) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
-async def test_a_fetch_layer_by_layer_is_one_request_and_one_chunk_by_chunk_is_ranges(
+async def test_a_fetch_in_layer_order_is_one_request_and_in_chunk_order_ranges(
     storage: Server, way: dict[str, Any]
 ) -> None:
     async with running(storage, layer_request_bytes_min=0, **way) as (daemon, client):
@@ -73,7 +73,7 @@ async def test_after_one_unknown_layer_request_range_requests_are_used(
         assert sum("(no_layer_requests)" in record.message for record in caplog.records) == 1
 
 
-async def test_below_the_setting_there_are_ranges(storage: Server) -> None:
+async def test_below_layer_request_bytes_min_ranges_are_used(storage: Server) -> None:
     stored = sum(map(len, RECORDS))
     async with running(storage, layer_request_bytes_min=stored) as (daemon, client):
         assert (await fetched(client, storage)).outcome == pb.OUTCOME_COMPLETE

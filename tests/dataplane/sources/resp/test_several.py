@@ -109,7 +109,7 @@ async def nodes_have_no_copy(node: Server, keys: list[bytes]) -> None:
         assert not {b"kv:" + key.hex().encode() for key in keys} & set(client.scan_iter(count=1000))
 
 
-async def test_a_node_that_dies_is_replaced_by_its_second_choice_until_it_is_back(nodes: list[Server]) -> None:
+async def test_a_dead_node_is_replaced_until_it_returns(nodes: list[Server]) -> None:
     chain, other = chains_of(nodes)
     records = {key: make_record(SHAPE, key, seed) for seed, key in enumerate(chain)}
     for key, record in records.items():
@@ -213,9 +213,7 @@ async def test_a_lookup_with_prefetch_brings_cold_records_without_waiting(
         assert answer.tiers[0] == bytes([pb.TIER_STORAGE] * CHUNKS) and not answer.cold_ms[0]
 
 
-async def test_a_fetch_that_waits_for_the_bucket_lets_others_have_their_turn(
-    nodes: list[Server], bucket: FaultyS3
-) -> None:
+async def test_a_fetch_gives_up_its_turn_while_it_waits_for_the_bucket(nodes: list[Server], bucket: FaultyS3) -> None:
     chain, other = chains_of(nodes)
     nodes[1].put(other[0], make_record(SHAPE, other[0], 1))
     for seed, key in enumerate(chain):

@@ -144,7 +144,7 @@ async def fails(server: "Server | str", *words: str, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
-async def test_bytes_come_encrypted_and_arrive_as_they_were(
+async def test_bytes_are_encrypted_and_arrive_unchanged(
     encrypted: TlsServer, certificates: Path, way: dict[str, Any]
 ) -> None:
     async with running(encrypted, **trusting(certificates), **way) as (_, client):
@@ -168,7 +168,7 @@ async def test_records_are_received_over_tls_as_they_are_stored(encrypted: TlsSe
 
 
 @pytest.mark.parametrize("kind", ["storage_kv", "redis"])
-async def test_both_sides_may_have_to_show_a_certificate(tmp_path: Path, certificates: Path, kind: str) -> None:
+async def test_mutual_tls_works(tmp_path: Path, certificates: Path, kind: str) -> None:
     server = TlsServer(kind, tmp_path, certificates, mutual=True, password="both")
     try:
         server.start()
@@ -199,9 +199,7 @@ async def test_a_server_of_another_name_is_not_trusted(encrypted: TlsServer, cer
         assert (await client.fetch(KEYS)).chunks == len(KEYS)
 
 
-async def test_a_certificate_that_has_expired_is_not_trusted(
-    storage: Server, expired: Path, certificates: Path
-) -> None:
+async def test_an_expired_certificate_is_not_trusted(storage: Server, expired: Path, certificates: Path) -> None:
     proxy = Proxy(expired, storage.port)
     try:
         await fails(proxy.address, "expired", **trusting(certificates))
@@ -209,7 +207,7 @@ async def test_a_certificate_that_has_expired_is_not_trusted(
         proxy.close()
 
 
-async def test_the_data_connections_check_for_themselves(
+async def test_data_connections_check_certificates_themselves(
     encrypted: TlsServer, certificates: Path, foreign: Path, expired: Path, storage: Server
 ) -> None:
     """What the control connection would have found first, the C core finds as well."""
@@ -241,9 +239,7 @@ async def test_the_error_distinguishes_a_tls_server_from_a_stalled_one(encrypted
 
 
 @pytest.mark.parametrize("after", [1, 5, 5000, 40_000])
-async def test_a_stream_that_is_cut_off_is_never_taken_for_a_whole_one(
-    proxy: Proxy, certificates: Path, after: int
-) -> None:
+async def test_a_truncated_tls_stream_is_not_complete(proxy: Proxy, certificates: Path, after: int) -> None:
     async with running(proxy.address, connections=1, **trusting(certificates)) as (_, client):
         await client.register(SHAPE, len(KEYS))
         await client.lookup(KEYS)
@@ -272,7 +268,7 @@ async def silent() -> AsyncIterator[str]:
         listener.close()
 
 
-async def test_a_handshake_that_does_not_come_to_an_end_is_given_up(certificates: Path) -> None:
+async def test_a_stalled_handshake_is_given_up(certificates: Path) -> None:
     async with silent() as address:
         await fails(address, "no answer for 0.2 s", connect_timeout_s=0.2, **trusting(certificates))
 
@@ -300,7 +296,7 @@ async def test_a_handshake_does_not_outlive_the_call_that_waits_for_it(
         assert daemon._source.connected
 
 
-async def test_an_authority_that_is_replaced_is_read_again(
+async def test_a_replaced_authority_is_read_again(
     encrypted: TlsServer, certificates: Path, foreign: Path, tmp_path: Path
 ) -> None:
     shutil.copy(foreign / "ca.crt", tmp_path / "ca.crt")
@@ -326,7 +322,7 @@ async def test_a_user_and_a_password_go_over_tls_as_without_it(encrypted: TlsSer
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_REFUSED, 0)
 
 
-async def test_a_cluster_may_speak_tls_too(tmp_path: Path, certificates: Path) -> None:
+async def test_a_cluster_can_use_tls(tmp_path: Path, certificates: Path) -> None:
     cluster = Cluster(tmp_path, replicas=0, certificates=certificates)
     try:
         cluster.start().never_fail_over()
@@ -357,7 +353,7 @@ async def test_a_cluster_may_speak_tls_too(tmp_path: Path, certificates: Path) -
         ),
     ],
 )  # fmt: skip
-async def test_files_that_cannot_be_used_stop_the_daemon(
+async def test_unusable_tls_files_stop_the_daemon(
     storage: Server, certificates: Path, changes: dict[str, str], words: str
 ) -> None:
     changes = {key: value.format(folder=certificates) for key, value in changes.items()}
@@ -374,9 +370,7 @@ async def test_files_that_cannot_be_used_stop_the_daemon(
         ({"storage_server_name": "storage"}, "needs storage_tls_ca"),
     ],
 )
-def test_keys_of_the_configuration_that_need_each_other_say_so(
-    storage: Server, changes: dict[str, str], words: str
-) -> None:
+def test_configuration_keys_name_the_keys_that_they_need(storage: Server, changes: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         config(storage, **changes)
 
