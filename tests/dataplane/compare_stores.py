@@ -1,4 +1,4 @@
-"""One prompt's lookup and fetch over each kind of store, on this machine: the figures of docs/scale.md.
+"""A prompt's lookup and fetch from each kind of store, on this machine: the numbers of docs/scale.md.
 
     python tests/dataplane/compare_stores.py [--chunks 24] [--repeats 5]
 

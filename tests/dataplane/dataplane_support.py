@@ -1,4 +1,4 @@
-"""What the data plane's tests are made of: real storage servers, a real daemon, real segments, and records in them."""
+"""Helpers of the data plane's tests: real storage servers, a real daemon, real segments, and records."""
 
 import contextlib
 import fcntl
@@ -377,7 +377,7 @@ class Client:
 
 
 class Fetched(NamedTuple):
-    """What a Fetch has said; ``chunks`` are the leading ones that are in place, ``delivered`` all pieces that are."""
+    """The answer of a Fetch; ``chunks`` is the number of leading chunks in place."""
 
     chunks: int
     delivered: Flags
@@ -388,7 +388,7 @@ class Fetched(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What a Store has said; ``chunks`` are the leading ones that storage holds, ``stored`` all of them."""
+    """The answer of a Store; ``chunks`` is the number of leading stored chunks."""
 
     chunks: int
     stored: list[bool]
@@ -399,7 +399,7 @@ class Stored(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a Lookup has said; ``hits`` are the leading chunks of each chain that are there, ``present`` all of them."""
+    """The answer of a Lookup; ``hits`` are the numbers of leading stored chunks of each chain."""
 
     hits: list[int]
     present: list[list[bool]]
@@ -408,7 +408,7 @@ class Found(NamedTuple):
 
 
 def found(answer: pb.LookupResponse, *counts: int) -> Found:
-    """Read the answer about chains of so many keys."""
+    """Convert the answer about chains with these numbers of keys."""
     flags = [unpack(data, count) for data, count in zip(answer.present, counts, strict=bool(answer.present))]
     return Found([leading(each) for each in flags], [each.tolist() for each in flags], answer.outcome, answer.detail)
 

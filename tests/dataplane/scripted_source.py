@@ -1,4 +1,4 @@
-"""A source whose records lie in a dict, and of which a test says when it answers, and what.
+"""A source with its records in a dict; a test decides when and how it answers.
 
 The bytes go through the real pipeline: it asks for ranges over a socket pair, whose other end is answered here.
 """

@@ -1,4 +1,4 @@
-"""Occupancies: inside every buffer, never overlapping, the leading pieces in their order and no others."""
+"""Occupancies fit every buffer without overlap, and batches have the leading pieces in order."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Calls as such: malformed, cancelled, abandoned, too many, overlapping; registrations; health; metrics."""
+"""Calls: malformed, cancelled, abandoned, overlapping, too many; registrations; health; metrics."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ async def refused(call: Any, code: grpc.StatusCode, *words: str) -> None:
 
 @pytest.fixture
 async def frozen(mortal_storage: Server) -> AsyncIterator[tuple[Daemon, Client, Server]]:
-    """A daemon whose storage holds records and has stopped answering; heads are remembered."""
+    """A daemon whose storage holds records and has stopped answering; headers are cached."""
     for index, key in enumerate(KEYS):
         mortal_storage.put(key, make_record(SHAPE, key, index))
     async with running(mortal_storage, command_timeout_s=NEVER_S) as (daemon, client):

@@ -1,4 +1,4 @@
-"""Engines of one model that differ in the tokens of a chunk or in the quantizer: what is logged and what is said."""
+"""Engines of one model with different chunk sizes or quantizers: log line and answer of Hello."""
 
 import hashlib
 import logging
@@ -30,7 +30,7 @@ async def hello(client: Client, process: str, said: pb.Engine) -> list[str]:
 async def test_engines_of_one_model_without_shared_records_are_reported_and_logged_once(
     storage: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Symptom: two engines with different chunk_tokens missed all that the other had stored, and nothing said so."""
+    """Symptom: two engines with different chunk_tokens shared no records, without a warning."""
     async with running(storage) as (_, client):
         with caplog.at_level(logging.WARNING):
             assert await hello(client, "the first", engine()) == []

@@ -1,4 +1,4 @@
-"""Records that are not what they should be: each is a miss with its reason, and none is delivered."""
+"""Faulty records: each is a miss with its reason, and none is delivered."""
 
 import asyncio
 import logging
@@ -99,7 +99,7 @@ FAULTS = {
 
 
 def assert_untouched_or_right(found: bytes, right: bytes) -> None:
-    """What lies behind a fault found while decoding may have arrived before it was found; nothing else may."""
+    """Chunks after a fault that decoding finds may be delivered already; no others are."""
     assert len(found) == len(right)
     assert all(byte in (0x77, expected) for byte, expected in zip(found, right, strict=True))
 

@@ -1,4 +1,4 @@
-"""What a fetch delivers, and with what outcome it ends."""
+"""Deliveries and outcomes of fetches."""
 
 import itertools
 from typing import Any

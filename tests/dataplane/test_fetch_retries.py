@@ -1,4 +1,4 @@
-"""What a fetch tries again when its source fails, and how often."""
+"""Retries of a fetch after failures of its source."""
 
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Callers that mean ill: messages that are none, logs for the asking, calls and bytes without end."""
+"""Malicious callers: malformed messages, log flooding, calls and bytes without end."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ TIMES = 150
 
 @contextlib.asynccontextmanager
 async def attacked(storage: Server, directory: Path, **changes: Any) -> AsyncIterator[tuple[DaemonProcess, Client]]:
-    """A daemon and a client of it, who is served right in the end, with a log that has not grown by the attack."""
+    """A daemon and its client. Afterwards, calls still work and the log has not grown by the attack."""
     for index, key in enumerate(KEYS):
         storage.put(key, make_record(SHAPE, key, index))
     daemon = DaemonProcess(storage, directory, **changes)
@@ -56,7 +56,7 @@ def raw(client: Client, method: str) -> Any:
 
 
 async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
-    """Return what a call ends with, one with a stream of answers too."""
+    """Return the status of a call, also of one with a stream of answers."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         if hasattr(call, "read"):
             while await call.read() is not grpc.aio.EOF:

@@ -1,4 +1,4 @@
-"""Hosts: Hello and what it refuses, sessions, a second host refused or kept apart, and a host that is gone."""
+"""Hosts: Hello and its refusals, sessions, several hosts, removed hosts."""
 
 import asyncio
 import contextlib

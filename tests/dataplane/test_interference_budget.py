@@ -32,7 +32,7 @@ def stored(storage: Server) -> Server:
 
 
 async def test_a_fetch_keeps_to_the_rate_of_another_engine_that_decodes(stored: Server) -> None:
-    """Symptom: an engine that decoded was slowed down by what another engine of its data plane loaded."""
+    """Symptom: loads of one engine slowed another one down that decoded on the same data plane."""
     async with running(stored) as (daemon, client):
         await client.register(SHAPE, 6)
         await report(client)
@@ -118,7 +118,7 @@ async def test_a_save_beyond_the_budget_is_incomplete_at_its_deadline(storage: S
 
 
 async def test_device_writes_wait_for_their_turn(tmp_path: Path) -> None:
-    """Symptom: what was kept on devices was written at their speed beside an engine that decoded."""
+    """Symptom: device writes used all of the device beside a decoding engine."""
     # By default the tiers of a DPU are its own, and not held.
     async with running("", tiers=tiers_of(tmp_path), shares_host_memory=True) as (daemon, client):
         await client.register(SHAPE, 6)

@@ -1,4 +1,4 @@
-"""How far the layers of a fetch are, said by its own call: for memory that is not shared, and for any."""
+"""Layer progress in the stream of a fetch, for all kinds of memory."""
 
 import asyncio
 import mmap
@@ -29,7 +29,7 @@ def request(client: Client, keys: list[bytes], **changes: Any) -> pb.FetchReques
 
 
 async def streamed(call: Any) -> tuple[list[int], pb.FetchResponse]:
-    """Return what a call says of its layers, and its answer, which is the last that it says."""
+    """Return the reported layers of a call, and its answer."""
     said = [message async for message in call]
     assert [message.WhichOneof("said") for message in said] == ["layers"] * (len(said) - 1) + ["answer"]
     layers = [message.layers for message in said[:-1]]
@@ -82,7 +82,7 @@ async def test_layers_in_exported_memory_are_reported_while_the_fetch_runs(stora
 
 
 class Gate:
-    """Lets so many commands pass."""
+    """Lets a number of commands pass."""
 
     def __init__(self) -> None:
         self._passes = asyncio.Semaphore(0)
@@ -97,7 +97,7 @@ class Gate:
 
 @pytest.fixture
 async def gated(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[ScriptedSource, Gate, Client, list[bytes]]]:
-    """A data plane over a source that gives a range for each pass; heads are known."""
+    """A data plane over a source that answers one range for each pass; headers are cached."""
     made: list[ScriptedSource] = []
 
     def source_of(configuration: DataPlaneConfig, metrics: Metrics, budget: Any, *arguments: Any) -> ScriptedSource:

@@ -1,4 +1,4 @@
-"""Shared memory that somebody shrinks while others have mapped it: whoever touches what is gone must not die of it."""
+"""Shared memory that another process truncates: accesses beyond its end are survived."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ ways = pytest.mark.parametrize("way", WAYS, ids=way_name)
 
 
 class Shrinking:
-    """A client whose segment keeps a descriptor to be shrunk by."""
+    """A client that keeps a descriptor of its segment, to truncate it."""
 
     def __init__(self, client: Client) -> None:
         self.client = client

@@ -1,4 +1,4 @@
-"""Memory that is not shared, over the DOCA emulator: which backend takes which, what is checked, what becomes of it."""
+"""Memory that is not shared, with the DOCA emulator: backends, checks, losses."""
 
 import mmap
 import tempfile

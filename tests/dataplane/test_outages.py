@@ -1,4 +1,4 @@
-"""Storage that is absent, killed, frozen, restarted or out of its mind: every call ends in time with its reason."""
+"""Storage that is absent, killed, frozen, restarted or faulty: every call ends in time with its reason."""
 
 import asyncio
 import logging

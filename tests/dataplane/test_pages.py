@@ -1,4 +1,4 @@
-"""Chunks of pages on devices of the tiers, brought straight into paged memory: what is right, and what goes wrong."""
+"""Page loads from devices of the local tiers straight into paged memory, and their failures."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ WORD = LAYERS * BLOCKS * PAGE  # behind the pages, where the progress is told
 
 
 class Paged:
-    """Paged memory of a client: a block has the pages of all layers beside each other."""
+    """Paged memory of a client: each block has the pages of all layers."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -52,7 +52,7 @@ class Paged:
         self.memory_id = (await self._client.stub.RegisterMemory(request)).memory_id
 
     async def fetch(self, keys: list[bytes] = KEYS, **changes: Any) -> Fetched:
-        """Have chunks placed, one after the other from the first block on."""
+        """Load chunks into consecutive blocks."""
         self._jobs += 1
         fields = {
             "job_id": f"pages-{self._jobs}",
@@ -71,7 +71,7 @@ class Paged:
 
     @property
     def told(self) -> int:
-        """Leading layers that the word says are in place."""
+        """Leading layers in place, from the word."""
         return int(self.memory[WORD : WORD + 4].view(np.uint32)[0])
 
     def chunk(self, index: int) -> bytes:
@@ -80,7 +80,7 @@ class Paged:
         return pages[self.blocks[index * CHUNK_BLOCKS : (index + 1) * CHUNK_BLOCKS]].transpose(1, 0, 2).tobytes()
 
     def assert_right(self, answer: Fetched, count: int = CHUNKS) -> None:
-        """Check that so many chunks are in place, and nothing else was written; then spoil it."""
+        """Check that these chunks are in place and nothing else was written; then overwrite the memory."""
         assert answer.chunks == count, answer
         assert [self.chunk(index) for index in range(count)] == [kv(SHAPE, index) for index in range(count)]
         others = sorted(set(range(BLOCKS)) - set(self.blocks))
@@ -120,12 +120,12 @@ async def store_plain(client: Client) -> None:
 
 
 async def written(daemon: Daemon) -> None:
-    """Wait until the device has what was stored."""
+    """Wait until the device has the stored records."""
     await until(lambda: not tiers_in(daemon).pool.busy)
 
 
 def rot(daemon: Daemon, folder: Path, index: int, layer: int) -> None:
-    """Damage one page of a chunk where it lies on the device."""
+    """Damage one page of a chunk on the device."""
     tiers = tiers_in(daemon)
     pool = tiers.pool
     assert isinstance(pool, DevicePool)
@@ -278,7 +278,7 @@ async def test_pages_of_another_layout_are_not_written_after_a_load_in_their_own
 async def test_nothing_is_written_to_pages_after_a_cancelled_load(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer comes once the device is done with what it has begun, and not before; then nothing lands."""
+    """The answer comes after the reads in progress, and nothing is written after it."""
     async with stored(tmp_path) as (daemon, client, paged):
         disk = tiers_in(daemon).pool._core.disks[0]
         submit, held, begun = disk.volume.device.submit, [], asyncio.Event()
@@ -342,7 +342,7 @@ async def test_a_client_that_truncates_its_paged_memory_affects_no_other_client(
 
 
 async def test_records_are_not_overwritten_while_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evicted in the middle of a read, and the device filled with others: what comes is still what was stored."""
+    """A record evicted during its read, on a device that is filled again, is still read exactly."""
     async with stored(tmp_path, "8MiB") as (daemon, client, paged):
         tiers = tiers_in(daemon)
         disk = tiers.pool._core.disks[0]
@@ -431,7 +431,7 @@ OTHERS = keys_of(SHAPE, 1, seed=7)
 
 
 async def test_records_of_pages_are_not_prefetched_into_memory(tmp_path: Path) -> None:
-    """Symptom (F21): each byte of a waiting request's pages was read twice, first into memory, where nobody used it."""
+    """Symptom: pages of a waiting request were read twice, first into memory without use."""
     async with running("", tiers=tiers_of(tmp_path)) as (daemon, client):
         await client.register(SHAPE, CHUNKS)
         await store_plain(client)

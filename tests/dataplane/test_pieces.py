@@ -1,4 +1,4 @@
-"""Pieces of several groups in one fetch: which come, in which order, and what is said of them."""
+"""Pieces of several groups in one fetch: selection, order, and reported progress."""
 
 import asyncio
 import contextlib
@@ -73,7 +73,7 @@ class Group:
         return pb.FetchPart(**(fields | changes))
 
     def pieces(self, data: bytes) -> Flags:
-        """Return what an answer says is in place, after a look at the bytes of just these pieces."""
+        """Return the delivered pieces of an answer, and check their bytes."""
         there = unpack(data, self.shape.layers, len(self.keys))
         size = self.shape.raw_bytes // self.shape.layers
         for layer, chunk in np.argwhere(there).tolist():

@@ -1,4 +1,4 @@
-"""What waiting requests will fetch is in memory before they run: told by hosts, brought from devices and storage."""
+"""Prefetching: records of waiting requests are in memory before the requests run."""
 
 import asyncio
 import random
@@ -49,7 +49,7 @@ class Queue:
     async def say(
         self, told: dict[int, list[bytes]] | None = None, order: Sequence[int] = (), **changes: Any
     ) -> pb.ExpectResponse:
-        """Say what has changed; by default everything that is to be said."""
+        """Send the changes of the queue; by default the whole queue."""
         self.number += 1
         namespace = self._client.shape.namespace
         fields: dict[str, Any] = {
@@ -148,7 +148,7 @@ async def test_only_the_next_requests_are_prefetched_and_only_in_time(storage: S
 
 
 async def test_cold_records_are_prefetched_earlier(storage: Server) -> None:
-    """Of the second chain storage says that it would have to fetch it, slowly."""
+    """Report the second chain as cold."""
     for chain in CHAINS[:2]:
         put_chain(storage, chain)
     async with running(storage, tiers=tiers_of() | {"ahead_requests": 1}) as (daemon, client):
@@ -273,7 +273,7 @@ async def test_a_waiting_request_that_never_fetches_leaves_no_record_held(
         await until(lambda: not tiers.pool.busy)
         with tiers.lock:
             while tiers.pool._core.copies.make_room():
-                """All that nobody holds goes."""
+                """Evict all records that are not held."""
         assert not any(resident(daemon, CHAINS[0]))
 
 
@@ -465,7 +465,7 @@ async def test_a_daemon_killed_during_prefetching_recovers(storage: Server, tmp_
 
 
 async def test_prefetches_wait_for_turns_and_are_dropped_when_their_request_begins(storage: Server) -> None:
-    """Symptom: prefetches went at the speed of the link beside an engine that decoded."""
+    """Symptom: prefetches used all of the link beside a decoding engine."""
     chain = CHAINS[0]
     put_chain(storage, chain)
     async with running(storage, tiers=tiers_of()) as (daemon, client):

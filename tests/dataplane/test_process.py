@@ -1,4 +1,4 @@
-"""The daemon as a process: starting, stopping, being killed, and what memory it takes."""
+"""The daemon as a process: start, stop, kill, and memory."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""How far the layers are, said while a fetch goes on, in a word beside them; and that it is quiet afterwards."""
+"""Layer progress in a word of shared memory during a fetch, and quiet memory afterwards."""
 
 import asyncio
 import sys
@@ -183,7 +183,7 @@ async def test_a_misplaced_progress_word_is_refused(
 
 
 async def test_progress_of_more_chunks_than_a_batch_counts_covers_the_first(storage: Server) -> None:
-    """The C core counts 4,096 of a batch; what is behind them is there with the answer."""
+    """The C core counts 4,096 chunks of a batch; later ones are in the answer."""
     count = 4200
     shape = layout(layers=1)
     async with running(storage) as (_, client):

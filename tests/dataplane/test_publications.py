@@ -1,4 +1,4 @@
-"""Chunks that a host is about to store: other data planes' lookups tell of them, and nothing depends on that."""
+"""Published keys of other data planes in lookups; they are hints only."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,7 +19,7 @@ LASTS_MS = 60_000
 
 
 async def look(client: Client, *chains: list[bytes], published: bool = True) -> tuple[list[Any], list[Any] | None]:
-    """Return what is present of each chain, and what is published; None where the answer does not tell."""
+    """Return the stored and the published chunks of each chain; None if the answer has no publications."""
     request = pb.LookupRequest(
         chains=[pb.KeyChain(keys=keys, namespace=SHAPE.namespace) for keys in chains],
         timeout_ms=WAIT_MAX_MS,

@@ -1,4 +1,4 @@
-"""Keys that hosts publish: each host has a share, no host withdraws another's, and tiers without storage know them."""
+"""Published keys: shares of hosts, withdrawals, and tiers without storage."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ async def publish(client: Client, keys: list[bytes], lasts_ms: int = LASTS_MS, *
 
 
 async def pending(client: Client, keys: list[bytes] = KEYS) -> list[bool] | None:
-    """Return which keys are pending, as a lookup says; None where it does not say."""
+    """Look keys up, and return the pending ones; None if the answer has none of this."""
     chain = pb.KeyChain(keys=keys, namespace=SHAPE.namespace)
     answer = await client.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=WAIT_MAX_MS, published=True))
     assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail

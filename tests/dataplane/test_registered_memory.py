@@ -1,4 +1,4 @@
-"""Registered memory: one region of a worker serves all KV cache groups, within the share that its host has."""
+"""Registered memory: one region of a worker serves all KV cache groups, within its host's share."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""One rate for all movers beside engines that decode: what is granted, when, and to whom; on a clock of the test's."""
+"""One rate for all movers beside decoding engines: order and times of grants, on the test's clock."""
 
 import pytest
 
@@ -28,7 +28,7 @@ class Movers:
         self.shared.report(owner, engine, rate=rate, budget=0.02, lasts_s=lasts_s)
 
     def go_on(self, seconds: float, *wanted: tuple[Mover, int]) -> dict[Mover, int]:
-        """Have each mover ask again as soon as its turn is granted; return the bytes granted in so long."""
+        """Let each mover request its next turn at the grant of the last; return the bytes granted in this time."""
         before, ends = dict(self.shared.granted_bytes), self.clock.now + seconds
         turns = [self.shared.request(*each) for each in wanted]
         while True:

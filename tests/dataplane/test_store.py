@@ -1,4 +1,4 @@
-"""What a store leaves in storage, and with what outcome it ends."""
+"""Records and outcomes of stores."""
 
 import itertools
 from collections import Counter
@@ -183,7 +183,7 @@ async def test_faulty_records_are_replaced_by_a_store(redis: Server, bad: bytes)
 
 
 async def test_chunks_are_encoded_while_earlier_ones_are_put(storage: Server) -> None:
-    """As far ahead as the store buffer goes. Whoever encodes over what is being sent stores another chunk's bytes."""
+    """A batch that overwrites encoded bytes before they are sent would store wrong bytes."""
     shape = layout(vector_length=2048)
     keys = keys_of(shape, 10)
     async with running(storage, store_buffer_bytes="3MiB", store_cores=[0]) as (daemon, client):

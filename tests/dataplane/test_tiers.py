@@ -1,4 +1,4 @@
-"""Tiers of a data plane: memory and a file above a storage server, or alone."""
+"""Local tiers: memory and a file, above a storage server or alone."""
 
 import asyncio
 import contextlib
@@ -57,7 +57,7 @@ def tiers_in(daemon: Daemon) -> Tiers:
 
 
 async def cool(daemon: Daemon) -> None:
-    """Have devices alone hold what the tiers have."""
+    """Move all records of the tiers to devices."""
     tiers = tiers_in(daemon)
     await until(lambda: not tiers.pool.busy)
     with tiers.lock:
@@ -217,7 +217,7 @@ async def test_a_full_tier_keeps_the_last_used_records_and_never_returns_wrong_b
 
 
 def rot(daemon: Daemon, folder: Path, index: int) -> None:
-    """Damage a record where it lies on the device."""
+    """Damage a record on the device."""
     tiers, key, file = tiers_in(daemon), KEYS[index], folder / "tier"
     before = RECORDS[index].index(key)  # which the pool's own bookkeeping has, too
     with tiers.lock:

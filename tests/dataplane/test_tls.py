@@ -1,4 +1,4 @@
-"""TLS at the daemon: certificates told apart at the start, read again when they change, and hosts known by theirs."""
+"""TLS of the daemon: certificate errors at the start, renewed files, hosts with certificates."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Recordings of fetches, and what a fetch does not do: ask storage again for what a lookup has answered."""
+"""Traces of fetches."""
 
 import asyncio
 from collections import Counter

@@ -45,7 +45,7 @@ CODECS = frozenset(native.codec_implementations())
 
 
 class Behind(ABC):
-    """What is behind a source, as a test may treat it.
+    """The storage of a source, as a test controls it.
 
     ``verifies``: it takes sound records only; ``is_pool``: it is a pool of this process.
     """
@@ -102,7 +102,7 @@ class BehindServer(Behind):
 
 
 class BehindNodes(Behind):
-    """Several servers that all have what is put, as if a bucket below gave it to them."""
+    """Several servers with the same records, as if they read them from a bucket."""
 
     verifies = True
 
@@ -214,7 +214,7 @@ class BehindTiers(Behind):
         return self.source._tiers.pool
 
     def driven_by(self, source: LocalSource) -> None:
-        """Have the pool's thread stand still while it is held."""
+        """Stop the pool's thread while the source is held."""
         self.source = source
         poll = self.pool.poll
 
@@ -249,7 +249,7 @@ class BehindTiers(Behind):
 
 @dataclass
 class Bench:
-    """A source that has been started, what is behind it, and the pipeline that its bytes go through."""
+    """A started source, its storage, and the pipeline."""
 
     source: Source
     behind: Behind
@@ -282,7 +282,7 @@ class Bench:
     async def deliver(
         self, keys: Sequence[bytes], found: Sequence[Found] = (), layerwise: bool = False
     ) -> tuple[Delivered, list[bytes]]:
-        """Order chunks, as ``found`` has them or as they are now; return what became of it, and the chunks."""
+        """Deliver chunks with the given or current answers; return the result and the delivered bytes."""
         target = np.zeros(len(keys) * SHAPE.raw_bytes, np.uint8)
         job = Job("a test", "a job", WAIT_MAX_S)
         order = self.order(job, [keys], found or await self.source.find(keys), [target], layerwise)
@@ -309,7 +309,7 @@ class Bench:
 
 
 def end_of(done: Delivered, chunks: int = 0) -> tuple[int, Result]:
-    """Return how many leading pieces were delivered, and what the next one failed of.
+    """Return the number of leading delivered pieces, and the result of the next one.
 
     Layer by layer, of so many ``chunks``, pieces are counted by chunks.
     """

@@ -1,4 +1,4 @@
-"""What the log has of an outage of storage, and how soon it is tried again, whatever it fails for."""
+"""Outages of storage: log lines and delays, for each kind of failure."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ from shadowserve.resp_client import RespClient
 
 @contextlib.contextmanager
 def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A server that has ``answer`` do with each connection what it likes, one after the other, and then ends it."""
+    """A server that passes each connection to ``answer``, and then closes it."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -126,7 +126,7 @@ def test_delays_grow_to_a_bound_and_restart_after_a_stable_connection() -> None:
 
 
 async def test_a_cancelled_connection_attempt_ends_at_once(certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stood until the server had said goodbye, as TLS wants it: for half a minute, of one that says nothing."""
+    """Symptom: the connection stayed open for half a minute, waiting for the server to close TLS."""
     context, ended = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), threading.Event()
     context.load_cert_chain(certificates / "server.crt", certificates / "server.key")
 
@@ -172,7 +172,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Ite
 async def test_delays_grow_for_every_kind_of_failure(
     refused: str, clustered: bool, guarded: TlsServer, certificates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A data plane with a wrong certificate came twice a second, for as long as nobody looked."""
+    """Symptom: a data plane with a wrong certificate reconnected twice a second, without end."""
     pauses: list[float] = []
     pause = Outage.next_delay_s
 

@@ -1,4 +1,4 @@
-"""The short cut for KV.META reads what the general reader reads, however the bytes arrive."""
+"""The fast path for KV.META gives the results of the general parser, for any split of the bytes."""
 
 import pytest
 from hypothesis import given

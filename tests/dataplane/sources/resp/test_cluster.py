@@ -1,4 +1,4 @@
-"""The data plane over a real cluster: every chunk from the node that has it, slots on their way, nodes that go."""
+"""The data plane with a real cluster: routing, migrating slots, failing nodes."""
 
 import asyncio
 import contextlib

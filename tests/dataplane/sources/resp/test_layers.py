@@ -1,4 +1,4 @@
-"""Fetches layer by layer in one request: when that is made, what it says, and what is done where it is not answered."""
+"""Fetches in layer order as one request: conditions, the request, and servers that do not know it."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ RECORDS = [make_record(SHAPE, key, index) for index, key in enumerate(KEYS)]
 
 
 async def fetched(client: Client, storage: Server, **changes: Any) -> pb.FetchResponse:
-    """Fetch all layers of all chunks, layer by layer, into memory that says whether they are right."""
+    """Fetch all chunks in layer order, and check their bytes."""
     for key, data in zip(KEYS, RECORDS, strict=True):
         storage.put(key, data)
     await client.register(SHAPE, CHUNKS)

@@ -1,4 +1,4 @@
-"""Several storage nodes over one bucket: who has which prefix, and what happens while one of them is away."""
+"""Several storage nodes over one bucket: placement of prefixes, and unreachable nodes."""
 
 import asyncio
 import json

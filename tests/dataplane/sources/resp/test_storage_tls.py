@@ -1,4 +1,4 @@
-"""TLS from the data plane to storage: over real servers, and what does not come about says why."""
+"""TLS from the data plane to storage: real servers, and error messages."""
 
 import asyncio
 import contextlib
@@ -134,7 +134,7 @@ def assert_delivered(client: Client, count: int) -> None:
 
 
 async def fails(server: "Server | str", *words: str, **changes: Any) -> None:
-    """A fetch is a miss whose reason holds these words, and so it is said to a lookup."""
+    """Check that a fetch and a lookup are misses with this reason."""
     async with running(server, **changes) as (daemon, client):
         await client.register(SHAPE, len(KEYS))
         answer = await client.fetch(KEYS)
@@ -260,7 +260,7 @@ async def test_a_truncated_tls_stream_is_not_complete(proxy: Proxy, certificates
 
 @contextlib.asynccontextmanager
 async def silent() -> AsyncIterator[str]:
-    """Something that takes connections and never says a word."""
+    """A server that accepts connections and never answers."""
     listener = socket.create_server(("127.0.0.1", 0))
     try:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
