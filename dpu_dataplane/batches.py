@@ -69,7 +69,6 @@ def encoded_bound(layout: ChunkLayout, codec: native.Codec, slice_bytes: int = D
     """Return the largest size of a chunk's body in bytes, which is its occupancy in the store buffer.
 
     Args:
-        layout: Layout of the chunk.
         codec: Codec of its slices.
         slice_bytes: Most bytes of symbols in a slice.
     """
@@ -115,7 +114,6 @@ def plan_fetch(parts: Sequence[FetchPart], layerwise: bool, buffers: Buffers, co
         parts: The fetch's parts, with the answers of the source.
         layerwise: Each piece is one layer of a chunk, in the order of layers; groups with different numbers of layers
             progress side by side. Otherwise a piece is a run of wanted layers, in the order of chunks.
-        buffers: Sizes of the buffers.
         codecs: Codecs that this build decodes.
     """
     ends: dict[int, GroupEnd] = {}
@@ -145,9 +143,10 @@ def plan_fetch(parts: Sequence[FetchPart], layerwise: bool, buffers: Buffers, co
     table, slices = _tables(_GroupPieces(chosen, joined.headers, joined.slices), received, decoded)
     if not layerwise:
         table["layer"] = chosen["chunk"]  # the C core counts progress in the unit of this column
+    places = chosen["group"].tolist(), chosen["chunk"].tolist()
     return FetchPlan(
         parts=parts,
-        keys=[parts[group].keys[chunk] for group, chunk in chosen[["group", "chunk"]].tolist()],
+        keys=[parts[group].keys[chunk] for group, chunk in zip(*places, strict=True)],
         pieces=table,
         slices=slices,
         layers=np.stack([chosen["first"], chosen["end"]], axis=1),
@@ -310,9 +309,7 @@ def plan_store(
     """Lay out a batch of chunks for encoding.
 
     Args:
-        keys: Keys of the chunks.
         positions: Index of each chunk in the registered region.
-        layout: Layout of the chunks.
         codec: Codec to encode with.
         bound: Result of :func:`encoded_bound`; the batch takes ``len(keys)`` times as much, aligned.
         slice_bytes: Most bytes of symbols in a slice.

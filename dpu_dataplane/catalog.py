@@ -156,8 +156,6 @@ class Catalog:
         """Publish keys that a host will store, or withdraw them; see :meth:`Source.publish`.
 
         Args:
-            owner: The host.
-            keys: The keys.
             lasts_ms: Lifetime of the publication; 0 to withdraw it.
             plain: They will be stored as records that stay in local tiers, if there are any.
 

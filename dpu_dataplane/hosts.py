@@ -113,8 +113,6 @@ class HostTable:
     """Connected hosts and their sessions. Used on the event loop's thread only.
 
     Args:
-        config: Configuration of the daemon.
-        registrations: Registered memory.
         on_removed: Called with the owner of a removed host.
     """
 

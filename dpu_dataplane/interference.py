@@ -43,9 +43,7 @@ class InterferenceBudget:
     """Grants turns to movers. Used on the event loop.
 
     Args:
-        metrics: Counters.
         shares_memory: Internal movers use memory of the engines' host as well.
-        clock: Monotonic time in seconds.
 
     Attributes:
         shared: Decides the order and the rate.
@@ -109,7 +107,6 @@ class InterferenceBudget:
         """Wait for a turn, and keep it while in this context.
 
         Args:
-            mover: The mover.
             size: Most bytes that it will move.
             job: Job whose deadline limits the wait; None for no limit.
             on_request: Called with the requested turn, for :meth:`hasten`.

@@ -105,7 +105,6 @@ class Job:
         """Run a step; on cancellation or at the deadline, cancel it and raise Stop.
 
         Args:
-            step: The step.
             doing: Its name in the message, such as ``"connecting to storage"``.
         """
         task: asyncio.Future[Any] = asyncio.ensure_future(step)

@@ -30,7 +30,6 @@ class LogLimiter:
         """Log a line, or count it.
 
         Args:
-            level: Level of the line, the same for all lines of a kind.
             kind: Lines of the same kind and caller are counted together.
             caller: The caller; empty for all callers together.
             text: The line; a long one is truncated.

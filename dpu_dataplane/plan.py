@@ -24,10 +24,8 @@ class FetchPart:
 
     Args:
         registration: Registered memory that receives the chunks.
-        layout: Layout of the chunks.
         offset: Offset of the first chunk in the registered memory.
         length: Bytes from ``offset`` on that may be written.
-        keys: Keys of the chunks.
         wanted: Wanted pieces as on the wire, by layer and chunk; empty for all.
 
     Raises:

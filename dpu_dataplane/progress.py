@@ -36,7 +36,6 @@ class LayerProgress:
         """Provide the word while in this context, and report its changes.
 
         Args:
-            layers: Number of layers.
             on_layers: Called with the number of leading layers in place, on the event loop.
         """
         self._memory[:PROGRESS_BYTES] = bytes(PROGRESS_BYTES)

@@ -25,7 +25,6 @@ class Publications:
 
     Args:
         hosts_max: Hosts with equal shares.
-        clock: Monotonic time in seconds.
 
     Attributes:
         share: Most pending keys of one host.

@@ -45,7 +45,6 @@ class Queues:
 
     Args:
         hosts_max: Most connected hosts.
-        clock: Monotonic time in seconds.
     """
 
     def __init__(self, hosts_max: int, clock: Callable[[], float]) -> None:
@@ -60,7 +59,6 @@ class Queues:
         Requests beyond the host's share are ignored: they are served without prefetching.
 
         Args:
-            owner: The host.
             request: Its message.
             arrivals: New requests of the message, with their chains.
         """

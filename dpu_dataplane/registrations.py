@@ -187,7 +187,6 @@ class Registrations:
     """All registered memory.
 
     Args:
-        config: Configuration of the daemon.
         pipeline: Pipeline that accesses the memory.
 
     Attributes:
@@ -262,8 +261,6 @@ class Registrations:
         Args:
             request: Names the memory.
             layouts: Layouts of its chunks, at least one.
-            owner: The host.
-            session: The session.
 
         Raises:
             RegistrationError: The backend does not support this kind of memory, or the memory is unusable.

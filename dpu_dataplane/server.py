@@ -70,8 +70,6 @@ class Daemon:
 
     Attributes:
         address: Address of the gRPC server, ``host:port`` or ``unix:/path``.
-        metrics: Counters.
-        budget: Interference budget.
         device_lost: Set once the accelerator was given up: the process has to end.
         unclean: Jobs or the accelerator may still access memory after the stop: the process has to end at once.
     """

@@ -61,7 +61,6 @@ class Turn:
     """A request to move bytes.
 
     Attributes:
-        mover: The mover.
         size: Number of bytes.
         precedence: Precedence of the mover; 0 once a fetch waits for these bytes.
         requested_s: Time of the request.
@@ -81,7 +80,6 @@ class SharedRate:
     """Grants turns.
 
     Args:
-        clock: Monotonic time in seconds.
         shares_memory: Internal movers use memory of the engines' host as well.
 
     Attributes:

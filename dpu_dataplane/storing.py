@@ -41,9 +41,7 @@ class Store:
 
     Attributes:
         registration: Registered memory with the chunks.
-        layout: Layout of the chunks.
         offset: Offset of the first chunk; the chunks are contiguous.
-        keys: Keys of the chunks.
         parents: For each chunk, the key of the chunk before it in its prompt; empty for the first chunk of a prompt. No
             entries if the host does not know them.
         lasts_ms: Lifetime of the records; 0 for no end.
@@ -79,15 +77,9 @@ class Storer:
     """Runs Store calls, one at a time.
 
     Args:
-        config: Configuration of the daemon.
         codec: Codec of new records.
         pipeline: Pipeline that encodes.
-        executor: Its thread.
-        catalog: Catalog of the source.
         source: Source that receives the records.
-        buffers: Buffers of the pipeline.
-        metrics: Counters.
-        budget: Interference budget.
     """
 
     def __init__(

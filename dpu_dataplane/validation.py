@@ -97,7 +97,6 @@ class Validator:
         """Return the parts of a fetch.
 
         Args:
-            request: The request.
             memory: Returns the registration of an id, or raises UnknownMemoryError.
             streamed: The call reports its layers in a stream.
         """

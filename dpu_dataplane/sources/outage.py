@@ -29,7 +29,6 @@ class Outage:
     Args:
         logger: Receives a warning for each cause.
         meanwhile: What the warning says of the time of the outage.
-        clock: Monotonic time in seconds.
 
     Attributes:
         failure: Error of the last attempt; None while connected, and before the first attempt has ended.

@@ -19,7 +19,6 @@ class PageRequest:
 
     Attributes:
         keys: Keys of the chunks' records, a chain.
-        layout: Layout of the chunks.
         address: Address of the paged memory in this process.
         first: For each layer, the offset of block 0's page in bytes.
         stride: Bytes from one block's page to the next block's page.

@@ -36,8 +36,6 @@ def source_of(
     """Make the configured source; it is not started.
 
     Args:
-        config: Configuration of the daemon.
-        metrics: Counters.
         budget: Interference budget of the local tiers and of page loads.
         pipeline: Pipeline that moves the bytes; with room for :func:`nodes_max` nodes.
         fetch_executor: Thread for its calls that fetch.

@@ -41,8 +41,6 @@ class OneServer(RespSource):
     """One storage server, with a control connection that is made again after an outage.
 
     Args:
-        config: Configuration of the daemon.
-        metrics: Counters.
         address: Address of the server, host:port; by default ``storage`` of the configuration.
         meanwhile: What the log says of the time of an outage.
     """

@@ -23,8 +23,6 @@ class RespSource(Source, Router):
 
     Args:
         name: Name for messages.
-        config: Configuration of the daemon.
-        metrics: Counters.
 
     Raises:
         ConfigurationError: TLS is configured and cannot be used.

@@ -17,7 +17,6 @@ class DevicePace:
 
     Args:
         budget: The interference budget.
-        mover: The mover.
         later: Calls a function on the event loop, from any thread.
         wake: Wakes the pool's thread.
     """

@@ -30,7 +30,6 @@ class ReadThroughFill:
     """Memory of the pool for a plan's records from another source; a BatchHook.
 
     Args:
-        tiers: The pool.
         plan: The plan, with the records that were found.
         local: For each piece, whether the pool has its record.
     """

@@ -50,11 +50,6 @@ class _Record:
 class LocalHits:
     """The leading pieces of a plan, and those of them that the pool has; a context manager and a BatchHook.
 
-    Args:
-        tiers: The pool.
-        plan: The whole plan.
-        metrics: Counters.
-
     Attributes:
         plan: The leading pieces that can be delivered at the same time.
         local: For each piece of ``plan``, whether the pool has its record.

@@ -53,10 +53,8 @@ class DevicePageLoader(PageLoader):
     """Loads pages from the pool's devices. Used on the event loop.
 
     Args:
-        tiers: The pool.
         prefetcher: Prefetcher of the pool; it pauses for these reads.
         budget: Interference budget of the reads.
-        metrics: Counters.
     """
 
     def __init__(self, tiers: Tiers, prefetcher: Prefetcher, budget: InterferenceBudget, metrics: Metrics) -> None:

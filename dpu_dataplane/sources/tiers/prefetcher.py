@@ -117,7 +117,6 @@ class Prefetcher:
         tiers: The pool; it starts before the prefetcher.
         below: Source below the pool; None for none.
         policy: Decides what is prefetched, and when.
-        metrics: Counters.
         budget: Interference budget of prefetches.
         part_timeout_s: Seconds that a device, or the source below, may take for one part of a record.
     """

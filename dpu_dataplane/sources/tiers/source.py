@@ -31,11 +31,9 @@ class LocalSource(Source):
     """A pool without another source below it: one host that serves itself.
 
     Args:
-        tiers: The pool.
         prefetcher: Fills the pool's memory.
         pipeline: Pipeline that receives the bytes.
         executor: Thread for calls that fetch.
-        metrics: Counters.
         budget: Interference budget for page loads.
     """
 
@@ -136,11 +134,9 @@ class TieredSource(LocalSource):
 
     Args:
         below: The other source.
-        tiers: The pool.
         prefetcher: Fills the pool's memory, from devices and from ``below``.
         pipeline: Pipeline that receives the bytes.
         executor: Thread for calls that fetch.
-        metrics: Counters.
         budget: Interference budget for page loads.
     """
 

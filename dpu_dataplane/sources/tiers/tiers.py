@@ -69,7 +69,6 @@ class Tiers:
 
     Args:
         config: Configuration of the pool.
-        metrics: Counters.
         pipeline: Pipeline that has encoded the records to store.
         executor: Thread that copies them.
         budget: Interference budget for device writes and scrubs.
@@ -306,9 +305,6 @@ class Tiers:
         """Add an encoded record, unless the pool has it. Return whether the pool has it then.
 
         Args:
-            job: Job that stores it.
-            key: Key of the record.
-            record: The encoded record.
             wait: Wait for room, within the job's time. Otherwise drop a record that there is no room for now.
         """
         if not self.has(key):
