@@ -1,7 +1,1 @@
-"""The data plane: the daemon that fetches, verifies, decodes and delivers KV chunks, and stores them.
-
-Start it with ``shadowserve dpu``; from Python with :func:`dpu_dataplane.server.run`.
-``README.md`` beside this file tells how it is put together.
-"""
-
-__all__: list[str] = []
+"""The data plane: a daemon that moves KV between engines' memory and storage. See README.md in this folder."""

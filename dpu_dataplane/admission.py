@@ -1,13 +1,14 @@
-"""What every call goes through before its handler, of whatever service: a place, its message, and its bytes.
+"""Admission of calls, before their handlers: limits on calls, checks of messages, limits on their bytes.
 
-**A place.** Calls in progress are bounded: each host has a share of them, and what has no session (Hello, probes, and
-whoever else can connect) has few together, so that it cannot keep the hosts out. A message has to arrive in time, or
-its place would be nobody's: gRPC itself waits for ever.
+*Calls.* Each host has a share of the calls in progress. Unauthenticated clients, which have no session (Hello, probes,
+and all others that can connect), share a few, so that they cannot lock hosts out. A message must arrive in time: gRPC
+itself would wait for ever.
 
-**Its message.** One that does not decode is the caller's fault, told by a status and a counted line; gRPC itself would
-answer UNKNOWN and log a traceback for each. So would it for a handler's bug, which callers that have found it repeat.
+*Messages.* A message that does not decode is answered with a status and a rate-limited log line; gRPC itself would
+answer UNKNOWN and log a traceback for each. The same holds for bugs in handlers, which callers could trigger
+repeatedly.
 
-**Its bytes**, which wait in our memory, are counted until the call has ended.
+*Bytes.* The bytes of messages are counted until their calls have ended.
 """
 
 import asyncio
@@ -20,19 +21,17 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import grpc
 
-from dpu_dataplane.repeats import Repeats, address_of
+from dpu_dataplane.log_limiter import LogLimiter, address_of
 from shadowserve.proto import SESSION_KEY
 
-__all__ = ["CALLS_MAX", "Admission"]
-
 CALLS_MAX: Final = 1024
-"""In progress, waiting ones included: three times the default queues."""
+"""Most calls in progress, including waiting ones: three times the default queues."""
 _SHARE_LEAST: Final = 128
-"""Of those, a host's share, however many hosts there may be: an engine's few lookups, fetches and stores."""
-_STRANGERS_MAX: Final = 128
-"""Of those, calls without a session: they take milliseconds, but for the few that watch our health."""
+"""Smallest share of a host: an engine's few lookups, fetches and stores."""
+_UNAUTHENTICATED_MAX: Final = 128
+"""Most calls without a session; all but health watches end within milliseconds."""
 _MESSAGE_S: Final = 20.0
-"""For a call's message, once it has begun: the largest one at 4 Mbit/s."""
+"""Seconds for the message of a call: enough for the largest one at 4 Mbit/s."""
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Call: TypeAlias = Callable[[Any, Any], Awaitable[Any]]
@@ -41,14 +40,14 @@ logger = logging.getLogger(__name__)
 
 
 class _Received(NamedTuple):
-    """A message, None where the bytes are none."""
+    """A message, None if it does not decode, and its size."""
 
     request: Any
     size: int
 
 
 class _Caller:
-    """A host's calls in progress; or those of all strangers."""
+    """Calls in progress of a host, or of all unauthenticated clients together."""
 
     __slots__ = ("bytes", "calls")
 
@@ -58,24 +57,24 @@ class _Caller:
 
 
 class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at runtime it takes none
-    """Lets calls in.
+    """Interceptor that admits calls.
 
     Args:
-        bytes_max: of the messages of calls in progress; a caller without any may have one message in any case.
-        hosts_max: that have equal shares.
-        owner_of: returns the host of a session; empty where it is of none.
-        repeats: tells what callers did wrong.
+        bytes_max: Most bytes of messages of calls in progress; a caller without another call may send one message.
+        hosts_max: Hosts with equal shares.
+        owner_of: Returns the host of a session; empty without one.
+        log: Logs errors of callers.
 
     Attributes:
-        total_bytes: of the messages of calls in progress.
+        total_bytes: Bytes of messages of calls in progress.
     """
 
-    def __init__(self, bytes_max: int, hosts_max: int, owner_of: Callable[[bytes], str], repeats: Repeats) -> None:
+    def __init__(self, bytes_max: int, hosts_max: int, owner_of: Callable[[bytes], str], log: LogLimiter) -> None:
         self._bytes_max = bytes_max
         self._bytes_share = bytes_max // hosts_max
-        self._calls_share = max(_SHARE_LEAST, (CALLS_MAX - _STRANGERS_MAX) // hosts_max)
+        self._calls_share = max(_SHARE_LEAST, (CALLS_MAX - _UNAUTHENTICATED_MAX) // hosts_max)
         self._owner_of = owner_of
-        self._repeats = repeats
+        self._log = log
         self._handlers: dict[str, _Handler] = {}
         self._callers: defaultdict[str, _Caller] = defaultdict(_Caller)
         self.total_bytes = 0
@@ -85,19 +84,19 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at run
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler:
-        """Return the method's handler behind what is done here; None, as it is, for a method that there is not."""
+        """Return the method's handler, wrapped; None for an unknown method."""
         method = handler_call_details.method
         if method not in self._handlers:
             handler = await continuation(handler_call_details)
             if handler is None:
                 return handler
-            self._handlers[method] = self._wrap(method, handler)  # as many as there are methods
+            self._handlers[method] = self._wrap(method, handler)  # one entry for each method
         return self._handlers[method]
 
     def _wrap(self, method: str, handler: Any) -> _Handler:
-        """Return a handler that reads its message itself: on the wire a stream of one message is that message."""
+        """Return a handler that reads its message itself: on the wire, a stream of one message is the message."""
         decode, streams = handler.request_deserializer, handler.response_streaming
-        assert not handler.request_streaming, "no service here has such a method"
+        assert not handler.request_streaming, "no service has such a method"
 
         def read(data: bytes) -> _Received:
             try:
@@ -116,26 +115,26 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at run
         call = stream if streams else handler.unary_unary
 
         async def behavior(_: Any, context: Any) -> Any:
-            return await self._let_in(method, context, call)
+            return await self._admit(method, context, call)
 
         make: Any = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
         made: _Handler = make(behavior, read, handler.response_serializer)
         return made
 
-    async def _let_in(self, method: str, context: Any, call: _Call) -> Any:
+    async def _admit(self, method: str, context: Any, call: _Call) -> Any:
         name = self._owner_of(_session(context))
         caller = self._callers[name]
-        if caller.calls >= (self._calls_share if name else _STRANGERS_MAX):
+        if caller.calls >= (self._calls_share if name else _UNAUTHENTICATED_MAX):
             whose = "of this host" if name else "without a session"
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{caller.calls} calls {whose} are in progress, as many as may be; treat it as a miss",
+                f"{caller.calls} calls {whose} are in progress, the limit; treat it as a miss",
             )
         caller.calls += 1
         try:
             received = await self._receive(method, context)
             with await self._counted(received.size, caller, context):
-                return await self._run(method, received.request, context, call)
+                return await self._handle(method, received.request, context, call)
         finally:
             caller.calls -= 1
             if not caller.calls:
@@ -147,13 +146,13 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at run
                 received = await context.read()
         except TimeoutError:
             problem = f"the message of a call of {method} did not arrive within {_MESSAGE_S:g} s"
-            self._repeats.tell(logging.WARNING, f"{method}: late", address_of(context.peer()), problem)
+            self._log.log(logging.WARNING, f"{method}: late", address_of(context.peer()), problem)
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, problem)
         if isinstance(received, _Received) and received.request is not None:
             return received
         size = received.size if isinstance(received, _Received) else 0  # else it was the end of the stream
-        problem = f"{method} was sent {size} bytes that are no message of it; is the other side of another release?"
-        self._repeats.tell(logging.WARNING, f"{method}: no message", address_of(context.peer()), problem)
+        problem = f"{method} was sent {size} bytes that are not its message; does the other side run another release?"
+        self._log.log(logging.WARNING, f"{method}: no message", address_of(context.peer()), problem)
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
         raise AssertionError("abort() always raises")
 
@@ -177,19 +176,19 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at run
 
         return counted()
 
-    async def _run(self, method: str, request: Any, context: Any, call: _Call) -> Any:
+    async def _handle(self, method: str, request: Any, context: Any, call: _Call) -> Any:
         try:
             return await call(request, context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:
-            told = f"{method} met a bug, please report it: {type(error).__name__}: {error}"
-            if self._repeats.tell(logging.ERROR, f"{method}: {type(error).__name__}", "", told):
-                logger.exception("where it is")
-            await context.abort(grpc.StatusCode.INTERNAL, told)
+            text = f"a bug in {method}, please report it: {type(error).__name__}: {error}"
+            if self._log.log(logging.ERROR, f"{method}: {type(error).__name__}", "", text):
+                logger.exception("traceback")
+            await context.abort(grpc.StatusCode.INTERNAL, text)
 
 
 def _session(context: Any) -> bytes:
-    """Return the session that the call says it is of."""
+    """Return the session in a call's metadata."""
     value = next((value for key, value in context.invocation_metadata() or () if key == SESSION_KEY), b"")
     return value if isinstance(value, bytes) else b""

@@ -1,7 +1,4 @@
-"""The daemon's TLS: its certificate, its key and the authorities of its callers, read again when the files change.
-
-gRPC asks for them at each handshake.
-"""
+"""TLS of the gRPC server: certificate, key and client authorities, read again when the files change."""
 
 import logging
 
@@ -12,19 +9,17 @@ from dpu_dataplane.metrics import Metrics
 from shadowserve.errors import ConfigurationError
 from shadowserve.tls import Renewed, read_authorities, read_key_pair
 
-__all__ = ["server_credentials"]
-
 logger = logging.getLogger(__name__)
 
 
 class _Files:
-    """The configured files, as gRPC takes them."""
+    """The configured files."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self._config = config
         self.expires = 0.0
         self._files = Renewed((config.tls_cert, config.tls_key, config.tls_client_ca), self._read, _unusable)
-        self.first = self._told = self._files.current()
+        self.first = self._returned = self._files.current()
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
         config = self._config
@@ -35,29 +30,29 @@ class _Files:
         return grpc.ssl_server_certificate_configuration([(pair.key, pair.chain)], authorities)
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return what is new since the last call, ``None`` where nothing is. Called by gRPC at each handshake."""
+        """Return the files if they have changed since the last call, else None. gRPC calls it at each handshake."""
         current = self._files.current()
-        if current is self._told:
+        if current is self._returned:
             return None
-        self._told = current
+        self._returned = current
         return current
 
 
 def _unusable(error: ConfigurationError) -> None:
-    logger.error("certificates have changed and cannot be used; those before stay in use: %s", error)
+    logger.error("the certificates have changed and cannot be used; the old ones stay in use: %s", error)
 
 
 def server_credentials(config: DataPlaneConfig, metrics: Metrics) -> grpc.ServerCredentials | None:
-    """Return what gRPC is to serve with, ``None`` for no TLS.
+    """Return the server credentials; None without TLS.
 
     Raises:
-        ConfigurationError: a file cannot be used; the message names key, file and reason.
+        ConfigurationError: A file cannot be used.
     """
     if not config.tls_cert:
         return None
     files = _Files(config)
     metrics.gauges["tls_certificate_expiry_timestamp_seconds"] = (
-        "When the certificate in use expires, in seconds since 1970",
+        "Expiry of the certificate in use, in seconds since 1970",
         lambda: files.expires,
     )
     return grpc.dynamic_ssl_server_credentials(

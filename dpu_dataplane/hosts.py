@@ -1,14 +1,14 @@
-"""Hosts and sessions: whom the data plane works for, how many at a time, and since when.
+"""Connected hosts and their sessions.
 
-A host is a machine that serves, as its Hello names it, together with the name in its TLS certificate where there is
-one. Limits are for hosts: ``hosts_max``, and the shares that hosts have of queues, memory and messages.
+A host is a serving machine, identified by the name in its Hello and by the name in its TLS certificate, if it has one.
+Limits are per host: ``hosts_max``, and the shares of queues, memory and messages.
 
-The name is the caller's own word. So it gives access to nothing: each Hello gets a session of its own, a random token
-that the caller sends with every call. Registered memory and jobs belong to a session. A caller that comes back shows
-the session that it had, and gets it again.
+The name in a Hello is not verified, so it grants no access. Each Hello gets a session of its own, a random token that
+the caller sends with every call. Registered memory and jobs belong to a session. A caller that reconnects sends its
+session in the Hello and keeps it.
 
-A data plane on a DPU belongs to the one host that the card is in, and a second one is most likely a mistake in an
-address. So ``hosts_max`` is 1, and the refusal of a second host says which host is connected.
+A data plane on a DPU serves the host with the card; a second host is most likely a wrong address. So ``hosts_max`` is 1
+by default, and the refusal names the connected host.
 """
 
 import contextlib
@@ -26,23 +26,21 @@ from dpu_dataplane.validation import InvalidCall
 from shadowserve.proto import HELLO_KEY, SESSION_KEY
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["SESSIONS_MAX", "HelloRequired", "Host", "HostTable", "Session"]
-
 _SESSION_BYTES: Final = 16
 SESSIONS_MAX: Final = 256
-"""Of one host: an engine has one for its scheduler and one for each worker."""
+"""Most sessions of a host: an engine has one for its scheduler and one for each worker."""
 
 
 class HelloRequired(InvalidCall):
-    """A call without a session that this data plane knows; the status carries ``HELLO_KEY``."""
+    """A call without a known session; the status has the metadata ``HELLO_KEY``."""
 
     metadata = ((HELLO_KEY, "required"),)
 
     def __init__(self) -> None:
         super().__init__(
-            "this data plane does not know the caller: it has restarted, forgot a host that was idle, or was never "
-            "told Hello; say Hello and register again (clients of this release do), or install the same release of "
-            "ShadowServe on both sides",
+            "unknown session: this data plane has restarted, or the host was idle for too long, or it sent no Hello; "
+            "send Hello and register again (clients of this release do), or install the same release of ShadowServe on "
+            "both sides",
             grpc.StatusCode.FAILED_PRECONDITION,
         )
 
@@ -51,11 +49,11 @@ class Host:
     """One host.
 
     Attributes:
-        owner: its name, by which its shares of the limits are counted.
-        since: when it connected.
-        sessions: of its processes; the one that was used last at the end.
-        used_at: monotonic time of the last call's beginning or end.
-        decides: it has said what it decided for a prompt.
+        owner: Its name, for shares of limits.
+        since: Time of its first Hello.
+        sessions: Sessions of its processes; the last used one at the end.
+        used_at: Monotonic time of the last begin or end of a call.
+        decides: It reports its decisions.
     """
 
     def __init__(self, identity: str, request: pb.HelloRequest, peer: str) -> None:
@@ -77,10 +75,10 @@ class Session:
     """One process of a host.
 
     Attributes:
-        host: that it is of.
-        token: that its calls carry; random.
-        calls: in progress.
-        used_at: monotonic time of the last call's beginning or end.
+        host: The host of the process.
+        token: Random token in its calls.
+        calls: Calls in progress.
+        used_at: Monotonic time of the last begin or end of a call.
     """
 
     __slots__ = ("calls", "host", "token", "used_at")
@@ -93,11 +91,11 @@ class Session:
 
     @property
     def owner(self) -> str:
-        """The name of its host, by which shares of the limits are counted."""
+        """Name of its host, for shares of limits."""
         return self.host.owner
 
     def use(self) -> None:
-        """Note that it is in use."""
+        """Mark the session as used now."""
         self.used_at = self.host.used_at = time.monotonic()
         self.host.sessions[self.token] = self.host.sessions.pop(self.token)
 
@@ -107,24 +105,24 @@ def _owner(identity: str, request: pb.HelloRequest) -> str:
 
 
 def _identity(context: Any) -> str:
-    """Return the names in the caller's TLS certificate, empty without one."""
+    """Return the names in the caller's TLS certificate; empty without one."""
     return ", ".join(sorted(name.decode(errors="replace") for name in context.peer_identities() or ()))
 
 
 class HostTable:
-    """All hosts that are connected, and their sessions. Used on the event loop's thread alone.
+    """Connected hosts and their sessions. Used on the event loop's thread only.
 
     Args:
-        config: of the data plane.
-        registrations: that sessions have registered.
-        gone: called with the owner of a host that is forgotten.
+        on_removed: Called with the owner of a removed host.
     """
 
-    def __init__(self, config: DataPlaneConfig, registrations: Registrations, gone: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: DataPlaneConfig, registrations: Registrations, on_removed: Callable[[str], None]
+    ) -> None:
         self._hosts_max = config.hosts_max
         self._idle_max = config.registration_idle_s
         self._registrations = registrations
-        self._gone = gone
+        self._on_removed = on_removed
         self._hosts: dict[str, Host] = {}
         self._sessions: dict[bytes, Session] = {}
 
@@ -132,15 +130,15 @@ class HostTable:
         return len(self._hosts)
 
     def owner_of(self, token: bytes) -> str:
-        """Return the owner of a session, empty where it is of no host that is connected."""
+        """Return the owner of a session; empty for an unknown session."""
         session = self._sessions.get(token)
         return "" if session is None else session.owner
 
     def enter(self, request: pb.HelloRequest, context: Any) -> tuple[Session, bool]:
-        """Return the session of a process that says Hello, and whether its host is new.
+        """Return the session of a process after its Hello, and whether its host is new.
 
         Raises:
-            InvalidCall: as many others as may be are connected; the message says which, and what to do.
+            InvalidCall: ``hosts_max`` other hosts are connected.
         """
         identity = _identity(context)
         owner = _owner(identity, request)
@@ -160,26 +158,26 @@ class HostTable:
         return session, new
 
     def _make_room(self, host: Host) -> None:
-        """Forget the session of a host that was idle for longest, if the host has as many as it may.
+        """Remove the session that was idle for longest, if the host has SESSIONS_MAX.
 
         Raises:
-            InvalidCall: all of them have calls in progress, or registered memory.
+            InvalidCall: All of them have calls in progress or registered memory.
         """
         if len(host.sessions) < SESSIONS_MAX:
             return
         idle = next((each for each in host.sessions.values() if self._is_idle(each)), None)
         if idle is None:
             raise InvalidCall(
-                f"this host has {SESSIONS_MAX} sessions, as many as may be, and all of them have registered memory or "
+                f"this host has {SESSIONS_MAX} sessions, the limit, and all of them have registered memory or "
                 "calls in progress; stop an engine there",
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
             )
-        self._forget(idle)
+        self._remove(idle)
 
     def _is_idle(self, session: Session) -> bool:
         return not session.calls and not self._registrations.has_any(session.token)
 
-    def _forget(self, session: Session) -> None:
+    def _remove(self, session: Session) -> None:
         del self._sessions[session.token]
         del session.host.sessions[session.token]
 
@@ -191,16 +189,16 @@ class HostTable:
         )
         return (
             f"this data plane serves hosts_max: {self._hosts_max}, and another host is connected ({others}); give each "
-            f"host a data plane of its own, raise hosts_max, or stop the engine there: it is forgotten once it has no "
-            f"segment and {self._idle_max:g} s without a call have passed, or with a restart of this data plane"
+            f"host a data plane of its own, raise hosts_max, or stop the engine there: the host is removed once it has "
+            f"no segment and {self._idle_max:g} s without a call have passed, or with a restart of this data plane"
         )
 
     @contextlib.contextmanager
     def call(self, context: Any) -> Iterator[Session]:
-        """Return the session that makes a call, for the length of the call.
+        """Return the session of a call while in this context.
 
         Raises:
-            HelloRequired: the call has no session, or one that is not known, or not the caller's.
+            HelloRequired: The call has no session, an unknown one, or one of another certificate.
         """
         token = next((value for key, value in context.invocation_metadata() or () if key == SESSION_KEY), b"")
         session = self._sessions.get(token if isinstance(token, bytes) else b"")
@@ -215,12 +213,12 @@ class HostTable:
             session.used_at = session.host.used_at = time.monotonic()
 
     def expire(self, now: float) -> None:
-        """Forget registrations, then sessions, then hosts, that have been idle for ``registration_idle_s``."""
+        """Remove registrations, then sessions, then hosts that were idle for ``registration_idle_s``."""
         self._registrations.expire(now)
         for session in list(self._sessions.values()):
             if now - session.used_at >= self._idle_max and self._is_idle(session):
-                self._forget(session)
+                self._remove(session)
         for host in list(self._hosts.values()):
             if not host.sessions and now - host.used_at >= self._idle_max:
                 del self._hosts[host.owner]
-                self._gone(host.owner)
+                self._on_removed(host.owner)

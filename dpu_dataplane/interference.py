@@ -1,7 +1,7 @@
-"""The interference budget of a data plane: every mover of bytes waits here for its turn, and is counted.
+"""The interference budget of a data plane: movers of bytes wait for their turns, and are counted.
 
-:class:`~dpu_dataplane.shared_rate.SharedRate` says what moves next, and how fast; here movers wait for it. Engines
-report their steps by ReportSteps calls. A turn is bounded by its mover: some chunks, or a record.
+:class:`~dpu_dataplane.shared_rate.SharedRate` decides the order and the rate; movers wait here. Engines report their
+steps with ReportSteps calls. The mover limits the size of a turn: some chunks, or a record.
 """
 
 import asyncio
@@ -18,21 +18,19 @@ from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.shared_rate import Mover, SharedRate, Turn
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["TURN_S", "Granted", "InterferenceBudget"]
-
 TURN_S: Final = 0.1
-"""A turn beside decoding is as long as the rate takes for it, about so long, or as one chunk takes: others wait."""
+"""Approximate length of a turn beside decoding, unless one chunk takes longer. Other movers wait meanwhile."""
 _SETTLES_S: Final = 0.1
-"""A device has done a write or a read some time after it was granted: until then bytes may move."""
+"""Time after a grant within which a device finishes its write or read."""
 
 
 class Granted:
-    """A turn that has begun.
+    """A granted turn.
 
     Attributes:
-        rate: bytes a second that it is to spread its bytes at; 0: no bound.
-        waited: whether it did not begin at once.
-        moved_bytes: to be set by the mover: what it has really moved; at first all that it asked for.
+        rate: Bytes per second of the move; 0 for no limit.
+        waited: The turn was not granted at once.
+        moved_bytes: Bytes that were moved. The mover corrects it; at first all requested bytes.
     """
 
     def __init__(self, turn: Turn, *, waited: bool) -> None:
@@ -42,16 +40,14 @@ class Granted:
 
 
 class InterferenceBudget:
-    """Grants turns to movers. To be used on the event loop.
+    """Grants turns to movers. Used on the event loop.
 
     Args:
-        metrics: to count in.
-        shares_memory: what moves inside the data plane uses the memory of the engines' host as well.
-        clock: seconds, monotonic.
+        shares_memory: Internal movers use memory of the engines' host as well.
 
     Attributes:
-        shared: says what moves next.
-        bounded: whether turns wait; may be read from any thread.
+        shared: Decides the order and the rate.
+        bounded: Whether turns wait; any thread may read it.
     """
 
     def __init__(
@@ -71,20 +67,20 @@ class InterferenceBudget:
         metrics.families.append(self._families)
         metrics.gauges |= {
             "interference_rate_bytes_per_s": (
-                "Bytes a second that all movers may move beside engines that decode; 0: no bound",
+                "Bytes per second of all movers beside decoding engines; 0: no limit",
                 lambda: self.shared.rate,
             ),
             "interference_budget_ratio": (
-                "The least interference budget of the engines that decode; 0 where none does",
+                "Lowest interference budget of the decoding engines; 0 without any",
                 lambda: self.shared.budget,
             ),
-            "decoding_engines": ("Engines that have reported that they decode", lambda: self.shared.engines),
+            "decoding_engines": ("Decoding engines", lambda: self.shared.engines),
         }
 
     # ---- Reports of engines
 
     def report(self, owner: str, request: pb.StepReport) -> pb.StepAnswer:
-        """Take an engine's report that was checked; return what has moved so far, for its baseline."""
+        """Apply a validated report; return the moved bytes so far, for the engine's baseline."""
         if request.decodes:
             lasts_s = request.lasts_ms / 1000
             self.shared.report(
@@ -93,35 +89,34 @@ class InterferenceBudget:
         else:
             self.shared.ended(owner, request.engine)
         self.shared.pause(owner, request.engine, request.pause_ms / 1000)
-        self._look()
+        self._grant()
         moved_bytes, moving = self.shared.moved()
         return pb.StepAnswer(moved_bytes=moved_bytes, moving=moving or self._clock() < self._settles_s)
 
     @property
     def rate(self) -> int:
-        """Bytes a second of all movers together; 0: no bound."""
+        """Bytes per second of all movers together; 0 for no limit."""
         return self.shared.rate
 
     # ---- Turns of movers
 
     @contextlib.asynccontextmanager
     async def turn(
-        self, mover: Mover, size: int, job: Job | None = None, asked: Callable[[Turn], None] | None = None
+        self, mover: Mover, size: int, job: Job | None = None, on_request: Callable[[Turn], None] | None = None
     ) -> AsyncIterator[Granted]:
-        """Wait for a turn of so many bytes, and keep it.
+        """Wait for a turn, and keep it while in this context.
 
         Args:
-            mover: whose.
-            size: bytes that it will move at most.
-            job: whose time bounds the wait; None: nothing does.
-            asked: takes the turn once it is asked for, as :meth:`hasten` wants it.
+            size: Most bytes that it will move.
+            job: Job whose deadline limits the wait; None for no limit.
+            on_request: Called with the requested turn, for :meth:`hasten`.
 
         Raises:
-            Stop: the job was cancelled, or is out of time; it is counted.
+            Stop: The job is cancelled or past its deadline.
         """
-        turn = self.shared.ask(mover, size)
-        if asked is not None:
-            asked(turn)
+        turn = self.shared.request(mover, size)
+        if on_request is not None:
+            on_request(turn)
         granted: Granted | None = None
         try:
             waited = await self._wait_for(turn, job)
@@ -131,12 +126,12 @@ class InterferenceBudget:
             moved_bytes = 0 if granted is None else granted.moved_bytes
             self.shared.end(turn, moved_bytes)
             self._moved[mover.label] += moved_bytes
-            self._look()
+            self._grant()
 
     async def _wait_for(self, turn: Turn, job: Job | None) -> bool:
-        """Wait until a turn is granted; return False where it was at once."""
+        """Wait until a turn is granted; return False if it was granted at once."""
         waiting = self._waiting[turn] = asyncio.get_running_loop().create_future()
-        self._look()
+        self._grant()
         if waiting.done():
             return False
         label = turn.mover.label
@@ -151,46 +146,46 @@ class InterferenceBudget:
             raise
         finally:
             self._waiting.pop(turn, None)
-            self._waited_s[label] += self._clock() - turn.asked_s
+            self._waited_s[label] += self._clock() - turn.requested_s
         return True
 
     def hasten(self, turn: Turn) -> None:
-        """A fetch waits for what this turn moves: it goes with fetches."""
+        """Give a turn the precedence of fetches: a fetch waits for its bytes."""
         self.shared.hasten(turn)
 
     def drop(self, mover: Mover, reason: str) -> None:
-        """Count that a mover gave up what it had waited to move."""
+        """Count a move that was given up while it waited."""
         self._dropped[mover.label, reason] += 1
 
     def count(self, mover: Mover, size: int) -> None:
-        """Count bytes that another thread moves now, as nothing bounded them when it asked."""
+        """Count bytes that another thread moves now without a turn, because there was no limit."""
         self.shared.note(mover, size)
         self._moved[mover.label] += size
         self.settle_later()
 
     def settle_later(self) -> None:
-        """A device does for a moment yet what was granted."""
+        """Note that a device is finishing a granted write or read."""
         self._settles_s = self._clock() + _SETTLES_S
 
-    def _look(self) -> None:
-        """Grant what is due, and look again when more is."""
+    def _grant(self) -> None:
+        """Grant the turns that are due, and set the timer for the next ones."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         after_s = self.shared.grant()
         self.bounded = self.shared.bounded
         for turn, waiting in list(self._waiting.items()):
-            if turn.begun_s is not None:
+            if turn.granted_s is not None:
                 del self._waiting[turn]
                 if not waiting.done():
                     waiting.set_result(None)
         if after_s is None and self.bounded:
-            after_s = TURN_S  # for the end of reports
+            after_s = TURN_S  # to notice when reports expire
         if after_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(after_s, self._look)
+            self._timer = asyncio.get_running_loop().call_later(after_s, self._grant)
 
     def close(self) -> None:
-        """End the timer; no mover may wait any more."""
+        """Stop the timer. No mover may wait any more."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -199,7 +194,7 @@ class InterferenceBudget:
     def _families(self) -> list[Metric]:
         families: list[Metric] = []
         for name, text, counts in (
-            ("moved_bytes", "Bytes moved on this host, by what moved them", self._moved),
+            ("moved_bytes", "Bytes moved on this host, by mover", self._moved),
             ("interference_wait_seconds", "Seconds that movers waited for the interference budget", self._waited_s),
             ("interference_delayed", "Turns that waited for the interference budget", self._delayed),
         ):
@@ -207,7 +202,7 @@ class InterferenceBudget:
             for mover in Mover:
                 family.add_metric([mover.label], counts.get(mover.label, 0))
             families.append(family)
-        name, text = "interference_dropped", "What was not moved, as its turn did not come in time, by the reason"
+        name, text = "interference_dropped", "Moves given up while they waited for the interference budget, by reason"
         dropped = CounterMetricFamily(f"shadowserve_{name}", text, labels=["mover", "reason"])
         for labels, count in list(self._dropped.items()):
             dropped.add_metric(list(labels), count)

@@ -1,8 +1,8 @@
-"""Jobs: one Fetch or Store each, with a deadline and a way to end it early.
+"""Jobs: a Fetch or Store each, with a deadline and cancellation.
 
-A job's steps on the event loop run under :meth:`Job.within`, which ends them on cancellation or at the deadline. Its
-steps on threads are never abandoned: :meth:`Job.interruptible` registers how to make such a step return soon, and the
-job waits for it, since only then is the caller's memory quiet.
+Steps of a job on the event loop run under :meth:`Job.within`, which ends them on cancellation or at the deadline. Steps
+on threads are not abandoned: :meth:`Job.interruptible` registers a function that makes such a step return soon, and the
+job waits for it. Only then does nothing access the caller's memory any more.
 """
 
 import asyncio
@@ -13,20 +13,39 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Final, TypeVar
 
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
+from shadowserve.native import Result
 from shadowserve.proto import dataplane_pb2 as pb
-
-__all__ = ["ENDINGS", "Job", "JobTable", "QueueFull", "Stop", "Turnstile", "ending_of"]
 
 _T = TypeVar("_T")
 
+_OUTCOMES: Final = {
+    Result.CHECKSUM: pb.OUTCOME_CORRUPT,
+    Result.BAD_DATA: pb.OUTCOME_CORRUPT,
+    Result.NOT_FOUND: pb.OUTCOME_ABSENT,
+    Result.NOT_FINITE: pb.OUTCOME_NOT_STORABLE,
+    Result.REFUSED: pb.OUTCOME_STORAGE_REFUSED,
+    Result.REDIRECTED: pb.OUTCOME_STORAGE_REFUSED,
+    Result.PROTOCOL: pb.OUTCOME_STORAGE_UNAVAILABLE,
+    Result.DISCONNECTED: pb.OUTCOME_STORAGE_UNAVAILABLE,
+    Result.DEADLINE: pb.OUTCOME_DEADLINE,
+    Result.CANCELLED: pb.OUTCOME_CANCELLED,
+    Result.NOT_SUPPORTED: pb.OUTCOME_UNSUPPORTED_CODEC,
+    Result.DEVICE: pb.OUTCOME_DEVICE,
+}
+
+
+def outcome_of(result: Result) -> pb.Outcome:
+    """Return the outcome of a call that ends with a result of the pipeline."""
+    return _OUTCOMES.get(result, pb.OUTCOME_INTERNAL)
+
+
+def storage_outcome(*, refused: bool) -> pb.Outcome:
+    """Return the outcome of a call that storage did not answer."""
+    return pb.OUTCOME_STORAGE_REFUSED if refused else pb.OUTCOME_STORAGE_UNAVAILABLE
+
 
 class Stop(Exception):
-    """Ends a job with an outcome.
-
-    Attributes:
-        outcome: an Outcome.
-        detail: one sentence.
-    """
+    """Ends a job with an outcome, and a sentence that explains it."""
 
     def __init__(self, outcome: pb.Outcome, detail: str) -> None:
         super().__init__(detail)
@@ -35,19 +54,18 @@ class Stop(Exception):
 
 
 ENDINGS: Final = (Stop, StorageUnavailableError, StorageRefusedError)
-"""What ends a call that storage is asked in; :func:`ending_of` says with which outcome."""
+"""Exceptions that end a call with an outcome, see :func:`ending_of`."""
 
 
 def ending_of(error: Exception) -> tuple[pb.Outcome, str]:
-    """Return outcome and detail of a call that one of ENDINGS has ended."""
+    """Return the outcome and detail of a call that one of ENDINGS has ended."""
     if isinstance(error, Stop):
         return error.outcome, error.detail
-    refused = isinstance(error, StorageRefusedError)
-    return (pb.OUTCOME_STORAGE_REFUSED if refused else pb.OUTCOME_STORAGE_UNAVAILABLE), str(error)
+    return storage_outcome(refused=isinstance(error, StorageRefusedError)), str(error)
 
 
-class QueueFull(Exception):
-    """As many jobs wait as may."""
+class QueueFullError(Exception):
+    """The queue has no room for another job."""
 
 
 class Job:
@@ -67,14 +85,14 @@ class Job:
         return self._cancelled.done()
 
     def cancel(self) -> None:
-        """Make the job end soon with OUTCOME_CANCELLED. Only from the event loop's thread."""
+        """End the job soon with OUTCOME_CANCELLED; on the event loop's thread."""
         if not self._cancelled.done():
             self._cancelled.set_result(None)
             for interrupt in self._interrupts:
                 interrupt()
 
     def check(self) -> None:
-        """Raise Stop if the job is cancelled or its time is up."""
+        """Raise Stop if the job is cancelled or past its deadline."""
         if self.cancelled:
             raise Stop(pb.OUTCOME_CANCELLED, "cancelled")
         if time.monotonic_ns() >= self.deadline_ns:
@@ -84,11 +102,10 @@ class Job:
         return Stop(pb.OUTCOME_DEADLINE, f"not done within {self.timeout:g} s{doing and ', while '}{doing}")
 
     async def within(self, step: Coroutine[Any, Any, _T], doing: str) -> _T:
-        """Return what ``step`` returns; on cancellation or at the deadline end it and raise Stop.
+        """Run a step; on cancellation or at the deadline, cancel it and raise Stop.
 
         Args:
-            step: to run.
-            doing: what it does, for the message: ``"asking storage"``.
+            doing: Its name in the message, such as ``"connecting to storage"``.
         """
         task: asyncio.Future[Any] = asyncio.ensure_future(step)
         remaining = max(0.0, (self.deadline_ns - time.monotonic_ns()) / 1e9)
@@ -106,7 +123,7 @@ class Job:
 
     @contextlib.contextmanager
     def interruptible(self, interrupt: Callable[[], None]) -> Iterator[None]:
-        """While in this context, :meth:`cancel` calls ``interrupt``, which must make a step on a thread return soon."""
+        """While in this context, :meth:`cancel` calls ``interrupt``, which makes a step on a thread return soon."""
         self.check()
         self._interrupts.append(interrupt)
         try:
@@ -116,7 +133,7 @@ class Job:
 
 
 class JobTable:
-    """Jobs in progress by their sessions, and by the ids that those have given them."""
+    """Jobs in progress, by session and job id."""
 
     def __init__(self) -> None:
         self._jobs: dict[tuple[bytes, str], Job] = {}
@@ -126,10 +143,10 @@ class JobTable:
 
     @contextlib.contextmanager
     def enter(self, session: bytes, owner: str, job_id: str, timeout: float) -> Iterator[Job]:
-        """Make a job of a session of a host and keep it findable.
+        """Add a job while in this context.
 
         Raises:
-            KeyError: a job of that session and id is in progress.
+            KeyError: The session has a job with this id in progress.
         """
         if (session, job_id) in self._jobs:
             raise KeyError(job_id)
@@ -140,20 +157,19 @@ class JobTable:
             del self._jobs[session, job_id]
 
     def cancel(self, session: bytes, job_id: str) -> bool:
-        """Cancel a session's job; return whether there was one."""
+        """Cancel a session's job; return False if there is none."""
         job = self._jobs.get((session, job_id))
         if job is not None:
             job.cancel()
         return job is not None
 
     def cancel_all(self) -> None:
-        """Cancel every job."""
         for job in self._jobs.values():
             job.cancel()
 
 
-class Turnstile:
-    """One job at a time, first come first served, with a bound on how many wait, of which each host has its share."""
+class JobQueue:
+    """A queue for one job at a time, first in first out; its bounded length is divided equally among hosts."""
 
     def __init__(self, waiting_max: int, hosts_max: int = 1) -> None:
         self._waiting_max = waiting_max
@@ -163,19 +179,19 @@ class Turnstile:
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait."""
+        """Number of waiting jobs."""
         return self._waiting.total()
 
     @contextlib.asynccontextmanager
     async def turn(self, job: Job) -> AsyncIterator[None]:
-        """Wait for the job's turn, and keep it.
+        """Wait for the job's turn, and keep the turn while in this context.
 
         Raises:
-            QueueFull: too many wait, of all or of this host.
-            Stop: cancelled, or out of time, while waiting.
+            QueueFullError: Too many jobs wait, of all hosts or of this host.
+            Stop: Cancelled or past the deadline while waiting.
         """
         if self._lock.locked() and self._is_full(job):
-            raise QueueFull
+            raise QueueFullError
         with self._counted(job):
             await job.within(self._lock.acquire(), "waiting for its turn")
         try:
@@ -185,13 +201,13 @@ class Turnstile:
 
     @contextlib.contextmanager
     def aside(self, job: Job) -> Iterator[None]:
-        """Count a job among those that wait, while it waits for something else than its turn.
+        """Count a job as waiting while it waits for something else than its turn.
 
         Raises:
-            QueueFull: too many wait, of all or of this host.
+            QueueFullError: Too many jobs wait, of all hosts or of this host.
         """
         if self._is_full(job):
-            raise QueueFull
+            raise QueueFullError
         with self._counted(job):
             yield
 

@@ -1,4 +1,4 @@
-"""Counts of everything that an operator asks for, as a Prometheus registry and for the Statistics call."""
+"""Counters and gauges, for Prometheus and for the Statistics call."""
 
 import logging
 from collections import Counter
@@ -11,9 +11,28 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from shadowserve.proto.dataplane_pb2 import Outcome
 
-__all__ = ["Metrics", "StageCount", "outcome_name", "resident_bytes"]
-
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+TOTALS: Final = {
+    "lookup_keys": "Keys looked up",
+    "lookup_hits": "Keys that lookups found stored",
+    "batches": "Batches run by the pipeline",
+    "layer_batches": "Batches that storage has answered as one stream in layer order",
+    "fetched_bytes": "Stored bytes that batches read from storage or local tiers",
+    "tier_bytes": "Bytes of fetched_bytes from local tiers",
+    "prefetch_wasted_bytes": "Prefetched bytes that were not fetched",
+    "page_bytes": "Bytes of tier_bytes that devices read straight into engines' pages",
+    "page_requests": "Page reads: one for each fetch and device",
+    "delivered_bytes": "Bytes delivered into registered memory",
+    "stored_raw_bytes": "Bytes of stored chunks before encoding",
+    "stored_bytes": "Bytes of stored chunks as records",
+    "storage_connections": "Control connections opened to storage",
+    "data_connections": "Data connections opened to storage",
+    "storage_redirections": "Chunks redirected by a cluster's node",
+    "deleted_records": "Corrupt records deleted from storage",
+    "publications_refused": "Keys refused because a host exceeded its share of publications",
+}
+"""Counters without a label, with their help texts."""
 
 _logger = logging.getLogger(__name__)
 
@@ -21,13 +40,13 @@ Gauges = dict[str, tuple[str, Callable[[], float]]]
 
 
 def outcome_name(outcome: int) -> str:
-    """Return an Outcome's name as it stands in metrics and statistics: lower case, without its prefix."""
+    """Return an Outcome's name for metrics: lower case, without its prefix."""
     return Outcome.Name(outcome).removeprefix("OUTCOME_").lower()
 
 
 @dataclass(frozen=True, slots=True)
 class StageCount:
-    """Work done by one stage of the pipeline since the daemon started."""
+    """Counters of one stage of the pipeline since the start."""
 
     stage: str
     items: int
@@ -38,21 +57,21 @@ class StageCount:
 
 @dataclass(eq=False)
 class Metrics:
-    """All counts. Owned by the event loop's thread; the exporter's thread only reads them.
+    """All counters. The event loop's thread writes them; the exporter's thread reads them.
 
     Attributes:
-        fetches: calls by outcome.
-        stores: calls by outcome.
-        lookups: calls by outcome.
-        integrity_failures: records found faulty, by outcome.
-        tier_records: by what tiers did: had them in ``memory`` or on a ``device`` as they were fetched, ``kept`` them,
-            ``dropped`` them for want of room, ``lost`` them since they were damaged or a device failed.
-        slower_paths: fetches that took a slower path than configured, by reason: docs/combinations.md.
-        prefetches: reads what hops have carried into the tiers' memory: bytes and seconds, by where they begin.
-        prefetch_wasted_bytes: of records that were prefetched, and that nobody has fetched.
-        stages: reads the pipeline's counters.
-        gauges: name to (help, reader) of what is measured when asked.
-        families: readers of families that parts keep themselves.
+        fetches: Calls by outcome.
+        stores: Calls by outcome.
+        lookups: Calls by outcome.
+        integrity_failures: Faulty records, by outcome.
+        tier_records: Records by what local tiers did: fetched from ``memory`` or from a ``device``, ``kept``,
+            ``dropped`` for lack of room, ``lost`` because of damage or a failed device.
+        slower_paths: Fetches on a slower path than configured, by reason; see docs/combinations.md.
+        prefetches: Returns bytes and seconds of prefetches, by their origin.
+        totals: The counters of TOTALS.
+        stages: Returns the pipeline's counters.
+        gauges: Help text and reader of each gauge.
+        families: Readers of further metric families.
     """
 
     fetches: Counter[str] = field(default_factory=Counter)
@@ -61,23 +80,7 @@ class Metrics:
     integrity_failures: Counter[str] = field(default_factory=Counter)
     tier_records: Counter[str] = field(default_factory=Counter)
     slower_paths: Counter[str] = field(default_factory=Counter)
-    lookup_keys: int = 0
-    lookup_hits: int = 0
-    batches: int = 0
-    layer_batches: int = 0
-    fetched_bytes: int = 0
-    delivered_bytes: int = 0
-    tier_bytes: int = 0
-    page_bytes: int = 0
-    page_requests: int = 0
-    stored_raw_bytes: int = 0
-    stored_bytes: int = 0
-    storage_connections: int = 0
-    data_connections: int = 0
-    storage_redirections: int = 0
-    deleted_records: int = 0
-    publications_refused: int = 0
-    prefetch_wasted_bytes: int = 0
+    totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))
     prefetches: Callable[[], Mapping[str, tuple[int, float]]] = dict
     stages: Callable[[], list[StageCount]] = list
     gauges: Gauges = field(default_factory=dict)
@@ -94,39 +97,21 @@ class Metrics:
         return Histogram(f"shadowserve_{name}_seconds", text, buckets=_SECONDS, registry=self.registry)
 
     def add_slower_path(self, reason: str, detail: str) -> None:
-        """Count a fetch that takes a slower path than configured, and log each reason once.
+        """Count a fetch on a slower path than configured, and log each reason once.
 
         Args:
-            reason: label of the counter, from a fixed set.
-            detail: the path that was configured, the path that is taken, and what to do about it.
+            reason: Label of the counter, from a fixed set.
+            detail: The configured path, the path taken, and the remedy.
         """
         self.slower_paths[reason] += 1
         if self.slower_paths[reason] == 1:
             _logger.warning("a slower path than configured is taken (%s): %s", reason, detail)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric family; called by the registry."""
+        """Yield all metric families; called by the registry."""
         yield from self._by_label()
-        for name, text, value in (
-            ("lookup_keys", "Keys asked for by lookups", self.lookup_keys),
-            ("lookup_hits", "Keys that lookups found present", self.lookup_hits),
-            ("batches", "Batches run by the pipeline", self.batches),
-            ("layer_batches", "Batches that storage answered in one stream, layer after layer", self.layer_batches),
-            ("fetched_bytes", "Stored bytes that batches took from storage or tiers", self.fetched_bytes),
-            ("tier_bytes", "Of these, those that tiers had", self.tier_bytes),
-            ("prefetch_wasted_bytes", "Bytes prefetched that nobody has fetched", self.prefetch_wasted_bytes),
-            ("page_bytes", "Of these, those that devices brought straight into engines' pages", self.page_bytes),
-            ("page_requests", "Requests to devices for such: one for a layer and device", self.page_requests),
-            ("delivered_bytes", "Bytes delivered into registrations", self.delivered_bytes),
-            ("stored_raw_bytes", "Bytes of stored chunks before encoding", self.stored_raw_bytes),
-            ("stored_bytes", "Bytes of stored chunks as records", self.stored_bytes),
-            ("storage_connections", "Control connections made to storage", self.storage_connections),
-            ("data_connections", "Data connections made to storage", self.data_connections),
-            ("storage_redirections", "Chunks that a cluster's node said another one has", self.storage_redirections),
-            ("deleted_records", "Corrupt records deleted from storage", self.deleted_records),
-            ("publications_refused", "Keys that a host published beyond its share", self.publications_refused),
-        ):
-            yield CounterMetricFamily(f"shadowserve_{name}", text, value=value)
+        for name, text in TOTALS.items():
+            yield CounterMetricFamily(f"shadowserve_{name}", text, value=self.totals[name])
         for families in self.families:
             yield from families()
         for name, (text, read) in list(self.gauges.items()):
@@ -137,9 +122,9 @@ class Metrics:
             ("fetches", "Fetch calls", "outcome", self.fetches),
             ("stores", "Store calls", "outcome", self.stores),
             ("lookups", "Lookup calls", "outcome", self.lookups),
-            ("integrity_failures", "Records found faulty", "reason", self.integrity_failures),
-            ("tier_records", "Records that tiers had as they were fetched, or kept", "what", self.tier_records),
-            ("slower_paths", "Fetches that took a slower path than configured", "reason", self.slower_paths),
+            ("integrity_failures", "Faulty records", "reason", self.integrity_failures),
+            ("tier_records", "Records in local tiers: fetched, kept, dropped or lost", "what", self.tier_records),
+            ("slower_paths", "Fetches on a slower path than configured", "reason", self.slower_paths),
         ):
             family = CounterMetricFamily(f"shadowserve_{name}", text, labels=[label])
             for value, count in list(counts.items()):
@@ -148,8 +133,8 @@ class Metrics:
         prefetches = self.prefetches()
         for index, (name, text) in enumerate(
             (
-                ("prefetch_bytes", "Stored bytes brought into memory ahead, by where they were"),
-                ("prefetch_seconds", "Seconds in which some of them were under way"),
+                ("prefetch_bytes", "Stored bytes prefetched into memory, by their origin"),
+                ("prefetch_seconds", "Seconds with prefetches in progress, by their origin"),
             )
         ):
             family = CounterMetricFamily(f"shadowserve_{name}", text, labels=["hop"])
@@ -158,8 +143,8 @@ class Metrics:
             yield family
         stages = self.stages()
         for name, text in (
-            ("stage_busy_seconds", "CPU time of a stage; of decompress and dequantize in one go: decompress"),
-            ("stage_items", "Slices (put: records) that a stage has handled"),
+            ("stage_busy_seconds", "CPU time of a stage; a fused stage counts as decompress"),
+            ("stage_items", "Slices that a stage has processed; put: records"),
             ("stage_input_bytes", "Bytes into a stage"),
             ("stage_output_bytes", "Bytes out of a stage"),
         ):
@@ -171,7 +156,7 @@ class Metrics:
 
 
 def resident_bytes() -> int:
-    """Return the daemon's own resident memory: without clients' shared segments, which are theirs and counted there."""
+    """Return the daemon's own resident memory in bytes, without clients' shared segments."""
     total = 0
     with open("/proc/self/status", encoding="ascii") as status:
         for line in status:

@@ -1,4 +1,4 @@
-"""Paged memory of an engine: where its pages are, as it says, and whether that can be."""
+"""Paged memory of an engine: the positions of its pages, and their checks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,25 +11,23 @@ from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout, DType, Quantizer
 from shadowserve.errors import ShadowServeError
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["PAGE_ALIGNMENT", "Paging", "PagingError"]
-
 PAGE_ALIGNMENT: Final = 4096
-"""Of pages and of what lies between them: any device reaches memory in such pieces past the page cache."""
+"""Alignment of pages and strides in bytes: direct I/O of any device can read into such memory."""
 
 
 class PagingError(ShadowServeError):
-    """Pages that cannot be where they are said to be, or cannot be reached there."""
+    """The described pages are impossible, or devices cannot read into them."""
 
 
 @dataclass(frozen=True)
 class Paging:
-    """Where pages are in a segment of shared memory. A page is what a layer keeps of a block.
+    """The positions of pages in a segment of shared memory. A page holds one block of one layer.
 
     Attributes:
-        first: of each layer, where block 0's page begins, in bytes.
-        stride: bytes from one block's page to the next one's.
-        blocks: of each layer.
-        page_bytes: of a page.
+        first: For each layer, the offset of block 0's page in bytes.
+        stride: Bytes from one block's page to the next block's page.
+        blocks: Number of blocks in each layer.
+        page_bytes: Size of a page in bytes.
     """
 
     first: tuple[int, ...]
@@ -39,10 +37,10 @@ class Paging:
 
     @classmethod
     def of(cls, message: pb.PagedMemory, layout: ChunkLayout, size: int) -> Self:
-        """Return what a message says of a segment of ``size`` bytes that takes chunks of ``layout``.
+        """Convert a message about a segment of ``size`` bytes for chunks of ``layout``.
 
         Raises:
-            PagingError: it cannot be so.
+            PagingError: The described pages are impossible.
         """
         paging = cls(tuple(message.first), message.stride, message.blocks, layout.vector_length)
         row_bytes = layout.tokens * layout.vector_length
@@ -63,15 +61,15 @@ class Paging:
         return paging
 
     def rows(self, blocks: Sequence[int], chunks: int, chunk_blocks: int) -> npt.NDArray[np.uint32]:
-        """Return [chunk, block] of a call, every one of which is there.
+        """Return the block numbers of a call as an array by chunk and position in the chunk.
 
         Raises:
-            PagingError: there are not as many as chunks take, or one of them is not there.
+            PagingError: Their number is wrong, or a block does not exist.
         """
         numbers = np.array(blocks, np.uint32)
         if len(numbers) != chunks * chunk_blocks or (numbers >= self.blocks).any():
             raise PagingError(
                 f"blocks has {len(numbers)} numbers up to {numbers.max(initial=0)}; {chunks} chunks take {chunk_blocks}"
-                f" each, of {self.blocks} that there are"
+                f" each, and the segment has {self.blocks}"
             )
         return numbers.reshape(chunks, chunk_blocks)

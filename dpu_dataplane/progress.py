@@ -1,7 +1,7 @@
-"""How far the layers of the fetch are that has its turn, told by its own call.
+"""Layer progress of the fetch that has its turn, for calls that report it in a stream.
 
-The C core says it in a word. Where the caller shares the memory that it fetches into, that word lies there. For all
-others there is one in this process, for one fetch at a time, and a thread that waits for it to change.
+The C core writes the number of leading layers into a word. A caller with shared memory reads the word there. For all
+other callers there is one word in this process, for one fetch at a time, and a thread that waits for its changes.
 """
 
 import asyncio
@@ -13,19 +13,17 @@ from typing import Final
 
 from shadowserve import native
 
-__all__ = ["PROGRESS_BYTES", "LayerProgress"]
-
 PROGRESS_BYTES: Final = 4
-"""Of the word."""
-_LOOK_S: Final = 0.01
-"""The thread's longest wait: so long may the next fetch's first layers wait for it, if this one's last never came."""
+"""Size of the word."""
+_WAIT_S: Final = 0.01
+"""The thread's longest wait: it delays the next fetch's first layers by as much after a fetch that ended early."""
 
 
 class LayerProgress:
-    """The word, and who waits for it.
+    """The word, and the thread that waits for it.
 
     Args:
-        pipeline: that runs the batches.
+        pipeline: Pipeline that runs the batches.
     """
 
     def __init__(self, pipeline: native.Pipeline) -> None:
@@ -34,32 +32,31 @@ class LayerProgress:
         self._thread = ThreadPoolExecutor(1, "progress")
 
     @contextlib.asynccontextmanager
-    async def told(self, layers: int, tell: Callable[[int], None]) -> AsyncIterator[native.Region]:
-        """Give a word to the one fetch that has its turn; ``tell`` is called when more of its layers are in place.
+    async def follow(self, layers: int, on_layers: Callable[[int], None]) -> AsyncIterator[native.Region]:
+        """Provide the word while in this context, and report its changes.
 
         Args:
-            layers: that there are.
-            tell: takes how many leading ones are; on the event loop, and not after the end.
+            on_layers: Called with the number of leading layers in place, on the event loop.
         """
         self._memory[:PROGRESS_BYTES] = bytes(PROGRESS_BYTES)
-        following = asyncio.create_task(self._follow(layers, tell))
+        reporting = asyncio.create_task(self._report(layers, on_layers))
         try:
             yield self._registered.region(0, PROGRESS_BYTES)
         finally:
-            following.cancel()
+            reporting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await following
+                await reporting
 
-    async def _follow(self, layers: int, tell: Callable[[int], None]) -> None:
-        loop, seen = asyncio.get_running_loop(), 0
-        while seen < layers:
-            now = await loop.run_in_executor(self._thread, native.progress_wait, self._memory, seen, _LOOK_S)
-            if now > seen:
-                seen = now
-                tell(seen)
+    async def _report(self, layers: int, on_layers: Callable[[int], None]) -> None:
+        loop, reported = asyncio.get_running_loop(), 0
+        while reported < layers:
+            now = await loop.run_in_executor(self._thread, native.progress_wait, self._memory, reported, _WAIT_S)
+            if now > reported:
+                reported = now
+                on_layers(reported)
 
     def close(self) -> None:
-        """End the thread; no fetch may have its turn, and the pipeline is still open."""
+        """End the thread, before the pipeline is closed. No fetch may be in progress."""
         self._thread.shutdown()
         self._registered.close()
         self._memory.close()

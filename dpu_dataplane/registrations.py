@@ -1,16 +1,15 @@
-"""Destinations: memory of clients that KV is delivered into and stored from.
+"""Registered memory: memory of clients that KV is delivered into and stored from.
 
-Three kinds, of which the pipeline's backend takes some:
+There are three kinds; each backend supports some of them.
 
-- *shared memory*: a file directly under /dev/shm that belongs to the daemon's own user; the client may unlink it once
-  it is registered. The daemon maps it for as long as it is registered and used. Its pages are allocated and mapped at
-  registration, so that a full /dev/shm is an error then, and no page fault slows a batch. The client may shrink the
-  file at any moment all the same. Whoever touches what is gone survives it (:class:`shadowserve.native.Guard`), and
-  every job looks at its end, and before it passes on what it has read, whether its memory was whole to the last;
-- *exported memory* of the host, or of its GPU, which a DPU's accelerators write over PCIe: never read or written here;
-- *memory of a GPU* of this machine, by CUDA IPC: only the driver's copies reach it.
+- *Shared memory*: a file in /dev/shm of the daemon's own user. The client may unlink it after registration. All pages
+  are allocated and mapped at registration, so that a full /dev/shm is an error then, and batches have no page faults. A
+  client can still truncate the file. An access beyond its end is caught (:class:`shadowserve.native.Guard`), and every
+  job checks at its end, and before it passes on bytes that it has read, that the memory is whole.
+- *Exported memory* of the host or its GPU, written by a DPU's accelerators over PCIe. No access from this process.
+- *GPU memory* of this machine, by CUDA IPC. The driver copies into it.
 
-Memory of the last two kinds is its owner's, who may end. What is delivered then fails, and the registration is dropped.
+The owner of the last two kinds may end at any time. Deliveries then fail, and the registration is removed.
 """
 
 import asyncio
@@ -36,18 +35,9 @@ from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import NativeError, ShadowServeError
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = [
-    "Registration",
-    "RegistrationError",
-    "Registrations",
-    "DeviceGivenUpError",
-    "OverlapError",
-    "TooManyError",
-]
-
 SHARED_MEMORY: Final = "/dev/shm"
 DESCRIPTOR_MAX: Final = 4096
-"""Bytes of an export's description: a few hundred, of a region in one piece."""
+"""Most bytes of an export descriptor; one of a contiguous region has a few hundred."""
 CUDA_HANDLE_BYTES: Final = 64
 _NAME: Final = re.compile(r"shadowserve-[0-9a-f]{8,64}\Z")
 _PCI_ADDRESS: Final = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]\Z")
@@ -56,24 +46,24 @@ logger = logging.getLogger(__name__)
 
 
 class RegistrationError(ShadowServeError):
-    """Memory cannot be registered, or a region of it cannot be used; the message says what the caller did wrong."""
+    """Memory cannot be registered, or a region of it cannot be used."""
 
 
 class TooManyError(RegistrationError):
-    """A limit on registrations, on their bytes, or on /dev/shm itself is reached."""
+    """A limit on registrations, on their bytes, or of /dev/shm is reached."""
 
 
 class OverlapError(RegistrationError):
-    """Another job is using the region."""
+    """Another job uses the region."""
 
 
 class DeviceGivenUpError(ShadowServeError):
-    """The device never ended what it was given: nobody can say that memory is quiet before the process has ended."""
+    """The device hangs: it may write to the memory until this process has ended."""
 
     def __init__(self) -> None:
         super().__init__(
-            "the accelerator does not end what it was given and was given up; this data plane ends, and until then the "
-            "region may still be written: give the memory up"
+            "the accelerator hangs and was given up; this data plane ends, and until then the accelerator may write to "
+            "the region: give the memory up"
         )
 
 
@@ -81,13 +71,13 @@ class Registration:
     """Registered memory.
 
     Attributes:
-        memory_id: random, 64 bits.
-        owner: the host that registered it.
-        session: of that host, which alone may use it.
-        layouts: of the chunks that move through it; calls name one by its index.
-        size: bytes.
-        identity: the same for two registrations of the same memory.
-        paging: where an engine's pages are in it, if it is paged memory.
+        memory_id: Random id of 64 bits.
+        owner: Host that has registered it.
+        session: Session of that host; no other one may use it.
+        layouts: Layouts of its chunks; calls name one by its index.
+        size: Size in bytes.
+        identity: Equal for two registrations of the same memory.
+        paging: Positions of an engine's pages, for paged memory.
     """
 
     def __init__(
@@ -111,53 +101,53 @@ class Registration:
         self._registered = registered
         self._segment = segment
         self.paging: Paging | None = None
-        self._at_end: list[Callable[[], None]] = []
+        self._on_close: list[Callable[[], None]] = []
 
     @property
     def memory(self) -> memoryview:
-        """Shared memory, as this process has mapped it."""
+        """Mapping of shared memory in this process."""
         assert self._segment is not None
         return memoryview(self._segment.memory)
 
     @property
     def address(self) -> int:
-        """Where it begins, here or wherever it is."""
+        """Address of its first byte."""
         return self._registered.address
 
-    def at_end(self, function: Callable[[], None]) -> None:
-        """Have something called before the memory is let go."""
-        self._at_end.append(function)
+    def on_close(self, function: Callable[[], None]) -> None:
+        """Call a function before the memory is closed."""
+        self._on_close.append(function)
 
     @property
     def shared(self) -> bool:
-        """Whether it is memory of this machine that this process has mapped."""
+        """Whether it is shared memory, mapped in this process."""
         return self._segment is not None
 
     def region(self, offset: int, length: int) -> native.Region:
-        """Return a part of the memory, as a batch takes it."""
+        """Return a part of the memory for a batch."""
         return self._registered.region(offset, length)
 
     def check_whole(self) -> None:
-        """Raise RegistrationError if a part of the memory is gone: what was read from there, or written, is void.
+        """Raise RegistrationError if the memory was truncated: bytes read or written there are void.
 
-        It is of no more use then: jobs that come later do not find it.
+        The registration is marked as released then, so that later jobs do not find it.
         """
         if self._segment is not None and not self._segment.is_whole():
             lost = f"the segment had {self.size} bytes when it was registered and is shorter now"
             if not self.released:
-                logger.warning("registration %016x is forgotten: %s", self.memory_id, lost)
+                logger.warning("registered memory %016x is removed: %s", self.memory_id, lost)
             self.released = True
             raise RegistrationError(f"{lost}; register it again")
 
     def is_abandoned(self) -> bool:
-        """Return whether no process but this one has it; false where that cannot be known."""
+        """Return whether the process that registered it has ended; False if that is unknown."""
         return self._segment is not None and self._segment.is_abandoned()
 
     def close(self) -> None:
-        """Let go. Nobody may be using the memory."""
-        for function in self._at_end:
+        """Unmap the memory. No job may use it."""
+        for function in self._on_close:
             function()
-        self._at_end.clear()  # with what they hold of the memory
+        self._on_close.clear()  # they may hold views of the memory
         self._registered.close()
         if self._segment is not None:
             self._segment.close()
@@ -172,11 +162,11 @@ class _Segment:
     guard: native.Guard
 
     def is_whole(self) -> bool:
-        """Return whether nothing of it is gone, or was when it was touched."""
+        """Return whether the file still has its size, and had it at every access."""
         return not self.guard.lost and os.fstat(self.file).st_size >= len(self.memory)
 
     def is_abandoned(self) -> bool:
-        """Return whether no process holds the lock that a client has on its segment as long as it uses it."""
+        """Return whether the client has released its lock: it locks the segment as long as it uses it."""
         try:
             fcntl.flock(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
@@ -188,20 +178,19 @@ class _Segment:
         self.guard.close()
         try:
             self.memory.close()
-        except BufferError:  # a view is still alive somewhere: the mapping then goes with it
+        except BufferError:  # a view is still alive: the mapping ends with it
             logger.warning("a segment of %d bytes is still referenced; it is unmapped later", len(self.memory))
         os.close(self.file)
 
 
 class Registrations:
-    """All registered registrations.
+    """All registered memory.
 
     Args:
-        config: of the data plane.
-        pipeline: that the memory is made known to.
+        pipeline: Pipeline that accesses the memory.
 
     Attributes:
-        device_lost: set once a job has found that the device was given up.
+        device_lost: Set once a job has found that the device was given up.
     """
 
     def __init__(self, config: DataPlaneConfig, pipeline: native.Pipeline) -> None:
@@ -216,17 +205,17 @@ class Registrations:
         self.device_lost = asyncio.Event()
         self._registrations: dict[int, Registration] = {}
         self._shares = config.hosts_max
-        self._pending: list[tuple[str, int]] = []  # owner and bytes of registrations in progress
+        self._pending: list[tuple[str, int]] = []  # owner and size of registrations in progress
         self._claims: defaultdict[object, list[tuple[int, int, bool]]] = defaultdict(list)
 
     @property
     def kinds(self) -> list[str]:
-        """The fields of RegisterMemoryRequest.memory that :meth:`register` takes."""
+        """The fields of RegisterMemoryRequest.memory that :meth:`register` accepts."""
         return list(self._kinds)
 
     @property
     def given_up(self) -> bool:
-        """Whether the device was given up, over whatever job."""
+        """Whether the device was given up."""
         return self._pipeline.given_up
 
     def __len__(self) -> int:
@@ -234,11 +223,11 @@ class Registrations:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all registered registrations."""
+        """Bytes of all registered memory."""
         return sum(registration.size for registration in self._registrations.values())
 
     def count(self, owner: str) -> int:
-        """Return how many registrations a host has registered."""
+        """Return the number of a host's registrations."""
         return sum(registration.owner == owner for registration in self._registrations.values())
 
     def has_any(self, session: bytes) -> bool:
@@ -246,14 +235,14 @@ class Registrations:
         return any(registration.session == session for registration in self._registrations.values())
 
     def get(self, memory_id: int, session: bytes) -> Registration | None:
-        """Return a session's registration by its id, None where there is none (any more), or it is another one's."""
+        """Return a session's registration by its id; None if there is none (any more), or another session's."""
         registration = self._registrations.get(memory_id)
         if registration is None or registration.released or registration.session != session:
             return None
         return registration
 
     def other_layout(self, layout: ChunkLayout) -> ChunkLayout | None:
-        """Return the layout of a registered registration with the same namespace and another shape, if there is one."""
+        """Return a registered layout of the same namespace that differs, if there is one."""
         for registration in self._registrations.values():
             for other in registration.layouts:
                 if other.namespace == layout.namespace and other != layout:
@@ -261,23 +250,21 @@ class Registrations:
         return None
 
     def namespaces(self) -> set[bytes]:
-        """Return the namespaces of the chunks that registered memory is for."""
+        """Return the namespaces of all registered layouts."""
         return {layout.namespace for registration in self._registrations.values() for layout in registration.layouts}
 
     async def register(
         self, request: pb.RegisterMemoryRequest, layouts: Sequence[ChunkLayout], owner: str, session: bytes
     ) -> Registration:
-        """Make the memory that ``request`` names ready for batches, for a session of a host.
+        """Register memory for a session of a host.
 
         Args:
-            request: names the memory.
-            layouts: of the chunks that move through it, at least one.
-            owner: the host.
-            session: of it.
+            request: Names the memory.
+            layouts: Layouts of its chunks, at least one.
 
         Raises:
-            RegistrationError: memory of a kind that the backend does not take, or not as it must be.
-            TooManyError: a limit is reached.
+            RegistrationError: The backend does not support this kind of memory, or the memory is unusable.
+            TooManyError: A limit is reached.
         """
         field = request.WhichOneof("memory")
         if field not in self._kinds:
@@ -293,7 +280,7 @@ class Registrations:
         try:
             self._check_room(size, owner)
         except TooManyError:
-            self._forget_abandoned()
+            self._remove_abandoned()
             self._check_room(size, owner)
         if request.HasField("pages") and (field != "shared_memory" or len(layouts) != 1):
             raise RegistrationError(f"pages are of shared_memory with one layout, not of {field} with {len(layouts)}")
@@ -304,7 +291,7 @@ class Registrations:
             connecting = asyncio.ensure_future(asyncio.to_thread(connect, self._pipeline, memory, layouts))
             try:
                 registration = await asyncio.shield(connecting)
-            except asyncio.CancelledError:  # the caller is gone: nobody will use what the thread is still preparing
+            except asyncio.CancelledError:  # the caller has disconnected: drop what the thread prepares
                 connecting.add_done_callback(_discard)
                 raise
             try:
@@ -319,15 +306,15 @@ class Registrations:
             self._pending.remove(pending)
         return registration
 
-    def _forget_abandoned(self) -> None:
-        """Forget memory whose process has ended: an engine that is started again and again needs its room."""
+    def _remove_abandoned(self) -> None:
+        """Remove memory whose process has ended, to make room for an engine that restarts."""
         for registration in list(self._registrations.values()):
             if registration.users == 0 and registration.is_abandoned():
-                logger.info("registration %016x is forgotten: its process has ended", registration.memory_id)
-                self._forget(registration)
+                logger.info("registered memory %016x is removed: its process has ended", registration.memory_id)
+                self._remove(registration)
 
     def _check_room(self, size: int, owner: str) -> None:
-        """Raise TooManyError unless a host may register so many bytes more; several hosts have equal shares."""
+        """Raise TooManyError unless a host may register ``size`` more bytes; hosts have equal shares."""
         taken = [(each.owner, each.size) for each in self._registrations.values()] + self._pending
         mine = [bytes_ for whose, bytes_ in taken if whose == owner]
         self._check_limit("registrations_max", self._count_max, len(taken), len(mine), 1, "regions of memory")
@@ -335,7 +322,7 @@ class Registrations:
         self._check_limit("registered_bytes_max", self._bytes_max, all_bytes, my_bytes, size, "bytes of memory")
 
     def _check_limit(self, key: str, limit: int, all_: int, mine: int, more: int, what: str) -> None:
-        """Raise TooManyError if a host's share of a limit, or all of it, does not hold so many more."""
+        """Raise TooManyError if ``more`` exceeds a host's share of a limit, or the limit."""
         share = max(1, limit // self._shares)
         if mine + more > share:
             raise TooManyError(
@@ -350,23 +337,23 @@ class Registrations:
 
     @contextlib.contextmanager
     def claim(self, registration: Registration, offset: int, length: int, *, writing: bool) -> Iterator[None]:
-        """Use a region for the length of a job. Two jobs may share bytes only to read them.
+        """Claim a region while in this context. Two jobs may share bytes only to read them.
 
         Raises:
-            RegistrationError: the region is not inside the registration; or a segment is not whole, before or after.
-            OverlapError: another job uses a part of it.
-            DeviceGivenUpError: the region is never quiet any more, and no job is to be answered as if it were.
+            RegistrationError: The region ends outside the memory; or the memory is not whole, before or after.
+            OverlapError: Another job uses a part of the region.
+            DeviceGivenUpError: The device may still write to the region, so the job must not be answered.
         """
         if offset + length > registration.size:
             raise RegistrationError(
-                f"offset {offset} and {length} bytes end outside the registration, which has {registration.size} bytes"
+                f"offset {offset} and {length} bytes end outside the registered memory of {registration.size} bytes"
             )
         registration.check_whole()
         claims = self._claims[registration.identity]
         for begin, end, theirs_writing in claims:
             if offset < end and begin < offset + length and (writing or theirs_writing):
                 raise OverlapError(
-                    f"another job uses bytes {begin} to {end} of the registration, this one wants {offset} to "
+                    f"another job uses bytes {begin} to {end} of the registered memory, this one claims {offset} to "
                     f"{offset + length}; wait for its answer first"
                 )
         claim = (offset, offset + length, writing)
@@ -378,7 +365,7 @@ class Registrations:
             if not self.given_up:
                 registration.check_whole()
         finally:
-            if self.given_up:  # the claim stays: neither a release nor the end of the table touches the memory
+            if self.given_up:  # the claim stays, so that the memory is never unmapped
                 self.device_lost.set()
                 raise DeviceGivenUpError
             claims.remove(claim)
@@ -390,35 +377,35 @@ class Registrations:
                 registration.quiet.set()
 
     async def release(self, memory_id: int, session: bytes) -> None:
-        """Forget a registration: at once for new jobs; return once those running have ended. Unknown ids are fine."""
+        """Remove a registration, and wait for its jobs; new jobs do not find it. Unknown ids are no error."""
         registration = self._registrations.get(memory_id)
         if registration is None or registration.session != session:
             return
         registration.released = True
         await registration.quiet.wait()
-        self._forget(registration)
+        self._remove(registration)
 
-    def lost(self, registration: Registration) -> None:
-        """Take note that memory is out of reach: its owner has ended, or its device was reset. Jobs find it gone."""
+    def mark_lost(self, registration: Registration) -> None:
+        """Mark memory as inaccessible: its owner has ended, or its device was reset. New jobs do not find it."""
         registration.released = True
 
     def expire(self, now: float) -> None:
-        """Forget registrations that nobody has used for too long, or whose release was not waited for."""
+        """Remove registrations that were idle for too long, or whose release was interrupted."""
         for registration in list(self._registrations.values()):
             idle = now - registration.used_at >= self._idle_max
             if registration.users == 0 and (idle or registration.released):
                 if idle:
                     logger.info(
-                        "registration %016x was idle for %g s: forgotten", registration.memory_id, self._idle_max
+                        "registered memory %016x was idle for %g s: removed", registration.memory_id, self._idle_max
                     )
-                self._forget(registration)
+                self._remove(registration)
 
-    def _forget(self, registration: Registration) -> None:
+    def _remove(self, registration: Registration) -> None:
         if self._registrations.pop(registration.memory_id, None) is not None:
             registration.close()
 
     def close(self) -> None:
-        """Forget all that are quiet; for the end of the daemon."""
+        """Close all registrations that no job uses; at the end of the daemon."""
         for registration in self._registrations.values():
             if registration.users == 0:
                 registration.close()
@@ -454,7 +441,7 @@ def _exported(pipeline: native.Pipeline, memory: pb.ExportedMemory, layouts: Seq
             f"exported_memory.descriptor has {len(memory.descriptor)} bytes; it has 1 to {DESCRIPTOR_MAX}"
         )
     if memory.address == 0 or memory.address + memory.size > 2**64:
-        raise RegistrationError(f"exported_memory: {memory.size} bytes at {memory.address:#x} are no memory")
+        raise RegistrationError(f"exported_memory: {memory.size} bytes at {memory.address:#x} are no valid range")
     address, descriptor = memory.address, memory.descriptor
     registered = _registered(lambda: native.Destination.exported(pipeline, address, memory.size, descriptor))
     return Registration(layouts, memory.size, descriptor, registered, None)
@@ -493,7 +480,7 @@ def _map(name: str, size: int) -> _Segment:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise RegistrationError(
-            f"cannot open {path}: {error.strerror}; is it on this machine, made by this user?"
+            f"cannot open {path}: {error.strerror}; is it on this machine, and created by this user?"
         ) from error
     try:
         status = os.fstat(file)
@@ -509,7 +496,7 @@ def _map(name: str, size: int) -> _Segment:
         except OSError as error:
             kind = TooManyError if error.errno in (errno.ENOSPC, errno.ENOMEM) else RegistrationError
             raise kind(f"cannot allocate {size} bytes for {path}: {error.strerror}; is /dev/shm full?") from error
-        except ValueError as error:  # mmap looks at the file's size once more
+        except ValueError as error:  # mmap checks the file's size again
             raise RegistrationError(f"{path} became shorter than {size} bytes while it was registered") from error
         return _Segment(file, memory, native.Guard(memory))
     except BaseException:

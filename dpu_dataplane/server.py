@@ -1,4 +1,4 @@
-"""The daemon: everything put together, started, and stopped cleanly."""
+"""The daemon: construction, start and stop of all parts."""
 
 import asyncio
 import contextlib
@@ -22,12 +22,12 @@ from dpu_dataplane.credentials import server_credentials
 from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import HostTable
 from dpu_dataplane.interference import InterferenceBudget
-from dpu_dataplane.jobs import Turnstile
+from dpu_dataplane.jobs import JobQueue
+from dpu_dataplane.log_limiter import LogLimiter
 from dpu_dataplane.metrics import Metrics, StageCount, resident_bytes
 from dpu_dataplane.progress import LayerProgress
 from dpu_dataplane.registrations import Registrations
-from dpu_dataplane.repeats import Repeats
-from dpu_dataplane.service import DataPlaneService
+from dpu_dataplane.service import Components, DataPlaneService
 from dpu_dataplane.sources.selection import nodes_max, source_of
 from dpu_dataplane.sources.source import Source
 from dpu_dataplane.storing import Storer
@@ -42,19 +42,25 @@ from shadowserve.memory_limit import check_memory
 from shadowserve.proto import dataplane_pb2, dataplane_pb2_grpc
 from shadowserve.signals import stop_signals
 
-__all__ = ["Daemon", "run"]
-
 SERVICE_NAME: Final = dataplane_pb2.DESCRIPTOR.services_by_name["DataPlane"].full_name
 MESSAGE_BYTES_MAX: Final = 8 << 20
-"""Of one gRPC message: 65,536 keys take 2.2 MB; gRPC's own default is 4 MiB."""
+"""Most bytes of a gRPC message: 65,536 keys take 2.2 MB; gRPC's own default is 4 MiB."""
 KEEPALIVE_MS: Final = 10_000
 STREAMS_MAX: Final = 512
-"""Calls in progress on one connection; more wait at the caller. All of one host's queues fit several times."""
+"""Most calls in progress on a connection: several times all queues of a host; further calls wait at the caller."""
 HANDSHAKE_MS: Final = 20_000
-"""For a connection to become one; it takes milliseconds, and two round trips more with TLS."""
+"""Time limit of a handshake; it takes milliseconds, and two more round trips with TLS."""
 _TICK: Final = 0.1
-_UNTIL_TOLD: Final = 86400.0
-"""Seconds; the server stops before, when it is told to stop at once."""
+_GRACE_S: Final = 86400.0
+"""Grace period of the gRPC server; a later call stops it earlier."""
+_STORE_QUEUE: Final = 64
+"""Most waiting stores; further ones are refused."""
+_QUEUE_DEPTH: Final = 64
+"""Slices in each queue between two stages."""
+_REQUESTS_IN_FLIGHT: Final = 8
+"""Range requests sent ahead on each data connection."""
+_POLL_INTERVAL_US: Final = 10
+"""Pause between two polls of an idle accelerator."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +69,9 @@ class Daemon:
     """The data plane, within one event loop: ``async with Daemon(config) as daemon``.
 
     Attributes:
-        address: where gRPC listens, ``host:port`` or ``unix:/path``.
-        metrics: its counts.
-        budget: that what it moves is held to, beside engines that decode.
-        device_lost: set once the accelerator was given up: the process is to end.
-        unclean: jobs, or the accelerator, may still be at it after the end: nothing but the process' end is safe.
+        address: Address of the gRPC server, ``host:port`` or ``unix:/path``.
+        device_lost: Set once the accelerator was given up: the process has to end.
+        unclean: Jobs or the accelerator may still access memory after the stop: the process has to end at once.
     """
 
     device_lost: asyncio.Event
@@ -85,10 +89,10 @@ class Daemon:
         self._exit = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Start everything.
+        """Start all parts.
 
         Raises:
-            ConfigurationError: a core, a codec or an address that cannot be had.
+            ConfigurationError: A core, a codec, a device or an address cannot be used.
         """
         try:
             await self._start()
@@ -100,9 +104,9 @@ class Daemon:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Let jobs finish for half of ``shutdown_timeout_s``, cancel the rest, and stop everything.
+        """Wait for jobs for half of ``shutdown_timeout_s``, cancel the rest, and stop all parts.
 
-        Where jobs do not end, what they may use is left as it is (:attr:`unclean`).
+        If jobs do not end, the parts that they may use are not stopped (:attr:`unclean`).
         """
         self.unclean |= self._pipeline.given_up
         await self._exit.aclose()
@@ -117,7 +121,7 @@ class Daemon:
         self._exit.callback(pipeline.close)
         self.metrics.stages = lambda: _stage_counts(pipeline)
         self.metrics.gauges["pipeline_locked_bytes"] = (
-            "Bytes of the buffers that are locked in memory",
+            "Buffer bytes that are locked in memory",
             lambda: pipeline.locked_bytes,
         )
         fetching, encoding, storing = (ThreadPoolExecutor(1, name) for name in ("fetch", "encode", "store"))
@@ -134,108 +138,84 @@ class Daemon:
         for executor in (fetching, encoding, storing):
             self._exit.callback(executor.shutdown)
         tracer = Tracer(pipeline)
-        fetches, stores = (Turnstile(size, config.hosts_max) for size in (config.fetch_queue, config.store_queue))
+        fetches, stores = (JobQueue(size, config.hosts_max) for size in (config.fetch_queue, _STORE_QUEUE))
         progress = LayerProgress(pipeline)
         self._exit.callback(progress.close)
         fetcher = Fetcher(fetching, catalog, source, buffers, self.metrics, fetches, tracer, progress, self.budget)
-        storer = Storer(
-            pipeline,
-            encoding,
-            catalog,
-            source,
-            buffers,
-            self.metrics,
-            codec,
-            int(config.slice_bytes),
-            stores,
-            self.budget,
-            len(config.stage_cores()["store"]),
-        )
+        storer = Storer(config, codec, pipeline, encoding, catalog, source, buffers, self.metrics, self.budget, stores)
         hosts = HostTable(config, registrations, catalog.forget_host)
-        self._repeats = Repeats()
-        service = DataPlaneService(
-            config,
-            catalog,
-            fetcher,
-            storer,
-            registrations,
-            hosts,
-            buffers,
-            self.metrics,
-            tracer,
-            self._repeats,
-            source.placing,
-            self.budget,
+        self._log = LogLimiter()
+        components = Components(
+            catalog=catalog,
+            fetcher=fetcher,
+            storer=storer,
+            registrations=registrations,
+            hosts=hosts,
+            buffers=buffers,
+            metrics=self.metrics,
+            tracer=tracer,
+            log=self._log,
+            page_loader=source.page_loader,
+            budget=self.budget,
         )
-        self._measure(source, catalog, fetcher, storer, registrations, buffers)
-        self.metrics.gauges["hosts"] = ("Hosts that are connected", lambda: len(hosts))
-        self._exit.push_async_callback(_stop_task, asyncio.create_task(_expire(hosts, self._repeats, config)))
-        if config.metrics_port:
-            self._serve_metrics()
+        service = DataPlaneService(config, components)
+        self._add_gauges(source, components)
+        self._exit.push_async_callback(_stop_task, asyncio.create_task(_expire(hosts, self._log, config)))
+        if config.metrics_port is not None:
+            self._serve_metrics(config.metrics_port)
         await self._serve(service)
 
-    def _measure(
-        self,
-        source: Source,
-        catalog: Catalog,
-        fetcher: Fetcher,
-        storer: Storer,
-        registrations: Registrations,
-        buffers: Buffers,
-    ) -> None:
+    def _add_gauges(self, source: Source, parts: Components) -> None:
+        emulated = float(native.backends()[self.config.backend].emulated)
         self.metrics.gauges |= {
-            "storage_up": ("Whether the control connection to storage stands", lambda: float(source.connected)),
-            "quarantined_keys": ("Keys that are not offered since their record is faulty", lambda: catalog.quarantined),
-            "fetch_queue_jobs": ("Fetches waiting for their batch", lambda: fetcher.queue.waiting),
-            "store_queue_jobs": ("Stores waiting for their turn", lambda: storer.queue.waiting),
-            "registrations": ("Registered registrations", lambda: len(registrations)),
-            "registered_bytes": ("Bytes of registered registrations", lambda: registrations.total_bytes),
-            "backend_emulated": (
-                "Whether what decompresses and delivers only imitates a DPU",
-                lambda: float(native.backends()[self.config.backend].emulated),
-            ),
-            "buffer_bytes": ("Bytes of the pipeline's buffers", lambda: buffers.total),
-            "resident_bytes": ("The daemon's own resident memory, without clients' segments", resident_bytes),
+            "hosts": ("Connected hosts", lambda: len(parts.hosts)),
+            "storage_up": ("1 if storage is connected", lambda: float(source.connected)),
+            "quarantined_keys": ("Keys in quarantine because of a faulty record", lambda: parts.catalog.quarantined),
+            "fetch_queue_jobs": ("Waiting fetches", lambda: parts.fetcher.queue.waiting),
+            "store_queue_jobs": ("Waiting stores", lambda: parts.storer.queue.waiting),
+            "registrations": ("Regions of registered memory", lambda: len(parts.registrations)),
+            "registered_bytes": ("Bytes of registered memory", lambda: parts.registrations.total_bytes),
+            "backend_emulated": ("1 if the backend is an emulator of a DPU", lambda: emulated),
+            "buffer_bytes": ("Bytes of the pipeline's buffers", lambda: parts.buffers.total),
+            "resident_bytes": ("Resident memory of the daemon, without clients' segments", resident_bytes),
         }
 
-    def _serve_metrics(self) -> None:
+    def _serve_metrics(self, port: int) -> None:
         try:
-            endpoint = Endpoint(
-                "127.0.0.1", self.config.metrics_port, self.metrics.registry, health=self.health, ready=self.readiness
-            )
+            endpoint = Endpoint("127.0.0.1", port, self.metrics.registry, health=self.health, ready=self.readiness)
         except OSError as error:
-            raise ConfigurationError(f"metrics_port: cannot listen on {self.config.metrics_port}: {error}") from error
+            raise ConfigurationError(f"metrics_port: cannot listen on {port}: {error}") from error
         self._exit.callback(endpoint.close)
 
     @property
     def storage_name(self) -> str:
-        """Storage, for people."""
+        """Name of the source, for messages."""
         return self._source.name
 
     def health(self) -> list[Check]:
-        """Check that the event loop, on which all control runs, answers; from any thread but its own."""
+        """Check that the event loop answers and the accelerator works; from any thread but the event loop's."""
         sound = not self._pipeline.given_up
         return [
             answers("event loop", self._loop.call_soon_threadsafe),
-            check("accelerator", sound, self._pipeline.backend, "given up: it does not end what it was given"),
+            check("accelerator", sound, self._pipeline.backend, "given up: it hangs"),
         ]
 
     def readiness(self) -> list[Check]:
-        """Check whether calls are taken. Without storage they are, and every one of them is a miss: a warning."""
+        """Check whether calls are accepted. Without storage they are, but every call is a miss: a warning."""
         where = self._source.name
         connected = self._source.connected
         return [
             *self.health(),
             check("listening", bool(self.address), f"on {self.address}", "not yet"),
-            check("draining", not self._draining, "no", "yes: it has been told to stop"),
+            check("draining", not self._draining, "no", "yes: it is stopping"),
             check("storage", connected, f"connected to {where}", f"not connected to {where}", fatal=False),
         ]
 
     async def _serve(self, service: DataPlaneService) -> None:
         config = self.config
-        admission = Admission(int(config.call_bytes_max), config.hosts_max, service.hosts.owner_of, self._repeats)
+        admission = Admission(int(config.call_bytes_max), config.hosts_max, service.hosts.owner_of, self._log)
         self.metrics.gauges["call_bytes"] = (
-            "Bytes of the messages of calls in progress",
+            "Message bytes of calls in progress",
             lambda: admission.total_bytes,
         )
         server = grpc.aio.server(
@@ -243,16 +223,16 @@ class Daemon:
             options=[
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
                 ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-                ("grpc.so_reuseport", 0),  # a second daemon on the same port is an error, not a lottery
-                # Hosts ask in this interval whether the connection still stands; by default gRPC takes that for abuse.
+                ("grpc.so_reuseport", 0),  # a second daemon on the same port is an error
+                # Hosts ping in this interval; by default gRPC treats that as abuse.
                 ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.max_concurrent_streams", STREAMS_MAX),
                 ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
-                # A host without a call for so long is forgotten; its connection, or anybody's, is no more worth.
+                # A host without a call for so long is removed; its connection is not needed any more.
                 ("grpc.max_connection_idle_ms", int(1000 * self.config.registration_idle_s)),
             ],
-            maximum_concurrent_rpcs=2 * CALLS_MAX,  # who comes in is Admission's business; here is but the last wall
+            maximum_concurrent_rpcs=2 * CALLS_MAX,  # Admission enforces the limits; this is the last resort
         )
         dataplane_pb2_grpc.add_DataPlaneServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         health_service: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs lack it
@@ -281,8 +261,8 @@ class Daemon:
     async def _watch_device(self, health_service: Any) -> None:
         await self.device_lost.wait()
         logger.critical(
-            "%s does not end what it was given, for %g s: it is given up, and this data plane ends, since nobody knows "
-            "what it still writes; start it again, and if that does not help, see 'shadowserve doctor'",
+            "%s hangs for %g s: it is given up, and this data plane ends, because the device may still write memory; "
+            "start it again, and if that does not help, see 'shadowserve doctor'",
             self._pipeline.device or "the accelerator",
             self.config.device_timeout_s,
         )
@@ -290,36 +270,36 @@ class Daemon:
             await health_service.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def _stop_serving(self, server: grpc.aio.Server, service: DataPlaneService, health_service: Any) -> None:
-        """Refuse new calls at once; give jobs half the time to finish, then a quarter of it to be cancelled.
+        """Refuse new calls; wait for jobs for half the time, then cancel them and wait for a quarter of it.
 
-        In the last quarter those without a caller come to rest; if not, all that they may use is left as it is.
+        The last quarter is for jobs without a caller. If they do not end, the parts that they may use are not stopped.
         """
         self._draining = True
         await health_service.enter_graceful_shutdown()
         half = self.config.shutdown_timeout_s / 2
-        stopping = asyncio.ensure_future(server.stop(_UNTIL_TOLD))
+        stopping = asyncio.ensure_future(server.stop(_GRACE_S))
         await asyncio.wait({stopping}, timeout=half)
         if len(service.jobs):
             logger.info("cancelling %d jobs that did not finish within %g s", len(service.jobs), half)
             service.jobs.cancel_all()
-        # Counted from here: had the machine stood still meanwhile, they would have no time left to answer.
+        # The time starts here: if the machine was suspended meanwhile, the jobs still get it.
         await asyncio.wait({stopping}, timeout=half / 2)
         await server.stop(None)
         await stopping
         end = time.monotonic() + half / 2
-        while len(service.jobs) and time.monotonic() < end:  # their callers are gone, but memory must be quiet
+        while len(service.jobs) and time.monotonic() < end:  # their callers have left, but their memory is still in use
             await asyncio.sleep(0.01)
         if len(service.jobs):
-            logger.error("%d jobs do not end: what they use is left to the end of the process", len(service.jobs))
+            logger.error("%d jobs do not end: the process ends without closing what they use", len(service.jobs))
             self.unclean = True
-            self._left = self._exit.pop_all()  # and so nothing else is stopped, or waited for
+            self._left = self._exit.pop_all()  # so that no further part is stopped
 
 
 def _codec(config: DataPlaneConfig) -> native.Codec:
-    """Return the codec of what is stored.
+    """Return the codec of new records.
 
     Raises:
-        ConfigurationError: this build cannot encode it.
+        ConfigurationError: This build cannot encode it.
     """
     if config.backend not in native.backends():
         raise ConfigurationError(f"backend: this build has no {config.backend}; see 'shadowserve doctor'")
@@ -345,11 +325,10 @@ def _make_pipeline(config: DataPlaneConfig, buffers: Buffers) -> native.Pipeline
         pipeline = native.Pipeline(
             backend=config.backend,
             device=config.device,
-            poll_interval_us=config.poll_interval_us,
+            poll_interval_us=_POLL_INTERVAL_US,
             fused=config.stages_fused,
-            queue_depth=config.queue_depth,
-            requests_in_flight=config.requests_in_flight,
-            pin_memory=config.pin_memory,
+            queue_depth=_QUEUE_DEPTH,
+            requests_in_flight=_REQUESTS_IN_FLIGHT,
             decompression_bytes=buffers.decompression,
             dequantization_bytes=buffers.dequantization or 0,
             dma_source_bytes=buffers.dma_source or 0,
@@ -366,7 +345,7 @@ def _make_pipeline(config: DataPlaneConfig, buffers: Buffers) -> native.Pipeline
             device_timeout_ms=max(1, int(1000 * config.device_timeout_s)),
         )
     except NativeError as error:
-        raise ConfigurationError(f"the pipeline cannot be made: {error}") from error
+        raise ConfigurationError(f"the pipeline cannot be created: {error}") from error
     backend = native.backends()[config.backend]
     device = f" on {pipeline.device}" if pipeline.device else ""
     logger.log(
@@ -376,7 +355,7 @@ def _make_pipeline(config: DataPlaneConfig, buffers: Buffers) -> native.Pipeline
         backend.description,
         device,
     )
-    if config.pin_memory and config.memory_management and pipeline.locked_bytes < buffers.total:
+    if config.memory_management and pipeline.locked_bytes < buffers.total:
         logger.info(
             "%d of %d bytes of buffers are locked in memory; raise the limit (ulimit -l) to lock all",
             pipeline.locked_bytes,
@@ -392,11 +371,11 @@ def _stage_counts(pipeline: native.Pipeline) -> list[StageCount]:
     ]
 
 
-async def _expire(hosts: HostTable, repeats: Repeats, config: DataPlaneConfig) -> None:
+async def _expire(hosts: HostTable, log: LogLimiter, config: DataPlaneConfig) -> None:
     while True:
         await asyncio.sleep(min(config.registration_idle_s / 4, 60.0))
         hosts.expire(time.monotonic())
-        repeats.flush(time.monotonic())
+        log.flush(time.monotonic())
 
 
 async def _stop_task(task: "asyncio.Task[None]") -> None:
@@ -425,16 +404,16 @@ async def _main(config: DataPlaneConfig) -> None:
 
 
 def _last_resort(seconds: float, stopped: threading.Event) -> None:
-    """End the process where stopping it does not: a driver's call that never returns, say, on whatever thread."""
-    for _ in range(int(seconds / _TICK)):  # ticks and not a clock: while the machine stands still, nothing can stop
+    """End the process if the stop hangs, such as in a driver's call that never returns."""
+    for _ in range(int(seconds / _TICK)):  # ticks, not a clock: a suspended machine does not count
         if stopped.wait(_TICK):
             return
-    logger.critical("it does not stop: ending without giving back what it uses")
+    logger.critical("the stop hangs: ending the process without closing its parts")
     _end_now()
 
 
 def _end_now() -> None:
-    """End without unmapping anything first: whatever still writes there is stopped by the end of the process."""
+    """End the process without unmapping memory first: its end stops all writes to the memory."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(1)
@@ -443,14 +422,13 @@ def _end_now() -> None:
 def run(config: DataPlaneConfig) -> None:
     """Run the daemon until SIGTERM or SIGINT.
 
-    Does not return where something may still be writing after the end: the process then ends at once, with status 1.
-
-    Prints ``ready ADDRESS`` on standard output once calls are answered; logs go to standard error.
+    Prints ``ready ADDRESS`` on standard output once calls are answered; logs go to standard error. If something may
+    still write to memory after the stop, the process ends at once, with status 1.
 
     Raises:
-        ConfigurationError: what was configured cannot be had.
+        ConfigurationError: The configuration cannot be used.
     """
-    # First of all: threads inherit from whatever starts them, and the buffers are touched where the process may run.
+    # First: threads inherit their cores, and buffers are allocated on the memory node of these cores.
     confine(config.process_cores())
     configure_logging(config.log_level, config.log_format)
     asyncio.run(_main(config))

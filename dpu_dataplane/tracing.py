@@ -1,6 +1,6 @@
-"""Recordings of fetches: what each of the C core's threads did when, and the steps of the calls around it.
+"""Traces of fetches: the spans of the C core's threads, and the steps of the calls around them.
 
-One recording at a time. While none runs, a step costs a look at a flag.
+One recording at a time. Without one, a step costs the check of a flag.
 """
 
 import asyncio
@@ -14,33 +14,31 @@ from shadowserve import native
 from shadowserve.errors import NativeError
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["NotTraceable", "Tracer"]
-
 STEPS_MAX: Final = 4096
-"""Steps of calls in one recording: five for each batch, so far over what the threads' logs hold."""
+"""Most steps of calls in a recording: with five for each batch, more than the threads' logs can fill."""
 SPANS_IN_MESSAGE: Final = 8192
-"""Some 600 KB, far under the limit on a message."""
+"""Some 600 KB, far below the limit on a message."""
 _NO_SLICE: Final = 0xFFFFFFFF
 
 
-class NotTraceable(Exception):
-    """A recording that cannot be made; the message says why."""
+class RecordingError(Exception):
+    """A recording cannot be made; the message says why."""
 
 
 @dataclass
 class _Recording:
-    """One recording in progress, of one host's fetches."""
+    """A recording of one host's fetches in progress."""
 
     owner: str
     fetches_left: int
-    decides: bool  # the host says what it has decided, so that what is behind the last fetch is waited for
+    decides: bool  # the host reports its decisions: the one after the last fetch is waited for
     done: asyncio.Event = field(default_factory=asyncio.Event)
     spans: list[pb.TraceSpan] = field(default_factory=list)
     dropped: int = 0
 
 
 class Tracer:
-    """Records fetches on request. Used on the event loop's thread alone."""
+    """Records fetches on request. Used on the event loop's thread only."""
 
     def __init__(self, pipeline: native.Pipeline) -> None:
         self._pipeline = pipeline
@@ -48,7 +46,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def fetch(self, owner: str, chunks: int) -> Iterator[None]:
-        """Note a host's Fetch call of so many chunks from its beginning to its end."""
+        """Record a host's Fetch call while in this context."""
         recording = self._of(owner)
         try:
             with self.step(owner, "fetch", chunks):
@@ -60,7 +58,7 @@ class Tracer:
                     recording.done.set()
 
     def decided(self, owner: str, decision: pb.Decision) -> None:
-        """Note what a host had decided for a prompt that has its first token now."""
+        """Record a host's decision for a prompt that has its first token now."""
         if (recording := self._of(owner)) is None:
             return
         end = time.monotonic_ns()
@@ -78,7 +76,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def step(self, owner: str, name: str, count: int = 0) -> Iterator[None]:
-        """Note a step of a host's Fetch call; ``count`` is how many chunks or pieces it is about."""
+        """Record a step of a host's Fetch call while in this context; ``count`` is its number of chunks or pieces."""
         recording = self._of(owner)
         if recording is None:
             yield
@@ -96,19 +94,19 @@ class Tracer:
 
     @contextlib.contextmanager
     def recording(self, owner: str, fetches: int, *, decides: bool) -> Iterator[_Recording]:
-        """Record a host's fetches while in this context; ``done`` is set when so many that began meanwhile are over.
+        """Record a host's fetches while in this context. ``done`` is set when ``fetches`` of them have ended.
 
-        Of a host that ``decides``, one of its decisions has to follow.
+        If the host ``decides``, one of its decisions must follow.
 
         Raises:
-            NotTraceable: another recording runs, or the pipeline has no room for events.
+            RecordingError: Another recording is in progress, or the pipeline has no room for events.
         """
         if self._recording is not None:
-            raise NotTraceable("another recording is in progress; try again when it is over")
+            raise RecordingError("another recording is in progress; try again when it is over")
         try:
             self._pipeline.trace_start()
         except NativeError as error:
-            raise NotTraceable("trace_events is 0: there is no room to record anything") from error
+            raise RecordingError("trace_events is 0: there is no room to record anything") from error
         self._recording = _Recording(owner, fetches, decides)
         try:
             yield self._recording
@@ -117,9 +115,9 @@ class Tracer:
             self._recording = None
 
     def result(self, recording: _Recording) -> Iterator[pb.TraceResponse]:
-        """Yield the parts of a recording that has just ended, before there is another."""
+        """Yield the messages of a recording that has just ended, before another one begins."""
         events, dropped = self._pipeline.trace_read()
-        # Batches run one at a time, so that what the threads did within a batch of this host was done for it.
+        # Batches run one at a time: all that the threads did during a batch of this host was for this host.
         batches = [(span.begin_ns, span.end_ns) for span in recording.spans if span.step == "batch"]
         spans = recording.spans + [
             _span(*event)
@@ -137,7 +135,7 @@ def _span(
     begin_ns: int, end_ns: int, input_bytes: int, output_bytes: int, batch_: int, piece: int, slice_: int, core: int,
     stage: int, thread: int,
 ) -> pb.TraceSpan:  # fmt: skip
-    """Return what one ``native.TRACE_DTYPE`` row says; arguments in the order of its fields."""
+    """Convert a ``native.TRACE_DTYPE`` row; the arguments are its fields."""
     return pb.TraceSpan(
         step=native.Stage(stage).name.lower(),
         thread=thread,

@@ -1,15 +1,15 @@
-"""Checks of what a gRPC message says, before anything is done about it. Every failure names the field."""
+"""Checks of gRPC messages, before any of their work is done. Every error names the field."""
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 
-from dpu_dataplane.config import DataPlaneConfig
-from dpu_dataplane.fetching import FetchPart
 from dpu_dataplane.paging import PagingError
+from dpu_dataplane.plan import FetchPart
 from dpu_dataplane.progress import PROGRESS_BYTES
 from dpu_dataplane.registrations import Registration
 from dpu_dataplane.shared_rate import RATE_MIN
@@ -23,8 +23,10 @@ from shadowserve.proto import PROTOCOL_VERSION
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_from_message
 
-__all__ = ["InvalidCall", "Validator"]
-
+KEYS_MAX: Final = 65536
+"""Most keys in a call."""
+TIMEOUT_MAX_S: Final = 600.0
+"""Longest deadline of a call."""
 _CHAINS_MAX = 4096
 _JOB_ID_MAX = 128
 _HOST_MAX = 64
@@ -34,8 +36,8 @@ _SECONDS_MAX = 1e6
 _NAME_MAX = 32
 _WAYS_MAX = 8
 _TIERS_MAX = 4
-_PARTS_MAX = 64  # the C core's limit
-_LAYOUTS_MAX = 256  # of one registration: each worker needs one for each KV cache group, and for each shard layout
+_PARTS_MAX = 64  # limit of the C core
+_LAYOUTS_MAX = 256  # of a registration: a worker needs one for each KV cache group and each shard layout
 _QUEUE_NAME_MAX = 32
 _QUEUE_LASTS_MS_MAX = 600_000
 _ENGINE_MAX = 32
@@ -44,11 +46,11 @@ _PIECES_MAX = 1 << 22  # eight times those of a prompt of 1 Mi tokens with 128 l
 
 
 class InvalidCall(ShadowServeError):
-    """A call that no correct client makes, or that the limits do not allow.
+    """A call that a correct client does not make, or that exceeds a limit.
 
     Attributes:
-        code: gRPC status.
-        metadata: sent after it.
+        code: gRPC status of the answer.
+        metadata: Trailing metadata of the answer.
     """
 
     metadata: tuple[tuple[str, str], ...] = ()
@@ -58,63 +60,53 @@ class InvalidCall(ShadowServeError):
         self.code = code
 
 
-class Validator:
-    """Checks messages against the configured limits."""
+class UnknownMemoryError(Exception):
+    """The named memory is not registered any more; the caller registers it again."""
 
-    def __init__(self, config: DataPlaneConfig) -> None:
-        self._keys_max = config.keys_max
-        self._timeout_ms_max = int(config.timeout_max_s * 1000)
+
+class Validator:
+    """Checks messages. Methods raise InvalidCall."""
 
     def timeout(self, timeout_ms: int) -> float:
-        """Return the call's time in seconds."""
-        if not 1 <= timeout_ms <= self._timeout_ms_max:
-            raise InvalidCall(f"timeout_ms is {timeout_ms}; every call has a deadline, 1 to {self._timeout_ms_max} ms")
+        """Return the time limit of a call in seconds."""
+        if not 1 <= timeout_ms <= 1000 * TIMEOUT_MAX_S:
+            raise InvalidCall(
+                f"timeout_ms is {timeout_ms}; every call has a deadline, 1 to {1000 * TIMEOUT_MAX_S:.0f} ms"
+            )
         return timeout_ms / 1000
 
     def count(self, name: str, count: int) -> int:
-        """Return how many of something a call asks for."""
         if count < 1:
             raise InvalidCall(f"{name} is {count}; it is at least 1")
         return count
 
     def job_id(self, job_id: str) -> str:
-        """Return the job's id."""
-        if not 1 <= len(job_id) <= _JOB_ID_MAX:
-            raise InvalidCall(f"job_id has {len(job_id)} characters; it has 1 to {_JOB_ID_MAX}")
+        _count("job_id", len(job_id), 1, _JOB_ID_MAX, "characters")
         return job_id
 
     def keys(self, name: str, keys: "list[bytes]", *, count_min: int = 1) -> list[bytes]:
-        """Return the keys of a call."""
-        if not count_min <= len(keys) <= self._keys_max:
-            raise InvalidCall(f"{name} has {len(keys)} entries; it has {count_min} to {self._keys_max}")
+        _count(name, len(keys), count_min, KEYS_MAX)
         for index, key in enumerate(keys):
             if len(key) != KEY_BYTES:
                 raise InvalidCall(f"{name}[{index}] has {len(key)} bytes; a key has {KEY_BYTES}")
         return keys
 
-    def parts(
-        self, request: pb.FetchRequest, registration_of: Callable[[int], Registration | None], *, streamed: bool = False
-    ) -> list[FetchPart] | int:
-        """Return what a fetch wants; or the id of a registration that there is not (any more).
+    def fetch(
+        self, request: pb.FetchRequest, memory: Callable[[int], Registration], *, streamed: bool = False
+    ) -> list[FetchPart]:
+        """Return the parts of a fetch.
 
         Args:
-            request: of the fetch.
-            registration_of: returns who has an id.
-            streamed: the call says itself how far the layers are.
+            memory: Returns the registration of an id, or raises UnknownMemoryError.
+            streamed: The call reports its layers in a stream.
         """
-        if request.order not in pb.Order.values():
-            raise InvalidCall(f"order is {request.order}; it is one of {', '.join(pb.Order.keys())}")
-        if not 1 <= len(request.parts) <= _PARTS_MAX:
-            raise InvalidCall(f"parts has {len(request.parts)} entries; it has 1 to {_PARTS_MAX}")
-        self.purpose(request.purpose)
+        self._enum("order", request.order, pb.Order)
+        self._enum("purpose", request.purpose, pb.Purpose)
+        _count("parts", len(request.parts), 1, _PARTS_MAX)
         keys = [self.keys(f"parts[{index}].keys", list(part.keys)) for index, part in enumerate(request.parts)]
-        if sum(map(len, keys)) > self._keys_max:
-            raise InvalidCall(f"parts hold {sum(map(len, keys))} keys together; at most {self._keys_max} fit one call")
-        registrations = []
-        for part in request.parts:
-            if (registration := registration_of(part.memory_id)) is None:
-                return int(part.memory_id)
-            registrations.append(registration)
+        if sum(map(len, keys)) > KEYS_MAX:
+            raise InvalidCall(f"parts hold {sum(map(len, keys))} keys together; at most {KEYS_MAX} fit one call")
+        registrations = [memory(part.memory_id) for part in request.parts]
         layouts = [
             self.layout_of(registration, part.layout)
             for registration, part in zip(registrations, request.parts, strict=True)
@@ -123,34 +115,27 @@ class Validator:
         if pieces > _PIECES_MAX:
             raise InvalidCall(f"parts name {pieces} layers of chunks; at most {_PIECES_MAX} fit one call")
         parts = []
-        for index, (part, registration, mine) in enumerate(zip(request.parts, registrations, keys, strict=True)):
+        for index, part in enumerate(request.parts):
             layout = layouts[index]
             self.offset(layout, part.offset)
             if part.length < layout.raw_bytes:
                 raise InvalidCall(f"parts[{index}].length is {part.length}; a chunk takes {layout.raw_bytes} bytes")
             try:
-                parts.append(FetchPart(registration, layout, part.offset, part.length, mine, part.wanted))
+                args = (registrations[index], layout, part.offset, part.length, keys[index], part.wanted)
+                parts.append(FetchPart(*args))
             except ValueError as error:
                 raise InvalidCall(f"parts[{index}].wanted: {error}") from error
-        _check_apart(parts)
-        layerwise = request.order == pb.ORDER_LAYERS
-        if streamed and (not layerwise or len(parts) > 1):
-            raise InvalidCall("progress is told in a stream of one part, in the order of layers")
-        if streamed and request.HasField("progress"):
-            raise InvalidCall("progress is told in the stream of this call, and in no word")
-        if request.HasField("progress") and layerwise and len(parts) > 1:
-            raise InvalidCall("progress is told of one part in the order of layers")
-        if request.HasField("progress"):
-            _check_progress(request, parts)
+        _check_disjoint(parts)
+        _check_progress(request, parts, streamed=streamed)
         return parts
 
     def pages(
         self, request: pb.FetchPagesRequest, registration: Registration
     ) -> tuple[list[bytes], npt.NDArray[np.uint32]]:
-        """Return keys of chunks of pages, and which blocks they go to."""
+        """Return the keys of chunks of pages, and the blocks that receive them."""
         keys = self.keys("keys", list(request.keys))
         if registration.paging is None:
-            raise InvalidCall("memory_id is of memory that was registered without pages")
+            raise InvalidCall("memory_id: this memory was registered without pages")
         (layout,) = registration.layouts
         if layout.layers * len(keys) > _PIECES_MAX:
             raise InvalidCall(f"keys name {layout.layers * len(keys)} layers; at most {_PIECES_MAX} fit one call")
@@ -165,14 +150,15 @@ class Validator:
             raise InvalidCall(str(error)) from error
 
     def purpose(self, purpose: int) -> None:
-        """Check what bytes are moved for."""
-        if purpose not in pb.Purpose.values():
-            raise InvalidCall(f"purpose is {purpose}; it is one of {', '.join(pb.Purpose.keys())}")
+        self._enum("purpose", purpose, pb.Purpose)
+
+    @staticmethod
+    def _enum(name: str, value: int, kind: Any) -> None:
+        if value not in kind.values():
+            raise InvalidCall(f"{name} is {value}; it is one of {', '.join(kind.keys())}")
 
     def steps(self, report: pb.StepReport) -> None:
-        """Check what an engine reports of its steps."""
-        if not 1 <= len(report.engine) <= _ENGINE_MAX:
-            raise InvalidCall(f"engine has {len(report.engine)} bytes; it has 1 to {_ENGINE_MAX}")
+        _count("engine", len(report.engine), 1, _ENGINE_MAX, "bytes")
         if report.rate and report.rate < RATE_MIN:
             raise InvalidCall(f"rate is {report.rate}; it is 0, or at least {RATE_MIN}")
         if not 0 <= report.interference_budget <= 1:  # nor NaN
@@ -181,20 +167,18 @@ class Validator:
             raise InvalidCall(f"lasts_ms is {report.lasts_ms}; a report of steps lasts 1 to {_STEPS_LAST_MS_MAX} ms")
 
     def decision(self, decision: pb.Decision) -> None:
-        """Check what a host says to have decided: what a recording keeps is bounded."""
+        """Check a host's decision: a recording keeps it, so its size is bounded."""
         if len(decision.predicted) > _WAYS_MAX or any(len(name) > _NAME_MAX for name in decision.predicted):
             raise InvalidCall(f"predicted has up to {_WAYS_MAX} names of up to {_NAME_MAX} characters")
         if len(decision.tier_bytes) > _TIERS_MAX or any(len(name) > _NAME_MAX for name in decision.tier_bytes):
             raise InvalidCall(f"tier_bytes has up to {_TIERS_MAX} names of up to {_NAME_MAX} characters")
-        if len(decision.kind) > _NAME_MAX:
-            raise InvalidCall(f"kind has {len(decision.kind)} characters; it has up to {_NAME_MAX}")
+        _count("kind", len(decision.kind), 0, _NAME_MAX, "characters")
         seconds = [decision.predicted_seconds, decision.seconds, *decision.predicted.values()]
         seconds += [decision.cold_seconds, decision.queued_seconds]
         if not all(0 <= each <= _SECONDS_MAX for each in seconds):  # nor NaN
-            raise InvalidCall(f"a decision is predicted, or came, to take {seconds} s; 0 to {_SECONDS_MAX}")
+            raise InvalidCall(f"a decision has times of {seconds} s; they are 0 to {_SECONDS_MAX:.0f} s")
 
     def parents(self, parents: "list[bytes]", keys: int) -> list[bytes]:
-        """Return the chunks before those of a call: none at all, or one for each of its ``keys`` keys."""
         if len(parents) not in (0, keys):
             raise InvalidCall(f"parents has {len(parents)} entries; it has one for each of {keys} keys, or none")
         for index, parent in enumerate(parents):
@@ -203,9 +187,7 @@ class Validator:
         return parents
 
     def chains(self, given: Sequence[pb.KeyChain]) -> list[Chain]:
-        """Return namespace and keys of each chain of a call."""
-        if len(given) > _CHAINS_MAX:
-            raise InvalidCall(f"chains has {len(given)} entries; it has at most {_CHAINS_MAX}")
+        _count("chains", len(given), 0, _CHAINS_MAX)
         chains: list[Chain] = []
         total = 0
         for index, chain in enumerate(given):
@@ -216,19 +198,17 @@ class Validator:
             keys = self.keys(f"chains[{index}].keys", list(chain.keys), count_min=0)
             total += len(keys)
             chains.append((chain.namespace, keys))
-        if total > self._keys_max:
-            raise InvalidCall(f"chains hold {total} keys together; at most {self._keys_max} fit one call")
+        if total > KEYS_MAX:
+            raise InvalidCall(f"chains hold {total} keys together; at most {KEYS_MAX} fit one call")
         return chains
 
     def expected(self, request: pb.ExpectRequest) -> list[tuple[int, list[Chain]]]:
-        """Return the requests that arrive, and the namespaces and keys of what each will fetch."""
-        if not 1 <= len(request.queue) <= _QUEUE_NAME_MAX:
-            raise InvalidCall(f"queue has {len(request.queue)} bytes; it has 1 to {_QUEUE_NAME_MAX}")
+        """Return the new waiting requests, with the chains that each will fetch."""
+        _count("queue", len(request.queue), 1, _QUEUE_NAME_MAX, "bytes")
         if not 1 <= request.lasts_ms <= _QUEUE_LASTS_MS_MAX:
-            raise InvalidCall(f"lasts_ms is {request.lasts_ms}; what is expected lasts 1 to {_QUEUE_LASTS_MS_MAX} ms")
+            raise InvalidCall(f"lasts_ms is {request.lasts_ms}; the message lasts 1 to {_QUEUE_LASTS_MS_MAX} ms")
         for name in ("arrivals", "gone", "order", "begins_in_ms"):
-            if len(getattr(request, name)) > REQUESTS_MAX:
-                raise InvalidCall(f"{name} has {len(getattr(request, name))} entries; it has at most {REQUESTS_MAX}")
+            _count(name, len(getattr(request, name)), 0, REQUESTS_MAX)
         if len(request.begins_in_ms) not in (0, len(request.order)):
             raise InvalidCall(
                 f"begins_in_ms has {len(request.begins_in_ms)} entries; it has one for each of {len(request.order)} in "
@@ -242,7 +222,7 @@ class Validator:
         ]
 
     def hello(self, request: pb.HelloRequest) -> None:
-        """Refuse a host of another release, where that makes a difference."""
+        """Refuse a host of an incompatible release."""
         for what, theirs, ours in (
             ("protocol version", request.protocol_version, PROTOCOL_VERSION),
             ("record version", request.record_version, RECORD_VERSION),
@@ -255,10 +235,8 @@ class Validator:
                     f"{__version__}); install the same release of ShadowServe on both sides",
                     grpc.StatusCode.FAILED_PRECONDITION,
                 )
-        if not 1 <= len(request.host) <= _HOST_MAX:
-            raise InvalidCall(f"host has {len(request.host)} characters; it has 1 to {_HOST_MAX}")
-        if len(request.process) > _PROCESS_MAX:
-            raise InvalidCall(f"process has {len(request.process)} characters; it has at most {_PROCESS_MAX}")
+        _count("host", len(request.host), 1, _HOST_MAX, "characters")
+        _count("process", len(request.process), 0, _PROCESS_MAX, "characters")
         if request.HasField("engine"):
             self._engine(request.engine)
 
@@ -270,26 +248,21 @@ class Validator:
             raise InvalidCall(f"engine: quantizer has 1 to {_QUANTIZER_MAX} printable characters, and process none")
 
     def layout(self, layout: pb.ChunkLayout) -> ChunkLayout:
-        """Return the layout of chunks that a host moves."""
         try:
             return layout_from_message(layout)
         except ValueError as error:
             raise InvalidCall(f"layout: {error}") from error
 
     def layouts(self, layouts: Sequence[pb.ChunkLayout]) -> list[ChunkLayout]:
-        """Return the layouts of a registration."""
-        if not 1 <= len(layouts) <= _LAYOUTS_MAX:
-            raise InvalidCall(f"layouts has {len(layouts)} entries; it has 1 to {_LAYOUTS_MAX}")
+        _count("layouts", len(layouts), 1, _LAYOUTS_MAX)
         return [self.layout(layout) for layout in layouts]
 
     def layout_of(self, registration: Registration, index: int) -> ChunkLayout:
-        """Return the layout of registered memory that a call names."""
         if index >= len(registration.layouts):
             raise InvalidCall(f"layout is {index}; this memory was registered with {len(registration.layouts)} layouts")
         return registration.layouts[index]
 
     def offset(self, layout: ChunkLayout, offset: int) -> int:
-        """Return where a region of chunks of a layout begins."""
         if offset % layout.dtype.itemsize:
             raise InvalidCall(
                 f"offset is {offset}; it is a multiple of {layout.dtype.itemsize}, the size of an element"
@@ -297,26 +270,42 @@ class Validator:
         return offset
 
 
-def _check_progress(request: pb.FetchRequest, parts: Sequence[FetchPart]) -> None:
-    """Refuse a word of progress where there can be none."""
+def _count(name: str, count: int, least: int, most: int, unit: str = "entries") -> None:
+    """Check the number of something in a field."""
+    if not least <= count <= most:
+        bounds = f"{least} to {most}" if least else f"at most {most}"
+        raise InvalidCall(f"{name} has {count} {unit}; it has {bounds}")
+
+
+def _check_progress(request: pb.FetchRequest, parts: Sequence[FetchPart], *, streamed: bool) -> None:
+    """Check that the call can report its progress in the way it requests."""
+    layerwise, has_word = request.order == pb.ORDER_LAYERS, request.HasField("progress")
+    if streamed and (not layerwise or len(parts) > 1):
+        raise InvalidCall("a stream reports the layers of one part, in the order of layers")
+    if streamed and has_word:
+        raise InvalidCall("progress: this call reports its layers in its stream, not in a word")
+    if not has_word:
+        return
+    if layerwise and len(parts) > 1:
+        raise InvalidCall("progress: in the order of layers it is for one part")
     word, registration = request.progress, parts[0].registration
     if not registration.shared:
-        raise InvalidCall("progress is told in shared memory only")
-    there = [part for part in parts if part.registration.identity == registration.identity]
-    outside = all(word + PROGRESS_BYTES <= part.offset or word >= part.offset + part.length for part in there)
+        raise InvalidCall("progress: it needs shared memory")
+    same_memory = [part for part in parts if part.registration.identity == registration.identity]
+    outside = all(word + PROGRESS_BYTES <= part.offset or word >= part.offset + part.length for part in same_memory)
     if word % PROGRESS_BYTES or word + PROGRESS_BYTES > registration.size or not outside:
         raise InvalidCall(
-            f"progress is {word}; it is a multiple of {PROGRESS_BYTES} with {PROGRESS_BYTES} bytes behind it in the "
-            f"registration of {registration.size}, outside the part's region"
+            f"progress is {word}; it is a multiple of {PROGRESS_BYTES}, at least {PROGRESS_BYTES} bytes before the "
+            f"end of the {registration.size} registered bytes, and outside the regions of the parts"
         )
 
 
-def _check_apart(parts: Sequence[FetchPart]) -> None:
-    """Refuse parts that go to the same bytes."""
+def _check_disjoint(parts: Sequence[FetchPart]) -> None:
+    """Check that no two parts write the same bytes."""
     regions: dict[object, list[tuple[int, int, int]]] = {}
     for index, part in enumerate(parts):
         regions.setdefault(part.registration.identity, []).append((part.offset, part.length, index))
     for of_one_memory in regions.values():
-        for (offset, length, index), (behind, _, other) in itertools.pairwise(sorted(of_one_memory)):
-            if behind < offset + length:
-                raise InvalidCall(f"parts[{index}] and parts[{other}] share bytes of a registration")
+        for (offset, length, index), (next_offset, _, other) in itertools.pairwise(sorted(of_one_memory)):
+            if next_offset < offset + length:
+                raise InvalidCall(f"parts[{index}] and parts[{other}] share bytes of registered memory")

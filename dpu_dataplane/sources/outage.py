@@ -1,8 +1,7 @@
-"""Whether storage can be asked, what callers are told while it cannot, and how long to wait before the next attempt.
+"""Outages of storage: whether it can be reached, the error for callers, and the back-off between attempts to connect.
 
-While storage is known to be away, calls fail at once. Callers wait only for an attempt that nothing has preceded: the
-first one, or the one that follows a connection which held. Whatever an attempt fails for, a refused connection,
-handshake or password, the next one comes later, up to a bound.
+During a known outage calls fail at once. Callers wait only for an attempt without a failure before it: the first one,
+or the first one after a stable connection. Each failed attempt, whatever the reason, doubles the delay up to a bound.
 """
 
 import asyncio
@@ -14,84 +13,79 @@ from typing import Final
 
 from shadowserve.errors import StorageError
 
-__all__ = ["BACKOFF_FIRST", "BACKOFF_MAX", "CAUSES_TOLD_MAX", "STABLE_TIME", "Outage"]
-
-BACKOFF_FIRST: Final = 0.05
-BACKOFF_MAX: Final = 4.0
-"""Seconds, before chance: a server that is back is found within some 5, and one that refuses our certificate or
-password, for as long as nobody looks, has little work with it."""
-CAUSES_TOLD_MAX: Final = 8
-"""Different causes of one outage that are logged; after so many it is clear that something flaps."""
-STABLE_TIME: Final = 1.0
-"""Seconds that a connection must have held for the next failure not to count as the same outage."""
+BACKOFF_FIRST_S: Final = 0.05
+BACKOFF_MAX_S: Final = 4.0
+"""Delays before jitter. A server that returns is found within some 5 s, and one that rejects our certificate or
+password has little work with it."""
+CAUSES_LOGGED_MAX: Final = 8
+"""Different causes of one outage that are logged; more of them say nothing new."""
+STABLE_S: Final = 1.0
+"""Duration after which a connection counts as stable: the next failure begins another outage."""
 
 
 class Outage:
-    """The outage that there may be, of one way to storage.
+    """The state of one connection to storage.
+
+    Args:
+        logger: Receives a warning for each cause.
+        meanwhile: What the warning says of the time of the outage.
 
     Attributes:
-        failure: of the last attempt; ``None`` while storage can be asked, and before the first attempt has ended.
+        failure: Error of the last attempt; None while connected, and before the first attempt has ended.
     """
 
     def __init__(
         self, logger: logging.Logger, meanwhile: str, clock: Callable[[], float] = lambda: time.monotonic()
     ) -> None:
-        """Know nothing yet.
-
-        Args:
-            logger: gets a warning for each cause.
-            meanwhile: what that warning says of the time until the outage is over.
-            clock: seconds that only grow.
-        """
         self.failure: StorageError | None = None
         self._logger = logger
         self._meanwhile = meanwhile
         self._clock = clock
-        self._told: set[str] = set()  # causes of this outage that the log has
-        self._settled = asyncio.Event()  # storage can be asked, or is known to be away
-        self._over_at: float | None = None
-        self._backoff = BACKOFF_FIRST
+        self._logged: set[str] = set()  # causes of this outage
+        self._known = asyncio.Event()  # connected, or known to be unreachable
+        self._connected_at: float | None = None
+        self._backoff_s = BACKOFF_FIRST_S
 
     def check(self) -> None:
         """Raise the StorageError of the current outage, if there is one."""
         if self.failure is not None:
             raise type(self.failure)(str(self.failure))
 
-    async def settled(self) -> None:
-        """Wait until storage can be asked, or is known to be away."""
-        await self._settled.wait()
+    async def wait_known(self) -> None:
+        """Wait until storage is connected, or known to be unreachable."""
+        await self._known.wait()
 
-    def begin(self, error: StorageError) -> None:
-        """Take note that an attempt failed, or that a connection did not hold; whoever waits is told."""
-        self.lose()
-        if str(error) not in self._told and len(self._told) < CAUSES_TOLD_MAX:
-            self._told.add(str(error))
+    def fail(self, error: StorageError) -> None:
+        """Record that an attempt failed or a connection broke; waiting callers return."""
+        self.disconnect()
+        if str(error) not in self._logged and len(self._logged) < CAUSES_LOGGED_MAX:
+            self._logged.add(str(error))
             self._logger.warning("%s (trying again; until then %s)", error, self._meanwhile)
         self.failure = error
-        self._settled.set()
-        self._settled = asyncio.Event()
+        self._known.set()
+        self._known = asyncio.Event()
 
-    def end(self) -> None:
-        """Take note that storage can be asked."""
+    def recover(self) -> None:
+        """Record a new connection."""
         self.failure = None
-        self._over_at = self._clock()
-        self._settled.set()
+        self._connected_at = self._clock()
+        self._known.set()
 
-    def lose(self) -> bool:
-        """Take note that storage can be asked no more; callers wait for the next attempt until :meth:`begin`.
+    def disconnect(self) -> bool:
+        """Record the end of a connection: callers wait for the next attempt until :meth:`fail`.
 
-        Return whether it could be asked for so long that what follows is another outage.
+        Return whether the connection was stable.
         """
-        held = self._over_at is not None and self._clock() - self._over_at >= STABLE_TIME
-        if held:
-            self._told.clear()
-            self._backoff = BACKOFF_FIRST
-        self._over_at = None
-        self._settled.clear()
-        return held
+        stable = self._connected_at is not None and self._clock() - self._connected_at >= STABLE_S
+        if stable:
+            self._logged.clear()
+            self._backoff_s = BACKOFF_FIRST_S
+        self._connected_at = None
+        self._known.clear()
+        return stable
 
-    def pause(self) -> float:
-        """Return how many seconds to wait before the next attempt: twice as many each time, with some chance."""
-        seconds = self._backoff * random.uniform(0.8, 1.2)
-        self._backoff = min(2 * self._backoff, BACKOFF_MAX)
+    def next_delay_s(self) -> float:
+        """Return the delay before the next attempt: twice the last one, with jitter."""
+        seconds = self._backoff_s * random.uniform(0.8, 1.2)
+        self._backoff_s = min(2 * self._backoff_s, BACKOFF_MAX_S)
         return seconds

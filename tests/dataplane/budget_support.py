@@ -1,4 +1,4 @@
-"""Engines that report that they decode, and what a data plane's movers do beside them."""
+"""Reports of decoding engines, and the movers of a data plane during these reports."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -31,15 +31,15 @@ async def report(client: Client, engine: bytes = b"a", **changes: Any) -> pb.Ste
 
 
 def moved(daemon: Daemon) -> dict[str, int]:
-    """Return bytes by mover, as metrics have them; what was granted covers all of them, and all that others count."""
+    """Return moved bytes by mover, and check that the granted bytes cover them."""
     families = {family.name: family for family in daemon.metrics.registry.collect()}
     counted = {each.labels["mover"]: int(each.value) for each in families["shadowserve_moved_bytes"].samples}
     granted = {mover.label: size for mover, size in daemon.budget.shared.granted_bytes.items()}
     metrics = daemon.metrics
     stored = sum(counted[each] for each in ("store", "tier_store", "preemption_save"))
     assert all(counted[mover] <= granted[mover] for mover in counted)
-    assert metrics.delivered_bytes <= granted["fetch"] + granted["tier_load"] + granted["page_load"]
-    assert metrics.stored_raw_bytes <= stored
+    assert metrics.totals["delivered_bytes"] <= granted["fetch"] + granted["tier_load"] + granted["page_load"]
+    assert metrics.totals["stored_raw_bytes"] <= stored
     assert sum(size for size, _ in metrics.prefetches().values()) <= granted["prefetch"]
     return {name: size for name, size in counted.items() if size}
 
@@ -57,7 +57,7 @@ def delayed(daemon: Daemon, mover: Mover) -> int:
 
 
 async def held(daemon: Daemon, client: Client, mover: Mover, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Check that a mover waits while another one's turn is under way; return what comes of it after that."""
+    """Check that a mover waits for the turn of another one; return its result after that."""
     await report(client)
     async with daemon.budget.turn(Mover.FETCH, 1 << 50) as turn:
         turn.moved_bytes = 0

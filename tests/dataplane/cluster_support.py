@@ -1,4 +1,4 @@
-"""A real cluster for the data plane's tests: redis-server processes on free ports, or another server's."""
+"""A real cluster for the tests: redis-server processes, or another server, on free ports."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""One prompt's lookup and fetch over each kind of store, on this machine: the figures of docs/scale.md.
+"""A prompt's lookup and fetch from each kind of store, on this machine: the numbers of docs/scale.md.
 
     python tests/dataplane/compare_stores.py [--chunks 24] [--repeats 5]
 
@@ -23,11 +23,13 @@ from dataplane_support import Client, Server, config, keys_of, kv, layout  # noq
 from machine import WAIT_MAX_MS  # noqa: E402
 from tls_support import TlsServer  # noqa: E402
 
+from dpu_dataplane import catalog  # noqa: E402
 from dpu_dataplane.server import Daemon  # noqa: E402
 from shadowserve.proto import dataplane_pb2 as pb  # noqa: E402
 
 SHAPE = layout("binned", layers=32, vector_length=1024, tokens=256)
-BUFFERS = {"decompression_buffer_bytes": "512MiB", "store_buffer_bytes": "64MiB", "head_cache_bytes": 0}
+BUFFERS = {"decompression_buffer_bytes": "512MiB", "store_buffer_bytes": "64MiB"}
+catalog.HEADER_CACHE_BYTES = 0  # each fetch looks its headers up
 
 
 @contextlib.asynccontextmanager

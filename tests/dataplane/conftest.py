@@ -1,4 +1,4 @@
-"""Fixtures of the data plane's tests; what they are made of is in ``dataplane_support.py``."""
+"""Fixtures of the data plane's tests."""
 
 import sys
 from collections.abc import AsyncIterator, Iterator

@@ -1,4 +1,4 @@
-"""What the data plane's tests are made of: real storage servers, a real daemon, real segments, and records in them."""
+"""Helpers of the data plane's tests: real storage servers, a real daemon, real segments, and records."""
 
 import contextlib
 import fcntl
@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +21,12 @@ from machine import NEVER_S, WAIT_MAX_MS, WAIT_MAX_S, free_port, frozen, wait_fo
 from preloaded import Preloaded
 
 from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.plan import FetchPart
 from dpu_dataplane.server import Daemon
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import RECORD_VERSION, SCHEMA_VERSION, ModelIdentity, prefix_chain, record_keys, storage_key
-from shadowserve.pieces import Flags, leading, leading_chunks, unpack
+from shadowserve.pieces import Flags, leading, leading_chunks, pack, unpack
 from shadowserve.proto import PROTOCOL_VERSION, SESSION_KEY, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_message
@@ -242,6 +243,28 @@ def hello_request(**changes: Any) -> pb.HelloRequest:
     return pb.HelloRequest(**(fields | changes))
 
 
+class LocalMemory:
+    """Memory of this process in the place of registered memory."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memoryview(memory)
+
+    def region(self, offset: int, length: int) -> memoryview:
+        return self._memory[offset : offset + length]
+
+
+def part_of(
+    shape: ChunkLayout, keys: Sequence[bytes], found: Mapping[int, Any], wanted: Flags | None = None, memory: Any = b""
+) -> FetchPart:
+    """A part of a fetch that has begun, with the answers of a source."""
+    flags = np.ones((shape.layers, len(keys)), np.bool_) if wanted is None else wanted
+    size = shape.raw_bytes * len(keys)
+    part = FetchPart(LocalMemory(memory), shape, 0, size, keys, pack(flags))  # type: ignore[arg-type]
+    part.start(len(keys), shape.layers)
+    part.wanted, part.remaining, part.found = flags, flags.copy(), found
+    return part
+
+
 class Sessioned:
     """A stub whose calls carry a session."""
 
@@ -267,7 +290,7 @@ class Client:
         self.stub: Any = self.plain
         self.segments: list[Segment] = []
         self.segment: Segment
-        self.registration = 0
+        self.memory_id = 0
         self.session = b""
         self.shape: ChunkLayout
         self._jobs = 0
@@ -285,13 +308,13 @@ class Client:
         self.shape = shape
         self.segment = Segment(shape.raw_bytes * chunks + extra)
         self.segments.append(self.segment)
-        answer = await self.stub.RegisterMemory(self.registration())
+        answer = await self.stub.RegisterMemory(self.register_request())
         self.segment.unlink()
         assert list(answer.chunk_bytes) == [shape.raw_bytes]
-        self.registration = answer.memory_id
+        self.memory_id = answer.memory_id
         return self
 
-    def registration(self, **changes: Any) -> pb.RegisterMemoryRequest:
+    def register_request(self, **changes: Any) -> pb.RegisterMemoryRequest:
         fields: dict[str, Any] = {
             "layouts": [layout_message(self.shape)],
             "shared_memory": pb.SharedMemory(name=self.segment.name, size=self.segment.size),
@@ -299,7 +322,7 @@ class Client:
         return pb.RegisterMemoryRequest(**(fields | changes))
 
     def part(self, keys: list[bytes], **changes: Any) -> pb.FetchPart:
-        fields = {"memory_id": self.registration, "offset": 0, "length": self.segment.size, "keys": keys}
+        fields = {"memory_id": self.memory_id, "offset": 0, "length": self.segment.size, "keys": keys}
         return pb.FetchPart(**(fields | changes))
 
     def fetch_request(self, keys: list[bytes], **changes: Any) -> pb.FetchRequest:
@@ -325,7 +348,7 @@ class Client:
         self._jobs += 1
         fields: dict[str, Any] = {
             "job_id": f"job-{self._jobs}",
-            "memory_id": self.registration,
+            "memory_id": self.memory_id,
             "offset": 0,
             "keys": keys,
             "timeout_ms": WAIT_MAX_MS,
@@ -354,7 +377,7 @@ class Client:
 
 
 class Fetched(NamedTuple):
-    """What a Fetch has said; ``chunks`` are the leading ones that are in place, ``delivered`` all pieces that are."""
+    """The answer of a Fetch; ``chunks`` is the number of leading chunks in place."""
 
     chunks: int
     delivered: Flags
@@ -365,7 +388,7 @@ class Fetched(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What a Store has said; ``chunks`` are the leading ones that storage holds, ``stored`` all of them."""
+    """The answer of a Store; ``chunks`` is the number of leading stored chunks."""
 
     chunks: int
     stored: list[bool]
@@ -376,7 +399,7 @@ class Stored(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a Lookup has said; ``hits`` are the leading chunks of each chain that are there, ``present`` all of them."""
+    """The answer of a Lookup; ``hits`` are the numbers of leading stored chunks of each chain."""
 
     hits: list[int]
     present: list[list[bool]]
@@ -385,7 +408,7 @@ class Found(NamedTuple):
 
 
 def found(answer: pb.LookupResponse, *counts: int) -> Found:
-    """Read the answer about chains of so many keys."""
+    """Convert the answer about chains with these numbers of keys."""
     flags = [unpack(data, count) for data, count in zip(answer.present, counts, strict=bool(answer.present))]
     return Found([leading(each) for each in flags], [each.tolist() for each in flags], answer.outcome, answer.detail)
 

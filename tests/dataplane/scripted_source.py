@@ -1,4 +1,4 @@
-"""A source whose records lie in a dict, and of which a test says when it answers, and what.
+"""A source with its records in a dict; a test decides when and how it answers.
 
 The bytes go through the real pipeline: it asks for ranges over a socket pair, whose other end is answered here.
 """
@@ -12,7 +12,9 @@ from concurrent.futures import Executor
 from typing import Any
 
 from dpu_dataplane.jobs import Job
-from dpu_dataplane.sources.source import Delivered, Encoded, Failure, Found, Order, Source, Stored
+from dpu_dataplane.plan import FetchPlan
+from dpu_dataplane.sources.found import Found, Stored
+from dpu_dataplane.sources.source import Delivered, Encoded, Failure, Source
 from shadowserve import native
 from shadowserve.errors import StorageError
 from shadowserve.keys import storage_key
@@ -28,13 +30,13 @@ class ScriptedSource(Source):
 
     Attributes:
         records: what the source has.
-        copies: what an order that is not authoritative is told of a key instead; empty for nothing.
+        copies: what a plan that is not authoritative reads instead; empty for nothing.
         away: why it cannot be reached, while it cannot.
         free: cleared, it answers nothing.
         asked: commands for bytes that have come.
         damaged: keys whose next bytes are not those that were put.
         cuts: so many connections are cut when a command comes.
-        recovered: how often an order was followed by a look at who has what.
+        recovered: number of times that a plan was followed by an update of the map of nodes.
     """
 
     def __init__(self, pipeline: native.Pipeline, fetching: Executor, storing: Executor) -> None:
@@ -89,22 +91,22 @@ class ScriptedSource(Source):
     async def _freed(self) -> None:
         await self.free.wait()
 
-    async def deliver(self, job: Job, order: Order) -> Delivered:
+    async def deliver(self, job: Job, plan: FetchPlan) -> Delivered:
         self._check()
-        values = self.records | ({} if order.authoritative else self.copies)
+        values = self.records | ({} if plan.authoritative else self.copies)
         async with self._connection({storage_key(key): data for key, data in values.items()}) as sock:
-            batch_ = order.make_batch(order.pieces)
+            batch_ = plan.batch(range(len(plan.pieces)))
             try:
                 with job.interruptible(batch_.cancel):
                     await self._on(self._fetching, self._pipeline.fetch, batch_, [sock.fileno()])
             finally:
                 batch_.release()
-        done = Delivered(order.pieces["result"], received_bytes=batch_.received_bytes)
+        done = Delivered(plan.pieces["result"], received_bytes=batch_.received_bytes)
         for index, result in enumerate(batch_.results):
             if result not in (Result.OK, Result.SKIPPED):
                 done.failures[index] = Failure(
                     result,
-                    copy=result is Result.NOT_FOUND and order.keys[index] in self.copies,
+                    from_replica=result is Result.NOT_FOUND and plan.keys[index] in self.copies,
                     recover=self._recover if result is Result.DISCONNECTED else None,
                 )
         return done
@@ -118,7 +120,7 @@ class ScriptedSource(Source):
         async with self._connection(values) as sock:
             with job.interruptible(functools.partial(sock.shutdown, socket.SHUT_RDWR)):
                 result, text = await self._on(
-                    self._storing, self._pipeline.put, record.batch, record.position, record.head, sock.fileno(),
+                    self._storing, self._pipeline.put, record.batch, record.position, record.header, sock.fileno(),
                     job.deadline_ns,
                 )  # fmt: skip
         if result is Result.OK:

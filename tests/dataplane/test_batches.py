@@ -1,15 +1,13 @@
-"""Occupancies: inside every buffer, never overlapping, the leading pieces in their order and no others."""
-
-from typing import Any
+"""Occupancies fit every buffer without overlap, and batches have the leading pieces in order."""
 
 import numpy as np
 import pytest
-from dataplane_support import keys_of, layout, make_record
+from dataplane_support import keys_of, layout, make_record, part_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpu_dataplane.batches import ALIGNMENT, Buffers, Wanted, encoded_bound, plan_fetch, plan_store
-from dpu_dataplane.sources.source import Stored
+from dpu_dataplane.batches import ALIGNMENT, Buffers, encoded_bound, plan_fetch, plan_store
+from dpu_dataplane.sources.found import Stored
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout
 
@@ -43,7 +41,8 @@ def test_occupancies_fit_and_do_not_overlap(data: st.DataObject, layerwise: bool
         size = shape.layers * len(keys)
         chosen = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size))).reshape(shape.layers, -1)
         absent = data.draw(st.none() | st.integers(0, len(keys) - 1))
-        groups.append(Wanted(keys, shape, chosen, {i: None if i == absent else each for i, each in enumerate(found)}))
+        answers = {i: None if i == absent else each for i, each in enumerate(found)}
+        groups.append(part_of(shape, keys, answers, chosen))
         ends = absent is not None and chosen[:, absent].any()
         wanted.append(chosen & (np.arange(len(keys)) < absent) if ends else chosen)
     plan = plan_fetch(groups, layerwise, buffers, CODECS)
@@ -66,7 +65,7 @@ def test_occupancies_fit_and_do_not_overlap(data: st.DataObject, layerwise: bool
     assert (pieces["result"] == native.Result.SKIPPED).all()
 
     # What is planned is the beginning of what is wanted, in its order, and all of it unless the buffers are full.
-    taken = [np.zeros_like(group.pieces) for group in groups]
+    taken = [np.zeros_like(group.wanted) for group in groups]
     order = []
     for piece, (first, end) in zip(pieces, plan.layers, strict=True):
         assert not taken[piece["group"]][first:end, piece["chunk"]].any()
@@ -84,15 +83,12 @@ def test_occupancies_fit_and_do_not_overlap(data: st.DataObject, layerwise: bool
 @pytest.mark.parametrize("layerwise", [False, True])
 def test_slices_are_those_of_their_pieces(layerwise: bool) -> None:
     buffers = Buffers(decompression=1 << 20, dequantization=None, dma_source=None, store=0)
-    groups = [
-        Wanted(keys, shape, np.ones((shape.layers, len(keys)), np.bool_), dict(enumerate(found)))
-        for shape, keys, found in GROUPS
-    ]
+    groups = [part_of(shape, keys, dict(enumerate(found))) for shape, keys, found in GROUPS]
     plan = plan_fetch(groups, layerwise, buffers, CODECS)
     for piece, (first, end) in zip(plan.pieces, plan.layers, strict=True):
         shape, _, found = GROUPS[piece["group"]]
-        head = record.parse_head(found[piece["chunk"]].head)
-        manifest = head.slices[(head.slices["layer"] >= first) & (head.slices["layer"] < end)]
+        slices = record.parse_head(found[piece["chunk"]].header).slices
+        manifest = slices[(slices["layer"] >= first) & (slices["layer"] < end)]
         mine = plan.slices[piece["slice_first"] :][: piece["slice_count"]]
         assert (mine["offset"] + piece["record_offset"] == manifest["offset"]).all()
         assert int((mine["scales_length"] + mine["encoded_length"]).sum()) == piece["body_length"]
@@ -101,26 +97,24 @@ def test_slices_are_those_of_their_pieces(layerwise: bool) -> None:
         assert places == [(piece["chunk"], layer) for layer in manifest["layer"]]
 
 
-def test_a_chunk_that_was_not_asked_for_is_left_for_later() -> None:
+def test_a_chunk_without_a_lookup_is_left_for_the_next_batch() -> None:
     shape, keys, found = GROUPS[0]
-    wanted: Any = np.ones((shape.layers, len(keys)), np.bool_)
     buffers = Buffers(decompression=1 << 20, dequantization=None, dma_source=None, store=0)
-    plan = plan_fetch([Wanted(keys, shape, wanted, {0: found[0], 1: found[1]})], False, buffers, CODECS)
+    plan = plan_fetch([part_of(shape, keys, {0: found[0], 1: found[1]})], False, buffers, CODECS)
     assert (plan.pieces["chunk"].tolist(), plan.full, plan.ends) == ([0, 1], True, {})
 
 
 @pytest.mark.parametrize(("name", "value", "reason"), [("layer", 1, "cover"), ("encoded_length", 0, "empty")])
 @pytest.mark.parametrize("chunk", [0, 3])
-def test_a_faulty_manifest_ends_its_group_where_it_is(chunk: int, name: str, value: int, reason: str) -> None:
+def test_a_faulty_manifest_ends_its_group_at_its_chunk(chunk: int, name: str, value: int, reason: str) -> None:
     shape, keys, found = GROUPS[0]
-    head = record.parse_head(found[chunk].head)
-    manifest = head.manifest.copy()
+    header = record.parse_head(found[chunk].header)
+    manifest = header.manifest.copy()
     manifest[name][0] = value
-    forged = record.encode_head(keys[chunk], native.Codec(head.codec), shape, manifest)
+    forged = record.encode_head(keys[chunk], native.Codec(header.codec), shape, manifest)
     records = dict(enumerate(found)) | {chunk: Stored(record.peek_head(forged).record_length, forged)}
-    wanted: Any = np.ones((shape.layers, len(keys)), np.bool_)
     buffers = Buffers(decompression=1 << 20, dequantization=None, dma_source=None, store=0)
-    plan = plan_fetch([Wanted(keys, shape, wanted, records)], False, buffers, CODECS)
+    plan = plan_fetch([part_of(shape, keys, records)], False, buffers, CODECS)
     assert (plan.pieces["chunk"].tolist(), plan.full) == (list(range(chunk)), False)
     assert (fault := plan.ends[0].fault) is not None and reason in fault.reason and plan.ends[0].chunk == chunk
 

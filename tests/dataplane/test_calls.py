@@ -1,4 +1,4 @@
-"""Calls as such: malformed, cancelled, abandoned, too many, overlapping; registrations; health; metrics."""
+"""Calls: malformed, cancelled, abandoned, overlapping, too many; registrations; health; metrics."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ async def refused(call: Any, code: grpc.StatusCode, *words: str) -> None:
 
 @pytest.fixture
 async def frozen(mortal_storage: Server) -> AsyncIterator[tuple[Daemon, Client, Server]]:
-    """A daemon whose storage holds records and has stopped answering; heads are remembered."""
+    """A daemon whose storage holds records and has stopped answering; headers are cached."""
     for index, key in enumerate(KEYS):
         mortal_storage.put(key, make_record(SHAPE, key, index))
     async with running(mortal_storage, command_timeout_s=NEVER_S) as (daemon, client):
@@ -111,7 +111,7 @@ async def test_malformed_lookups_name_the_field(client: Client) -> None:
     await refused(client.stub.Lookup(pb.LookupRequest(timeout_ms=0)), INVALID, "timeout_ms")
 
 
-async def test_a_lookup_says_how_large_the_records_are_that_are_there(client: Client, storage: Server) -> None:
+async def test_a_lookup_reports_the_stored_bytes(client: Client, storage: Server) -> None:
     for index, key in enumerate(KEYS[:3]):
         storage.put(key, make_record(SHAPE, key, index))
     storage.put(KEYS[3], b"no record")
@@ -155,7 +155,7 @@ async def test_malformed_registrations_name_the_field(client: Client) -> None:
         ({"shared_memory": pb.SharedMemory(name=segment.name, size=0)}, INVALID, ["size"]),
         ({"shared_memory": pb.SharedMemory(name=segment.name, size=2**64 - 1)}, EXHAUSTED, ["registered_bytes_max"]),
     ):
-        await refused(client.stub.RegisterMemory(client.registration(**changes)), code, *words)
+        await refused(client.stub.RegisterMemory(client.register_request(**changes)), code, *words)
 
 
 async def test_only_own_regular_files_are_mapped(client: Client) -> None:
@@ -175,7 +175,7 @@ async def test_only_own_regular_files_are_mapped(client: Client) -> None:
             os.chmod(theirs, 0)  # without the right to give files away: one that cannot be opened
         for path in (link, pipe, folder, theirs):
             memory = pb.SharedMemory(name=os.path.basename(path), size=SHAPE.raw_bytes)
-            request = client.registration(shared_memory=memory)
+            request = client.register_request(shared_memory=memory)
             await refused(client.stub.RegisterMemory(request), INVALID, path)
     finally:
         for path in (link, pipe, theirs):
@@ -190,11 +190,11 @@ async def test_oversized_messages_are_refused(client: Client) -> None:
     assert (await client.fetch(KEYS[:1])).outcome == pb.OUTCOME_ABSENT
 
 
-async def test_a_segment_that_shrank_is_refused_and_the_daemon_lives(client: Client) -> None:
+async def test_a_truncated_segment_is_refused_and_the_daemon_survives(client: Client) -> None:
     segment = Segment(2 * SHAPE.raw_bytes)
     client.shape, client.segment = SHAPE, segment
     client.segments.append(segment)
-    client.registration = (await client.stub.RegisterMemory(client.registration())).memory_id
+    client.memory_id = (await client.stub.RegisterMemory(client.register_request())).memory_id
     os.truncate(segment.path, 4096)
     await refused(client.stub.Fetch(client.fetch_request(KEYS)), INVALID, "shorter")
     os.truncate(segment.path, segment.size)
@@ -206,14 +206,14 @@ async def test_a_segment_that_shrank_is_refused_and_the_daemon_lives(client: Cli
 # ---- Destinations ---------------------------------------------------------------------------------------------------
 
 
-async def test_an_unknown_memory_says_so(client: Client) -> None:
+async def test_unknown_memory_is_an_outcome(client: Client) -> None:
     await client.register(SHAPE, 2)
     for registration in (0, 1, 2**64 - 1):
         assert (await client.fetch(KEYS, memory_id=registration)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
         assert (await client.store(KEYS, memory_id=registration)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
-    await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
+    await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
-    await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
+    await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
 
 
 async def test_registrations_are_bounded(storage: Server) -> None:
@@ -223,7 +223,7 @@ async def test_registrations_are_bounded(storage: Server) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.register(SHAPE, 1)
         assert caught.value.code() == EXHAUSTED and "registrations_max" in (caught.value.details() or "")
-        await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
+        await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
         await client.register(SHAPE, 1)
     async with running(storage, registered_bytes_max=3 * SHAPE.raw_bytes) as (_, client):
         await client.register(SHAPE, 2)
@@ -232,7 +232,7 @@ async def test_registrations_are_bounded(storage: Server) -> None:
         assert caught.value.code() == EXHAUSTED
 
 
-async def test_an_idle_registration_is_forgotten(storage: Server) -> None:
+async def test_an_idle_registration_is_removed(storage: Server) -> None:
     async with running(storage, registration_idle_s=0.2) as (daemon, client), asyncio.timeout(WAIT_MAX_S):
         while True:
             try:
@@ -251,7 +251,7 @@ async def test_release_returns_only_when_the_region_is_quiet(frozen: tuple[Daemo
     _, client, storage = frozen
     fetch = asyncio.ensure_future(client.fetch(KEYS, job_id="slow", timeout_ms=NEVER_MS))
     await until(storage.asked)
-    request = pb.ReleaseMemoryRequest(memory_id=client.registration)
+    request = pb.ReleaseMemoryRequest(memory_id=client.memory_id)
     release = asyncio.ensure_future(client.stub.ReleaseMemory(request))
     done, _ = await asyncio.wait({release, fetch}, timeout=0.3)
     assert not done
@@ -301,7 +301,7 @@ async def test_the_deadline_counts_while_waiting(frozen: tuple[Daemon, Client, S
     assert (await first).outcome == pb.OUTCOME_CANCELLED
 
 
-async def test_a_caller_that_goes_away_cancels_its_job(frozen: tuple[Daemon, Client, Server]) -> None:
+async def test_a_disconnecting_caller_cancels_its_job(frozen: tuple[Daemon, Client, Server]) -> None:
     daemon, client, storage = frozen
     fetch = client.stub.Fetch(client.fetch_request(KEYS, timeout_ms=NEVER_MS))
     await until(storage.asked)
@@ -309,7 +309,7 @@ async def test_a_caller_that_goes_away_cancels_its_job(frozen: tuple[Daemon, Cli
     await until(lambda: daemon.metrics.fetches["cancelled"] == 1)
 
 
-async def test_two_jobs_cannot_share_what_one_writes(frozen: tuple[Daemon, Client, Server]) -> None:
+async def test_two_jobs_cannot_share_bytes_that_one_of_them_writes(frozen: tuple[Daemon, Client, Server]) -> None:
     _, client, storage = frozen
     fetch = asyncio.ensure_future(client.fetch(KEYS, job_id="one", length=4 * SHAPE.raw_bytes, timeout_ms=NEVER_MS))
     await until(storage.asked)
@@ -343,7 +343,7 @@ async def test_a_full_queue_refuses(mortal_storage: Server) -> None:
         mortal_storage.thaw()
 
 
-async def test_after_the_answer_nothing_writes(mortal_storage: Server) -> None:
+async def test_nothing_is_written_after_the_answer(mortal_storage: Server) -> None:
     for index, key in enumerate(KEYS):
         mortal_storage.put(key, make_record(SHAPE, key, index))
     async with running(mortal_storage) as (_, client):
@@ -382,13 +382,13 @@ async def test_fetches_and_stores_side_by_side(storage: Server) -> None:
 
         await asyncio.gather(*(one(shapes[seed % 3], seed) for seed in range(1, 25)))
         assert daemon.metrics.fetches == {"complete": 24}
-        assert client.registration == 0
+        assert client.memory_id == 0
 
 
 # ---- Health and metrics ---------------------------------------------------------------------------------------------
 
 
-async def test_a_unix_socket_serves_as_well(storage: Server, tmp_path: Path) -> None:
+async def test_the_daemon_can_listen_on_a_unix_socket(storage: Server, tmp_path: Path) -> None:
     storage.put(KEYS[0], make_record(SHAPE, KEYS[0], 0))
     async with running(storage, listen=f"unix:{tmp_path}/dpu.sock") as (daemon, client):
         assert daemon.address == f"unix:{tmp_path}/dpu.sock"
@@ -396,7 +396,7 @@ async def test_a_unix_socket_serves_as_well(storage: Server, tmp_path: Path) -> 
         assert (await client.fetch(KEYS[:1])).outcome == pb.OUTCOME_COMPLETE
 
 
-async def test_a_deadline_is_logged_once_in_a_while(
+async def test_deadlines_are_logged_at_a_limited_rate(
     frozen: tuple[Daemon, Client, Server], caplog: pytest.LogCaptureFixture
 ) -> None:
     _, client, _ = frozen
@@ -423,7 +423,7 @@ def probe(port: int, path: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-async def test_prometheus_reads_the_counts(storage: Server) -> None:
+async def test_prometheus_metrics_are_served(storage: Server) -> None:
     port = free_port()
     storage.put(KEYS[0], make_record(SHAPE, KEYS[0], 0))
     async with running(storage, metrics_port=port) as (_, client):

@@ -1,4 +1,4 @@
-"""Everything at once: storage dying and coming back empty, short deadlines, cancellations, corruption, many callers."""
+"""All at once: storage that dies and returns empty, short deadlines, cancellations, corruption, many callers."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ POSSIBLE = {
 
 
 async def call_at_random(daemon: Daemon, caller: int, stop: asyncio.Event) -> int:
-    """Store, fetch and cancel until told to stop; check every chunk that any answer claims. Return how many."""
+    """Store, fetch and cancel until ``stop``; check every reported chunk. Return their number."""
     luck = random.Random(caller)
     client = Client(daemon.address)
     delivered = 0

@@ -49,7 +49,7 @@ async def unanswered(call: "asyncio.Future[object]") -> str:
 
 
 @pytest.mark.parametrize("tasks", ["decompress:2", "dma:1+"])
-async def test_a_device_that_never_ends_a_task_ends_the_daemon_which_says_so(
+async def test_a_hanging_device_ends_the_daemon_with_a_log_line(
     storage: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: str
 ) -> None:
     fill(storage)
@@ -58,17 +58,17 @@ async def test_a_device_that_never_ends_a_task_ends_the_daemon_which_says_so(
     client = Client(daemon.address)
     try:
         await client.register(SHAPE, 4)
-        assert "accelerator does not end" in await unanswered(asyncio.ensure_future(client.fetch(KEYS)))
+        assert "accelerator hangs" in await unanswered(asyncio.ensure_future(client.fetch(KEYS)))
         assert await asyncio.to_thread(daemon.process.wait, WAIT_MAX_S) == 1
         log = daemon.log.read_text()
-        assert log.count("does not end what it was given, for 1 s: it is given up") == 1
+        assert log.count("hangs for 1 s: it is given up") == 1
         assert "stopped" in log and "Traceback" not in log
     finally:
         await client.close()
         daemon.close()
 
 
-async def test_a_device_that_was_given_up_fails_the_health_checks(
+async def test_a_given_up_device_fails_the_health_checks(
     storage: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(storage)
@@ -107,9 +107,7 @@ async def test_memory_that_a_hung_device_may_write_is_not_released(
         await client.register(SHAPE, 4)
         fetch = asyncio.ensure_future(client.fetch(KEYS))
         await until(lambda: copying(port))
-        release = asyncio.ensure_future(
-            client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
-        )
+        release = asyncio.ensure_future(client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id)))
         await unanswered(fetch)
         assert not release.done()
         assert client.segment.name in Path(f"/proc/{daemon.process.pid}/maps").read_text()
@@ -144,7 +142,7 @@ async def test_sigterm_ends_a_daemon_whose_device_hangs(
         daemon.close()
 
 
-async def test_a_machine_that_stood_still_is_not_taken_for_a_device_that_hangs(
+async def test_a_suspended_machine_does_not_count_as_a_hanging_device(
     storage: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(storage)

@@ -1,4 +1,4 @@
-"""Engines of one model that differ in the tokens of a chunk or in the quantizer: what is logged and what is said."""
+"""Engines of one model with different chunk sizes or quantizers: log line and answer of Hello."""
 
 import hashlib
 import logging
@@ -27,10 +27,10 @@ async def hello(client: Client, process: str, said: pb.Engine) -> list[str]:
     return list(answer.differences)
 
 
-async def test_an_engine_that_shares_nothing_with_another_of_its_model_hears_why_and_the_log_says_it_once(
+async def test_engines_of_one_model_without_shared_records_are_reported_and_logged_once(
     storage: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Symptom: two engines with different chunk_tokens missed all that the other had stored, and nothing said so."""
+    """Symptom: two engines with different chunk_tokens shared no records, without a warning."""
     async with running(storage) as (_, client):
         with caplog.at_level(logging.WARNING):
             assert await hello(client, "the first", engine()) == []
@@ -43,7 +43,7 @@ async def test_an_engine_that_shares_nothing_with_another_of_its_model_hears_why
                 "quantizer (binned of 64 and 16 bins and lossless)" in each for each in found
             )
             assert await hello(client, "of another model", engine(model=bytes(32), chunk_tokens=64)) == []
-        lines = [record.message for record in caplog.records if "share nothing" in record.message]
+        lines = [record.message for record in caplog.records if "share no records" in record.message]
         assert len([line for line in lines if "the third" in line and "the fourth" not in line]) == 1
 
 
@@ -64,7 +64,7 @@ async def test_statistics_list_engines_that_have_registered_memory_or_are_new(
         await client.register(shape, 1)
         monkeypatch.setattr("dpu_dataplane.engines._NEW_S", 0.0)
         assert await listed() == {"one"}
-        await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
+        await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
         assert await listed() == set()
 
 
@@ -79,13 +79,13 @@ async def test_statistics_list_engines_that_have_registered_memory_or_are_new(
     ],
     ids=str,
 )
-async def test_an_engine_that_cannot_be_is_refused(client: Client, changes: dict[str, Any]) -> None:
+async def test_a_malformed_engine_is_refused(client: Client, changes: dict[str, Any]) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await hello(client, "an engine", engine(**changes))
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_quantizer_is_described_with_what_keys_depend_on() -> None:
+def test_a_quantizer_description_holds_the_parameters_of_the_identity() -> None:
     binned = layout("binned")
     assert engine_message(MODEL, binned, paged=False).quantizer.startswith("binned of ")
     assert engine_message(MODEL, layout(), paged=True).quantizer == "lossless, as pages"

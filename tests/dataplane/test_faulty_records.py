@@ -1,4 +1,4 @@
-"""Records that are not what they should be: each is a miss with its reason, and none is delivered."""
+"""Faulty records: each is a miss with its reason, and none is delivered."""
 
 import asyncio
 import logging
@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machine import until
 
+from dpu_dataplane import catalog
 from dpu_dataplane.metrics import outcome_name
 from shadowserve import native
 from shadowserve.chunk import ChunkLayout
@@ -98,7 +99,7 @@ FAULTS = {
 
 
 def assert_untouched_or_right(found: bytes, right: bytes) -> None:
-    """What lies behind a fault found while decoding may have arrived before it was found; nothing else may."""
+    """Chunks after a fault that decoding finds may be delivered already; no others are."""
     assert len(found) == len(right)
     assert all(byte in (0x77, expected) for byte, expected in zip(found, right, strict=True))
 
@@ -137,7 +138,7 @@ async def test_faulty_record_is_a_miss_with_its_reason(
         assert (await client.fetch(KEYS)).chunks == 1
         assert len([entry for entry in caplog.records if KEYS[1].hex() in entry.getMessage()]) == 1
         if outcome == pb.OUTCOME_CORRUPT:
-            await until(lambda: daemon.metrics.deleted_records == 1)
+            await until(lambda: daemon.metrics.totals["deleted_records"] == 1)
             assert not where.has(KEYS[1])
         else:
             assert where.has(KEYS[1])
@@ -197,7 +198,7 @@ async def test_a_flipped_bit_after_the_lookup_is_found(redis: Server) -> None:
         assert list((await client.lookup(KEYS)).hits) == [1]
 
 
-async def test_storing_a_quarantined_key_offers_it_again(redis: Server) -> None:
+async def test_storing_a_quarantined_key_releases_it(redis: Server) -> None:
     async with running(redis, delete_corrupt=False) as (daemon, client):
         answer = await offer(redis, client, SHAPE, GOOD[1][:-5] + b"wrong")
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_CORRUPT, 1)
@@ -222,7 +223,7 @@ async def test_quarantine_ends(redis: Server, monkeypatch: pytest.MonkeyPatch) -
         assert list((await client.lookup(KEYS)).hits) == [3]
 
 
-async def test_asking_under_a_wrong_namespace_harms_nobody_else(redis: Server) -> None:
+async def test_a_lookup_with_a_wrong_namespace_costs_no_other_hit(redis: Server) -> None:
     async with running(redis) as (_, client):
         for key, data in zip(KEYS, GOOD, strict=True):
             redis.put(key, data)
@@ -232,11 +233,12 @@ async def test_asking_under_a_wrong_namespace_harms_nobody_else(redis: Server) -
         assert (await client.fetch(KEYS)).chunks == 3
 
 
-async def test_quarantine_is_bounded(redis: Server) -> None:
+async def test_quarantine_is_bounded(redis: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "_QUARANTINE_MAX", 5)
     keys = keys_of(SHAPE, 20, seed=3)
     for key in keys:
         redis.put(key, b"no record")
-    async with running(redis, quarantine_max=5) as (daemon, client):
+    async with running(redis) as (daemon, client):
         await client.register(SHAPE, 1)
         for key in keys:
             assert list((await client.lookup([key])).hits) == [0]

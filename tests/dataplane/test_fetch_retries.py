@@ -1,4 +1,4 @@
-"""What a fetch tries again when its source fails, and how often."""
+"""Retries of a fetch after failures of its source."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -40,7 +40,7 @@ async def fetch(client: Client, outcome: int, count: int) -> str:
     return answer.detail
 
 
-async def test_what_a_copy_lacks_is_asked_of_who_has_the_last_word(script: tuple[ScriptedSource, Client]) -> None:
+async def test_a_chunk_that_a_replica_lacks_is_read_from_its_master(script: tuple[ScriptedSource, Client]) -> None:
     source, client = script
     source.copies[KEYS[2]] = b""
     await fetch(client, pb.OUTCOME_COMPLETE, 4)
@@ -48,7 +48,7 @@ async def test_what_a_copy_lacks_is_asked_of_who_has_the_last_word(script: tuple
     assert KEYS[2].hex() in await fetch(client, pb.OUTCOME_ABSENT, 2)
 
 
-async def test_what_breaks_off_is_tried_again_once(script: tuple[ScriptedSource, Client]) -> None:
+async def test_a_broken_connection_is_retried_once(script: tuple[ScriptedSource, Client]) -> None:
     source, client = script
     source.cuts = 1
     await fetch(client, pb.OUTCOME_COMPLETE, 4)
@@ -60,7 +60,7 @@ async def test_what_breaks_off_is_tried_again_once(script: tuple[ScriptedSource,
 
 @pytest.mark.parametrize("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
 @pytest.mark.parametrize("trouble", ["damaged", "copies", "cuts"])
-async def test_what_troubles_two_groups_at_once_is_tried_again_for_both(
+async def test_failures_of_two_groups_are_retried_for_both(
     script: tuple[ScriptedSource, Client], trouble: str, order: int
 ) -> None:
     source, client = script
@@ -82,7 +82,7 @@ async def test_what_troubles_two_groups_at_once_is_tried_again_for_both(
     assert not source.damaged and source.recovered <= 2
 
 
-async def test_bytes_that_were_damaged_on_their_way_are_read_again(script: tuple[ScriptedSource, Client]) -> None:
+async def test_bytes_damaged_on_the_way_are_read_again(script: tuple[ScriptedSource, Client]) -> None:
     source, client = script
     source.damaged.append(KEYS[1])
     await fetch(client, pb.OUTCOME_COMPLETE, 4)

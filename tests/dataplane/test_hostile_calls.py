@@ -1,4 +1,4 @@
-"""Callers that mean ill: messages that are none, logs for the asking, calls and bytes without end."""
+"""Malicious callers: malformed messages, log flooding, calls and bytes without end."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ TIMES = 150
 
 @contextlib.asynccontextmanager
 async def attacked(storage: Server, directory: Path, **changes: Any) -> AsyncIterator[tuple[DaemonProcess, Client]]:
-    """A daemon and a client of it, who is served right in the end, with a log that has not grown by the attack."""
+    """A daemon and its client. Afterwards, calls still work and the log has not grown by the attack."""
     for index, key in enumerate(KEYS):
         storage.put(key, make_record(SHAPE, key, index))
     daemon = DaemonProcess(storage, directory, **changes)
@@ -56,7 +56,7 @@ def raw(client: Client, method: str) -> Any:
 
 
 async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
-    """Return what a call ends with, one with a stream of answers too."""
+    """Return the status of a call, also of one with a stream of answers."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         if hasattr(call, "read"):
             while await call.read() is not grpc.aio.EOF:
@@ -66,9 +66,7 @@ async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
     return await call.code(), await call.details()
 
 
-async def test_messages_that_do_not_decode_are_invalid_arguments_and_no_log_for_the_asking(
-    storage: Server, tmp_path: Path
-) -> None:
+async def test_undecodable_messages_are_invalid_arguments_with_limited_logs(storage: Server, tmp_path: Path) -> None:
     async with attacked(storage, tmp_path) as (daemon, client):
         metadata = client.stub._metadata
         for method in METHODS + HEALTH:
@@ -79,7 +77,7 @@ async def test_messages_that_do_not_decode_are_invalid_arguments_and_no_log_for_
             assert daemon.log.read_text().count(method) == 1, "it is said, once"
 
 
-async def test_a_method_that_is_none_and_a_message_too_large_leave_no_trace(storage: Server, tmp_path: Path) -> None:
+async def test_unknown_methods_and_oversized_messages_leave_no_state(storage: Server, tmp_path: Path) -> None:
     async with attacked(storage, tmp_path) as (_, client):
         for _ in range(TIMES):
             assert (await status_of(raw(client, f"/{SERVICE.full_name}/Nothing")(b"")))[0] is (
@@ -90,7 +88,7 @@ async def test_a_method_that_is_none_and_a_message_too_large_leave_no_trace(stor
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_hosts_that_are_refused_over_and_over_are_told_once(storage: Server, tmp_path: Path) -> None:
+async def test_repeated_refusals_of_hosts_are_logged_once(storage: Server, tmp_path: Path) -> None:
     async with attacked(storage, tmp_path) as (daemon, _):
         other = Client(daemon.address)
         try:
@@ -105,10 +103,10 @@ async def test_hosts_that_are_refused_over_and_over_are_told_once(storage: Serve
         assert "\x1b" not in log and "\u2028" not in log, "what a client sends does not steer a terminal"
 
 
-async def test_memory_that_comes_and_goes_over_and_over_is_told_now_and_then(storage: Server, tmp_path: Path) -> None:
+async def test_repeated_registrations_are_logged_at_a_limited_rate(storage: Server, tmp_path: Path) -> None:
     async with attacked(storage, tmp_path) as (_, client):
         for _ in range(TIMES):
-            await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration))
+            await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
             await client.register(SHAPE, 4)
             client.segments.pop(0).close()
 
@@ -134,7 +132,7 @@ async def test_the_bytes_of_calls_in_progress_are_bounded(mortal_storage: Server
         assert list(answer.hits) == [4], "and given back"
 
 
-async def test_calls_of_strangers_that_never_send_do_not_keep_the_host_out(storage: Server, tmp_path: Path) -> None:
+async def test_stalled_unauthenticated_calls_do_not_lock_hosts_out(storage: Server, tmp_path: Path) -> None:
     async with attacked(storage, tmp_path) as (daemon, client):
         stranger = Client(daemon.address)
         try:
@@ -154,9 +152,7 @@ async def test_calls_of_strangers_that_never_send_do_not_keep_the_host_out(stora
             await stranger.close()
 
 
-async def test_a_message_that_does_not_come_gives_its_place_back(
-    storage: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_missing_message_releases_its_call(storage: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "_MESSAGE_S", 0.2)
     async with running(storage) as (_, client):
         for method in (METHODS[1], f"/{SERVICE.full_name}/Trace"):
@@ -168,7 +164,7 @@ async def test_a_message_that_does_not_come_gives_its_place_back(
         assert (await client.lookup(KEYS, SHAPE.namespace)).outcome == pb.OUTCOME_COMPLETE
 
 
-async def test_a_session_that_is_none_gets_no_further_than_that(storage: Server, tmp_path: Path) -> None:
+async def test_an_unknown_session_is_refused(storage: Server, tmp_path: Path) -> None:
     async with attacked(storage, tmp_path) as (_, client):
         for _ in range(TIMES):
             code, _ = await status_of(raw(client, METHODS[1])(b"", metadata=((SESSION_KEY, b"x" * 16),)))

@@ -1,4 +1,4 @@
-"""Hosts: Hello and what it refuses, sessions, a second host refused or kept apart, and a host that is gone."""
+"""Hosts: Hello and its refusals, sessions, several hosts, removed hosts."""
 
 import asyncio
 import contextlib
@@ -52,7 +52,7 @@ async def status(call: Any) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def test_hello_says_who_answers(client: Client, request: pytest.FixtureRequest) -> None:
+async def test_hello_describes_the_data_plane(client: Client, request: pytest.FixtureRequest) -> None:
     answer = await client.hello(layout=layout_message(SHAPE), chunk_bytes=SHAPE.raw_bytes)
     assert (answer.version, answer.protocol_version) == (__version__, PROTOCOL_VERSION)
     backend = native.backends()[request.node.callspec.params["client"]]
@@ -71,7 +71,7 @@ async def test_hello_says_who_answers(client: Client, request: pytest.FixtureReq
     ],
     ids=["protocol", "record", "keys", "chunk", "buffers"],
 )
-async def test_a_host_that_does_not_fit_is_refused(client: Client, changes: dict[str, Any], words: list[str]) -> None:
+async def test_an_incompatible_host_is_refused(client: Client, changes: dict[str, Any], words: list[str]) -> None:
     request = {"layout": layout_message(SHAPE), "chunk_bytes": SHAPE.raw_bytes, "host": "another machine"} | changes
     error = await status(client.plain.Hello(hello_request(**request)))
     assert error.code() is FAILED
@@ -80,7 +80,7 @@ async def test_a_host_that_does_not_fit_is_refused(client: Client, changes: dict
 
 
 @pytest.mark.parametrize("changes", [{"host": ""}, {"host": "x" * 65}, {"process": "x" * 257}], ids=str)
-async def test_a_hello_that_no_host_says_is_invalid(client: Client, changes: dict[str, str]) -> None:
+async def test_a_malformed_hello_is_invalid(client: Client, changes: dict[str, str]) -> None:
     error = await status(client.plain.Hello(hello_request(**changes)))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
 
@@ -93,25 +93,25 @@ async def test_one_namespace_has_one_shape(client: Client) -> None:
     assert error.code() is FAILED and "namespace" in error.details() and "same release" in error.details()
 
 
-async def test_nobody_but_a_host_is_answered(client: Client) -> None:
+async def test_calls_without_a_session_are_refused(client: Client) -> None:
     await client.register(SHAPE, 1)
     for call in (
         client.plain.Lookup(pb.LookupRequest(timeout_ms=100)),
-        client.plain.RegisterMemory(client.registration()),
-        client.plain.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.registration)),
+        client.plain.RegisterMemory(client.register_request()),
+        client.plain.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id)),
         client.plain.Fetch(client.fetch_request(KEYS)),
         client.plain.Store(client.store_request(KEYS[:1])),
         client.plain.Cancel(pb.CancelRequest(job_id="job")),
         client.plain.Trace(pb.TraceRequest(timeout_ms=100, fetches=1)).read(),
     ):
         error = await status(call)
-        assert error.code() is FAILED and "say Hello" in error.details()
+        assert error.code() is FAILED and "send Hello" in error.details()
         assert HELLO_KEY in dict(error.trailing_metadata())
     assert (await client.plain.Statistics(pb.StatisticsRequest())).registrations == 1
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
 
 
-async def test_a_second_host_is_told_who_is_there(client: Client) -> None:
+async def test_the_refusal_of_a_second_host_names_the_connected_host(client: Client) -> None:
     await client.register(SHAPE, 2)
     error = await status(client.plain.Hello(hello_request(host="another machine")))
     assert error.code() is EXHAUSTED
@@ -120,7 +120,7 @@ async def test_a_second_host_is_told_who_is_there(client: Client) -> None:
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
 
 
-async def test_the_next_host_is_taken_once_the_first_is_gone(storage: Server) -> None:
+async def test_another_host_is_accepted_after_the_first_is_removed(storage: Server) -> None:
     async with running(storage, registration_idle_s=0.5) as (daemon, client):
         newcomer = Client(daemon.address)
         async with asyncio.timeout(WAIT_MAX_S):
@@ -136,7 +136,7 @@ async def test_the_next_host_is_taken_once_the_first_is_gone(storage: Server) ->
         await newcomer.close()
 
 
-async def test_a_caller_that_takes_anothers_name_gets_nothing_of_it(storage: Server) -> None:
+async def test_a_caller_with_another_hosts_name_has_no_access_to_it(storage: Server) -> None:
     for index, key in enumerate(KEYS):
         storage.put(key, make_record(SHAPE, key, index))
     async with running(storage) as (daemon, victim):
@@ -145,17 +145,17 @@ async def test_a_caller_that_takes_anothers_name_gets_nothing_of_it(storage: Ser
         try:
             taken = (await thief.hello()).session
             assert taken != victim.session, "a session is random, and not the name's"
-            thief.shape, thief.segment, thief.registration = SHAPE, victim.segment, victim.registration
+            thief.shape, thief.segment, thief.memory_id = SHAPE, victim.segment, victim.memory_id
             assert (await thief.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
             assert (await thief.store(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
-            await thief.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=victim.registration))
+            await thief.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=victim.memory_id))
             assert not victim.segment.memory.any()
             assert (await victim.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
         finally:
             await thief.channel.close()
 
 
-async def test_a_caller_cannot_cancel_a_job_of_another_one_with_its_name(mortal_storage: Server) -> None:
+async def test_a_caller_cannot_cancel_a_job_of_another_session(mortal_storage: Server) -> None:
     async with running(mortal_storage, command_timeout_s=60) as (daemon, victim):
         await victim.register(SHAPE, 4)
         thief = Client(daemon.address)
@@ -178,7 +178,7 @@ async def test_a_caller_cannot_cancel_a_job_of_another_one_with_its_name(mortal_
         await thief.close()
 
 
-async def test_a_process_that_comes_back_with_its_session_has_its_memory_still(client: Client) -> None:
+async def test_a_process_that_reconnects_with_its_session_keeps_its_memory(client: Client) -> None:
     await client.register(SHAPE, 4)
     again = await client.hello(session=client.session)
     assert again.session == client.session
@@ -214,7 +214,7 @@ class Context:
         return [("other-bin", b"x"), (SESSION_KEY, self.session)]
 
 
-async def test_a_host_is_gone_when_it_has_no_call_no_segment_and_was_idle(storage: Server) -> None:
+async def test_an_idle_host_without_calls_and_segments_is_removed(storage: Server) -> None:
     settings = config(storage, registration_idle_s=100)
     pipeline = _make_pipeline(settings, _buffers(settings))
     registrations = Registrations(settings, pipeline)
@@ -253,7 +253,7 @@ async def test_hosts_are_kept_apart(storage: Server) -> None:
         assert third.code() is EXHAUSTED and "an engine on gpu-7" in third.details()
 
         # Another's segment is one that does not exist.
-        stolen = {"memory_id": mine.registration}
+        stolen = {"memory_id": mine.memory_id}
         assert (await theirs.fetch(KEYS, **stolen)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
         assert (await theirs.store(KEYS, **stolen)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
         await theirs.stub.ReleaseMemory(pb.ReleaseMemoryRequest(**stolen))
@@ -283,7 +283,7 @@ async def test_jobs_of_hosts_are_kept_apart(mortal_storage: Server) -> None:
         assert (await jobs[0]).outcome == pb.OUTCOME_CANCELLED
 
 
-async def test_a_recording_holds_nothing_of_other_hosts(storage: Server) -> None:
+async def test_a_recording_has_no_spans_of_other_hosts(storage: Server) -> None:
     for index, key in enumerate(KEYS):
         storage.put(key, make_record(SHAPE, key, index))
     async with running(storage, hosts_max=2) as (daemon, mine), another(daemon) as theirs:
@@ -301,7 +301,7 @@ async def test_a_recording_holds_nothing_of_other_hosts(storage: Server) -> None
         assert len({span.batch for span in spans if span.core >= 0}) == 1
 
 
-async def test_a_host_cannot_take_the_room_for_memory_of_the_others(storage: Server) -> None:
+async def test_a_host_cannot_use_up_other_hosts_shares_of_memory(storage: Server) -> None:
     size = 4 * SHAPE.raw_bytes
     async with (
         running(storage, hosts_max=2, registrations_max=4, registered_bytes_max=6 * size) as (daemon, ours),
@@ -320,7 +320,7 @@ async def test_a_host_cannot_take_the_room_for_memory_of_the_others(storage: Ser
                 segment.unlink()
 
 
-async def test_a_host_cannot_take_all_places_of_a_queue(mortal_storage: Server) -> None:
+async def test_a_host_cannot_fill_the_queue(mortal_storage: Server) -> None:
     for index, key in enumerate(KEYS):
         mortal_storage.put(key, make_record(SHAPE, key, index))
     async with (

@@ -31,8 +31,8 @@ def stored(storage: Server) -> Server:
     return storage
 
 
-async def test_a_fetch_of_one_engine_keeps_to_the_rate_of_another_that_decodes(stored: Server) -> None:
-    """Symptom: an engine that decoded was slowed down by what another engine of its data plane loaded."""
+async def test_a_fetch_keeps_to_the_rate_of_another_engine_that_decodes(stored: Server) -> None:
+    """Symptom: loads of one engine slowed another one down that decoded on the same data plane."""
     async with running(stored) as (daemon, client):
         await client.register(SHAPE, 6)
         await report(client)
@@ -46,7 +46,7 @@ async def test_a_fetch_of_one_engine_keeps_to_the_rate_of_another_that_decodes(s
 
 
 @pytest.mark.parametrize("tiers", [None, {"memory_budget_bytes": "32MiB"}], ids=["storage", "memory"])
-async def test_layers_keep_to_it_too_and_come_some_at_a_time(stored: Server, tiers: Any) -> None:
+async def test_fetches_in_layer_order_keep_to_the_rate(stored: Server, tiers: Any) -> None:
     async with running(stored, tiers=tiers) as (daemon, client):
         await client.register(SHAPE, 6)
         await client.fetch(KEYS)
@@ -62,7 +62,7 @@ async def test_layers_keep_to_it_too_and_come_some_at_a_time(stored: Server, tie
         assert moved(daemon) == {"fetch": 9 * SHAPE.raw_bytes}
 
 
-async def test_a_chunk_larger_than_a_turn_comes_all_the_same(stored: Server) -> None:
+async def test_a_chunk_larger_than_a_turn_is_delivered(stored: Server) -> None:
     large = layout(vector_length=8192)  # 2 MiB a chunk
     key = keys_of(large, 1)[0]
     stored.put(key, make_record(large, key, 0))
@@ -74,7 +74,7 @@ async def test_a_chunk_larger_than_a_turn_comes_all_the_same(stored: Server) -> 
         assert client.chunk(0) == kv(large, 0)
 
 
-async def test_what_has_come_by_the_deadline_of_a_call_is_told(stored: Server) -> None:
+async def test_pieces_delivered_before_the_deadline_are_reported(stored: Server) -> None:
     async with running(stored) as (_, client):
         await client.register(SHAPE, 6)
         await report(client)
@@ -107,7 +107,7 @@ async def test_loads_and_stores_of_every_kind_wait_for_their_turn(
         }  # fmt: skip
 
 
-async def test_a_save_that_cannot_be_within_the_budget_falls_short_by_its_deadline(storage: Server) -> None:
+async def test_a_save_beyond_the_budget_is_incomplete_at_its_deadline(storage: Server) -> None:
     async with running(storage) as (daemon, client):
         await client.register(SHAPE, 6)
         await report(client)
@@ -118,7 +118,7 @@ async def test_a_save_that_cannot_be_within_the_budget_falls_short_by_its_deadli
 
 
 async def test_device_writes_wait_for_their_turn(tmp_path: Path) -> None:
-    """Symptom: what was kept on devices was written at their speed beside an engine that decoded."""
+    """Symptom: device writes used all of the device beside a decoding engine."""
     # By default the tiers of a DPU are its own, and not held.
     async with running("", tiers=tiers_of(tmp_path), shares_host_memory=True) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -146,7 +146,7 @@ async def test_scrubbing_waits_for_its_turn(tmp_path: Path) -> None:
             assert tiers.pool._core.disks[0].scrubbed_bytes <= daemon.budget.shared.granted_bytes[Mover.SCRUB]
 
 
-async def test_an_engine_that_died_holds_nothing_back_for_longer_than_its_report_lasts(stored: Server) -> None:
+async def test_a_dead_engine_limits_movers_until_its_report_expires(stored: Server) -> None:
     async with running(stored) as (daemon, client):
         await client.register(SHAPE, 6)
         await report(client, lasts_ms=1)
@@ -154,7 +154,7 @@ async def test_an_engine_that_died_holds_nothing_back_for_longer_than_its_report
         assert (await client.fetch(KEYS)).chunks == 6
 
 
-async def test_of_two_engines_the_stricter_one_holds_until_it_stops(stored: Server) -> None:
+async def test_the_stricter_of_two_engines_sets_the_rate_until_it_stops(stored: Server) -> None:
     async with running(stored) as (daemon, client):
         await client.register(SHAPE, 6)
         await report(client, b"a")
@@ -167,7 +167,7 @@ async def test_of_two_engines_the_stricter_one_holds_until_it_stops(stored: Serv
         assert not daemon.budget.bounded
 
 
-async def test_an_engine_hears_what_moved_on_its_host(stored: Server) -> None:
+async def test_reports_of_steps_are_answered_with_the_moved_bytes(stored: Server) -> None:
     async with running(stored) as (daemon, client):
         await client.register(SHAPE, 6)
         assert (await report(client, rate=0)).moved_bytes == 0
@@ -185,7 +185,7 @@ async def test_an_engine_hears_what_moved_on_its_host(stored: Server) -> None:
     ],
     ids=str,
 )  # fmt: skip
-async def test_reports_that_no_engine_makes_are_refused(stored: Server, wrong: dict[str, Any]) -> None:
+async def test_malformed_reports_are_refused(stored: Server, wrong: dict[str, Any]) -> None:
     async with running(stored) as (daemon, client):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await report(client, **wrong)
@@ -193,7 +193,7 @@ async def test_reports_that_no_engine_makes_are_refused(stored: Server, wrong: d
         assert not daemon.budget.bounded
 
 
-async def test_a_purpose_that_there_is_not_is_refused(stored: Server) -> None:
+async def test_an_unknown_purpose_is_refused(stored: Server) -> None:
     async with running(stored) as (_, client):
         await client.register(SHAPE, 6)
         for call in (client.fetch, client.store):

@@ -1,4 +1,4 @@
-"""How far the layers of a fetch are, said by its own call: for memory that is not shared, and for any."""
+"""Layer progress in the stream of a fetch, for all kinds of memory."""
 
 import asyncio
 import mmap
@@ -29,7 +29,7 @@ def request(client: Client, keys: list[bytes], **changes: Any) -> pb.FetchReques
 
 
 async def streamed(call: Any) -> tuple[list[int], pb.FetchResponse]:
-    """Return what a call says of its layers, and its answer, which is the last that it says."""
+    """Return the reported layers of a call, and its answer."""
     said = [message async for message in call]
     assert [message.WhichOneof("said") for message in said] == ["layers"] * (len(said) - 1) + ["answer"]
     layers = [message.layers for message in said[:-1]]
@@ -45,7 +45,7 @@ def stored(storage: Server) -> list[bytes]:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
-async def test_a_stream_ends_with_what_a_fetch_answers(storage: Server, way: dict[str, Any]) -> None:
+async def test_a_stream_ends_with_the_answer_of_the_fetch(storage: Server, way: dict[str, Any]) -> None:
     async with running(storage, **way) as (_, client):
         keys = stored(storage)
         await client.register(SHAPE, CHUNKS)
@@ -67,12 +67,12 @@ def exported() -> Iterator[tuple[Any, pb.ExportedMemory]]:
     export.close()
 
 
-async def test_layers_in_exported_memory_are_told_as_they_are_there(storage: Server, exported: Any) -> None:
+async def test_layers_in_exported_memory_are_reported_while_the_fetch_runs(storage: Server, exported: Any) -> None:
     mapping, memory = exported
     async with running(storage, backend="doca") as (_, client):
         keys = stored(storage)
         await client.register(SHAPE, CHUNKS)
-        asked = client.registration(shared_memory=None)
+        asked = client.register_request(shared_memory=None)
         fields = {field.name: value for field, value in asked.ListFields()}
         answer = await client.stub.RegisterMemory(pb.RegisterMemoryRequest(**fields, exported_memory=memory))
         part = client.part(keys, memory_id=answer.memory_id, length=SIZE)
@@ -82,7 +82,7 @@ async def test_layers_in_exported_memory_are_told_as_they_are_there(storage: Ser
 
 
 class Gate:
-    """Lets so many commands pass."""
+    """Lets a number of commands pass."""
 
     def __init__(self) -> None:
         self._passes = asyncio.Semaphore(0)
@@ -97,7 +97,7 @@ class Gate:
 
 @pytest.fixture
 async def gated(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[ScriptedSource, Gate, Client, list[bytes]]]:
-    """A data plane over a source that gives a range for each pass; heads are known."""
+    """A data plane over a source that answers one range for each pass; headers are cached."""
     made: list[ScriptedSource] = []
 
     def source_of(configuration: DataPlaneConfig, metrics: Metrics, budget: Any, *arguments: Any) -> ScriptedSource:
@@ -117,7 +117,7 @@ async def gated(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Scripted
         gate.open(1000)
 
 
-async def test_a_layer_is_told_while_those_behind_it_are_away(gated: Any) -> None:
+async def test_a_layer_is_reported_while_later_layers_are_missing(gated: Any) -> None:
     _, gate, client, keys = gated
     call = client.stub.FetchLayers(request(client, keys))
     for layer in range(1, SHAPE.layers):
@@ -134,7 +134,7 @@ async def test_a_layer_is_told_while_those_behind_it_are_away(gated: Any) -> Non
     assert said.answer.outcome == pb.OUTCOME_COMPLETE
 
 
-async def test_a_caller_that_goes_away_leaves_the_memory_and_the_turn(gated: Any) -> None:
+async def test_a_disconnecting_caller_releases_its_memory_and_its_turn(gated: Any) -> None:
     source, gate, client, keys = gated
     call = client.stub.FetchLayers(request(client, keys, timeout_ms=NEVER_MS))
     gate.open(CHUNKS)
@@ -155,7 +155,7 @@ async def test_a_caller_that_goes_away_leaves_the_memory_and_the_turn(gated: Any
             await asyncio.sleep(0.01)
 
 
-async def test_a_cancelled_stream_answers(gated: Any) -> None:
+async def test_a_cancelled_stream_ends_with_an_answer(gated: Any) -> None:
     source, gate, client, keys = gated
     call = client.stub.FetchLayers(request(client, keys, job_id="job", timeout_ms=NEVER_MS))
     gate.open(CHUNKS)
@@ -168,7 +168,7 @@ async def test_a_cancelled_stream_answers(gated: Any) -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 3])
-async def test_a_damaged_layer_is_never_told(redis: Server, layer: int) -> None:
+async def test_a_damaged_layer_is_not_reported(redis: Server, layer: int) -> None:
     async with running(redis, delete_corrupt=False) as (_, client):
         keys = stored(redis)
         await client.register(SHAPE, CHUNKS)
@@ -182,10 +182,10 @@ async def test_a_damaged_layer_is_never_told(redis: Server, layer: int) -> None:
         assert max(layers, default=0) <= leading_layers(there, np.ones_like(there)) <= layer
 
 
-async def test_a_registration_that_is_not_known_is_an_outcome(client: Client, storage: Server) -> None:
+async def test_pages_of_unknown_memory_are_an_outcome(client: Client, storage: Server) -> None:
     keys = stored(storage)
     await client.register(SHAPE, CHUNKS)
-    part = client.part(keys, memory_id=client.registration ^ 1)
+    part = client.part(keys, memory_id=client.memory_id ^ 1)
     layers, answer = await streamed(client.stub.FetchLayers(request(client, keys, parts=[part])))
     assert (layers, answer.outcome) == ([], pb.OUTCOME_UNKNOWN_MEMORY)
 
@@ -194,13 +194,13 @@ async def test_a_registration_that_is_not_known_is_an_outcome(client: Client, st
     ("changes", "says"),
     [
         ({"order": pb.ORDER_CHUNKS}, "order of layers"),
-        ({"progress": SIZE}, "in no word"),
+        ({"progress": SIZE}, "not in a word"),
         ({"timeout_ms": 0}, "every call has a deadline"),
         ({"parts": []}, "parts has 0"),
     ],
     ids=str,
 )
-async def test_a_stream_of_what_has_no_layers_is_refused(
+async def test_a_stream_needs_the_order_of_layers(
     client: Client, storage: Server, changes: dict[str, Any], says: str
 ) -> None:
     keys = stored(storage)

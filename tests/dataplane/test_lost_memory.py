@@ -1,4 +1,4 @@
-"""Shared memory that somebody shrinks while others have mapped it: whoever touches what is gone must not die of it."""
+"""Shared memory that another process truncates: accesses beyond its end are survived."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ ways = pytest.mark.parametrize("way", WAYS, ids=way_name)
 
 
 class Shrinking:
-    """A client whose segment keeps a descriptor to be shrunk by."""
+    """A client that keeps a descriptor of its segment, to truncate it."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -34,7 +34,7 @@ class Shrinking:
         client.shape, client.segment = SHAPE, Segment(chunks * SHAPE.raw_bytes)
         client.segments.append(client.segment)
         self._file = os.open(client.segment.path, os.O_RDWR)
-        client.registration = (await client.stub.RegisterMemory(client.registration())).memory_id
+        client.memory_id = (await client.stub.RegisterMemory(client.register_request())).memory_id
         return self
 
     def shrink(self, size: int = 0) -> None:
@@ -82,7 +82,7 @@ async def refusal(call: "asyncio.Future[pb.FetchResponse] | asyncio.Future[pb.St
 
 
 @ways
-async def test_a_segment_that_shrinks_during_a_fetch_is_lost_and_nothing_else(
+async def test_a_segment_truncated_during_a_fetch_is_removed_and_no_other(
     mortal_storage: Server, tmp_path: Path, way: dict[str, object]
 ) -> None:
     fill(mortal_storage)
@@ -100,7 +100,7 @@ async def test_a_segment_that_shrinks_during_a_fetch_is_lost_and_nothing_else(
 
 
 @ways
-async def test_a_segment_that_shrinks_during_a_store_stores_nothing_of_it(
+async def test_no_record_is_stored_from_a_segment_truncated_during_the_store(
     mortal_storage: Server, tmp_path: Path, way: dict[str, object]
 ) -> None:
     fill(mortal_storage)
@@ -119,7 +119,7 @@ async def test_a_segment_that_shrinks_during_a_store_stores_nothing_of_it(
 
 
 @ways
-async def test_a_segment_that_shrank_and_grew_again_without_room_is_survived(
+async def test_a_segment_truncated_and_extended_without_room_is_survived(
     mortal_storage: Server, tmp_path: Path, way: dict[str, object]
 ) -> None:
     # What is behind the new end has no pages any more; they come, as zeros, with the first touch.
@@ -136,7 +136,7 @@ async def test_a_segment_that_shrank_and_grew_again_without_room_is_survived(
         assert (await good.fetch(KEYS)).chunks == 4
 
 
-async def test_a_segment_that_shrinks_before_its_first_use_is_refused_and_forgotten(
+async def test_a_segment_truncated_before_its_first_use_is_refused_and_removed(
     mortal_storage: Server, tmp_path: Path
 ) -> None:
     fill(mortal_storage)

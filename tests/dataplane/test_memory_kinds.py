@@ -1,4 +1,4 @@
-"""Memory that is not shared, over the DOCA emulator: which backend takes which, what is checked, what becomes of it."""
+"""Memory that is not shared, with the DOCA emulator: backends, checks, losses."""
 
 import mmap
 import tempfile
@@ -44,7 +44,7 @@ def registration(client: Client, **memory: Any) -> pb.RegisterMemoryRequest:
     """Return a registration of ``memory`` in place of the client's segment."""
     client.shape, client.segment = SHAPE, Segment(SIZE)
     client.segments.append(client.segment)
-    request = client.registration(shared_memory=None)
+    request = client.register_request(shared_memory=None)
     return pb.RegisterMemoryRequest(**{field.name: value for field, value in request.ListFields()}, **memory)
 
 
@@ -55,7 +55,7 @@ async def refusal(client: Client, **memory: Any) -> str:
     return caught.value.details() or ""
 
 
-async def test_a_cpu_takes_what_it_can_write_itself(storage: Server, exported: Exported) -> None:
+async def test_the_software_backend_registers_memory_that_it_can_write(storage: Server, exported: Exported) -> None:
     gpu = pb.CudaIpcMemory(handle=bytes(64), size=SIZE, device="0000:3b:00.0")
     async with running(storage, backend="software") as (_, client):
         assert "memory is exported_memory; " in await refusal(client, exported_memory=exported.message())
@@ -72,8 +72,8 @@ async def test_exported_memory_is_checked(storage: Server, exported: Exported) -
             ({"descriptor": bytes(4097)}, "descriptor has 4097 bytes"),
             ({"descriptor": b"garbage"}, "the memory cannot be used: "),
             ({"descriptor": exported.export.descriptor[:-1] + b"\xff"}, "the memory cannot be used: "),
-            ({"address": 0}, "at 0x0 are no memory"),
-            ({"address": 2**64 - SIZE + 1}, "are no memory"),
+            ({"address": 0}, "at 0x0 are no valid range"),
+            ({"address": 2**64 - SIZE + 1}, "are no valid range"),
             ({"size": SHAPE.raw_bytes - 1}, f"exported_memory.size is {SHAPE.raw_bytes - 1}; one chunk"),
         ):
             assert words in await refusal(client, exported_memory=exported.message(**changes))
@@ -87,7 +87,7 @@ async def test_exported_memory_is_stored_from_and_fetched_into(storage: Server, 
     exported.memory[: 3 * SHAPE.raw_bytes] = np.frombuffer(b"".join(chunks), np.uint8)
     async with running(storage, backend="doca") as (_, client):
         request = registration(client, exported_memory=exported.message())
-        client.registration = (await client.stub.RegisterMemory(request)).memory_id
+        client.memory_id = (await client.stub.RegisterMemory(request)).memory_id
         stored = await client.store(KEYS)
         assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, 3), stored.detail
         exported.memory[:] = 0x77
@@ -98,10 +98,10 @@ async def test_exported_memory_is_stored_from_and_fetched_into(storage: Server, 
 
 
 @pytest.mark.parametrize("call", ["fetch", "store"])
-async def test_memory_out_of_reach_is_a_miss_and_is_forgotten(storage: Server, exported: Exported, call: str) -> None:
+async def test_inaccessible_memory_is_a_miss_and_is_removed(storage: Server, exported: Exported, call: str) -> None:
     async with running(storage, backend="doca") as (_, client):
         request = registration(client, exported_memory=exported.message())
-        client.registration = (await client.stub.RegisterMemory(request)).memory_id
+        client.memory_id = (await client.stub.RegisterMemory(request)).memory_id
         assert (await client.store(KEYS[:2])).chunks == 2
         exported.export.close()
         answer = await (client.fetch(KEYS[:2]) if call == "fetch" else client.store(KEYS[2:]))
@@ -113,7 +113,7 @@ async def test_memory_out_of_reach_is_a_miss_and_is_forgotten(storage: Server, e
 
 
 @pytest.mark.parametrize("call", ["fetch", "store"])
-async def test_exported_memory_whose_file_shrank_is_a_miss(storage: Server, call: str) -> None:
+async def test_truncated_exported_memory_is_a_miss(storage: Server, call: str) -> None:
     with tempfile.TemporaryFile() as file:
         file.truncate(SIZE)
         mapping = mmap.mmap(file.fileno(), SIZE)
@@ -121,7 +121,7 @@ async def test_exported_memory_whose_file_shrank_is_a_miss(storage: Server, call
         memory = pb.ExportedMemory(address=export.address, size=SIZE, descriptor=export.descriptor)
         async with running(storage, backend="doca") as (_, client):
             request = registration(client, exported_memory=memory)
-            client.registration = (await client.stub.RegisterMemory(request)).memory_id
+            client.memory_id = (await client.stub.RegisterMemory(request)).memory_id
             assert (await client.store(KEYS[:2])).chunks == 2
             file.truncate(0)
             answer = await (client.fetch(KEYS[:2]) if call == "fetch" else client.store(KEYS[2:]))

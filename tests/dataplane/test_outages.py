@@ -1,4 +1,4 @@
-"""Storage that is absent, killed, frozen, restarted or out of its mind: every call ends in time with its reason."""
+"""Storage that is absent, killed, frozen, restarted or faulty: every call ends in time with its reason."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ import pytest
 from dataplane_support import Client, Fetched, Found, Server, Stored, found, keys_of, kv, layout, make_record, running
 from machine import NEVER_MS, WAIT_MAX_MS, WAIT_MAX_S, free_port, until
 
-from dpu_dataplane.sources.outage import BACKOFF_MAX
+from dpu_dataplane.sources.outage import BACKOFF_MAX_S
 from shadowserve import record, resp
 from shadowserve.keys import storage_key
 from shadowserve.proto import dataplane_pb2 as pb
@@ -40,7 +40,7 @@ async def lookup_until(client: Client, outcome: int) -> None:
 async def assert_calls_fail_at_once(client: Client) -> None:
     """Storage is known to be away: if these waited for an attempt to reach it, they would take twice as long."""
     async with asyncio.timeout(WAIT_MAX_S):
-        for _ in range(int(2 * WAIT_MAX_S / BACKOFF_MAX)):
+        for _ in range(int(2 * WAIT_MAX_S / BACKOFF_MAX_S)):
             assert (await client.lookup(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
             assert (await client.store(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
 
@@ -79,7 +79,7 @@ async def test_storage_killed_and_restarted_empty(mortal_storage: Server) -> Non
         await fetch_until(client, pb.OUTCOME_ABSENT)
         put_all(mortal_storage)
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
-        await until(lambda: daemon.metrics.storage_connections >= 2)
+        await until(lambda: daemon.metrics.totals["storage_connections"] >= 2)
 
 
 async def test_storage_killed_in_the_middle_of_a_fetch(mortal_storage: Server) -> None:
@@ -96,10 +96,10 @@ async def test_storage_killed_in_the_middle_of_a_fetch(mortal_storage: Server) -
         async with asyncio.timeout(WAIT_MAX_S):
             answer = await fetch
         assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
-        assert daemon.metrics.batches == 2
+        assert daemon.metrics.totals["batches"] == 2
 
 
-async def test_a_restart_between_two_fetches_goes_unnoticed(mortal_storage: Server) -> None:
+async def test_a_restart_of_storage_between_two_fetches_costs_no_hit(mortal_storage: Server) -> None:
     put_all(mortal_storage)
     async with running(mortal_storage) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -107,12 +107,12 @@ async def test_a_restart_between_two_fetches_goes_unnoticed(mortal_storage: Serv
         mortal_storage.kill()
         mortal_storage.start()
         put_all(mortal_storage)
-        await until(lambda: daemon.metrics.storage_connections >= 2)
+        await until(lambda: daemon.metrics.totals["storage_connections"] >= 2)
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
 
 
 @pytest.mark.parametrize("phase", ["lookup", "fetch", "store"])
-async def test_a_stalled_server_costs_a_call_its_deadline_and_no_more(mortal_storage: Server, phase: str) -> None:
+async def test_a_stalled_server_costs_a_call_at_most_its_deadline(mortal_storage: Server, phase: str) -> None:
     put_all(mortal_storage)
     async with running(mortal_storage, command_timeout_s=1.0, connect_timeout_s=0.5) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -149,7 +149,7 @@ def _ask(client: Client) -> bool:
     return False
 
 
-async def test_a_server_that_accepts_and_never_answers_from_the_start() -> None:
+async def test_a_server_that_accepts_and_never_answers_is_an_outage() -> None:
     async def ignore(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await reader.read()
@@ -266,7 +266,7 @@ LIES: dict[str, tuple[Answer, list[int]]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-async def test_a_server_that_lies_is_a_miss(liar: Liar, lie: str) -> None:
+async def test_wrong_answers_of_a_server_are_misses(liar: Liar, lie: str) -> None:
     answer_for, outcomes = LIES[lie]
     silence = 0.5 if lie == "a bulk beyond every limit" else WAIT_MAX_S  # the rest of it never comes
     async with running(f"127.0.0.1:{liar.port}", command_timeout_s=silence) as (_, client):
@@ -293,7 +293,7 @@ async def test_a_connection_that_breaks_within_a_body_is_a_miss(liar: Liar, afte
 
 
 @pytest.mark.parametrize("looked_up", [True, False])
-async def test_corruption_on_the_way_is_believed_only_the_second_time(liar: Liar, looked_up: bool) -> None:
+async def test_corruption_is_accepted_after_a_second_read(liar: Liar, looked_up: bool) -> None:
     flips = iter([True])
 
     def flip_once(command: list[bytes]) -> bytes | None:
@@ -309,11 +309,11 @@ async def test_corruption_on_the_way_is_believed_only_the_second_time(liar: Liar
             await client.lookup(KEYS)
         liar.lie = flip_once
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
-        assert daemon.metrics.deleted_records == 0
+        assert daemon.metrics.totals["deleted_records"] == 0
         assert not daemon.metrics.integrity_failures
 
 
-async def test_a_put_that_is_not_answered_ends_on_cancel_and_on_deadline(liar: Liar) -> None:
+async def test_an_unanswered_put_ends_on_cancel_and_at_the_deadline(liar: Liar) -> None:
     liar.values.clear()
     liar.lie = answering(b"SET", b"")
     async with running(f"127.0.0.1:{liar.port}") as (_, client):
@@ -328,7 +328,7 @@ async def test_a_put_that_is_not_answered_ends_on_cancel_and_on_deadline(liar: L
         assert (await client.store(KEYS)).outcome == pb.OUTCOME_COMPLETE
 
 
-async def test_a_put_that_breaks_is_tried_once_more(liar: Liar) -> None:
+async def test_a_broken_put_is_retried_once(liar: Liar) -> None:
     breaks = iter([True])
 
     async def call(lie: Answer, work: Callable[[], Awaitable[Stored]]) -> Stored:

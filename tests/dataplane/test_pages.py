@@ -1,4 +1,4 @@
-"""Chunks of pages on devices of the tiers, brought straight into paged memory: what is right, and what goes wrong."""
+"""Page loads from devices of the local tiers straight into paged memory, and their failures."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ WORD = LAYERS * BLOCKS * PAGE  # behind the pages, where the progress is told
 
 
 class Paged:
-    """Paged memory of a client: a block has the pages of all layers beside each other."""
+    """Paged memory of a client: each block has the pages of all layers."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -39,7 +39,7 @@ class Paged:
         self.memory = self.segment.memory
         self.memory[:WORD] = SPOILED
         self.blocks = np.random.default_rng(1).permutation(BLOCKS)[: CHUNKS * CHUNK_BLOCKS].tolist()
-        self.registration = 0
+        self.memory_id = 0
 
     async def register(self, shape: Any = SHAPE, **changes: Any) -> None:
         """Make it known, as it is or with changes of where its pages are."""
@@ -49,14 +49,14 @@ class Paged:
             shared_memory=pb.SharedMemory(name=self.segment.name, size=self.segment.size),
             pages=pb.PagedMemory(**(fields | changes)),
         )
-        self.registration = (await self._client.stub.RegisterMemory(request)).memory_id
+        self.memory_id = (await self._client.stub.RegisterMemory(request)).memory_id
 
     async def fetch(self, keys: list[bytes] = KEYS, **changes: Any) -> Fetched:
-        """Have chunks placed, one after the other from the first block on."""
+        """Load chunks into consecutive blocks."""
         self._jobs += 1
         fields = {
             "job_id": f"pages-{self._jobs}",
-            "memory_id": self.registration,
+            "memory_id": self.memory_id,
             "keys": keys,
             "blocks": self.blocks[: len(keys) * CHUNK_BLOCKS],
             "timeout_ms": WAIT_MAX_MS,
@@ -71,7 +71,7 @@ class Paged:
 
     @property
     def told(self) -> int:
-        """Leading layers that the word says are in place."""
+        """Leading layers in place, from the word."""
         return int(self.memory[WORD : WORD + 4].view(np.uint32)[0])
 
     def chunk(self, index: int) -> bytes:
@@ -80,7 +80,7 @@ class Paged:
         return pages[self.blocks[index * CHUNK_BLOCKS : (index + 1) * CHUNK_BLOCKS]].transpose(1, 0, 2).tobytes()
 
     def assert_right(self, answer: Fetched, count: int = CHUNKS) -> None:
-        """Check that so many chunks are in place, and nothing else was written; then spoil it."""
+        """Check that these chunks are in place and nothing else was written; then overwrite the memory."""
         assert answer.chunks == count, answer
         assert [self.chunk(index) for index in range(count)] == [kv(SHAPE, index) for index in range(count)]
         others = sorted(set(range(BLOCKS)) - set(self.blocks))
@@ -120,12 +120,12 @@ async def store_plain(client: Client) -> None:
 
 
 async def written(daemon: Daemon) -> None:
-    """Wait until the device has what was stored."""
+    """Wait until the device has the stored records."""
     await until(lambda: not tiers_in(daemon).pool.busy)
 
 
 def rot(daemon: Daemon, folder: Path, index: int, layer: int) -> None:
-    """Damage one page of a chunk where it lies on the device."""
+    """Damage one page of a chunk on the device."""
     tiers = tiers_in(daemon)
     pool = tiers.pool
     assert isinstance(pool, DevicePool)
@@ -140,20 +140,20 @@ def rot(daemon: Daemon, folder: Path, index: int, layer: int) -> None:
         file.write(b"\xff" * 8)
 
 
-async def test_pages_come_as_they_were_stored_and_layers_are_told_of(tmp_path: Path) -> None:
+async def test_pages_are_loaded_exactly_and_layers_are_reported(tmp_path: Path) -> None:
     async with stored(tmp_path) as (daemon, client, paged):
         for count in (1, 4, CHUNKS):
             answer = await paged.fetch(KEYS[:count])
             assert answer.outcome == pb.OUTCOME_COMPLETE and paged.told == LAYERS
             assert answer.delivered_bytes == count * SHAPE.raw_bytes
             paged.assert_right(answer, count)
-        assert daemon.metrics.page_bytes == (1 + 4 + CHUNKS) * SHAPE.raw_bytes
-        assert daemon.metrics.page_requests == 3, "one of each retrieval, however long it is"
+        assert daemon.metrics.totals["page_bytes"] == (1 + 4 + CHUNKS) * SHAPE.raw_bytes
+        assert daemon.metrics.totals["page_requests"] == 3, "one of each retrieval, however long it is"
         assert (await client.fetch(KEYS)).chunks == CHUNKS, "they are records as all others"
         assert [client.chunk(index) for index in range(CHUNKS)] == [kv(SHAPE, index) for index in range(CHUNKS)]
 
 
-async def test_pages_are_there_after_a_restart(tmp_path: Path) -> None:
+async def test_pages_survive_a_restart(tmp_path: Path) -> None:
     async with stored(tmp_path):
         pass
     async with running("", tiers=tiers_of(tmp_path)) as (_, client):
@@ -165,7 +165,7 @@ async def test_pages_are_there_after_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tiers", [False, True])
-async def test_chunks_of_pages_are_compressed_where_no_device_could_bring_them(storage: Server, tiers: bool) -> None:
+async def test_chunks_of_pages_are_compressed_without_devices(storage: Server, tiers: bool) -> None:
     """Symptom: raw chunks went to the storage server and came back over the link."""
     async with running(storage, **({"tiers": tiers_of()} if tiers else {})) as (_, client):
         assert not (await client.hello()).page_devices
@@ -177,7 +177,7 @@ async def test_chunks_of_pages_are_compressed_where_no_device_could_bring_them(s
         assert (await client.fetch(KEYS)).chunks == CHUNKS and client.chunk(1) == b"\x07" * SHAPE.raw_bytes
 
 
-async def test_a_data_plane_says_that_its_devices_bring_pages(tmp_path: Path) -> None:
+async def test_hello_reports_page_devices(tmp_path: Path) -> None:
     async with running("", tiers=tiers_of(tmp_path)) as (_, client):
         assert (await client.hello()).page_devices
 
@@ -188,7 +188,7 @@ async def test_a_chain_longer_than_a_hold_of_the_lock_is_one_request(
     monkeypatch.setattr("dpu_dataplane.sources.tiers.tiers.ENTRIES_PER_HOLD", 4)
     async with stored(tmp_path) as (daemon, _, paged):
         paged.assert_right(await paged.fetch())
-        assert daemon.metrics.page_requests == 1
+        assert daemon.metrics.totals["page_requests"] == 1
         tiers_in(daemon).drop(KEYS[4])
         paged.assert_right(await paged.fetch(), 4)
         assert not any(disk._uses for disk in tiers_in(daemon).pool._core.disks)
@@ -205,13 +205,13 @@ async def test_pages_of_several_devices_are_one_prefix(tmp_path: Path) -> None:
         paged = Paged(client)
         await paged.register()
         answer = await paged.fetch()
-        assert daemon.metrics.page_requests == 2, "chunks go to both in turns, and each is asked once"
+        assert daemon.metrics.totals["page_requests"] == 2, "chunks go to both in turns, and each is asked once"
         assert paged.told == LAYERS
         paged.assert_right(answer)
         paged.close()
 
 
-async def test_a_rotten_page_costs_its_chunk_and_those_behind(tmp_path: Path) -> None:
+async def test_a_corrupt_page_costs_its_chunk_and_the_later_ones(tmp_path: Path) -> None:
     async with stored(tmp_path) as (daemon, client, paged):
         rot(daemon, tmp_path, 2, layer=1)
         answer = await paged.fetch()
@@ -224,7 +224,7 @@ async def test_a_rotten_page_costs_its_chunk_and_those_behind(tmp_path: Path) ->
         assert (await client.fetch(KEYS)).outcome in (pb.OUTCOME_COMPLETE, pb.OUTCOME_ABSENT)
 
 
-async def test_what_is_not_stored_as_pages_is_absent_and_nothing_lands(tmp_path: Path) -> None:
+async def test_records_without_pages_are_absent_and_nothing_is_written(tmp_path: Path) -> None:
     async with stored(tmp_path) as (_, client, paged):
         assert (await paged.fetch(keys_of(SHAPE, CHUNKS, seed=3))).outcome == pb.OUTCOME_ABSENT
         other = layout("passthrough", "uint8", layers=LAYERS, kinds=1, vector_length=PAGE, tokens=CHUNK_BLOCKS)
@@ -250,7 +250,7 @@ async def test_pages_of_another_shape_are_a_miss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("layers", "blocks", "page"), [(LAYERS, 2, PAGE // 2), (2 * LAYERS, 1, PAGE // 2)])
-async def test_pages_of_another_shape_land_nowhere_once_they_were_read_in_their_own(
+async def test_pages_of_another_layout_are_not_written_after_a_load_in_their_own(
     tmp_path: Path, layers: int, blocks: int, page: int
 ) -> None:
     """How to read a record was remembered by its key alone: with more layers, beyond the end of its checksums."""
@@ -265,7 +265,7 @@ async def test_pages_of_another_shape_land_nowhere_once_they_were_read_in_their_
         count = CHUNKS * blocks * CHUNK_BLOCKS
         answer = await client.stub.FetchPages(
             pb.FetchPagesRequest(
-                job_id="wrong", memory_id=wrong.registration, keys=KEYS, blocks=range(count), timeout_ms=WAIT_MAX_MS
+                job_id="wrong", memory_id=wrong.memory_id, keys=KEYS, blocks=range(count), timeout_ms=WAIT_MAX_MS
             )
         )
         assert answer.outcome == pb.OUTCOME_ABSENT and not answer.delivered_bytes, answer
@@ -275,10 +275,10 @@ async def test_pages_of_another_shape_land_nowhere_once_they_were_read_in_their_
 
 
 @pytest.mark.parametrize("way", ["cancel", "deadline", "gone"])
-async def test_nothing_lands_in_pages_that_were_given_away_in_the_middle(
+async def test_nothing_is_written_to_pages_after_a_cancelled_load(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer comes once the device is done with what it has begun, and not before; then nothing lands."""
+    """The answer comes after the reads in progress, and nothing is written after it."""
     async with stored(tmp_path) as (daemon, client, paged):
         disk = tiers_in(daemon).pool._core.disks[0]
         submit, held, begun = disk.volume.device.submit, [], asyncio.Event()
@@ -318,7 +318,7 @@ async def test_nothing_lands_in_pages_that_were_given_away_in_the_middle(
                 await asyncio.sleep(0.05)
 
 
-async def test_a_device_that_fails_is_a_miss(tmp_path: Path) -> None:
+async def test_a_failed_device_is_a_miss(tmp_path: Path) -> None:
     async with stored(tmp_path) as (daemon, _, paged):
         with open(tmp_path / "tier", "r+b") as file:
             file.truncate(1 << 20)
@@ -327,7 +327,7 @@ async def test_a_device_that_fails_is_a_miss(tmp_path: Path) -> None:
         await written(daemon)
 
 
-async def test_a_client_that_makes_its_paged_memory_shorter_harms_nobody_else(tmp_path: Path) -> None:
+async def test_a_client_that_truncates_its_paged_memory_affects_no_other_client(tmp_path: Path) -> None:
     async with stored(tmp_path) as (daemon, client, paged):
         os.truncate(paged.segment.path, 4096)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -341,10 +341,8 @@ async def test_a_client_that_makes_its_paged_memory_shorter_harms_nobody_else(tm
         os.truncate(paged.segment.path, paged.segment.size)
 
 
-async def test_objects_are_not_written_over_while_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Evicted in the middle of a read, and the device filled with others: what comes is still what was stored."""
+async def test_records_are_not_overwritten_while_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record evicted during its read, on a device that is filled again, is still read exactly."""
     async with stored(tmp_path, "8MiB") as (daemon, client, paged):
         tiers = tiers_in(daemon)
         disk = tiers.pool._core.disks[0]
@@ -372,7 +370,7 @@ async def test_objects_are_not_written_over_while_they_are_read(
         paged.assert_right(await call)
 
 
-def test_where_pages_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_impossible_pages_are_refused(tmp_path: Path) -> None:
     cases = {
         "stride": {"stride": LAYERS * PAGE + 512},
         "beyond": {"blocks": BLOCKS + 1},
@@ -395,7 +393,7 @@ def test_where_pages_cannot_be_is_refused(tmp_path: Path) -> None:
                 "an odd word": {"progress": WORD + 2},
                 "a word outside": {"progress": WORD + 4096},
                 "no keys": {"keys": []},
-                "plain memory": {"memory_id": client.registration},
+                "plain memory": {"memory_id": client.memory_id},
             }.items():
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await paged.fetch(**({"keys": KEYS} | changes))  # type: ignore[arg-type]
@@ -432,8 +430,8 @@ async def expected_pages(client: Client, daemon: Daemon) -> None:
 OTHERS = keys_of(SHAPE, 1, seed=7)
 
 
-async def test_what_a_page_load_will_read_is_not_prefetched_into_memory(tmp_path: Path) -> None:
-    """Symptom (F21): each byte of a waiting request's pages was read twice, first into memory, where nobody used it."""
+async def test_records_of_pages_are_not_prefetched_into_memory(tmp_path: Path) -> None:
+    """Symptom: pages of a waiting request were read twice, first into memory without use."""
     async with running("", tiers=tiers_of(tmp_path)) as (daemon, client):
         await client.register(SHAPE, CHUNKS)
         await store_plain(client)
@@ -451,7 +449,7 @@ async def test_what_a_page_load_will_read_is_not_prefetched_into_memory(tmp_path
         paged.close()
 
 
-async def test_prefetches_give_way_to_a_page_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prefetches_pause_for_a_page_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom (F21): prefetches read from the device that a page load was waiting for."""
     async with stored(tmp_path) as (daemon, client, paged):
         prefetching = daemon._source._prefetcher  # type: ignore[attr-defined]
@@ -471,18 +469,18 @@ async def test_prefetches_give_way_to_a_page_load(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(device, "submit", hold)
         call = asyncio.ensure_future(paged.fetch())
         await begun.wait()
-        assert prefetching._fetches == 1
+        assert prefetching._gate.fetches == 1
         with tiers.lock:
             submit(held)
         paged.assert_right(await call)
-        assert prefetching._fetches == 0
+        assert prefetching._gate.fetches == 0
 
 
-async def test_pages_keep_to_the_rate_and_come_some_chunks_at_a_time(tmp_path: Path) -> None:
+async def test_page_loads_keep_to_the_rate(tmp_path: Path) -> None:
     async with stored(tmp_path) as (daemon, client, paged):
         before = moved(daemon)
         await report(client)
-        requests = daemon.metrics.page_requests
+        requests = daemon.metrics.totals["page_requests"]
         paged.assert_right(await paged.fetch())
         assert moved(daemon)["page_load"] == CHUNKS * SHAPE.raw_bytes and "page_load" not in before
-        assert daemon.metrics.page_requests > requests
+        assert daemon.metrics.totals["page_requests"] > requests

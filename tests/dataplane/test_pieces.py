@@ -1,4 +1,4 @@
-"""Pieces of several groups in one fetch: which come, in which order, and what is said of them."""
+"""Pieces of several groups in one fetch: selection, order, and reported progress."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from dataplane_support import (
 from machine import NEVER_MS, WAIT_MAX_S, until
 
 from host_control.client import DataPlaneClient, FetchPart
-from host_control.registered_memory import Registration
+from host_control.registered_memory import RegisteredMemory
 from shadowserve import record
 from shadowserve.chunk import ChunkLayout
 from shadowserve.pieces import Flags, leading_chunks, leading_layers, pack, unpack
@@ -45,7 +45,7 @@ class Group:
         self.keys = keys_of(shape, count, seed)
         self.records = [make_record(shape, key, seed + index) for index, key in enumerate(self.keys)]
         self.segment: Segment
-        self.registration = 0
+        self.memory_id = 0
 
     def store(self, server: Server, *, without: Sequence[int] = ()) -> None:
         for index, (key, data) in enumerate(zip(self.keys, self.records, strict=True)):
@@ -54,7 +54,7 @@ class Group:
 
     async def register(self, client: Client) -> "Group":
         await client.register(self.shape, len(self.keys))
-        self.segment, self.registration = client.segment, client.registration
+        self.segment, self.memory_id = client.segment, client.memory_id
         self.segment.memory[:] = 0xEE
         return self
 
@@ -64,7 +64,7 @@ class Group:
 
     def part(self, pieces: Flags | None = None, **changes: Any) -> pb.FetchPart:
         fields = {
-            "memory_id": self.registration,
+            "memory_id": self.memory_id,
             "offset": 0,
             "length": self.segment.size,
             "keys": self.keys,
@@ -73,7 +73,7 @@ class Group:
         return pb.FetchPart(**(fields | changes))
 
     def pieces(self, data: bytes) -> Flags:
-        """Return what an answer says is in place, after a look at the bytes of just these pieces."""
+        """Return the delivered pieces of an answer, and check their bytes."""
         there = unpack(data, self.shape.layers, len(self.keys))
         size = self.shape.raw_bytes // self.shape.layers
         for layer, chunk in np.argwhere(there).tolist():
@@ -106,7 +106,9 @@ async def fetch(client: Client, parts: Sequence[pb.FetchPart], order: int, **cha
 
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
 @pytest.mark.parametrize("order", ORDERS)
-async def test_groups_of_unlike_shapes_come_in_one_call(storage: Server, way: dict[str, Any], order: int) -> None:
+async def test_groups_of_different_layouts_are_fetched_in_one_call(
+    storage: Server, way: dict[str, Any], order: int
+) -> None:
     async with running(storage, **way) as (_, client):
         groups = await groups_of(client, storage)
         answer = await fetch(client, [group.part() for group in groups], order)
@@ -116,7 +118,7 @@ async def test_groups_of_unlike_shapes_come_in_one_call(storage: Server, way: di
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_one_absent_chunk_costs_its_group_what_is_behind_it_and_the_other_nothing(
+async def test_an_absent_chunk_costs_its_group_the_later_chunks_only(
     client: Client, storage: Server, order: int
 ) -> None:
     groups = await groups_of(client, storage, without=[2])
@@ -129,7 +131,7 @@ async def test_one_absent_chunk_costs_its_group_what_is_behind_it_and_the_other_
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_only_what_is_wanted_is_fetched(client: Client, storage: Server, order: int) -> None:
+async def test_only_wanted_pieces_are_fetched(client: Client, storage: Server, order: int) -> None:
     groups = await groups_of(client, storage, without=[4])  # nothing is wanted of that one
     random = np.random.default_rng(0)
     wanted = [random.random(group.all.shape) < 0.5 for group in groups]
@@ -156,7 +158,7 @@ def _ranges(data: bytes, layers: Flags) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_what_one_batch_has_no_room_for_is_asked_for_again(storage: Server, order: int) -> None:
+async def test_pieces_beyond_the_buffers_are_fetched_by_the_next_call(storage: Server, order: int) -> None:
     groups = [Group(shape, 6, 10 * seed) for seed, shape in enumerate(LARGE)]
     async with running(storage, decompression_buffer_bytes="1MiB", dma_source_buffer_bytes="1MiB") as (_, client):
         for group in groups:
@@ -182,7 +184,7 @@ async def test_what_one_batch_has_no_room_for_is_asked_for_again(storage: Server
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-async def test_a_host_asks_for_what_is_missing_until_all_is_there(storage: Server, layerwise: bool) -> None:
+async def test_a_host_fetches_again_until_all_pieces_are_in_place(storage: Server, layerwise: bool) -> None:
     groups = [Group(shape, 6, 10 * seed) for seed, shape in enumerate(LARGE)]
     for group in groups:
         group.store(storage)
@@ -190,7 +192,8 @@ async def test_a_host_asks_for_what_is_missing_until_all_is_there(storage: Serve
     def run(address: str) -> tuple[list[str], list[bytes]]:
         with contextlib.closing(DataPlaneClient(address, connect_timeout_s=WAIT_MAX_S)) as plane:
             memories = [
-                Registration(plane, [each.shape], len(each.keys) * each.shape.raw_bytes, WAIT_MAX_S) for each in groups
+                RegisteredMemory(plane, [each.shape], len(each.keys) * each.shape.raw_bytes, WAIT_MAX_S)
+                for each in groups
             ]
             try:
                 segments = [memory.acquire(WAIT_MAX_S) for memory in memories]
@@ -220,7 +223,7 @@ async def test_a_host_asks_for_what_is_missing_until_all_is_there(storage: Serve
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_a_damaged_layer_is_told_from_those_around_it(redis: Server, order: int) -> None:
+async def test_a_damaged_layer_does_not_affect_its_neighbours(redis: Server, order: int) -> None:
     async with running(redis, delete_corrupt=False) as (daemon, client):
         groups = await groups_of(client, redis)
         victim, layer = groups[0], 3
@@ -242,7 +245,7 @@ async def test_a_damaged_layer_is_told_from_those_around_it(redis: Server, order
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_cancelled_pieces_are_quiet_and_what_is_said_to_be_there_is(mortal_storage: Server, order: int) -> None:
+async def test_cancelled_fetches_are_quiet_and_reported_pieces_are_in_place(mortal_storage: Server, order: int) -> None:
     async with running(mortal_storage) as (_, client):
         groups = await groups_of(client, mortal_storage)
         parts = [group.part() for group in groups]
@@ -295,7 +298,7 @@ async def test_more_pieces_than_a_call_may_name_are_refused_before_they_take_mem
         await client.stub.Fetch(client.fetch_request([bytes(32)] * 60000))
 
 
-async def test_one_unknown_memory_is_told_before_anything_moves(client: Client, storage: Server) -> None:
+async def test_one_unknown_memory_ends_the_call_before_a_byte_moves(client: Client, storage: Server) -> None:
     first, second = await groups_of(client, storage)
     answer = await fetch(client, [first.part(), second.part(memory_id=12345)], pb.ORDER_CHUNKS)
     assert (answer.outcome, list(answer.delivered)) == (pb.OUTCOME_UNKNOWN_MEMORY, [])

@@ -1,4 +1,4 @@
-"""What waiting requests will fetch is in memory before they run: told by hosts, brought from devices and storage."""
+"""Prefetching: records of waiting requests are in memory before the requests run."""
 
 import asyncio
 import random
@@ -27,8 +27,8 @@ from test_tiers import cool, storage_away, tiers_in, tiers_of
 
 from dpu_dataplane.server import Daemon
 from dpu_dataplane.shared_rate import Mover
-from dpu_dataplane.sources.source import Cold, Stored
-from dpu_dataplane.sources.tiers import prefetching
+from dpu_dataplane.sources.found import Cold, Stored
+from dpu_dataplane.sources.tiers import prefetcher
 from dpu_dataplane.sources.tiers.tiers import address_of
 from shadowserve.pool.next_use import REQUESTS_MAX
 from shadowserve.proto import dataplane_pb2 as pb
@@ -49,7 +49,7 @@ class Queue:
     async def say(
         self, told: dict[int, list[bytes]] | None = None, order: Sequence[int] = (), **changes: Any
     ) -> pb.ExpectResponse:
-        """Say what has changed; by default everything that is to be said."""
+        """Send the changes of the queue; by default the whole queue."""
         self.number += 1
         namespace = self._client.shape.namespace
         fields: dict[str, Any] = {
@@ -81,8 +81,8 @@ def resident(daemon: Daemon, keys: Iterable[bytes]) -> list[bool]:
         return [item is not None and item.value is not None for item in items]
 
 
-def prefetching_in(daemon: Daemon) -> prefetching.Prefetcher:
-    found: prefetching.Prefetcher = daemon._source._prefetcher  # type: ignore[attr-defined]
+def prefetching_in(daemon: Daemon) -> prefetcher.Prefetcher:
+    found: prefetcher.Prefetcher = daemon._source._prefetcher  # type: ignore[attr-defined]
     return found
 
 
@@ -97,7 +97,7 @@ def assert_right(client: Client, answer: Fetched) -> None:
 
 
 @pytest.mark.parametrize("devices", [True, False])
-async def test_what_a_waiting_request_will_fetch_is_in_memory_before_it_does(
+async def test_records_of_a_waiting_request_are_prefetched_into_memory(
     mortal_storage: Server, tmp_path: Path, devices: bool
 ) -> None:
     put_chain(mortal_storage, CHAINS[0])
@@ -113,10 +113,10 @@ async def test_what_a_waiting_request_will_fetch_is_in_memory_before_it_does(
         assert prefetched_bytes(daemon) == {"storage": sizes}
         await queue.say(gone=[1])
         await until(lambda: not prefetching_in(daemon)._prefetched)
-        assert daemon.metrics.prefetch_wasted_bytes == 0
+        assert daemon.metrics.totals["prefetch_wasted_bytes"] == 0
 
 
-async def test_what_lies_on_a_device_is_brought_into_memory(tmp_path: Path) -> None:
+async def test_records_on_a_device_are_prefetched_into_memory(tmp_path: Path) -> None:
     async with running("", tiers=tiers_of(tmp_path)) as (daemon, client):
         await client.register(SHAPE, 6)
         for index in range(6):
@@ -132,7 +132,7 @@ async def test_what_lies_on_a_device_is_brought_into_memory(tmp_path: Path) -> N
         assert daemon.metrics.tier_records["device"] == before and set(prefetched_bytes(daemon)) == {"device"}
 
 
-async def test_only_what_runs_next_and_arrives_in_time_is_prefetched(storage: Server) -> None:
+async def test_only_the_next_requests_are_prefetched_and_only_in_time(storage: Server) -> None:
     for chain in CHAINS:
         put_chain(storage, chain)
     async with running(storage, tiers=tiers_of() | {"ahead_requests": 2}) as (daemon, client):
@@ -147,8 +147,8 @@ async def test_only_what_runs_next_and_arrives_in_time_is_prefetched(storage: Se
         await until(lambda: all(resident(daemon, CHAINS[0] + CHAINS[1])))
 
 
-async def test_what_storage_has_to_fetch_itself_is_prefetched_too_and_begins_earlier(storage: Server) -> None:
-    """Of the second chain storage says that it would have to fetch it, slowly."""
+async def test_cold_records_are_prefetched_earlier(storage: Server) -> None:
+    """Report the second chain as cold."""
     for chain in CHAINS[:2]:
         put_chain(storage, chain)
     async with running(storage, tiers=tiers_of() | {"ahead_requests": 1}) as (daemon, client):
@@ -174,7 +174,7 @@ async def test_what_storage_has_to_fetch_itself_is_prefetched_too_and_begins_ear
         assert prefetched_bytes(daemon) == {"storage": sizes[0], "cold": sizes[1]}
 
 
-async def test_prefetch_gives_way_to_a_fetch_and_is_not_had_twice(mortal_storage: Server) -> None:
+async def test_prefetches_pause_for_a_fetch_and_no_record_is_read_twice(mortal_storage: Server) -> None:
     for chain in CHAINS[:2]:
         put_chain(mortal_storage, chain)
     async with running(mortal_storage, tiers=tiers_of()) as (daemon, client):
@@ -196,17 +196,21 @@ async def test_prefetch_gives_way_to_a_fetch_and_is_not_had_twice(mortal_storage
             await Queue(client).say({1: CHAINS[0], 2: CHAINS[1]})
             await begun.wait()
             fetching = asyncio.create_task(client.fetch(CHAINS[0]))
-            await until(lambda: own._fetches)
+            await until(lambda: own._gate.fetches)
         finally:
             mortal_storage.thaw()
         assert_right(client, await fetching)
         await until(lambda: all(resident(daemon, CHAINS[1])))
-        received = sum(prefetched_bytes(daemon).values()) + daemon.metrics.fetched_bytes - daemon.metrics.tier_bytes
+        received = (
+            sum(prefetched_bytes(daemon).values())
+            + daemon.metrics.totals["fetched_bytes"]
+            - daemon.metrics.totals["tier_bytes"]
+        )
         both = sum(len(make_record(SHAPE, key, index)) for chain in CHAINS[:2] for index, key in enumerate(chain))
         assert received <= both, "something came twice"
 
 
-async def test_what_runs_last_goes_first_where_memory_is_short(storage: Server) -> None:
+async def test_records_of_the_last_requests_are_evicted_first(storage: Server) -> None:
     """Records of two waiting requests, then more of others than there is room for."""
     size = len(make_record(SHAPE, CHAINS[0][0], 0))
     async with running(storage, tiers=tiers_of(memory=f"{20 * size}") | {"ahead_requests": 0}) as (daemon, client):
@@ -230,7 +234,7 @@ async def test_what_runs_last_goes_first_where_memory_is_short(storage: Server) 
         assert resident(daemon, CHAINS[1]) == [True] * 6 and resident(daemon, CHAINS[0][-4:]) == [False] * 4
 
 
-async def test_memory_alone_keeps_what_is_waited_for() -> None:
+async def test_a_pool_without_devices_keeps_records_of_waiting_requests() -> None:
     size = len(make_record(SHAPE, CHAINS[0][0], 0))
     async with running("", tiers=tiers_of(memory=f"{16 * size}")) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -253,10 +257,10 @@ async def test_memory_alone_keeps_what_is_waited_for() -> None:
 # ---- When things go wrong
 
 
-async def test_an_published_request_that_never_comes_leaves_nothing_held(
+async def test_a_waiting_request_that_never_fetches_leaves_no_record_held(
     storage: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetching, "_LINGER_S", 0.2)
+    monkeypatch.setattr(prefetcher, "_LINGER_S", 0.2)
     put_chain(storage, CHAINS[0])
     async with running(storage, tiers=tiers_of(tmp_path)) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -264,22 +268,22 @@ async def test_an_published_request_that_never_comes_leaves_nothing_held(
         own, tiers = prefetching_in(daemon), tiers_in(daemon)
         await until(lambda: len(own._prefetched) == 6)
         await until(lambda: not own._requests)
-        assert not own._prefetched and own._ahead_bytes == 0 and len(tiers.pool.next_use) == 0
-        assert daemon.metrics.prefetch_wasted_bytes == prefetched_bytes(daemon)["storage"] > 0
+        assert not own._prefetched and own._prefetched_bytes == 0 and len(tiers.pool.next_use) == 0
+        assert daemon.metrics.totals["prefetch_wasted_bytes"] == prefetched_bytes(daemon)["storage"] > 0
         await until(lambda: not tiers.pool.busy)
         with tiers.lock:
             while tiers.pool._core.copies.make_room():
-                """All that nobody holds goes."""
+                """Evict all records that are not held."""
         assert not any(resident(daemon, CHAINS[0]))
 
 
-async def test_messages_out_of_order_are_passed_over_and_missing_ones_asked_for(storage: Server) -> None:
+async def test_late_messages_are_ignored_and_missing_ones_requested(storage: Server) -> None:
     async with running(storage, tiers=tiers_of(), hosts_max=2) as (daemon, client):
         await client.register(SHAPE, 6)
         own, queue = prefetching_in(daemon), Queue(client)
 
         def waiting() -> list[Any]:
-            return [request.expected.name[-1] for request in own._order]  # type: ignore[index]
+            return [request.waiting.name[-1] for request in own._order]  # type: ignore[index]
 
         queue.number = 6
         assert (await queue.say({1: CHAINS[0]})).again, "nothing is known of this queue"
@@ -319,7 +323,7 @@ async def test_messages_out_of_order_are_passed_over_and_missing_ones_asked_for(
         ("arrivals", [pb.Arrival(chains=[pb.KeyChain(namespace=bytes(32))] * 5000)]),
     ],
 )
-async def test_absurd_numbers_are_refused_before_anything_is_kept(storage: Server, field: str, value: Any) -> None:
+async def test_absurd_numbers_are_refused_before_anything_is_allocated(storage: Server, field: str, value: Any) -> None:
     async with running(storage, tiers=tiers_of()) as (daemon, client):
         await client.register(SHAPE, 1)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -328,7 +332,7 @@ async def test_absurd_numbers_are_refused_before_anything_is_kept(storage: Serve
         assert not prefetching_in(daemon)._requests
 
 
-async def test_a_host_has_its_share_of_what_is_expected_and_no_more(storage: Server) -> None:
+async def test_a_host_has_its_share_of_waiting_requests(storage: Server) -> None:
     async with running(storage, tiers=tiers_of(), hosts_max=4) as (daemon, client):
         await client.register(SHAPE, 1)
         queue, own = Queue(client), prefetching_in(daemon)
@@ -343,13 +347,13 @@ async def test_a_host_has_its_share_of_what_is_expected_and_no_more(storage: Ser
         assert len(own._order) == 2
 
 
-async def test_a_data_plane_without_tiers_says_that_it_makes_no_use_of_it(storage: Server) -> None:
+async def test_a_data_plane_without_tiers_answers_that_it_does_not_prefetch(storage: Server) -> None:
     async with running(storage) as (_, client):
         await client.register(SHAPE, 1)
         assert (await Queue(client).say({1: CHAINS[0]})).unused
 
 
-async def test_storage_that_goes_away_in_the_middle_costs_only_what_had_not_come(mortal_storage: Server) -> None:
+async def test_a_storage_failure_during_a_fetch_costs_only_missing_pieces(mortal_storage: Server) -> None:
     put_chain(mortal_storage, CHAINS[0])
     async with running(mortal_storage, tiers=tiers_of()) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -376,7 +380,7 @@ async def test_storage_that_goes_away_in_the_middle_costs_only_what_had_not_come
         assert_right(client, await client.fetch(CHAINS[0]))
 
 
-async def test_a_record_that_is_damaged_is_not_prefetched(redis: Server) -> None:
+async def test_a_damaged_record_is_not_prefetched(redis: Server) -> None:
     put_chain(redis, CHAINS[0])
     record = bytearray(make_record(SHAPE, CHAINS[0][2], 2))
     record[-9] ^= 4
@@ -391,9 +395,7 @@ async def test_a_record_that_is_damaged_is_not_prefetched(redis: Server) -> None
         assert (answer.chunks, answer.outcome) == (2, pb.OUTCOME_CORRUPT)
 
 
-async def test_a_device_that_dies_or_rots_in_the_middle_costs_a_look_into_storage(
-    storage: Server, tmp_path: Path
-) -> None:
+async def test_records_of_a_failed_device_are_read_from_storage(storage: Server, tmp_path: Path) -> None:
     put_chain(storage, CHAINS[0])
     async with running(storage, tiers=tiers_of(tmp_path) | {"ahead_requests": 0}) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -410,7 +412,7 @@ async def test_a_device_that_dies_or_rots_in_the_middle_costs_a_look_into_storag
                 read(item, start, end, done)
 
         tiers.pool.read = fail  # type: ignore[method-assign]
-        own._prefetch.requests = 4
+        own._policy.requests = 4
         await Queue(client).say({1: CHAINS[0]})
         await until(lambda: len(failed) == 3)
         assert_right(client, await client.fetch(CHAINS[0]))
@@ -430,14 +432,12 @@ async def test_prefetched_records_under_pressure_leave_room_for_fetches(storage:
             other = keys_of(SHAPE, 6, seed=seed)
             put_chain(storage, other)
             assert_right(client, await client.fetch(other))
-            assert own._ahead_bytes <= tiers.batch_bytes_max
+            assert own._prefetched_bytes <= tiers.batch_bytes_max
         for chain in CHAINS:
             assert_right(client, await client.fetch(chain))
 
 
-async def test_a_daemon_that_is_killed_while_it_prefetches_recovers_and_asks_anew(
-    storage: Server, tmp_path: Path
-) -> None:
+async def test_a_daemon_killed_during_prefetching_recovers(storage: Server, tmp_path: Path) -> None:
     chance = random.Random(7)
     for chain in CHAINS:
         put_chain(storage, chain)
@@ -464,8 +464,8 @@ async def test_a_daemon_that_is_killed_while_it_prefetches_recovers_and_asks_ane
 # ---- Beside an engine that decodes
 
 
-async def test_prefetches_wait_for_their_turn_and_are_dropped_once_their_request_begins(storage: Server) -> None:
-    """Symptom: prefetches went at the speed of the link beside an engine that decoded."""
+async def test_prefetches_wait_for_turns_and_are_dropped_when_their_request_begins(storage: Server) -> None:
+    """Symptom: prefetches used all of the link beside a decoding engine."""
     chain = CHAINS[0]
     put_chain(storage, chain)
     async with running(storage, tiers=tiers_of(), shares_host_memory=True) as (daemon, client):
@@ -485,7 +485,7 @@ async def test_prefetches_wait_for_their_turn_and_are_dropped_once_their_request
         )
 
 
-async def test_a_fetch_is_not_kept_from_what_is_being_prefetched_for_it(storage: Server) -> None:
+async def test_a_fetch_gets_records_whose_prefetch_is_in_progress(storage: Server) -> None:
     chain = CHAINS[0]
     put_chain(storage, chain)
     async with running(storage, tiers=tiers_of(), shares_host_memory=True) as (daemon, client):

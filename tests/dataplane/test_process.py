@@ -1,4 +1,4 @@
-"""The daemon as a process: starting, stopping, being killed, and what memory it takes."""
+"""The daemon as a process: start, stop, kill, and memory."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ def metrics(port: int) -> str:
 
 
 @pytest.mark.usefixtures("background")
-async def test_in_a_scripts_background_an_interrupt_is_not_for_the_daemon(storage: Server, tmp_path: Path) -> None:
+async def test_a_daemon_in_the_background_ignores_sigint(storage: Server, tmp_path: Path) -> None:
     daemon = DaemonProcess(storage, tmp_path)
     assert ignores(daemon.process.pid, signal.SIGINT)
     assert await asyncio.to_thread(daemon.stop, signal.SIGTERM) == 0
@@ -85,9 +85,7 @@ async def test_sigterm_while_fetching_answers_and_exits(mortal_storage: Server, 
         assert "cancelling 2 jobs" in log and "Traceback" not in log
 
 
-async def test_cancelled_jobs_answer_though_the_daemon_stood_still_beyond_its_shutdown_time(
-    mortal_storage: Server, tmp_path: Path
-) -> None:
+async def test_cancelled_jobs_answer_after_the_daemon_was_suspended(mortal_storage: Server, tmp_path: Path) -> None:
     for index, key in enumerate(KEYS):
         mortal_storage.put(key, make_record(SHAPE, key, index))
     daemon = DaemonProcess(mortal_storage, tmp_path, command_timeout_s=NEVER_S, shutdown_timeout_s=2)
@@ -124,7 +122,7 @@ async def test_sigterm_lets_a_short_job_finish(mortal_storage: Server, tmp_path:
         assert await asyncio.to_thread(daemon.process.wait, WAIT_MAX_S) == 0
 
 
-async def test_a_killed_daemon_ends_calls_and_its_successor_asks_to_register(storage: Server, tmp_path: Path) -> None:
+async def test_after_a_kill_calls_end_and_the_new_daemon_requires_registration(storage: Server, tmp_path: Path) -> None:
     storage.put(KEYS[0], make_record(SHAPE, KEYS[0], 0))
     port = free_port()
     daemon = DaemonProcess(storage, tmp_path, listen=f"127.0.0.1:{port}")
@@ -137,7 +135,7 @@ async def test_a_killed_daemon_ends_calls_and_its_successor_asks_to_register(sto
             await client.fetch(KEYS[:1])
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
     successor = DaemonProcess(storage, tmp_path, listen=f"127.0.0.1:{port}")
-    old = client.registration
+    old = client.memory_id
     async with client_of(successor) as client:
         await client.register(SHAPE, 1)
         assert (await client.fetch(KEYS[:1], memory_id=old)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
@@ -145,7 +143,7 @@ async def test_a_killed_daemon_ends_calls_and_its_successor_asks_to_register(sto
         assert successor.stop() == 0
 
 
-def test_a_second_daemon_on_the_same_port_says_so(storage: Server, tmp_path: Path) -> None:
+def test_a_second_daemon_on_the_same_port_refuses_to_start(storage: Server, tmp_path: Path) -> None:
     first = DaemonProcess(storage, tmp_path)
     try:
         command = [sys.executable, "-m", "shadowserve_tools", "dpu", "--listen", first.address]
@@ -181,7 +179,7 @@ def test_stages_divide_the_cores_of_the_process(monkeypatch: pytest.MonkeyPatch)
         DataPlaneConfig(cores=[16, 17], decompress_cores=[3]).stage_cores()
 
 
-def test_on_few_cores_only_network_threads_are_held_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_few_cores_only_network_threads_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5})
     stages = DataPlaneConfig(connections=3).stage_cores()
     assert stages["net"] == [4, 5, 4]
@@ -200,7 +198,7 @@ def test_on_few_cores_only_network_threads_are_held_to_one(monkeypatch: pytest.M
         (["--decompression-buffer-bytes", "17 parsecs"], ["decompression_buffer_bytes"]),
     ],
 )
-def test_a_configuration_that_cannot_be_used_names_the_key(flags: list[str], words: list[str]) -> None:
+def test_an_unusable_configuration_names_the_key(flags: list[str], words: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "shadowserve_tools", "dpu", *flags], capture_output=True, text=True, timeout=WAIT_MAX_S
     )
@@ -220,7 +218,7 @@ def repository() -> Path:
     return Path(__file__).parents[2]
 
 
-async def test_memory_does_not_grow_with_prompts_or_rounds(storage: Server, tmp_path: Path) -> None:
+async def test_memory_does_not_grow_with_prompts_or_batches(storage: Server, tmp_path: Path) -> None:
     shape = layout(vector_length=1024)  # 256 KiB a chunk, 8 slices
     prompt = keys_of(shape, 2048)  # as long as a prompt of 512K tokens in chunks of 256
     for key in prompt[:16]:

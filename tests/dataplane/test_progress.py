@@ -1,4 +1,4 @@
-"""How far the layers are, said while a fetch goes on, in a word beside them; and that it is quiet afterwards."""
+"""Layer progress in a word of shared memory during a fetch, and quiet memory afterwards."""
 
 import asyncio
 import sys
@@ -50,7 +50,7 @@ def request(client: Client, keys: list[bytes], **changes: Any) -> pb.FetchReques
 
 
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
-async def test_all_layers_are_said_to_be_in_place_and_nothing_after_the_answer(
+async def test_all_layers_are_reported_and_nothing_is_written_after_the_answer(
     storage: Server, way: dict[str, Any]
 ) -> None:
     async with running(storage, **way) as (_, client):
@@ -65,7 +65,7 @@ async def test_all_layers_are_said_to_be_in_place_and_nothing_after_the_answer(
 
 
 @pytest.mark.parametrize("layer", range(SHAPE.layers))
-async def test_a_damaged_layer_is_never_said_to_be_there(redis: Server, layer: int) -> None:
+async def test_a_damaged_layer_is_not_reported_as_in_place(redis: Server, layer: int) -> None:
     async with running(redis, delete_corrupt=False) as (_, client):
         keys = await prepared(client, redis)
         damaged = bytearray(make_record(SHAPE, keys[2], 2))
@@ -80,7 +80,7 @@ async def test_a_damaged_layer_is_never_said_to_be_there(redis: Server, layer: i
         assert word.get() == leading_layers(there, np.ones_like(there)) <= layer
 
 
-async def test_layers_of_which_nothing_is_wanted_count_as_there(client: Client, storage: Server) -> None:
+async def test_layers_without_wanted_pieces_count_as_in_place(client: Client, storage: Server) -> None:
     keys = await prepared(client, storage)
     wanted = np.zeros((SHAPE.layers, CHUNKS), np.bool_)
     wanted[2, 1:] = wanted[4, :3] = True
@@ -89,7 +89,7 @@ async def test_layers_of_which_nothing_is_wanted_count_as_there(client: Client, 
     assert answer.outcome == pb.OUTCOME_COMPLETE and word.get() == SHAPE.layers
 
 
-async def test_what_the_buffers_do_not_hold_is_not_said_to_be_there(storage: Server) -> None:
+async def test_pieces_beyond_the_buffers_are_not_reported(storage: Server) -> None:
     shape = layout(layers=6, vector_length=2048)
     async with running(storage, decompression_buffer_bytes="1MiB", dma_source_buffer_bytes="1MiB") as (_, client):
         keys = keys_of(shape, 6)
@@ -111,7 +111,7 @@ async def test_what_the_buffers_do_not_hold_is_not_said_to_be_there(storage: Ser
         assert outcomes[-1] == pb.OUTCOME_COMPLETE and len(outcomes) > 3
 
 
-async def test_a_cancelled_fetch_says_nothing_more(mortal_storage: Server) -> None:
+async def test_a_cancelled_fetch_reports_no_more_layers(mortal_storage: Server) -> None:
     async with running(mortal_storage) as (_, client):
         keys = await prepared(client, mortal_storage)
         assert (await client.stub.Fetch(request(client, keys))).outcome == pb.OUTCOME_COMPLETE
@@ -128,7 +128,7 @@ async def test_a_cancelled_fetch_says_nothing_more(mortal_storage: Server) -> No
         assert word.get() == SENTINEL
 
 
-async def test_in_the_order_of_chunks_all_of_them_are_said_to_be_in_place(storage: Server) -> None:
+async def test_in_chunk_order_all_chunks_are_reported(storage: Server) -> None:
     async with running(storage) as (_, client):
         keys = await prepared(client, storage)
         word = Word(client)
@@ -137,7 +137,7 @@ async def test_in_the_order_of_chunks_all_of_them_are_said_to_be_in_place(storag
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-async def test_a_damaged_chunk_is_never_said_to_be_there(redis: Server, chunk: int) -> None:
+async def test_a_damaged_chunk_is_not_reported_as_in_place(redis: Server, chunk: int) -> None:
     async with running(redis, delete_corrupt=False) as (_, client):
         keys = await prepared(client, redis)
         damaged = bytearray(make_record(SHAPE, keys[chunk], chunk))
@@ -150,7 +150,7 @@ async def test_a_damaged_chunk_is_never_said_to_be_there(redis: Server, chunk: i
         assert word.get() == leading_chunks(there, np.ones_like(there)) <= chunk
 
 
-async def test_a_chunk_is_in_place_once_every_part_has_it(client: Client, storage: Server) -> None:
+async def test_a_chunk_counts_once_all_parts_have_it(client: Client, storage: Server) -> None:
     """The second part has one chunk: with the others of the first it has nothing to do."""
     keys = await prepared(client, storage)
     absent = keys_of(SHAPE, CHUNKS + 1)[-1]
@@ -165,15 +165,15 @@ async def test_a_chunk_is_in_place_once_every_part_has_it(client: Client, storag
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"progress": 0}, "outside the part's region"),
-        ({"progress": CHUNKS * SHAPE.raw_bytes - 4}, "outside the part's region"),
+        ({"progress": 0}, "outside the regions of the parts"),
+        ({"progress": CHUNKS * SHAPE.raw_bytes - 4}, "outside the regions of the parts"),
         ({"progress": CHUNKS * SHAPE.raw_bytes + 2}, "multiple of 4"),
-        ({"progress": CHUNKS * SHAPE.raw_bytes + 64}, "with 4 bytes behind it"),
-        ({"progress": 2**64 - 4}, "with 4 bytes behind it"),
+        ({"progress": CHUNKS * SHAPE.raw_bytes + 64}, "at least 4 bytes before the end"),
+        ({"progress": 2**64 - 4}, "at least 4 bytes before the end"),
     ],
     ids=str,
 )
-async def test_a_word_where_none_can_be_is_refused(
+async def test_a_misplaced_progress_word_is_refused(
     client: Client, storage: Server, changes: dict[str, Any], says: str
 ) -> None:
     keys = await prepared(client, storage)
@@ -182,8 +182,8 @@ async def test_a_word_where_none_can_be_is_refused(
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_of_more_chunks_than_a_batch_counts_the_first_are_told(storage: Server) -> None:
-    """The C core counts 4,096 of a batch; what is behind them is there with the answer."""
+async def test_progress_of_more_chunks_than_a_batch_counts_covers_the_first(storage: Server) -> None:
+    """The C core counts 4,096 chunks of a batch; later ones are in the answer."""
     count = 4200
     shape = layout(layers=1)
     async with running(storage) as (_, client):

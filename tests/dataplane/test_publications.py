@@ -1,4 +1,4 @@
-"""Chunks that a host is about to store: other data planes' lookups tell of them, and nothing depends on that."""
+"""Published keys of other data planes in lookups; they are hints only."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,7 +19,7 @@ LASTS_MS = 60_000
 
 
 async def look(client: Client, *chains: list[bytes], published: bool = True) -> tuple[list[Any], list[Any] | None]:
-    """Return what is present of each chain, and what is published; None where the answer does not tell."""
+    """Return the stored and the published chunks of each chain; None if the answer has no publications."""
     request = pb.LookupRequest(
         chains=[pb.KeyChain(keys=keys, namespace=SHAPE.namespace) for keys in chains],
         timeout_ms=WAIT_MAX_MS,
@@ -46,7 +46,7 @@ async def until_true(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_another_data_plane_hears_of_what_is_published_and_then_of_what_is_there(tmp_path: Path) -> None:
+async def test_another_data_plane_sees_published_keys_and_then_stored_ones(tmp_path: Path) -> None:
     server = Server("storage_kv", tmp_path).start()
     try:
         async with running(server) as (_, prefill), running(server) as (_, decode):
@@ -63,7 +63,7 @@ async def test_another_data_plane_hears_of_what_is_published_and_then_of_what_is
         server.kill()
 
 
-async def test_a_data_plane_that_ends_takes_its_publications_along(tmp_path: Path) -> None:
+async def test_publications_end_with_their_data_plane(tmp_path: Path) -> None:
     server = Server("storage_kv", tmp_path).start()
     try:
         async with running(server) as (_, decode):
@@ -79,7 +79,7 @@ async def test_a_data_plane_that_ends_takes_its_publications_along(tmp_path: Pat
         server.kill()
 
 
-async def test_a_store_that_died_with_its_publications_is_asked_anew(tmp_path: Path) -> None:
+async def test_publications_are_read_again_after_a_restart_of_storage(tmp_path: Path) -> None:
     server = Server("storage_kv", tmp_path).start()
     try:
         async with running(server) as (_, client):
@@ -114,7 +114,7 @@ async def test_too_many_publications_are_refused_and_lookups_go_on(tmp_path: Pat
         server.kill()
 
 
-async def test_redis_in_our_place_takes_no_publications_and_all_else_is_as_it_was(tmp_path: Path) -> None:
+async def test_redis_takes_no_publications_and_serves_all_other_calls(tmp_path: Path) -> None:
     server = Server("redis", tmp_path).start()
     try:
         async with running(server) as (_, client):
@@ -126,7 +126,7 @@ async def test_redis_in_our_place_takes_no_publications_and_all_else_is_as_it_wa
         server.kill()
 
 
-async def test_a_cluster_takes_no_publications_and_all_else_is_as_it_was(tmp_path: Path) -> None:
+async def test_a_cluster_takes_no_publications_and_serves_all_other_calls(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, replicas=0).start()
     try:
         async with Daemon(cluster_config(cluster)) as daemon:

@@ -1,4 +1,4 @@
-"""Keys that hosts publish: each host has a share, no host withdraws another's, and tiers without storage know them."""
+"""Published keys: shares of hosts, withdrawals, and tiers without storage."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from dpu_dataplane.server import Daemon
 from host_control.client import DataPlaneClient
 from host_control.disaggregation import Disaggregation
 from host_control.lookup import LookupAnswer, PrefixLookup
-from host_control.registered_memory import Registration
+from host_control.registered_memory import RegisteredMemory
 from host_control.store import StoreQueue
 from shadowserve.errors import StorageRefusedError
 from shadowserve.keys import prefix_chain, record_keys
@@ -42,7 +42,7 @@ async def publish(client: Client, keys: list[bytes], lasts_ms: int = LASTS_MS, *
 
 
 async def pending(client: Client, keys: list[bytes] = KEYS) -> list[bool] | None:
-    """Return which keys are pending, as a lookup says; None where it does not say."""
+    """Look keys up, and return the pending ones; None if the answer has none of this."""
     chain = pb.KeyChain(keys=keys, namespace=SHAPE.namespace)
     answer = await client.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=WAIT_MAX_MS, published=True))
     assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
@@ -60,7 +60,7 @@ async def another(daemon: Daemon) -> AsyncIterator[Client]:
         await client.close()
 
 
-async def test_a_host_that_publishes_its_share_leaves_the_other_its_own(tmp_path: Path) -> None:
+async def test_a_host_cannot_use_up_another_hosts_share_of_publications(tmp_path: Path) -> None:
     server = Server("storage_kv", tmp_path).start()
     try:
         async with running(server, hosts_max=2) as (daemon, ours), another(daemon) as theirs:
@@ -71,7 +71,7 @@ async def test_a_host_that_publishes_its_share_leaves_the_other_its_own(tmp_path
             refused = await publish(ours, numbered(8, share))
             assert refused.outcome == pb.OUTCOME_STORAGE_REFUSED
             assert f"its share is {share}: {PENDING_KEYS_MAX} divided by hosts_max (2)" in refused.detail
-            assert daemon.metrics.publications_refused == 8
+            assert daemon.metrics.totals["publications_refused"] == 8
             assert (await publish(theirs, KEYS)).outcome == pb.OUTCOME_COMPLETE
             assert await pending(ours) == [True] * 4
             assert (await publish(ours, many[:8], 0)).outcome == pb.OUTCOME_COMPLETE
@@ -80,7 +80,7 @@ async def test_a_host_that_publishes_its_share_leaves_the_other_its_own(tmp_path
         server.kill()
 
 
-async def test_a_host_withdraws_nothing_that_another_has_published(tmp_path: Path) -> None:
+async def test_a_host_does_not_withdraw_keys_published_by_another_host(tmp_path: Path) -> None:
     server = Server("storage_kv", tmp_path).start()
     try:
         async with running(server, hosts_max=2) as (daemon, ours), another(daemon) as theirs:
@@ -97,7 +97,7 @@ async def test_a_host_withdraws_nothing_that_another_has_published(tmp_path: Pat
         server.kill()
 
 
-async def test_tiers_alone_tell_of_what_is_pending_until_it_is_stored_or_withdrawn() -> None:
+async def test_local_tiers_report_pending_keys_until_stored_or_withdrawn() -> None:
     async with running("", tiers=TIERS) as (_, client):
         await client.register(SHAPE, 4)
         assert await pending(client) == [False] * 4
@@ -119,7 +119,7 @@ async def test_tiers_alone_tell_of_what_is_pending_until_it_is_stored_or_withdra
         assert (await publish(client, KEYS, 60_001)).outcome == pb.OUTCOME_STORAGE_REFUSED
 
 
-async def test_what_a_host_had_pending_goes_with_it() -> None:
+async def test_publications_of_a_removed_host_are_withdrawn() -> None:
     async with (
         running("", tiers=TIERS, hosts_max=2, registration_idle_s=0.5) as (daemon, ours),
         another(daemon) as theirs,
@@ -139,7 +139,7 @@ async def test_what_a_host_had_pending_goes_with_it() -> None:
                 await asyncio.sleep(0.05)
 
 
-async def test_plain_records_are_pending_at_their_own_data_plane_alone(tmp_path: Path) -> None:
+async def test_plain_records_are_pending_on_their_own_data_plane_only(tmp_path: Path) -> None:
     """Symptom: a decode engine at another data plane waited for page records, which never leave their tiers."""
     server = Server("storage_kv", tmp_path).start()
     try:
@@ -163,7 +163,7 @@ async def test_plain_records_are_pending_at_their_own_data_plane_alone(tmp_path:
         server.kill()
 
 
-async def test_a_store_that_takes_no_publications_is_told_of(tmp_path: Path) -> None:
+async def test_a_lookup_reports_storage_without_publications(tmp_path: Path) -> None:
     server = Server("redis", tmp_path).start()
     try:
         async with running(server) as (_, client):
@@ -173,7 +173,7 @@ async def test_a_store_that_takes_no_publications_is_told_of(tmp_path: Path) -> 
         server.kill()
 
 
-def test_what_is_over_takes_no_part_of_a_share() -> None:
+def test_expired_publications_take_no_share() -> None:
     now = 0.0
     table = Publications(4, lambda: now)
     table.publish("a", numbered(table.share), 1000)
@@ -205,13 +205,15 @@ def lookup_of(client: DataPlaneClient) -> PrefixLookup:
 
 
 @pytest.mark.parametrize("stores", [True, False])
-def test_a_decode_engine_waits_for_what_a_prefill_engine_of_the_same_tiers_publishes(
+def test_a_decode_engine_waits_for_keys_published_by_a_prefill_engine_of_the_same_tiers(
     tmp_path: Path, stores: bool
 ) -> None:
     daemon = DaemonProcess("", tmp_path, tiers=json.dumps(TIERS))
     clients = [DataPlaneClient(daemon.address, connect_timeout_s=WAIT_MAX_S) for _ in range(2)]
     prefill, decode = map(lookup_of, clients)
-    queue = StoreQueue(clients[0], Registration(clients[0], [SHAPE], 8 * SHAPE.raw_bytes, WAIT_MAX_S), timeout=NEVER_S)
+    queue = StoreQueue(
+        clients[0], RegisteredMemory(clients[0], [SHAPE], 8 * SHAPE.raw_bytes, WAIT_MAX_S), timeout=NEVER_S
+    )
     try:
         assert queue.wait_tried(WAIT_MAX_S), queue.details
         prefill.submit("r", TOKENS, disaggregation=Disaggregation(publishes=WAIT_MAX_S))

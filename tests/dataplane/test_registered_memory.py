@@ -1,4 +1,4 @@
-"""Registered memory: one region of a worker serves all KV cache groups, within the share that its host has."""
+"""Registered memory: one region of a worker serves all KV cache groups, within its host's share."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from machine import NEVER_S, WAIT_MAX_S
 from dpu_dataplane.server import Daemon
 from host_control.client import DataPlaneClient
 from host_control.manager import FetchJob, KVCacheManager
-from host_control.registered_memory import Registration
+from host_control.registered_memory import RegisteredMemory
 from host_control.store import StoreQueue
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
@@ -29,12 +29,12 @@ INVALID, EXHAUSTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_
 
 
 @contextlib.contextmanager
-def worker(address: str) -> Iterator[tuple[Registration, Registration]]:
+def worker(address: str) -> Iterator[tuple[RegisteredMemory, RegisteredMemory]]:
     """Memory of one worker: to fetch into, and to store from."""
     with contextlib.closing(DataPlaneClient(address, connect_timeout_s=WAIT_MAX_S)) as plane:
         with (
-            contextlib.closing(Registration(plane, GROUPS, SIZE, WAIT_MAX_S, progress=True)) as fetched,
-            contextlib.closing(Registration(plane, GROUPS, SIZE, WAIT_MAX_S)) as stored,
+            contextlib.closing(RegisteredMemory(plane, GROUPS, SIZE, WAIT_MAX_S, progress=True)) as fetched,
+            contextlib.closing(RegisteredMemory(plane, GROUPS, SIZE, WAIT_MAX_S)) as stored,
         ):
             yield fetched, stored
 
@@ -54,7 +54,7 @@ def store_and_fetch(address: str) -> None:
             fetched[part, first + index] = bytes(chunks[index * size : (index + 1) * size])
 
     with contextlib.closing(DataPlaneClient(address, connect_timeout_s=WAIT_MAX_S)) as plane:
-        queue = StoreQueue(plane, Registration(plane, GROUPS, SIZE, WAIT_MAX_S), timeout=WAIT_MAX_S)
+        queue = StoreQueue(plane, RegisteredMemory(plane, GROUPS, SIZE, WAIT_MAX_S), timeout=WAIT_MAX_S)
         assert queue.wait_tried(WAIT_MAX_S), queue.details
         for group in range(len(GROUPS)):
 
@@ -66,7 +66,7 @@ def store_and_fetch(address: str) -> None:
         counts = queue.take_counts()
         assert counts["stored"] == len(GROUPS) * CHUNKS, (counts, queue.details)
 
-        memory = Registration(plane, GROUPS, SIZE, WAIT_MAX_S, progress=True)
+        memory = RegisteredMemory(plane, GROUPS, SIZE, WAIT_MAX_S, progress=True)
         manager = KVCacheManager(plane, memory, scatter, fetch_timeout_s=NEVER_S)
         manager.exchange([FetchJob(request_id="r", keys=tuple(map(tuple, keys)))])
         manager.wait(["r"])
@@ -93,7 +93,7 @@ async def test_eight_workers_of_six_groups_fit_the_defaults(storage: Server, hos
         assert await asyncio.to_thread(register, daemon.address) == 16
 
 
-async def test_a_host_beyond_its_share_is_told_the_share_how_it_is_made_and_the_key_to_raise(storage: Server) -> None:
+async def test_a_refusal_beyond_a_share_names_the_share_and_the_key_to_raise(storage: Server) -> None:
     def refused(address: str) -> str:
         with worker(address) as (fetched, stored):
             fetched.acquire(WAIT_MAX_S)
@@ -112,25 +112,25 @@ async def test_a_host_beyond_its_share_is_told_the_share_how_it_is_made_and_the_
     assert "raise registered_bytes_max" in message and "running" not in message, message
 
 
-async def test_memory_of_a_process_that_has_ended_gives_way_when_room_is_short(storage: Server) -> None:
+async def test_memory_of_ended_processes_is_removed_when_room_is_needed(storage: Server) -> None:
     """Symptom: an engine that was started again a few times was refused until its predecessors' memory was idle."""
     async with running(storage, registrations_max=2) as (_, client):
         await client.register(GROUPS[0], 1)
         await client.register(GROUPS[0], 1)
-        second = client.registration
+        second = client.memory_id
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.register(GROUPS[0], 1)
         assert caught.value.code() is EXHAUSTED
         client.segments[0].die()
         await client.register(GROUPS[0], 1)
         keys = keys_of(GROUPS[0], 1)
-        for registration in (client.registration, second):
+        for registration in (client.memory_id, second):
             assert (await client.fetch(keys, memory_id=registration)).outcome == pb.OUTCOME_ABSENT
         for segment in client.segments:
             segment.unlink()
 
 
-async def test_a_call_names_a_layout_of_the_registration_and_each_is_checked(client: Client) -> None:
+async def test_the_layout_index_of_a_call_is_checked(client: Client) -> None:
     small, large = GROUPS[0], GROUPS[2]
     client.shape, client.segment = small, Segment(4 * large.raw_bytes)
     client.segments.append(client.segment)
@@ -142,7 +142,7 @@ async def test_a_call_names_a_layout_of_the_registration_and_each_is_checked(cli
         assert all(word in (caught.value.details() or "") for word in words), caught.value.details()
 
     def registration(*shapes: ChunkLayout) -> pb.RegisterMemoryRequest:
-        return client.registration(layouts=[layout_message(shape) for shape in shapes])
+        return client.register_request(layouts=[layout_message(shape) for shape in shapes])
 
     await refused(client.stub.RegisterMemory(registration()), INVALID, "layouts has 0 entries")
     await refused(client.stub.RegisterMemory(registration(*[small] * 257)), INVALID, "257", "1 to 256")
@@ -150,12 +150,12 @@ async def test_a_call_names_a_layout_of_the_registration_and_each_is_checked(cli
     await refused(client.stub.RegisterMemory(registration(small, huge)), INVALID, f"{huge.raw_bytes}")
     answer = await client.stub.RegisterMemory(registration(small, large))
     assert list(answer.chunk_bytes) == [small.raw_bytes, large.raw_bytes]
-    client.registration = answer.memory_id
+    client.memory_id = answer.memory_id
     keys = keys_of(large, 4)
     await refused(client.stub.Fetch(client.fetch_request(keys, layout=2)), INVALID, "layout is 2", "2 layouts")
     await refused(client.stub.Store(client.store_request(keys, layout=7)), INVALID, "layout is 7")
     beyond = client.store_request(keys, layout=1, offset=large.dtype.itemsize)
-    await refused(client.stub.Store(beyond), INVALID, "end outside the registration")
+    await refused(client.stub.Store(beyond), INVALID, "end outside the registered memory")
     short = client.fetch_request(keys, layout=1, length=small.raw_bytes)
     await refused(client.stub.Fetch(short), INVALID, f"a chunk takes {large.raw_bytes}")
     stored = await client.store(keys, layout=1)
@@ -164,7 +164,7 @@ async def test_a_call_names_a_layout_of_the_registration_and_each_is_checked(cli
     assert mismatch.outcome == pb.OUTCOME_MISMATCH, "records of another layout are not delivered as this one"
 
 
-async def test_a_segment_that_shrinks_while_it_is_registered_is_the_callers_fault(
+async def test_a_segment_truncated_during_registration_is_an_invalid_argument(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.shape, client.segment = GROUPS[0], Segment(2 * GROUPS[0].raw_bytes)
@@ -178,6 +178,6 @@ async def test_a_segment_that_shrinks_while_it_is_registered_is_the_callers_faul
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", shrinking)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await client.stub.RegisterMemory(client.registration())
+            await client.stub.RegisterMemory(client.register_request())
     assert caught.value.code() is INVALID and "shorter" in (caught.value.details() or ""), caught.value.details()
     await client.register(GROUPS[0], 1)

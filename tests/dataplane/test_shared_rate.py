@@ -1,4 +1,4 @@
-"""One rate for all movers beside engines that decode: what is granted, when, and to whom; on a clock of the test's."""
+"""One rate for all movers beside decoding engines: order and times of grants, on the test's clock."""
 
 import pytest
 
@@ -28,22 +28,22 @@ class Movers:
         self.shared.report(owner, engine, rate=rate, budget=0.02, lasts_s=lasts_s)
 
     def go_on(self, seconds: float, *wanted: tuple[Mover, int]) -> dict[Mover, int]:
-        """Have each mover ask again as soon as its turn is granted; return the bytes granted in so long."""
+        """Let each mover request its next turn at the grant of the last; return the bytes granted in this time."""
         before, ends = dict(self.shared.granted_bytes), self.clock.now + seconds
-        turns = [self.shared.ask(*each) for each in wanted]
+        turns = [self.shared.request(*each) for each in wanted]
         while True:
             after_s = self.shared.grant()
             for index, turn in enumerate(turns):
-                if turn.begun_s is not None:
+                if turn.granted_s is not None:
                     self.granted.append((turn.mover, turn.size))
                     self.shared.end(turn, turn.size)
-                    turns[index] = self.shared.ask(turn.mover, turn.size)
+                    turns[index] = self.shared.request(turn.mover, turn.size)
             if after_s is None or self.clock.now + max(after_s, 1e-6) > ends:
                 break
             self.clock.now += max(after_s, 1e-6)
         self.clock.now = ends
         for turn in turns:
-            if turn.begun_s is None:
+            if turn.granted_s is None:
                 self.shared.end(turn, 0)
         return {
             mover: size - before[mover] for mover, size in self.shared.granted_bytes.items() if size > before[mover]
@@ -51,15 +51,15 @@ class Movers:
 
 
 def ask_now(movers: Movers, mover: Mover, size: int = MIB) -> Turn:
-    turn = movers.shared.ask(mover, size)
+    turn = movers.shared.request(mover, size)
     movers.shared.grant()
     return turn
 
 
-def test_while_nothing_decodes_there_is_no_bound() -> None:
+def test_without_a_decoding_engine_there_is_no_limit() -> None:
     movers = Movers()
     turns = [ask_now(movers, mover, 1 << 40) for mover in Mover]
-    assert all(turn.begun_s == movers.clock.now and not turn.rate for turn in turns)
+    assert all(turn.granted_s == movers.clock.now and not turn.rate for turn in turns)
 
 
 @pytest.mark.parametrize("size", [64 << 10, 4 << 20, 70 << 20])
@@ -71,31 +71,31 @@ def test_all_movers_together_keep_to_the_rate_whatever_the_size_of_their_turns(s
     assert sum(granted.values()) >= 0.95 * 20.0 * RATE - size, "and the rate is used"
 
 
-def test_a_turn_is_to_spread_its_bytes_and_the_next_one_begins_when_they_have_had_their_time() -> None:
+def test_the_next_turn_begins_when_the_bytes_of_the_last_one_had_their_time() -> None:
     movers = Movers()
     movers.decodes()
-    first, second = movers.shared.ask(Mover.FETCH, RATE), movers.shared.ask(Mover.FETCH, MIB)
+    first, second = movers.shared.request(Mover.FETCH, RATE), movers.shared.request(Mover.FETCH, MIB)
     assert movers.shared.grant() == pytest.approx(1.0)
-    assert (first.rate, second.begun_s) == (RATE, None)
+    assert (first.rate, second.granted_s) == (RATE, None)
     movers.clock.now += 0.5
     assert movers.shared.moved() == (RATE // 2, True)
     movers.shared.end(first, RATE)
     assert movers.shared.grant() == pytest.approx(0.5), "it was faster than it should have been: its time is not over"
     movers.clock.now += 0.5
     movers.shared.grant()
-    assert second.begun_s == movers.clock.now
+    assert second.granted_s == movers.clock.now
 
 
-def test_what_a_turn_did_not_move_costs_nobody_time() -> None:
+def test_unused_bytes_of_a_turn_cost_no_time() -> None:
     movers = Movers()
     movers.decodes()
     failed = ask_now(movers, Mover.FETCH, 10 * RATE)
     movers.shared.end(failed, 0)
-    assert ask_now(movers, Mover.STORE).begun_s == movers.clock.now
+    assert ask_now(movers, Mover.STORE).granted_s == movers.clock.now
     assert movers.shared.granted_bytes[Mover.FETCH] == 0
 
 
-def test_movers_go_by_precedence_and_an_eighth_goes_to_those_behind() -> None:
+def test_movers_go_by_precedence_with_an_eighth_for_lower_ones() -> None:
     movers = Movers()
     movers.decodes()
     granted = movers.go_on(100.0, (Mover.FETCH, MIB), (Mover.PREFETCH, MIB), (Mover.DEVICE_WRITE, MIB))
@@ -114,7 +114,7 @@ def test_engines_of_equal_precedence_share_the_rate() -> None:
     assert [share / sum(shares) for share in shares if share] == pytest.approx([1 / 3] * 3, rel=0.02)
 
 
-def test_the_strictest_engine_holds_until_it_stops_or_its_report_ends() -> None:
+def test_the_lowest_rate_applies_until_its_engine_stops_or_its_report_expires() -> None:
     movers = Movers()
     movers.decodes(b"a", rate=4 * RATE)
     movers.decodes(b"b", rate=RATE, lasts_s=2.0)
@@ -126,17 +126,17 @@ def test_the_strictest_engine_holds_until_it_stops_or_its_report_ends() -> None:
     assert (movers.shared.rate, movers.shared.bounded) == (0, False), "any rate is right for engine c"
 
 
-def test_what_waits_goes_on_when_the_last_report_ends() -> None:
+def test_waiting_turns_are_granted_when_the_last_report_expires() -> None:
     movers = Movers()
     movers.decodes(lasts_s=2.0)
     ask_now(movers, Mover.FETCH, 100 * RATE)
-    waiting = movers.shared.ask(Mover.STORE, MIB)
+    waiting = movers.shared.request(Mover.STORE, MIB)
     assert movers.shared.grant() == pytest.approx(2.0), "not the hundred seconds of the turn before it"
     movers.clock.now += 2.0
-    assert movers.shared.grant() is None and waiting.begun_s == movers.clock.now
+    assert movers.shared.grant() is None and waiting.granted_s == movers.clock.now
 
 
-def test_the_engines_of_one_host_cannot_make_reports_without_end() -> None:
+def test_the_reports_of_a_host_are_bounded() -> None:
     movers = Movers()
     for number in range(2 * ENGINES_MAX):
         movers.decodes(b"%d" % number)
@@ -144,40 +144,40 @@ def test_the_engines_of_one_host_cannot_make_reports_without_end() -> None:
     assert movers.shared.engines == ENGINES_MAX + 1 and movers.shared.rate == RATE // 2
 
 
-def test_a_pause_begins_no_turn_and_is_short_and_rare() -> None:
+def test_a_pause_grants_no_turn_and_is_limited() -> None:
     movers = Movers()
     movers.decodes()
     movers.shared.pause("host", b"a", 3600.0)
-    waiting = movers.shared.ask(Mover.FETCH, MIB)
+    waiting = movers.shared.request(Mover.FETCH, MIB)
     assert movers.shared.grant() == pytest.approx(2.0) and movers.shared.bounded
     movers.shared.pause("host", b"b", 0.0)
     movers.shared.grant()
-    assert waiting.begun_s is None, "it is not b's pause"
+    assert waiting.granted_s is None, "it is not b's pause"
     movers.clock.now += 1.0
     movers.shared.pause("host", b"a", 0.0)
     movers.shared.grant()
-    assert waiting.begun_s == movers.clock.now, "it has seen enough"
+    assert waiting.granted_s == movers.clock.now, "it has seen enough"
     movers.clock.now += 18.0
     movers.shared.pause("host", b"b", 1.0)
-    assert ask_now(movers, Mover.FETCH).begun_s is not None, "the next pause is ten times its length away"
+    assert ask_now(movers, Mover.FETCH).granted_s is not None, "the next pause is ten times its length away"
 
 
-def test_what_a_fetch_waits_for_goes_with_fetches() -> None:
+def test_bytes_that_a_fetch_waits_for_have_the_precedence_of_fetches() -> None:
     movers = Movers()
     movers.decodes()
     ask_now(movers, Mover.FETCH)
-    prefetch, store = movers.shared.ask(Mover.PREFETCH, MIB), movers.shared.ask(Mover.STORE, MIB)
+    prefetch, store = movers.shared.request(Mover.PREFETCH, MIB), movers.shared.request(Mover.STORE, MIB)
     movers.shared.hasten(prefetch)
     movers.clock.now += MIB / RATE
     movers.shared.grant()
-    assert prefetch.begun_s is not None and store.begun_s is None
+    assert prefetch.granted_s is not None and store.granted_s is None
 
 
-def test_what_stays_inside_a_dpu_is_not_held_back_and_moves_nothing_of_the_host() -> None:
+def test_internal_movers_of_a_dpu_are_not_limited() -> None:
     movers = Movers(shares_memory=False)
     movers.decodes()
     ask_now(movers, Mover.FETCH, RATE)
     for mover in Mover:
-        assert (ask_now(movers, mover).begun_s is not None) == mover.internal
+        assert (ask_now(movers, mover).granted_s is not None) == mover.internal
     movers.clock.now += 1.0
     assert movers.shared.moved() == (RATE, True)

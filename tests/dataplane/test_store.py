@@ -1,4 +1,4 @@
-"""What a store leaves in storage, and with what outcome it ends."""
+"""Records and outcomes of stores."""
 
 import itertools
 from collections import Counter
@@ -82,7 +82,7 @@ async def test_stored_chunks_are_fetched_by_another_daemon(storage: Server) -> N
         assert [client.chunk(index) for index in range(4)] == [kv(shape, index) for index in range(4)]
 
 
-async def test_chunks_that_storage_holds_are_not_sent_again(storage: Server) -> None:
+async def test_stored_chunks_are_not_sent_again(storage: Server) -> None:
     shape = layout()
     keys = keys_of(shape, 4)
     storage.put(keys[1], make_record(shape, keys[1], 1))
@@ -91,9 +91,9 @@ async def test_chunks_that_storage_holds_are_not_sent_again(storage: Server) -> 
         fill(client, shape, 4)
         answer = await client.store(keys)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 4)
-        assert daemon.metrics.stored_raw_bytes == 3 * shape.raw_bytes
+        assert daemon.metrics.totals["stored_raw_bytes"] == 3 * shape.raw_bytes
         assert (await client.store(keys)).chunks == 4
-        assert daemon.metrics.stored_raw_bytes == 3 * shape.raw_bytes
+        assert daemon.metrics.totals["stored_raw_bytes"] == 3 * shape.raw_bytes
         assert (await client.fetch(keys)).chunks == 4
 
 
@@ -123,7 +123,7 @@ async def test_values_that_binning_cannot_hold_are_not_storable(storage: Server,
         assert [storage.has(key) for key in keys] == [True, False, False]
 
 
-async def test_what_storage_holds_behind_a_chunk_that_it_cannot_is_said_to_be_there(storage: Server) -> None:
+async def test_stored_chunks_after_an_unstorable_one_are_reported(storage: Server) -> None:
     shape = layout("binned", "float32")
     keys = keys_of(shape, 3)
     storage.put(keys[2], make_record(shape, keys[2], 2))
@@ -171,7 +171,7 @@ async def test_a_sound_record_of_another_namespace_is_not_replaced(redis: Server
 @pytest.mark.parametrize(
     "bad", [b"not a record", b"SSKV but cut", make_record(layout(), bytes(32), 3)], ids=["text", "cut", "other key"]
 )
-async def test_what_is_no_good_is_replaced(redis: Server, bad: bytes) -> None:
+async def test_faulty_records_are_replaced_by_a_store(redis: Server, bad: bytes) -> None:
     shape = layout()
     [key] = keys_of(shape, 1)
     redis.put(key, bad)
@@ -182,8 +182,8 @@ async def test_what_is_no_good_is_replaced(redis: Server, bad: bytes) -> None:
         assert (await client.fetch([key])).outcome == pb.OUTCOME_COMPLETE
 
 
-async def test_chunks_are_encoded_while_those_before_them_are_put_and_each_is_its_own(storage: Server) -> None:
-    """As far ahead as the store buffer goes. Whoever encodes over what is being sent stores another chunk's bytes."""
+async def test_chunks_are_encoded_while_earlier_ones_are_put(storage: Server) -> None:
+    """A batch that overwrites encoded bytes before they are sent would store wrong bytes."""
     shape = layout(vector_length=2048)
     keys = keys_of(shape, 10)
     async with running(storage, store_buffer_bytes="3MiB", store_cores=[0]) as (daemon, client):

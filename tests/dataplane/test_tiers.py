@@ -1,4 +1,4 @@
-"""Tiers of a data plane: memory and a file above a storage server, or alone."""
+"""Local tiers: memory and a file, above a storage server or alone."""
 
 import asyncio
 import contextlib
@@ -28,6 +28,7 @@ from machine import NEVER_MS, WAIT_MAX_S, until
 from prometheus_client import generate_latest
 
 from dpu_dataplane.server import Daemon
+from dpu_dataplane.sources.found import HeaderCache
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of
 from shadowserve.errors import ConfigurationError
 from shadowserve.pool.volume.changes import BusyError
@@ -56,7 +57,7 @@ def tiers_in(daemon: Daemon) -> Tiers:
 
 
 async def cool(daemon: Daemon) -> None:
-    """Have devices alone hold what the tiers have."""
+    """Move all records of the tiers to devices."""
     tiers = tiers_in(daemon)
     await until(lambda: not tiers.pool.busy)
     with tiers.lock:
@@ -98,7 +99,7 @@ async def fetch_all(client: Client, keys: Sequence[bytes]) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_tiers_alone_serve_a_host_and_are_warm_after_a_restart(tmp_path: Path, backend: str) -> None:
+async def test_local_tiers_serve_a_host_and_are_warm_after_a_restart(tmp_path: Path, backend: str) -> None:
     for is_first in (True, False):
         async with running("", tiers=tiers_of(tmp_path), backend=backend) as (daemon, client):
             await client.register(SHAPE, 6)
@@ -111,7 +112,7 @@ async def test_tiers_alone_serve_a_host_and_are_warm_after_a_restart(tmp_path: P
             assert daemon.metrics.tier_records["lost"] == 0
 
 
-async def test_memory_alone_serves_until_the_end(tmp_path: Path) -> None:
+async def test_a_tier_without_devices_serves_until_the_stop(tmp_path: Path) -> None:
     for _ in range(2):
         async with running("", tiers=tiers_of()) as (_, client):
             await client.register(SHAPE, 6)
@@ -120,12 +121,12 @@ async def test_memory_alone_serves_until_the_end(tmp_path: Path) -> None:
             assert_right(client, await client.fetch(KEYS))
 
 
-async def test_what_storage_had_is_kept_and_served_without_it(mortal_storage: Server) -> None:
+async def test_records_from_storage_are_kept_and_served_during_an_outage(mortal_storage: Server) -> None:
     put_all(mortal_storage)
     async with running(mortal_storage, tiers=tiers_of()) as (daemon, client):
         await client.register(SHAPE, 6)
         assert_right(client, await client.fetch(KEYS))
-        assert daemon.metrics.tier_records["kept"] == 6 and daemon.metrics.tier_bytes == 0
+        assert daemon.metrics.tier_records["kept"] == 6 and daemon.metrics.totals["tier_bytes"] == 0
         mortal_storage.kill()
         others = keys_of(SHAPE, 2, seed=9)
         await storage_away(client, others)
@@ -138,7 +139,7 @@ async def test_what_storage_had_is_kept_and_served_without_it(mortal_storage: Se
 
 @pytest.mark.parametrize("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_one_batch_takes_each_chunk_from_the_nearest_that_has_it(
+async def test_one_batch_reads_each_chunk_from_the_nearest_tier(
     storage: Server, tmp_path: Path, backend: str, order: int
 ) -> None:
     put_all(storage)
@@ -150,15 +151,15 @@ async def test_one_batch_takes_each_chunk_from_the_nearest_that_has_it(
         for index in (1, 4):
             assert (await client.fetch([KEYS[index]])).chunks == 1
         metrics = daemon.metrics
-        batches, before = metrics.batches, metrics.tier_records.copy()
+        batches, before = metrics.totals["batches"], metrics.tier_records.copy()
         assert_right(client, await client.fetch(KEYS, order=order))
-        assert metrics.batches == batches + 1
+        assert metrics.totals["batches"] == batches + 1
         assert metrics.tier_records - before == {"memory": 2, "device": 2, "kept": 2}
         assert_right(client, await client.fetch(KEYS, order=order))
-        assert metrics.batches == batches + 2 and metrics.tier_records["device"] == before["device"] + 2
+        assert metrics.totals["batches"] == batches + 2 and metrics.tier_records["device"] == before["device"] + 2
 
 
-async def test_what_is_stored_goes_to_the_tier_and_to_storage(mortal_storage: Server) -> None:
+async def test_records_are_stored_in_the_tier_and_in_storage(mortal_storage: Server) -> None:
     async with running(mortal_storage, tiers=tiers_of()) as (_, client):
         await client.register(SHAPE, 6)
         assert await store(client) == [True] * 6
@@ -174,7 +175,7 @@ async def test_what_is_stored_goes_to_the_tier_and_to_storage(mortal_storage: Se
         assert (await client.fetch(others[:2])).chunks == 2
 
 
-async def test_what_is_stored_for_a_while_goes_to_the_tier_alone_if_it_has_room(storage: Server) -> None:
+async def test_records_with_an_end_stay_in_the_tier_if_it_has_room(storage: Server) -> None:
     for memory, near in (("32MiB", True), ("1MiB", False)):
         shape = SHAPE if near else layout(vector_length=8192)  # 2 MiB
         keys = keys_of(shape, 1)
@@ -186,7 +187,7 @@ async def test_what_is_stored_for_a_while_goes_to_the_tier_alone_if_it_has_room(
             assert client.chunk(0) == kv(shape, 0)
 
 
-async def test_a_tier_smaller_than_a_prompt_serves_it_right(storage: Server, tmp_path: Path) -> None:
+async def test_a_tier_smaller_than_a_prompt_serves_it_correctly(storage: Server, tmp_path: Path) -> None:
     """Memory for six chunks, of which devices may bring two at a time; device for some ten."""
     keys = keys_of(SHAPE, 24, seed=3)
     for index, key in enumerate(keys):
@@ -201,7 +202,7 @@ async def test_a_tier_smaller_than_a_prompt_serves_it_right(storage: Server, tmp
         assert daemon.metrics.tier_records["device"] > 0
 
 
-async def test_a_full_tier_gives_what_was_used_last_and_never_other_bytes(tmp_path: Path) -> None:
+async def test_a_full_tier_keeps_the_last_used_records_and_never_returns_wrong_bytes(tmp_path: Path) -> None:
     async with running("", tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (_, client):
         await client.register(SHAPE, 6)
         chains = [keys_of(SHAPE, 6, seed=seed) for seed in range(20, 26)]
@@ -216,7 +217,7 @@ async def test_a_full_tier_gives_what_was_used_last_and_never_other_bytes(tmp_pa
 
 
 def rot(daemon: Daemon, folder: Path, index: int) -> None:
-    """Damage a record where it lies on the device."""
+    """Damage a record on the device."""
     tiers, key, file = tiers_in(daemon), KEYS[index], folder / "tier"
     before = RECORDS[index].index(key)  # which the pool's own bookkeeping has, too
     with tiers.lock:
@@ -230,7 +231,7 @@ def rot(daemon: Daemon, folder: Path, index: int) -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False])
-async def test_rot_on_a_tiers_device_costs_a_miss_or_a_look_into_storage(
+async def test_corrupt_records_on_a_device_are_a_miss_or_read_from_storage(
     storage: Server, tmp_path: Path, alone: bool
 ) -> None:
     put_all(storage)
@@ -250,7 +251,7 @@ async def test_rot_on_a_tiers_device_costs_a_miss_or_a_look_into_storage(
 
 
 @pytest.mark.parametrize("alone", [True, False])
-async def test_rot_in_a_tiers_memory_costs_a_miss_or_a_look_into_storage(storage: Server, alone: bool) -> None:
+async def test_corrupt_tier_memory_is_a_miss_or_read_from_storage(storage: Server, alone: bool) -> None:
     put_all(storage)
     async with running("" if alone else storage, tiers=tiers_of()) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -274,7 +275,7 @@ async def test_rot_in_a_tiers_memory_costs_a_miss_or_a_look_into_storage(storage
             assert_right(client, await client.fetch(KEYS))
 
 
-async def test_two_models_on_one_tier_never_meet() -> None:
+async def test_two_models_share_a_tier_without_mixing() -> None:
     shapes = [layout(vector_length=2048), layout("binned", vector_length=1024)]
     chains = [keys_of(shape, 4, seed=5) for shape in shapes]
     async with running("", tiers=tiers_of()) as (daemon, _):
@@ -296,7 +297,7 @@ async def test_two_models_on_one_tier_never_meet() -> None:
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["above", "alone"])
-async def test_a_device_that_stands_still_costs_its_patience_or_the_deadline(
+async def test_a_stalled_device_costs_its_read_timeout_or_the_deadline(
     storage: Server, tmp_path: Path, alone: bool
 ) -> None:
     put_all(storage)
@@ -319,7 +320,7 @@ async def test_a_device_that_stands_still_costs_its_patience_or_the_deadline(
             assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_ABSENT)
         else:
             assert_right(client, await client.fetch(KEYS))
-            tiers._heads.clear()
+            tiers._headers = HeaderCache(1 << 20)
             assert (await client.lookup(KEYS)).present == [[True] * 6], "storage is asked for heads that do not come"
         free.set()
         await until(lambda: not tiers.pool.busy)
@@ -328,7 +329,7 @@ async def test_a_device_that_stands_still_costs_its_patience_or_the_deadline(
             assert_right(client, await client.fetch(KEYS))
 
 
-async def test_what_devices_cannot_take_is_dropped_and_counted(storage: Server, tmp_path: Path) -> None:
+async def test_records_that_devices_cannot_take_are_dropped_and_counted(storage: Server, tmp_path: Path) -> None:
     put_all(storage)
     bound = {"write_bytes_under_way_max": "1MiB"}
     async with running(storage, tiers=tiers_of(tmp_path) | bound) as (daemon, client):
@@ -346,7 +347,7 @@ async def test_what_devices_cannot_take_is_dropped_and_counted(storage: Server, 
         assert records["memory"] > 0, "what was kept is served"
 
 
-async def test_nothing_is_evicted_under_a_batch_that_reads_it(mortal_storage: Server, tmp_path: Path) -> None:
+async def test_records_in_use_by_a_batch_are_not_evicted(mortal_storage: Server, tmp_path: Path) -> None:
     """A batch holds chunks of memory while storage stands still; meanwhile everything else in the tier goes."""
     put_all(mortal_storage)
     async with running(mortal_storage, tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (daemon, client):
@@ -377,7 +378,7 @@ async def test_nothing_is_evicted_under_a_batch_that_reads_it(mortal_storage: Se
         assert_right(client, await fetching)
 
 
-async def test_less_memory_while_it_serves_costs_hits_and_nothing_else(storage: Server) -> None:
+async def test_a_smaller_memory_budget_costs_hits_only(storage: Server) -> None:
     put_all(storage)
     async with running(storage, tiers=tiers_of()) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -390,7 +391,7 @@ async def test_less_memory_while_it_serves_costs_hits_and_nothing_else(storage: 
             assert_right(client, await client.fetch(KEYS))
 
 
-async def test_a_device_with_anothers_data_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+async def test_a_device_with_foreign_data_is_refused_and_not_changed(tmp_path: Path) -> None:
     foreign = b"somebody's letters" * 60_000
     (tmp_path / "tier").write_bytes(foreign)
     with pytest.raises(ConfigurationError, match="tier"):
@@ -399,7 +400,7 @@ async def test_a_device_with_anothers_data_is_refused_and_left_as_it_is(tmp_path
     assert (tmp_path / "tier").read_bytes() == foreign
 
 
-async def test_a_tier_that_another_machine_has_filled_gives_what_was_stored_or_nothing(tmp_path: Path) -> None:
+async def test_a_tier_filled_on_another_machine_returns_stored_bytes_or_misses(tmp_path: Path) -> None:
     """Both know the same model, and other tokens."""
     there, here = tmp_path / "there", tmp_path / "here"
     for folder, seed in ((there, 0), (here, 7)):
@@ -414,9 +415,7 @@ async def test_a_tier_that_another_machine_has_filled_gives_what_was_stored_or_n
         assert_right(client, await client.fetch(KEYS))
 
 
-async def test_a_daemon_that_is_killed_while_it_keeps_has_whole_records_or_none(
-    storage: Server, tmp_path: Path
-) -> None:
+async def test_a_daemon_killed_during_a_fill_recovers_whole_records_only(storage: Server, tmp_path: Path) -> None:
     chance = random.Random(5)
     keys = keys_of(SHAPE, 24, seed=3)
     for index, key in enumerate(keys):
@@ -445,7 +444,7 @@ async def test_a_daemon_that_is_killed_while_it_keeps_has_whole_records_or_none(
 
 
 @pytest.mark.parametrize("devices", [True, False])
-async def test_metrics_of_a_data_plane_with_tiers_answered_500(tmp_path: Path, devices: bool) -> None:
+async def test_metrics_of_a_data_plane_with_tiers_are_served(tmp_path: Path, devices: bool) -> None:
     async with running("", tiers=tiers_of(tmp_path if devices else None)) as (daemon, client):
         await client.register(SHAPE, 6)
         await store(client)

@@ -1,4 +1,4 @@
-"""TLS at the daemon: certificates told apart at the start, read again when they change, and hosts known by theirs."""
+"""TLS of the daemon: certificate errors at the start, renewed files, hosts with certificates."""
 
 import asyncio
 import contextlib
@@ -100,7 +100,7 @@ async def test_certificates_are_read_again_when_they_change(
             caplog.clear()
             async with client_of(daemon, certificates, certificates) as client:
                 await client.hello()
-            assert "cannot be used; those before stay in use: tls_" in caplog.text
+            assert "cannot be used; the old ones stay in use: tls_" in caplog.text
         for name in ("server.crt", "server.key", "ca.crt"):
             shutil.copy(foreign / name, folder)
         await turned_away(daemon, certificates, certificates)
@@ -141,7 +141,7 @@ async def test_another_certificate_is_another_host(
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-async def test_files_that_cannot_be_used_are_named_at_the_start(
+async def test_unusable_certificate_files_are_named_at_the_start(
     storage: Server, certificates: Path, expired: Path, foreign: Path, tmp_path: Path, changes: dict[str, str],
     words: list[str],
 ) -> None:  # fmt: skip
@@ -166,18 +166,18 @@ async def test_files_that_cannot_be_used_are_named_at_the_start(
     ],
     ids=str,
 )
-def test_keys_that_do_not_fit_each_other_are_refused(changes: dict[str, str], words: list[str]) -> None:
+def test_contradicting_configuration_keys_are_refused(changes: dict[str, str], words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as error:
         DataPlaneConfig.load(flags=changes, environment={})
     assert all(word in str(error.value) for word in words), error.value
 
 
-def test_hosts_that_show_a_certificate_may_be_remote() -> None:
+def test_hosts_with_a_certificate_may_be_remote() -> None:
     flags = {"listen": "0.0.0.0:1", "tls_cert": "a", "tls_key": "b", "tls_client_ca": "c"}
     assert DataPlaneConfig.load(flags=flags, environment={}).allow_remote is False
 
 
-async def test_a_host_without_tls_is_turned_away(storage: Server, certificates: Path) -> None:
+async def test_a_host_without_tls_is_refused(storage: Server, certificates: Path) -> None:
     async with serving(storage, certificates) as daemon:
         client = Client(daemon.address)
         with pytest.raises(grpc.aio.AioRpcError):

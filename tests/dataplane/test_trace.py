@@ -1,4 +1,4 @@
-"""Recordings of fetches, and what a fetch does not do: ask storage again for what a lookup has answered."""
+"""Traces of fetches."""
 
 import asyncio
 from collections import Counter
@@ -58,13 +58,13 @@ async def test_every_slice_of_a_fetch_is_in_each_stage_once(
         (stage, chunk, chunk * slices + index) for stage in stages for chunk in range(3) for index in range(slices)
     )
     steps = [span.step for span in spans if span.core == -1]
-    assert steps == ["turn", "heads", "plan", "batch", "fetch"]
+    assert steps == ["turn", "headers", "plan", "batch", "fetch"]
     whole = next(span for span in spans if span.step == "fetch")
     assert all(whole.begin_ns <= span.begin_ns <= span.end_ns <= whole.end_ns for span in spans)
     assert {span.batch for span in spans if span.core >= 0} == {1}
 
 
-async def test_a_recording_ends_with_its_fetches_and_the_next_begins_anew(client: Client, storage: Server) -> None:
+async def test_a_recording_ends_with_its_fetches_and_another_one_can_start(client: Client, storage: Server) -> None:
     keys = await stored(client, storage, 1)
     twice = await recorded(client, keys, fetches=2)
     once = await recorded(client, keys)
@@ -82,9 +82,7 @@ DECISION = pb.Decision(
 )
 
 
-async def test_of_a_host_that_decides_a_recording_holds_the_decision_behind_the_fetch(
-    client: Client, storage: Server
-) -> None:
+async def test_a_recording_of_a_deciding_host_has_the_decision_after_the_fetch(client: Client, storage: Server) -> None:
     keys = await stored(client, storage, 1)
     await client.stub.Decided(DECISION)
     call = client.stub.Trace(pb.TraceRequest(timeout_ms=NEVER_MS, fetches=1))
@@ -98,7 +96,7 @@ async def test_of_a_host_that_decides_a_recording_holds_the_decision_behind_the_
     assert decided.end_ns - decided.begin_ns == 300_000_000 and decided.end_ns >= fetch.end_ns
 
 
-async def test_where_everything_is_computed_a_recording_holds_decisions_alone(client: Client) -> None:
+async def test_a_recording_without_fetches_has_decisions(client: Client) -> None:
     call = client.stub.Trace(pb.TraceRequest(timeout_ms=1000, fetches=1))
     await call.read()
     await client.stub.Decided(DECISION)
@@ -120,14 +118,14 @@ async def test_where_everything_is_computed_a_recording_holds_decisions_alone(cl
     ],
     ids=str,
 )
-async def test_a_decision_that_is_none_is_refused(client: Client, changes: dict[str, Any], words: str) -> None:
+async def test_a_malformed_decision_is_refused(client: Client, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await client.stub.Decided(pb.Decision(**changes))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert words in (refused.value.details() or "")
 
 
-async def test_a_recording_of_nothing_ends_in_time(client: Client) -> None:
+async def test_a_recording_without_fetches_ends_at_its_time_limit(client: Client) -> None:
     call = client.stub.Trace(pb.TraceRequest(timeout_ms=50, fetches=1))
     answers = [answer async for answer in call]
     assert answers == [pb.TraceResponse(), pb.TraceResponse()]
@@ -152,7 +150,7 @@ async def test_one_recording_at_a_time_and_a_cancelled_one_makes_room(client: Cl
 
 
 @pytest.mark.parametrize("request_", [{"timeout_ms": 0, "fetches": 1}, {"timeout_ms": 1, "fetches": 0}], ids=str)
-async def test_a_recording_without_an_end_is_refused(client: Client, request_: dict[str, int]) -> None:
+async def test_a_recording_needs_a_number_of_fetches_and_a_time_limit(client: Client, request_: dict[str, int]) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await client.stub.Trace(pb.TraceRequest(**request_)).read()
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -173,12 +171,12 @@ def commands(storage: Server) -> int:
         return int(statistics["total_commands_processed"])
 
 
-async def test_no_batch_asks_storage_for_what_the_lookup_answered(storage: Server) -> None:
+async def test_a_fetch_after_a_lookup_reads_no_headers(storage: Server) -> None:
     async with running(storage, decompression_buffer_bytes="1MiB", connections=2) as (daemon, client):
         keys = await stored(client, storage, 9, vector_length=2048)
         assert list((await client.lookup(keys)).hits) == [9]
         assert (await client.fetch(keys)).chunks > 0  # connections are made, and kept
-        batches, before = daemon.metrics.batches, commands(storage)
+        batches, before = daemon.metrics.totals["batches"], commands(storage)
         between = commands(storage) - before  # what a question of this test costs
         done = 0
         while done < 9:
@@ -186,7 +184,7 @@ async def test_no_batch_asks_storage_for_what_the_lookup_answered(storage: Serve
             answer = await client.fetch(keys[done:], offset=offset, length=client.segment.size - offset)
             assert answer.chunks > 0
             done += answer.chunks
-        assert daemon.metrics.batches - batches >= 3
+        assert daemon.metrics.totals["batches"] - batches >= 3
         assert client.chunk(8) == kv(client.shape, 8)
         # Each chunk's two halves, once, and nothing else.
         assert commands(storage) - before == 2 * between + 2 * 9

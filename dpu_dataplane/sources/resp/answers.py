@@ -1,75 +1,71 @@
-"""Answers on a control connection: a ReplyReader with a short cut for KV.META; and what is asked where that is unknown.
+"""Parser of answers on control connections, with a fast path for KV.META; and the commands for servers without it.
 
-A lookup of a long prompt reads some 500 entries: ``[length, head]``, null, or ``[length, ms]`` of a record in object
-storage. Value by value that would be most of a lookup's time; entry by entry, with one regular expression each, it is a
-fifth. Everything else, and an answer whose beginning has not arrived in one piece, goes the general way, with the same
-result.
+A lookup of a long prompt reads some 500 entries: ``[length, header]``, null, or ``[length, ms]`` for a cold record. The
+general parser would take most of a lookup's time for them; one regular expression for each entry takes a fifth of it.
+All other answers, and those whose beginning arrives in pieces, take the general path, with the same result.
 """
 
 import re
 from typing import Final, Literal
 
-from dpu_dataplane.sources.source import Cold, Stored, head_size
+from dpu_dataplane.sources.found import Cold, Stored
 from shadowserve import resp
 from shadowserve.errors import ProtocolError
 from shadowserve.record import HEAD_BYTES_MAX
 
-__all__ = ["HEAD_GUESS", "AnswerReader", "MetaAnswer", "head_question", "stored_of"]
-
-HEAD_GUESS: Final = 4096
-"""Bytes asked for where KV.META is unknown: the heads of chunks of up to 99 slices, such as 49 layers of K and V."""
+HEADER_GUESS: Final = 4096
+"""Bytes to request from servers without KV.META: the headers of chunks of up to 99 slices (49 layers of K and V)."""
 
 ITEMS_MAX: Final = 2048
 TOTAL_BYTES_MAX: Final = 96 << 20
-"""Of one answer: 1,024 heads of 96 KiB; those of 32 layers have 2.6."""
+"""Most bytes of an answer: 1,024 headers of 96 KiB; those of 32 layers have 2.6 KiB."""
 
 _LIMITS: Final = resp.Limits(
     bulk_bytes_max=HEAD_BYTES_MAX,
     items_max=ITEMS_MAX,
     depth_max=4,
     total_bytes_max=TOTAL_BYTES_MAX,
-    large_bulk_bytes=HEAD_BYTES_MAX + 1,  # never: heads are small enough to be handed out as bytes
+    large_bulk_bytes=HEAD_BYTES_MAX + 1,  # never: headers are small
 )
 _BEGIN: Final = re.compile(rb"\*([1-9][0-9]{0,3})\r\n(?=\*2\r\n:|\$-1\r\n)")
 _ENTRY: Final = re.compile(rb"\*2\r\n:(0|[1-9][0-9]{0,17})\r\n\$(0|[1-9][0-9]{0,6})\r\n")
 _COLD: Final = re.compile(rb"\*2\r\n:([1-9][0-9]{0,17})\r\n:([1-9][0-9]{0,17})\r\n")
-_ENTRY_BYTES_MAX: Final = 50  # of what precedes a head
+_ENTRY_BYTES_MAX: Final = 50  # before a header
 _NULL: Final = b"$-1\r\n"
 
 
-def head_question(name: bytes, size: int) -> tuple[list[bytes], list[bytes]]:
-    """Return the commands whose answers :func:`stored_of` reads, with so many bytes of the value."""
+def header_commands(name: bytes, size: int) -> tuple[list[bytes], list[bytes]]:
+    """Return the commands for the length and the first ``size`` bytes of a value; see :func:`stored_of`."""
     return [b"STRLEN", name], [b"GETRANGE", name, b"0", b"%d" % (size - 1)]
 
 
-def stored_of(length: object, head: object) -> Stored | None | Literal[False]:
-    """Return what the answers to a :func:`head_question` say; False where they are no such answers."""
+def stored_of(length: object, header: object) -> Stored | None | Literal[False]:
+    """Convert the answers to :func:`header_commands`; False for answers of another type."""
     if isinstance(length, resp.ErrorReply) and length.code == "WRONGTYPE":
         return Stored(0, b"")
-    if not isinstance(length, int) or not isinstance(head, bytes):
+    if not isinstance(length, int) or not isinstance(header, bytes):
         return False
-    stored = Stored(length, head)
-    size = head_size(stored)  # no need to keep the bytes behind it
-    return Stored(length, head[:size] if size else head) if length else None
+    size = Stored(length, header).header_bytes  # the bytes after the header are not needed
+    return Stored(length, header[:size] if size else header) if length else None
 
 
 class MetaAnswer(list[Stored | Cold | None]):
-    """An answer to KV.META: an entry for each key, None where there is no record."""
+    """An answer to KV.META: an entry for each key, None for a missing record."""
 
 
 class AnswerReader:
-    """Bytes in, answers out, as :class:`shadowserve.resp.ReplyReader`; KV.META's come as :class:`MetaAnswer`."""
+    """Parses answers, as :class:`shadowserve.resp.ReplyReader` does; those to KV.META are a :class:`MetaAnswer`."""
 
     def __init__(self) -> None:
         self._general = resp.ReplyReader(_LIMITS)
         self._data = b""
         self._position = 0
-        self._entries: MetaAnswer | None = None  # of the answer in progress, if it is KV.META's
+        self._entries: MetaAnswer | None = None  # of a KV.META answer in progress
         self._remaining = 0
         self._total_bytes = 0
 
     def feed(self, data: bytes) -> None:
-        """Take ``data`` as the next bytes of the stream. Any split of a stream gives the same results."""
+        """Add the next bytes of the stream. Any split of a stream gives the same results."""
         if self._entries is None and self._general.in_progress:
             self._general.feed(data)
         else:
@@ -80,7 +76,7 @@ class AnswerReader:
         """Return the next whole answer, or NEED_DATA.
 
         Raises:
-            ProtocolError: the peer does not speak RESP, or broke a limit.
+            ProtocolError: The peer does not speak RESP, or exceeds a limit.
         """
         if self._entries is None:
             begin = None if self._general.in_progress else _BEGIN.match(self._data, self._position)
@@ -95,7 +91,7 @@ class AnswerReader:
             self._general.feed(self._data[self._position :])
             self._data, self._position = b"", 0
         value = self._general.next_value()
-        assert not isinstance(value, resp.LargeBulk), "large bulks are switched off by the limits"
+        assert not isinstance(value, resp.LargeBulk), "the limits allow no large bulks"
         return value
 
     def _next_entries(self, entries: MetaAnswer) -> MetaAnswer | Literal[resp.NeedData.NEED_DATA]:

@@ -1,49 +1,44 @@
-"""A Redis Cluster or Valkey Cluster: who has which key, questions to all nodes at the same time, and what sends us on.
+"""A Redis Cluster or Valkey Cluster: the map of slots, requests to all nodes at the same time, and redirections.
 
-Heads are asked of each node in one pipeline, so a node that is away costs its own keys and no others. What a connection
-is told (MOVED, ASK) counts at once, and the whole map is read again behind it.
+A lookup is one pipeline to each node, so an unreachable node costs its own keys only. A redirection (MOVED, ASK) counts
+at once, and the whole map is read again after it.
 """
 
 import asyncio
 import binascii
 import contextlib
 import logging
-import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.sources.found import Found, Stored, Unanswered
 from dpu_dataplane.sources.outage import Outage
-from dpu_dataplane.sources.resp.answers import HEAD_GUESS, MetaAnswer, head_question, stored_of
-from dpu_dataplane.sources.resp.links import Dialer, Node
-from dpu_dataplane.sources.resp.servers import REDIRECTIONS_MAX, Redirect
-from dpu_dataplane.sources.source import Found, Stored, Unanswered, head_size
+from dpu_dataplane.sources.resp.answers import HEADER_GUESS, MetaAnswer, header_commands, stored_of
+from dpu_dataplane.sources.resp.links import Node
+from dpu_dataplane.sources.resp.routing import REDIRECTIONS_MAX, AvoidedNodes, Redirect
+from dpu_dataplane.sources.resp.source import RespSource
 from shadowserve import resp
 from shadowserve.addresses import split_address
 from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.keys import storage_key
-from shadowserve.pieces import Flags
 from shadowserve.resp_client import RespClient, refuse_error
 
-__all__ = ["ServerCluster", "slot_of"]
-
 _SLOTS: Final = 16384
-_REFRESH_TIME: Final = 15.0
-"""Seconds between two looks at who has what, when nothing has told us to look."""
-_AVOID_TIME: Final = 2.0
-"""Seconds for which a node that failed is not read from where another one has the same slots."""
-_HEADS: Final = 2
-"""Tries at asking for heads: the second one after the map was read again."""
+_REFRESH_S: Final = 15.0
+"""Seconds between two reads of the map, without a reason to read it earlier."""
+_LOOKUPS: Final = 2
+"""Attempts of a lookup: the second one after the map was read again."""
 
 _Answer = resp.Value | MetaAnswer | StorageError
 
 logger = logging.getLogger(__name__)
 
 
-class _Question(NamedTuple):
-    """A command on its way; ``asking``: it goes with ASKING before it."""
+class _Command(NamedTuple):
+    """A command and its position in the request; ``asking``: it is sent after ASKING."""
 
     position: int
     command: Sequence[bytes]
@@ -51,83 +46,75 @@ class _Question(NamedTuple):
 
 
 class _Map:
-    """Who has which slots, as one node sees it: an answer to CLUSTER SLOTS.
+    """The nodes of each slot: one node's answer to CLUSTER SLOTS.
 
     Raises:
-        ValueError: it is none.
+        ValueError: The answer has another format.
     """
 
-    def __init__(self, answer: object, asked: Node) -> None:
+    def __init__(self, answer: object, source: Node) -> None:
         if not isinstance(answer, list) or not answer:
             raise ValueError("it has no slots")
-        ranges = sorted((_slot_range(entry, asked) for entry in answer), key=lambda each: each[0])
+        ranges = sorted((_slot_range(entry, source) for entry in answer), key=lambda each: each[0])
         self._begins = [begin for begin, _, _ in ranges]
         self._ranges = ranges
         self.nodes = frozenset(node for _, _, nodes in ranges for node in nodes)
 
     def of(self, slot: int) -> list[Node]:
-        """Return who has a slot, the master first."""
+        """Return the nodes of a slot, the master first."""
         position = bisect_right(self._begins, slot) - 1
         if position < 0 or self._ranges[position][1] < slot:
             return []
         return self._ranges[position][2]
 
 
-def _slot_range(entry: object, asked: Node) -> tuple[int, int, list[Node]]:
-    """Return first and last slot, and who has them."""
+def _slot_range(entry: object, source: Node) -> tuple[int, int, list[Node]]:
+    """Return first slot, last slot and nodes of an entry."""
     match entry:
         case [int(begin), int(end), *nodes] if 0 <= begin <= end < _SLOTS and nodes:
-            return begin, end, [_member(node, asked, replica=index > 0) for index, node in enumerate(nodes)]
-    raise ValueError("an entry has no range of slots and who has them")
+            return begin, end, [_member(node, source, replica=index > 0) for index, node in enumerate(nodes)]
+    raise ValueError("an entry has no range of slots with its nodes")
 
 
-def _member(entry: object, asked: Node, *, replica: bool) -> Node:
-    """Return a node; one without a name is where we have asked."""
+def _member(entry: object, source: Node, *, replica: bool) -> Node:
+    """Return a node; one without a name is the node that has answered."""
     match entry:
         case [(bytes() | None) as host, int(port), *_] if 0 < port < 65536:
-            return Node((host or b"").decode() or asked.host, port, replica)
+            return Node((host or b"").decode() or source.host, port, replica)
     raise ValueError("a node has no address")
 
 
-class ServerCluster:
-    """Knows who has which key, and asks them questions.
-
-    Raises:
-        ConfigurationError: TLS is wanted and cannot be had.
-    """
+class ServerCluster(RespSource):
+    """The nodes of a cluster, with a control connection to each, and the map of slots."""
 
     clustered = True
-    not_by_layers = "cluster"
+    no_layers_reason = "cluster"
 
     def __init__(self, config: DataPlaneConfig, metrics: Metrics) -> None:
-        self.name = f"cluster {','.join(config.storage_cluster)}"
-        self.dialer = Dialer(config)
+        super().__init__(f"cluster {','.join(config.storage_cluster)}", config, metrics)
         self._seeds = [Node(*split_address(address)) for address in config.storage_cluster]
         self._replicas = config.storage_cluster_replicas
-        self._metrics = metrics
         self._map: _Map | None = None
         self._controls: dict[Node, asyncio.Task[RespClient]] = {}
-        self._outage = Outage(logger, "every call is a miss")  # until the map is known
-        self._look = asyncio.Event()  # something says that the map has changed
+        self._outage = Outage(logger, "every call is a miss")  # of the map
+        self._map_changed = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
-        self._moved: dict[int, Node] = {}  # slots that nodes have told of since the map was read
-        self._avoided: dict[tuple[str, int], float] = {}  # to the time of its end
+        self._moved: dict[int, Node] = {}  # slots with a MOVED since the map was read
+        self._avoided = AvoidedNodes()
         self._turn = 0
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to learn who has what; does not wait for it."""
         self._task = asyncio.create_task(self._keep_known(), name="storage cluster")
 
-    async def close(self) -> None:
-        """Close the connections and stop trying."""
+    async def _disconnect(self) -> None:
         self._stopping = True
         for task in (self._task, self._refreshing):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
-        await self._hang_up(list(self._controls), "the data plane is stopping")
+        await self._close_controls(list(self._controls), "the data plane is stopping")
 
     @property
     def connected(self) -> bool:
@@ -135,29 +122,25 @@ class ServerCluster:
         return self._map is not None
 
     def check(self) -> None:
-        """Raise the StorageError of the current outage, if there is one."""
         self._outage.check()
 
-    # ---- Who has what
+    # ---- Routing
 
     def nodes(self) -> Sequence[Node]:
-        """Return all nodes that are known, as masters and as replicas."""
+        """Return all known nodes, each as master and as replica."""
         if self._map is None:
             return []
         known = {node._replace(replica=False) for node in (*self._map.nodes, *self._moved.values())}
         return [*known, *(node._replace(replica=True) for node in known)]
 
     def route(self, keys: Sequence[bytes], *, master: bool) -> list[Node | None]:
-        """Return who has each key, ``None`` where nobody is known to.
-
-        Replicas, where they may be read, take turns with their masters, slot by slot.
-        """
+        """Return the node of each key. If replicas may be read, they and their masters take turns, slot by slot."""
         self._turn += 1
         master = master or not self._replicas
         return [self._node_of(slot_of(storage_key(key)), turn=None if master else self._turn) for key in keys]
 
     def _node_of(self, slot: int, *, turn: int | None) -> Node | None:
-        """Return the master of a slot, or with a turn whose it is of those that have not just failed."""
+        """Return the master of a slot; with a ``turn``, one of its nodes that have not just failed."""
         moved = self._moved.get(slot)
         if moved is not None:
             return moved
@@ -166,130 +149,118 @@ class ServerCluster:
             return None
         if turn is None:
             return several[0]
-        sound = [node for node in several if not self._is_avoided(node)] or several
+        sound = [node for node in several if node not in self._avoided] or several
         return sound[(turn + slot) % len(sound)]
-
-    def _is_avoided(self, node: Node) -> bool:
-        end = self._avoided.get((node.host, node.port))
-        return end is not None and end > time.monotonic()
 
     def _is_member(self, node: Node) -> bool:
         members = self._map.nodes if self._map is not None else frozenset()
         return node in members or node._replace(replica=True) in members
 
-    def _avoid(self, node: Node) -> None:
-        self._avoided[node.host, node.port] = time.monotonic() + _AVOID_TIME
-
-    def redirect(self, asked: Node, text: str) -> Redirect | None:
-        """Return where a node's error sends us; MOVED also changes the map, and has it read again."""
+    def redirect(self, source: Node, text: str) -> Redirect | None:
+        """Return the redirection in an error; MOVED also changes the map, which is then read again."""
         words = text.split()
         if len(words) != 3 or words[0] not in ("MOVED", "ASK") or not words[1].isdigit():
             return None
         try:
             host, port = split_address(
-                words[2] if not words[2].startswith(":") else f"{_bracket(asked.host)}{words[2]}"
+                words[2] if not words[2].startswith(":") else f"{_bracket(source.host)}{words[2]}"
             )
         except ValueError:
             return None
         node = Node(host, port)
         if words[0] == "MOVED":
             self._moved[int(words[1]) % _SLOTS] = node
-            self._look.set()
+            self._map_changed.set()
         return Redirect(node, words[0] == "ASK")
 
     async def recover(self, node: Node | None) -> None:
-        """Learn who has what now, after a node failed; for a while leave that node alone where another one will do."""
+        """Read the map again, after a node failed; avoid that node for a while."""
         if node is not None:
-            self._avoid(node)
+            self._avoided.add(node)
             self._moved = {slot: moved for slot, moved in self._moved.items() if moved != node}
         with contextlib.suppress(StorageError):
             await self._refresh()
 
     async def _refresh(self) -> None:
-        """Read the map again; who asks while it is being read gets that reading."""
+        """Read the map again; concurrent callers share one read."""
         if self._refreshing is None or self._refreshing.done():
             self._refreshing = asyncio.create_task(self._read_map())
             self._refreshing.add_done_callback(_retrieve)
         await asyncio.shield(self._refreshing)
 
     async def _read_map(self) -> None:
-        """Ask one node after the other, until one knows.
+        """Read the map from one node after the other, until one answers.
 
         Raises:
-            StorageError: none does; the last one's, or why one refuses us.
+            StorageError: The error of the last node; of a node that refuses us, if there is one.
         """
-        told = dict(self._moved)  # counts until the new map is there, and what is told meanwhile after it
+        moved = dict(self._moved)  # superseded by the new map, unlike those that come meanwhile
         failure: StorageError = StorageUnavailableError("it has no nodes")
-        for node in self._who_may_know():
+        for node in self._nodes_to_ask():
             try:
                 [answer] = await (await self._control(node)).ask([[b"CLUSTER", b"SLOTS"]])
                 refuse_error("CLUSTER SLOTS", answer)
                 self._map = _Map(answer, node)
                 break
             except StorageError as error:
-                self._avoid(node)
+                self._avoided.add(node)
                 failure = failure if isinstance(failure, StorageRefusedError) else error
             except ValueError as error:
                 failure = StorageUnavailableError(f"{node} answered CLUSTER SLOTS with something else: {error}")
         else:
             raise type(failure)(
-                f"storage {self.name}: {failure}; are its nodes running, in cluster mode, and do they take our user "
-                "and password?"
+                f"storage {self.name}: {failure}; are its nodes running, in cluster mode, and do they accept our "
+                "user and password?"
             )
-        self._moved = {slot: node for slot, node in self._moved.items() if told.get(slot) != node}
-        self._avoided = {address: end for address, end in self._avoided.items() if end > time.monotonic()}
+        self._moved = {slot: node for slot, node in self._moved.items() if moved.get(slot) != node}
         known = {*self.nodes(), *self._seeds}
-        await self._hang_up(
-            [node for node in self._controls if node not in known], "the node is in the cluster no more"
+        await self._close_controls(
+            [node for node in self._controls if node not in known], "the node has left the cluster"
         )
 
-    def _who_may_know(self) -> list[Node]:
-        """Return whom to ask for the map, those that have just failed last; another one first each time."""
+    def _nodes_to_ask(self) -> list[Node]:
+        """Return the nodes to ask for the map: another one first each time, those that failed last."""
         known = sorted({node._replace(replica=False) for node in self._map.nodes}) if self._map is not None else []
         self._turn += 1
         first = self._turn % max(1, len(known))
-        asked = dict.fromkeys([*known[first:], *known[:first], *self._seeds])
-        return sorted(asked, key=self._is_avoided)
+        candidates = dict.fromkeys([*known[first:], *known[:first], *self._seeds])
+        return sorted(candidates, key=self._avoided.__contains__)
 
     async def _keep_known(self) -> None:
         while True:
             try:
                 await self._refresh()
                 assert self._map is not None
-                self._outage.end()
-                self._metrics.storage_connections += 1
+                self._outage.recover()
+                self._metrics.totals["storage_connections"] += 1
                 logger.info("storage %s: %d nodes", self.name, len(self._map.nodes))
                 while True:  # until no node answers
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_REFRESH_TIME):
-                            await self._look.wait()
-                    self._look.clear()
+                        async with asyncio.timeout(_REFRESH_S):
+                            await self._map_changed.wait()
+                    self._map_changed.clear()
                     await self._refresh()
             except StorageError as error:
-                self._outage.begin(error)
+                self._outage.fail(error)
             finally:
                 self._map = None
-            await asyncio.sleep(self._outage.pause())
+            await asyncio.sleep(self._outage.next_delay_s())
 
-    async def _known(self) -> None:
-        """Wait for the attempt in progress if there has been no failure since the last."""
+    async def _wait_for_map(self) -> None:
+        """Wait for an attempt in progress, unless one has failed since the map was known."""
         while self._map is None:
             self.check()
-            await self._outage.settled()
+            await self._outage.wait_known()
 
     # ---- Connections
 
     async def _control(self, node: Node) -> RespClient:
-        """Return the connection to a node, made if there is none; who asks meanwhile waits for the same.
-
-        Raises:
-            StorageUnavailableError, StorageRefusedError: as :meth:`Dialer.open_questions`.
-        """
+        """Return the control connection to a node; concurrent callers share one attempt to connect."""
         if self._stopping:
             raise StorageUnavailableError(f"storage {self.name}: the data plane is stopping")
         task = self._controls.get(node)
-        if task is None or (task.done() and not _stands(task)):
-            task = self._controls[node] = asyncio.create_task(self.dialer.open_questions(node))
+        if task is None or (task.done() and not _is_open(task)):
+            task = self._controls[node] = asyncio.create_task(self.dialer.open_control(node))
             task.add_done_callback(_retrieve)
         try:
             return await asyncio.shield(task)
@@ -299,44 +270,40 @@ class ServerCluster:
                 raise
             raise StorageUnavailableError(f"storage {node}: the connection was given up") from None
 
-    async def _hang_up(self, nodes: Sequence[Node], reason: str) -> None:
-        """Close the connections to some nodes."""
+    async def _close_controls(self, nodes: Sequence[Node], reason: str) -> None:
+        """Close the control connections to some nodes."""
         tasks = [self._controls.pop(node) for node in nodes]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
         for task in tasks:
-            if _stands(task):
+            if _is_open(task):
                 task.result().abort(reason)
                 await task.result().closed
 
-    # ---- Questions
+    # ---- Requests
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        """Return what storage holds under each key, in one round trip to all nodes, rarely a second one.
-
-        Raises:
-            StorageUnavailableError, StorageRefusedError: no key was answered for.
-        """
-        await self._known()
+        """Look keys up in one round trip to all nodes, rarely a second one."""
+        await self._wait_for_map()
         names = [storage_key(key) for key in keys]
-        found: list[Found] = [Unanswered("not asked")] * len(names)
+        found: list[Found] = [Unanswered("not requested")] * len(names)
         left: Sequence[int] = range(len(names))
-        for attempt in range(_HEADS):
+        for attempt in range(_LOOKUPS):
             if attempt:
                 await self.recover(None)
-            await self._ask_for_heads(names, left, found, HEAD_GUESS)
+            await self._find_headers(names, left, found, HEADER_GUESS)
             left = [index for index in left if isinstance(found[index], Unanswered)]
             if not left:
                 break
         longer = {
             index: size
             for index, entry in enumerate(found)
-            if isinstance(entry, Stored) and (size := head_size(entry)) > len(entry.head)
+            if isinstance(entry, Stored) and (size := entry.header_bytes) > len(entry.header)
         }
         if longer:
-            await self._ask_for_heads(names, list(longer), found, max(longer.values()))
+            await self._find_headers(names, list(longer), found, max(longer.values()))
         if found and all(isinstance(entry, Unanswered) for entry in found):
             first = found[0]
             assert isinstance(first, Unanswered)
@@ -344,96 +311,70 @@ class ServerCluster:
             raise kind(f"storage {self.name}: {first.reason}")
         return found
 
-    async def _ask_for_heads(
+    async def _find_headers(
         self, names: Sequence[bytes], indexes: Sequence[int], found: list[Found], size: int
     ) -> None:
-        """Ask the nodes for lengths and first bytes; write what they answer into ``found``."""
-        commands = [command for index in indexes for command in head_question(names[index], size)]
+        """Request lengths and first bytes from the nodes, and write the answers into ``found``."""
+        commands = [command for index in indexes for command in header_commands(names[index], size)]
         slots = [slot_of(names[index]) for index in indexes]
         nodes = [self._node_to_ask(slot) for slot in slots]
         answers = await self._ask(commands, [node for node in nodes for _ in (0, 1)])
         for position, (index, node) in enumerate(zip(indexes, nodes, strict=True)):
-            length, head = answers[2 * position : 2 * position + 2]
-            found[index] = _found(node, length, head)
+            length, header = answers[2 * position : 2 * position + 2]
+            found[index] = _found(node, length, header)
 
     def _node_to_ask(self, slot: int) -> Node | None:
-        """Return the master of a slot, whose answer is the last word, or who may be read where it has just failed."""
+        """Return the master of a slot; if it has just failed, a replica that may be read."""
         node = self._node_of(slot, turn=None)
-        return self._node_of(slot, turn=0) if node is not None and self._replicas and self._is_avoided(node) else node
+        return self._node_of(slot, turn=0) if node is not None and self._replicas and node in self._avoided else node
 
     async def _ask(self, commands: Sequence[Sequence[bytes]], nodes: Sequence[Node | None]) -> list[_Answer]:
-        """Send each command to its node, one pipeline to each, and return their answers; errors are values.
+        """Send each command to its node, one pipeline to each, and return the answers; errors are values.
 
-        What another node has is asked for there at once, as a chunk's bytes are: the map, which is read again behind a
-        MOVED, may come from a node that has not heard of it yet. But only of nodes that are in the map: one that means
-        ill could name as many others as there are keys.
+        Redirections are followed at once: the map, which is read again after a MOVED, may come from a node that does
+        not know of the move yet. They are followed to nodes of the map only: a malicious node could name any address.
         """
         nowhere = StorageUnavailableError("no node of the cluster has the slot of this key")
         answers: list[_Answer] = [nowhere] * len(commands)
-        asked: dict[Node, list[_Question]] = {}
+        pending: dict[Node, list[_Command]] = {}
         for position, (node, command) in enumerate(zip(nodes, commands, strict=True)):
             if node is not None:
-                asked.setdefault(node, []).append(_Question(position, command))
+                pending.setdefault(node, []).append(_Command(position, command))
         for _ in range(REDIRECTIONS_MAX + 1):
-            sent = await asyncio.gather(*(self._send(*group) for group in asked.items()))
-            redirected: dict[Node, list[_Question]] = {}
-            for (node, questions), results in zip(asked.items(), sent, strict=True):
-                for question, answer in zip(questions, results, strict=True):
-                    answers[question.position] = answer
+            sent = await asyncio.gather(*(self._send(*group) for group in pending.items()))
+            redirected: dict[Node, list[_Command]] = {}
+            for (node, sent_to_node), results in zip(pending.items(), sent, strict=True):
+                for sent_command, answer in zip(sent_to_node, results, strict=True):
+                    answers[sent_command.position] = answer
                     text = answer.decode("utf-8", "replace") if isinstance(answer, resp.ErrorReply) else ""
                     redirect = self.redirect(node, text)
                     if redirect is not None and self._is_member(redirect.node):
-                        redirected.setdefault(redirect.node, []).append(question._replace(asking=redirect.asking))
+                        redirected.setdefault(redirect.node, []).append(sent_command._replace(asking=redirect.asking))
             if not redirected:
                 break
-            asked = redirected
+            pending = redirected
         return answers
 
-    async def _send(self, node: Node, questions: Sequence[_Question]) -> Iterator[_Answer]:
-        """Return one node's answers; a StorageError for each that does not come."""
-        sent = [part for each in questions for part in ([[b"ASKING"]] if each.asking else []) + [each.command]]
+    async def _send(self, node: Node, commands: Sequence[_Command]) -> Iterator[_Answer]:
+        """Return one node's answers; a StorageError for each if it is unreachable."""
+        sent = [part for each in commands for part in ([[b"ASKING"]] if each.asking else []) + [each.command]]
         try:
             answers = iter(await (await self._control(node)).ask(sent))
         except StorageError as error:
-            self._avoid(node)
-            self._look.set()
-            return iter([error] * len(questions))
-        return iter([[next(answers) for _ in range(1 + each.asking)][-1] for each in questions])
-
-    async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
-        """Return False: no server that can be part of a cluster takes publications."""
-        return False
-
-    async def published(self, keys: Sequence[bytes]) -> Flags | None:
-        """Return None, likewise."""
-        return None
-
-    async def heads(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        """Return what find() does: nothing is cold in a cluster."""
-        return await self.find(keys)
-
-    async def prefetch(self, keys: Sequence[bytes]) -> None:
-        """Do nothing, likewise."""
+            self._avoided.add(node)
+            self._map_changed.set()
+            return iter([error] * len(commands))
+        return iter([[next(answers) for _ in range(1 + each.asking)][-1] for each in commands])
 
     async def delete(self, key: bytes) -> None:
-        """Delete a record.
-
-        Raises:
-            StorageUnavailableError, StorageRefusedError: as for :meth:`find`.
-        """
-        await self._change(b"DEL", storage_key(key))
+        await self._send_write(b"DEL", storage_key(key))
 
     async def expire(self, key: bytes, lasts_ms: int) -> None:
-        """Have a record end by itself after so long.
+        await self._send_write(b"PEXPIRE", storage_key(key), b"%d" % lasts_ms)
 
-        Raises:
-            StorageUnavailableError, StorageRefusedError: as for :meth:`find`.
-        """
-        await self._change(b"PEXPIRE", storage_key(key), b"%d" % lasts_ms)
-
-    async def _change(self, verb: bytes, name: bytes, *more: bytes) -> None:
-        """Have the node that takes a key's writes change it."""
-        await self._known()
+    async def _send_write(self, verb: bytes, name: bytes, *more: bytes) -> None:
+        """Send a write to the key's master."""
+        await self._wait_for_map()
         for last in (False, True):
             [answer] = await self._ask([[verb, name, *more]], [self._node_of(slot_of(name), turn=None)])
             if last and isinstance(answer, StorageError):
@@ -445,17 +386,17 @@ class ServerCluster:
             await self.recover(None)
 
 
-def _found(node: Node | None, length: _Answer, head: _Answer) -> Found:
-    """Return what the answers to a head_question say."""
-    error = length if isinstance(length, StorageError | resp.ErrorReply) else head
+def _found(node: Node | None, length: _Answer, header: _Answer) -> Found:
+    """Convert a node's answers to :func:`header_commands`."""
+    error = length if isinstance(length, StorageError | resp.ErrorReply) else header
     if isinstance(error, StorageError):
         return Unanswered(str(error), refused=isinstance(error, StorageRefusedError))
     if isinstance(error, resp.ErrorReply) and error.code != "WRONGTYPE":
         text = error.decode("utf-8", "replace")[:200]
         if error.code in ("MOVED", "ASK"):
-            return Unanswered(f"{node} and its like send us on, last with: {text}")
+            return Unanswered(f"{node} and others redirect in a circle, last with: {text}")
         return Unanswered(f"{node} refused STRLEN or GETRANGE: {text}", refused=True)
-    entry = stored_of(length, head)
+    entry = stored_of(length, header)
     return Unanswered(f"{node} answered STRLEN or GETRANGE with another type") if entry is False else entry
 
 
@@ -470,11 +411,11 @@ def _bracket(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _stands(task: "asyncio.Task[RespClient]") -> bool:
-    """Return whether an attempt to connect has ended with a connection that is still there."""
+def _is_open(task: "asyncio.Task[RespClient]") -> bool:
+    """Return whether an attempt to connect has ended with a connection that is still open."""
     return not task.cancelled() and task.exception() is None and not task.result().closed.done()
 
 
 def _retrieve(task: "asyncio.Task[None] | asyncio.Task[RespClient]") -> None:
     if not task.cancelled():
-        task.exception()  # whoever waits has it; if nobody does, the next attempt will tell
+        task.exception()  # mark as retrieved: without a waiter, the next attempt reports it

@@ -1,7 +1,7 @@
-"""Connections to storage: those for questions (:class:`RespClient`), and links for bytes, which the C core drives.
+"""Connections to storage: control connections (:class:`RespClient`), and links, over which the C core moves bytes.
 
-A link is made in two steps that never block the event loop: the connection, by Python, and with TLS the handshake, by
-the C core, which then also deciphers what arrives; so the greeting goes through the same session as the bytes.
+A link is made in two steps, neither of which blocks the event loop: Python connects; with TLS, the C core does the
+handshake. The greeting goes through the same TLS session as the bytes.
 """
 
 import asyncio
@@ -15,19 +15,17 @@ from typing import Final, NamedTuple
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.resp.answers import AnswerReader, MetaAnswer
-from dpu_dataplane.sources.resp.tls import StorageTls, distrust
+from dpu_dataplane.sources.resp.tls import StorageTls, explain_tls_error
 from shadowserve import native, resp
 from shadowserve.addresses import join_address
 from shadowserve.errors import ProtocolError, StorageError, StorageUnavailableError
 from shadowserve.resp_client import RespClient, refuse_error
 
-__all__ = ["DataLinks", "Dialer", "Link", "Node"]
-
 _RECEIVE_BYTES: Final = 4096
 
 
 class Node(NamedTuple):
-    """Where a storage server listens; ``replica``: it answers reads of a cluster, told so with READONLY."""
+    """The address of a storage server; ``replica``: connections begin with READONLY, to read from a replica."""
 
     host: str
     port: int
@@ -38,11 +36,11 @@ class Node(NamedTuple):
 
 
 class Link:
-    """One data connection: a connected, non-blocking socket, and with TLS the session on it.
+    """One data connection: a connected, non-blocking socket, and with TLS its session.
 
     Attributes:
-        latency_s: seconds that the last command of the greeting took.
-        takes_layers: whether KV.LAYERS may be asked for, as far as is known.
+        latency_s: Seconds that the last command of the greeting took.
+        takes_layers: The server knows KV.LAYERS, as far as is known.
     """
 
     def __init__(self, node: Node, sock: socket.socket) -> None:
@@ -56,8 +54,8 @@ class Link:
         """Return the socket's descriptor."""
         return self.sock.fileno()
 
-    def is_quiet(self) -> bool:
-        """Return whether the connection stands and has nothing to say, as between two batches."""
+    def is_idle(self) -> bool:
+        """Return whether the connection is open and has no bytes to read, as it must be between two batches."""
         if self.session is not None and self.session.has_pending:
             return False
         try:
@@ -69,38 +67,40 @@ class Link:
         return False
 
     def shut_down(self) -> None:
-        """Make whatever thread waits on it return; it stays open until :meth:`close`."""
+        """Interrupt the thread that waits on the link. The link stays open until :meth:`close`."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close it. No thread may use it."""
+        """Close the link. No thread may use it."""
         if self.session is not None:
             self.session.close()
             self.session = None
         self.sock.close()
 
     async def encrypt(self, tls: native.Tls, name: str) -> None:
-        """Shake hands; the server's certificate must hold ``name``.
+        """Do the TLS handshake; the server's certificate must hold ``name``.
 
         Raises:
-            StorageUnavailableError: it does not, or the other side does not speak TLS.
+            StorageUnavailableError: The handshake failed.
         """
         session = self.session = native.TlsSession(tls, self.fileno(), name)
         while True:
             result, want = session.handshake()
             if result is not native.Result.OK:
-                raise StorageUnavailableError(f"connect to storage {self.node}: {distrust(session.reason, name)}")
+                raise StorageUnavailableError(
+                    f"connect to storage {self.node}: {explain_tls_error(session.reason, name)}"
+                )
             if want is native.TlsWant.NOTHING:
                 return
-            await self._ready(want)
+            await self._wait_ready(want)
 
     async def exchange(self, commands: Sequence[Sequence[bytes]]) -> "list[resp.Value | MetaAnswer]":
         """Send commands and return their answers.
 
         Raises:
-            StorageUnavailableError, OSError: the connection broke.
-            ProtocolError: the answer is none.
+            StorageUnavailableError, OSError: The connection broke.
+            ProtocolError: An answer is not RESP.
         """
         await self._send(b"".join(resp.encode_command(*command) for command in commands))
         reader = AnswerReader()
@@ -125,7 +125,7 @@ class Link:
             self._check(result)
             data = data[sent:]
             if want is not native.TlsWant.NOTHING:
-                await self._ready(want)
+                await self._wait_ready(want)
 
     async def _receive(self) -> bytes:
         if self.session is None:
@@ -135,14 +135,16 @@ class Link:
             self._check(result)
             if data:
                 return data
-            await self._ready(want)
+            await self._wait_ready(want)
 
     def _check(self, result: native.Result) -> None:
         if result is not native.Result.OK:
             assert self.session is not None
-            raise StorageUnavailableError(f"connect to storage {self.node}: {distrust(self.session.reason, '')}")
+            raise StorageUnavailableError(
+                f"connect to storage {self.node}: {explain_tls_error(self.session.reason, '')}"
+            )
 
-    async def _ready(self, want: native.TlsWant) -> None:
+    async def _wait_ready(self, want: native.TlsWant) -> None:
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = loop.create_future()
         watch: Callable[..., object] = loop.add_reader if want is native.TlsWant.READ else loop.add_writer
@@ -160,10 +162,12 @@ class Link:
 
 
 class Dialer:
-    """Makes connections to storage servers: with TLS if so configured, greeted, within ``connect_timeout_s``.
+    """Makes authenticated connections to storage servers, with TLS if configured, within ``connect_timeout_s``.
+
+    Methods raise StorageUnavailableError or StorageRefusedError.
 
     Raises:
-        ConfigurationError: TLS is wanted and cannot be had.
+        ConfigurationError: TLS is configured and cannot be used.
     """
 
     def __init__(self, config: DataPlaneConfig) -> None:
@@ -171,12 +175,8 @@ class Dialer:
         self.connect_timeout_s, self.command_timeout_s = config.connect_timeout_s, config.command_timeout_s
         self.tls = StorageTls(config) if config.storage_tls_ca else None
 
-    async def open_questions(self, node: Node) -> RespClient:
-        """Return a connection for questions.
-
-        Raises:
-            StorageUnavailableError, StorageRefusedError: within ``connect_timeout_s``.
-        """
+    async def open_control(self, node: Node) -> RespClient:
+        """Open a control connection."""
         context, name = None, None
         if self.tls is not None:
             context, name = self.tls.contexts()[0], self.tls.name_of(node.host)
@@ -185,11 +185,7 @@ class Dialer:
             return await client.open(node.host, node.port, self.greeting(replica=node.replica), context, name)
 
     async def open(self, node: Node) -> Link:
-        """Return a link that is ready for the C core.
-
-        Raises:
-            StorageUnavailableError, StorageRefusedError: within ``connect_timeout_s``.
-        """
+        """Open a link, ready for the C core."""
         async with self.deadline("connect", str(node)):
             link = Link(node, await self._connect(node))
             try:
@@ -227,7 +223,7 @@ class Dialer:
 
     @contextlib.asynccontextmanager
     async def deadline(self, operation: str, name: str) -> AsyncIterator[None]:
-        """Bound an attempt to connect, and turn what it raises into StorageError."""
+        """Limit the duration of an attempt to connect, and convert its errors to StorageError."""
         try:
             async with asyncio.timeout(self.connect_timeout_s):
                 yield
@@ -238,7 +234,9 @@ class Dialer:
         except ssl.SSLError as error:
             host = name.rpartition(":")[0].strip("[]")
             expected = self.tls.name_of(host) if self.tls is not None else host
-            raise StorageUnavailableError(f"{operation} to storage {name}: {distrust(str(error), expected)}") from error
+            raise StorageUnavailableError(
+                f"{operation} to storage {name}: {explain_tls_error(str(error), expected)}"
+            ) from error
         except OSError as error:
             raise StorageUnavailableError(
                 f"{operation} to storage {name}: {error.strerror or error}; is it running?{self._hint(error)}"
@@ -254,7 +252,7 @@ class Dialer:
             ) from error
 
     def _hint(self, error: Exception) -> str:
-        """Return what else may be wrong where a connection breaks: TLS tells a client so only after its handshake."""
+        """Return a hint for a broken connection: servers reject a client without a certificate after the handshake."""
         if (
             self.tls is None
             or self.tls.certificate
@@ -265,7 +263,7 @@ class Dialer:
         return " Over TLS: does it want a certificate of its clients (storage_tls_cert, storage_tls_key)?"
 
     def greeting(self, *, replica: bool = False) -> list[list[bytes]]:
-        """Return the commands that a connection begins with."""
+        """Return the first commands of a connection."""
         commands = [[b"READONLY"]] if replica else [[b"PING"]]
         if self.password:
             user = [self.username.encode()] if self.username else []
@@ -274,7 +272,7 @@ class Dialer:
 
 
 class DataLinks:
-    """The links of one user (fetching, storing), so many to each node: opened at need and kept."""
+    """The links of one user (fetch, store): ``count`` links to each node, opened on demand and kept."""
 
     def __init__(self, dialer: Dialer, count: int, metrics: Metrics) -> None:
         self._dialer = dialer
@@ -283,22 +281,22 @@ class DataLinks:
         self._links: dict[Node, list[Link]] = {}
 
     async def open(self, node: Node) -> list[Link]:
-        """Return the links to a node, those that died since they were last used replaced.
+        """Return the links to a node; broken ones are replaced.
 
         Raises:
-            StorageUnavailableError, StorageRefusedError: one could not be opened.
+            StorageUnavailableError, StorageRefusedError: A link could not be opened.
         """
         links = self._links.setdefault(node, [])
-        for link in [link for link in links if not link.is_quiet()]:
+        for link in [link for link in links if not link.is_idle()]:
             links.remove(link)
             link.close()
         while len(links) < self._count:
             links.append(await self._dialer.open(node))
-            self._metrics.data_connections += 1
+            self._metrics.totals["data_connections"] += 1
         return list(links)
 
     async def open_all(self, nodes: Sequence[Node]) -> list[list[Link] | StorageError]:
-        """Return the links to each of some different nodes, or why there are none."""
+        """Return the links to each node, or the error."""
 
         async def one(node: Node) -> list[Link] | StorageError:
             try:
@@ -308,12 +306,6 @@ class DataLinks:
 
         return list(await asyncio.gather(*(one(node) for node in nodes)))
 
-    def shut_down(self) -> None:
-        """Make whatever thread waits on a link return; they stay open until :meth:`close`."""
-        for links in self._links.values():
-            for link in links:
-                link.shut_down()
-
     def keep(self, nodes: Sequence[Node]) -> None:
         """Close the links to all other nodes."""
         for node in [node for node in self._links if node not in nodes]:
@@ -321,5 +313,5 @@ class DataLinks:
                 link.close()
 
     def close(self) -> None:
-        """Close all; the next :meth:`open` makes new ones."""
+        """Close all links."""
         self.keep(())

@@ -1,7 +1,7 @@
-"""Records to the server that takes each: one SET, sent by the C core from where the record was encoded.
+"""Puts of records: one SET each, sent by the C core from the store buffer.
 
-A connection that broke is made again once, in a cluster after a look at who has what now; and where a node says that
-another one takes the key, the record goes there, a bounded number of times.
+A broken connection is made again once, in a cluster after the map of nodes was updated. Redirections are followed a
+bounded number of times.
 """
 
 import asyncio
@@ -11,65 +11,63 @@ from concurrent.futures import Executor
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.resp.links import DataLinks, Link, Node
-from dpu_dataplane.sources.resp.servers import REDIRECTIONS_MAX, Servers
+from dpu_dataplane.sources.resp.routing import REDIRECTIONS_MAX, Router
 from dpu_dataplane.sources.source import Encoded
 from shadowserve import native
 from shadowserve.errors import StorageUnavailableError
 from shadowserve.native import Result
 
-__all__ = ["Puts"]
 
-
-class Puts:
+class RecordWriter:
     """Puts records, one at a time."""
 
     def __init__(
-        self, pipeline: native.Pipeline, executor: Executor, servers: Servers, links: DataLinks, metrics: Metrics
+        self, pipeline: native.Pipeline, executor: Executor, router: Router, links: DataLinks, metrics: Metrics
     ) -> None:
         self._pipeline = pipeline
         self._executor = executor
-        self._servers = servers
+        self._router = router
         self._links = links
         self._metrics = metrics
-        self._asked: Node | None = None  # last, for the record in hand
+        self._last_node: Node | None = None
 
-    async def run(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
-        """Put one record, as :meth:`Source.put` wants it."""
+    async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
+        """Put one record; see :meth:`Source.put`."""
         result, text = Result.CANCELLED, ""
         for last in (False, True):
-            self._asked = None
+            self._last_node = None
             try:
-                result, text = await self._put_where_it_belongs(job, key, record)
+                result, text = await self._put_redirected(job, key, record)
             except StorageUnavailableError:
-                if last or not self._servers.clustered:
+                if last or not self._router.clustered:
                     raise
                 result = Result.DISCONNECTED
             if job.cancelled or result is not Result.DISCONNECTED or last:
                 break
-            await job.within(self._servers.recover(self._asked), "looking for a node of the cluster")
+            await job.within(self._router.recover(self._last_node), "looking for a node of the cluster")
         return result, text
 
-    async def _put_where_it_belongs(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
-        """Put one record on the node that takes it, going where a cluster's nodes send us."""
-        [node] = self._servers.route([key], master=True)
+    async def _put_redirected(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
+        """Put one record on its node, and follow redirections."""
+        [node] = self._router.route([key], master=True)
         asking = False
         for _ in range(REDIRECTIONS_MAX + 1):
             if node is None:
-                raise StorageUnavailableError(f"storage {self._servers.name}: no node has the slot of this key")
-            self._asked = node
+                raise StorageUnavailableError(f"storage {self._router.name}: no node has the slot of this key")
+            self._last_node = node
             [link] = await job.within(self._links.open(node), "connecting to storage")
             if asking:
-                await job.within(self._say_asking(link), "asking a node of the cluster")
+                await job.within(self._send_asking(link), "sending ASKING")
             result, text = await self._put_on(job, record, link)
-            redirect = self._servers.redirect(node, text) if result is Result.REFUSED else None
+            redirect = self._router.redirect(node, text) if result is Result.REFUSED else None
             if redirect is None:
                 return result, text
-            self._metrics.storage_redirections += 1
+            self._metrics.totals["storage_redirections"] += 1
             node, asking = redirect
         return Result.REFUSED, f"redirected {REDIRECTIONS_MAX} times, last with: {text}"
 
-    async def _say_asking(self, link: Link) -> None:
-        async with self._servers.dialer.deadline("ASKING", str(link.node)):
+    async def _send_asking(self, link: Link) -> None:
+        async with self._router.dialer.deadline("ASKING", str(link.node)):
             await link.exchange([[b"ASKING"]])
 
     async def _put_on(self, job: Job, record: Encoded, link: Link) -> tuple[Result, str]:
@@ -82,7 +80,7 @@ class Puts:
                         self._pipeline.put,
                         record.batch,
                         record.position,
-                        record.head,
+                        record.header,
                         link.fileno(),
                         job.deadline_ns,
                         session=link.session,

@@ -1,10 +1,9 @@
-"""An order's bytes, from the node that has each piece: one batch, or with a cluster as many as its nodes make of it.
+"""Reads of a plan's pieces from the nodes that have them: one batch, or several for a cluster.
 
-Layer by layer, all from one server, they come in one stream where that pays (layers.py).
+A fetch in layer order from one server may be one request that is answered as one stream (layers.py).
 
-A node that cannot be reached, and one that fails, cost each group its pieces from the first chunk of theirs on, and
-nothing else. Pieces that a node says another one has are fetched again from there, a bounded number of times; the
-others are not fetched twice.
+A node that cannot be reached, or fails, costs each group the pieces from its first chunk on that node on, and nothing
+else. Redirected pieces are read again from the other node, a bounded number of times; other pieces are not read twice.
 """
 
 import asyncio
@@ -21,269 +20,272 @@ import numpy.typing as npt
 from dpu_dataplane.config import NODES_MAX
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.plan import FetchPlan
 from dpu_dataplane.sources.resp.layers import LayerRequest, Threshold, layer_request
 from dpu_dataplane.sources.resp.links import DataLinks, Link, Node
-from dpu_dataplane.sources.resp.servers import REDIRECTIONS_MAX, Servers
-from dpu_dataplane.sources.source import Delivered, Failure, Order
+from dpu_dataplane.sources.resp.routing import REDIRECTIONS_MAX, Router
+from dpu_dataplane.sources.source import Delivered, Failure
 from shadowserve import native
 from shadowserve.errors import StorageError, StorageUnavailableError
 from shadowserve.native import Origin, Result
 
-__all__ = ["Ranges"]
-
-_PASSING: Final = ("CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN")
-"""Errors of a cluster's node that may be over when it is asked again, or another one is."""
-_RANGES: Final = {
-    "cluster": "a fetch in the order of layers is asked for in ranges, as a Redis or Valkey cluster does not know "
-    "KV.LAYERS; its layers share no link with those of others by a node's egress_policy",
-    "several_nodes": "a fetch in the order of layers is asked for in ranges, as there are several storage nodes",
-    "near_chunks": "a fetch in the order of layers is asked for in ranges, as tiers of this machine hold some of it",
-    "no_layer_requests": "a fetch in the order of layers is asked for in ranges, as storage does not know KV.LAYERS; "
-    "use a storage node of ShadowServe of this release",
+_TRANSIENT: Final = ("CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN")
+"""Errors of a cluster's node that a retry, on this node or another one, may not meet."""
+_RANGE_REASONS: Final = {
+    "cluster": "a Redis or Valkey cluster does not know KV.LAYERS; a node's egress_policy does not apply to this fetch",
+    "several_nodes": "there are several storage nodes",
+    "near_chunks": "local tiers hold some of the chunks",
+    "no_layer_requests": "storage does not know KV.LAYERS; use a storage node of ShadowServe of this release",
 }
-"""Why layers are not asked for in one request. docs/combinations.md has the same reasons."""
+"""Why a fetch in layer order uses range requests. docs/combinations.md lists the same reasons."""
+
 _logger = logging.getLogger(__name__)
-_ANY: Final = 1 << 32
-"""Behind every chunk."""
 
 
-class _Course:
-    """An order under way: who has each piece, how often that has changed, and what has failed."""
+class _PlanState:
+    """A plan in progress: each piece's node, redirections and errors."""
 
-    def __init__(self, order: Order, nodes: list[Node | None]) -> None:
-        count = len(order.pieces)
-        self.order = order
+    def __init__(self, plan: FetchPlan, nodes: list[Node | None]) -> None:
+        count = len(plan.pieces)
+        self.plan = plan
         self.nodes = nodes
         self.done = Delivered(np.full(count, Result.SKIPPED, np.uint32))
         self.asking = [False] * count
         self.redirections = [0] * count
-        self.supplied: list[bool] = (order.pieces["origin"] != Origin.SERVER).tolist()
+        self.supplied: list[bool] = (plan.pieces["origin"] != Origin.SERVER).tolist()
         self.texts: dict[int, str] = {}
         self.errors: dict[int, StorageError] = {}
-        self._places = list(zip(order.pieces["group"].tolist(), order.pieces["chunk"].tolist(), strict=True))
-        self._ends: dict[int, int] = {}  # of each group, the first chunk that cannot be had
+        self._chunks = list(zip(plan.pieces["group"].tolist(), plan.pieces["chunk"].tolist(), strict=True))
+        self._ends: dict[int, int] = {}  # of each group, the first chunk that failed
 
-    def fail(self, index: int, result: Result, error: StorageError | None = None) -> None:
-        """Take note that a piece cannot be had."""
-        group, chunk = self._places[index]
+    def fail(self, piece: int, result: Result, error: StorageError | None = None) -> None:
+        """Record the failure of a piece."""
+        group, chunk = self._chunks[piece]
         self._ends[group] = min(chunk, self._ends.get(group, chunk))
-        self.done.results[index] = result
+        self.done.results[piece] = result
         if error is not None:
-            self.errors[index] = error
+            self.errors[piece] = error
 
-    def useful(self, indexes: Iterable[int]) -> list[int]:
-        """Return those of some pieces that may still be of use, in order."""
+    def useful(self, piece_ids: Iterable[int]) -> list[int]:
+        """Return the pieces before the first failed chunk of their group, in order."""
         if not self._ends:
-            return sorted(indexes)
-        return sorted(
-            index for index in indexes if self._places[index][1] < self._ends.get(self._places[index][0], _ANY)
-        )
+            return sorted(piece_ids)
+        return sorted(piece for piece in piece_ids if self._is_useful(*self._chunks[piece]))
+
+    def _is_useful(self, group: int, chunk: int) -> bool:
+        end = self._ends.get(group)
+        return end is None or chunk < end
 
 
-class Ranges:
-    """Fetches orders, one at a time."""
+class PieceReader:
+    """Delivers plans, one at a time."""
 
     def __init__(
         self,
         pipeline: native.Pipeline,
         executor: Executor,
-        servers: Servers,
+        router: Router,
         links: DataLinks,
         metrics: Metrics,
         threshold: Threshold | None,
     ) -> None:
         self._pipeline = pipeline
         self._executor = executor
-        self._servers = servers
+        self._router = router
         self._links = links
         self._metrics = metrics
         self._threshold = threshold
 
-    async def run(self, job: Job, order: Order) -> Delivered:
-        """Deliver an order, as :meth:`Source.deliver` wants it."""
-        self._servers.check()
-        self._links.keep(self._servers.nodes())
-        course = _Course(order, self._servers.route(order.keys, master=order.authoritative))
-        todo = list(range(len(order.pieces)))
-        done = course.done
-        while todo and done.stop is None:
+    async def deliver(self, job: Job, plan: FetchPlan) -> Delivered:
+        """Deliver a plan; see :meth:`Source.deliver`."""
+        self._router.check()
+        self._links.keep(self._router.nodes())
+        state = _PlanState(plan, self._router.route(plan.keys, master=plan.authoritative))
+        remaining = list(range(len(plan.pieces)))
+        done = state.done
+        while remaining and done.stop is None:
             try:
-                todo = await self._step(job, course, todo)
+                remaining = await self._deliver_batch(job, state, remaining)
             except Stop as stop:
                 if (done.results == Result.SKIPPED).all():
                     raise
                 done.stop = stop
-        for index in np.flatnonzero((done.results != Result.OK) & (done.results != Result.SKIPPED)).tolist():
-            done.failures[index] = self._explained(course, index)
+        for piece in np.flatnonzero((done.results != Result.OK) & (done.results != Result.SKIPPED)).tolist():
+            done.failures[piece] = self._failure_of(state, piece)
         return done
 
-    def _explained(self, course: _Course, index: int) -> Failure:
-        """Say of a piece that was not delivered who was asked, what it said, and what may help."""
-        result, node = Result(int(course.done.results[index])), course.nodes[index]
-        text, clustered = course.texts.get(index, ""), self._servers.clustered
-        said = f"{node}: {text}" if text else ""
+    def _failure_of(self, state: _PlanState, piece: int) -> Failure:
+        """Return the failure of a piece: the node, its error, and whether a retry may help."""
+        result, node = Result(int(state.done.results[piece])), state.nodes[piece]
+        text, clustered = state.texts.get(piece, ""), self._router.clustered
+        reply = f"{node}: {text}" if text else ""
         if not text and clustered and result in (Result.DISCONNECTED, Result.PROTOCOL):
-            said = str(node)
-        refused = clustered and result is Result.REFUSED and text.startswith(_PASSING)
+            reply = str(node)
+        transient = clustered and result is Result.REFUSED and text.startswith(_TRANSIENT)
         return Failure(
             result,
-            course.errors.get(index),
-            said,
-            copy=result is Result.NOT_FOUND and node is not None and node.replica,
-            recover=functools.partial(self._servers.recover, node)
-            if result is Result.DISCONNECTED or refused
+            state.errors.get(piece),
+            reply,
+            from_replica=result is Result.NOT_FOUND and node is not None and node.replica,
+            recover=functools.partial(self._router.recover, node)
+            if result is Result.DISCONNECTED or transient
             else None,
         )
 
-    async def _step(self, job: Job, course: _Course, todo: list[int]) -> list[int]:
-        """Run one batch over as many of ``todo`` as can be had; return what is left of it."""
-        links, batch, rest = await self._reach(job, course, todo)
-        if not batch:
-            return course.useful(rest)
-        request = self._layer_request(course.order, batch, links)
-        failure, results = await self._round(job, course, batch, links, request)
-        course.done.results[batch] = results
-        again = []
-        for position in np.flatnonzero(results != Result.OK).tolist():
-            index, result = batch[position], Result(int(results[position]))
-            if result is Result.SKIPPED or (result is Result.REDIRECTED and self._redirect(course, index)):
-                course.done.results[index] = Result.SKIPPED
-                again.append(index)
+    async def _deliver_batch(self, job: Job, state: _PlanState, remaining: list[int]) -> list[int]:
+        """Run one batch of as many remaining pieces as possible; return the pieces that remain."""
+        links, piece_ids, rest = await self._connect(job, state, remaining)
+        if not piece_ids:
+            return state.useful(rest)
+        request = self._layer_request(state.plan, piece_ids, links)
+        result, results = await self._run_batch(job, state, piece_ids, links, request)
+        state.done.results[piece_ids] = results
+        redirected = []
+        for row in np.flatnonzero(results != Result.OK).tolist():
+            piece, failure = piece_ids[row], Result(int(results[row]))
+            if failure is Result.SKIPPED or (failure is Result.REDIRECTED and self._redirect(state, piece)):
+                state.done.results[piece] = Result.SKIPPED
+                redirected.append(piece)
             else:
-                course.fail(index, result)
-        if failure is not Result.OK and (results == Result.SKIPPED).all():
-            course.fail(batch[0], failure)  # what ended the batch was no piece's
-        return course.useful(again + rest)
+                state.fail(piece, failure)
+        if result is not Result.OK and (results == Result.SKIPPED).all():
+            state.fail(piece_ids[0], result)  # the batch failed as a whole, not with one of its pieces
+        return state.useful(redirected + rest)
 
-    def _redirect(self, course: _Course, index: int) -> bool:
-        """Send a piece where a node's answer says it is; return False where it does not say, or says so too often."""
-        asked = course.nodes[index]
-        assert asked is not None
-        course.redirections[index] += 1
-        if course.redirections[index] > REDIRECTIONS_MAX:
-            course.texts[index] = f"redirected {REDIRECTIONS_MAX} times, last with: {course.texts[index]}"
+    def _redirect(self, state: _PlanState, piece: int) -> bool:
+        """Follow the redirection of a piece; return False if there is none, or too many."""
+        node = state.nodes[piece]
+        assert node is not None
+        state.redirections[piece] += 1
+        if state.redirections[piece] > REDIRECTIONS_MAX:
+            state.texts[piece] = f"redirected {REDIRECTIONS_MAX} times, last with: {state.texts[piece]}"
             return False
-        redirect = self._servers.redirect(asked, course.texts[index])
+        redirect = self._router.redirect(node, state.texts[piece])
         if redirect is None:
             return False
-        self._metrics.storage_redirections += 1
-        course.nodes[index], course.asking[index] = redirect
+        self._metrics.totals["storage_redirections"] += 1
+        state.nodes[piece], state.asking[piece] = redirect
         return True
 
-    async def _reach(
-        self, job: Job, course: _Course, todo: Sequence[int]
+    async def _connect(
+        self, job: Job, state: _PlanState, remaining: Sequence[int]
     ) -> tuple[dict[Node, list[Link]], list[int], list[int]]:
-        """Return links to nodes that have pieces of ``todo``, the pieces of these, and those of still other nodes.
+        """Connect to the nodes of the remaining pieces.
 
-        Pieces that come by themselves are among the second.
+        Returns:
+            The links by node; the pieces of these nodes and those that a hook supplies; the pieces of further nodes.
         """
-        wanted: dict[Node, list[int]] = {}
+        by_node: dict[Node, list[int]] = {}
         supplied: list[int] = []
         rest: list[int] = []
-        for index in todo:
-            node = course.nodes[index]
-            if course.supplied[index]:
-                supplied.append(index)
+        for piece in remaining:
+            node = state.nodes[piece]
+            if state.supplied[piece]:
+                supplied.append(piece)
             elif node is None:
-                lacking = f"storage {self._servers.name}: no node has the slot of this key"
-                course.fail(index, Result.DISCONNECTED, StorageUnavailableError(lacking))
-            elif node in wanted or len(wanted) < NODES_MAX:  # what more have is fetched in the next batch
-                wanted.setdefault(node, []).append(index)
+                error = StorageUnavailableError(f"storage {self._router.name}: no node has the slot of this key")
+                state.fail(piece, Result.DISCONNECTED, error)
+            elif node in by_node or len(by_node) < NODES_MAX:  # pieces of further nodes go into the next batch
+                by_node.setdefault(node, []).append(piece)
             else:
-                rest.append(index)
-        opened = await job.within(self._links.open_all(list(wanted)), "connecting to storage")
+                rest.append(piece)
+        opened = await job.within(self._links.open_all(list(by_node)), "connecting to storage")
         links: dict[Node, list[Link]] = {}
-        for (node, indexes), link in zip(wanted.items(), opened, strict=True):
+        for (node, piece_ids), link in zip(by_node.items(), opened, strict=True):
             if isinstance(link, list):
                 links[node] = link
-            elif not self._servers.clustered:
+            elif not self._router.clustered:
                 raise link
             else:
-                for index in indexes:
-                    course.fail(index, Result.DISCONNECTED, link)
-        batch = course.useful([*supplied, *(index for node in links for index in wanted[node])])
-        used = {course.nodes[index] for index in batch if not course.supplied[index]}
-        return {node: link for node, link in links.items() if node in used}, batch, rest
+                for piece in piece_ids:
+                    state.fail(piece, Result.DISCONNECTED, link)
+        chosen = state.useful([*supplied, *(piece for node in links for piece in by_node[node])])
+        used = {state.nodes[piece] for piece in chosen if not state.supplied[piece]}
+        return {node: link for node, link in links.items() if node in used}, chosen, rest
 
-    async def _round(
+    async def _run_batch(
         self,
         job: Job,
-        course: _Course,
-        batch: Sequence[int],
-        links: dict[Node, list[Link]],
+        state: _PlanState,
+        piece_ids: Sequence[int],
+        links_by_node: dict[Node, list[Link]],
         request: LayerRequest | None,
     ) -> tuple[Result, npt.NDArray[np.uint32]]:
-        all_pieces = course.order.pieces
-        pieces: npt.NDArray[np.void] = all_pieces[list(batch)] if len(batch) < len(all_pieces) else all_pieces
-        numbers: dict[Node | None, int] = {node: number for number, node in enumerate(links)}
-        pieces["node"] = [0 if course.supplied[index] else numbers[course.nodes[index]] for index in batch]
-        pieces["asking"] = [course.asking[index] for index in batch]
-        used = [link for each in links.values() for link in each]
-        batch_ = course.order.make_batch(pieces)
+        """Run a batch through the pipeline; return its result, and the result of each piece."""
+        batch = state.plan.batch(piece_ids)
+        pieces = batch.pieces
+        numbers: dict[Node | None, int] = {node: number for number, node in enumerate(links_by_node)}
+        pieces["node"] = [0 if state.supplied[piece] else numbers[state.nodes[piece]] for piece in piece_ids]
+        pieces["asking"] = [state.asking[piece] for piece in piece_ids]
+        links = [link for each in links_by_node.values() for link in each]
         if request is not None:
-            used = used[:1]
-            batch_.ask_by_layers(request.command, request.layers, request.keys)
+            links = links[:1]
+            batch.ask_by_layers(request.command, request.layers, request.keys)
         began_s = time.monotonic()
         try:
-            with job.interruptible(batch_.cancel):
+            with job.interruptible(batch.cancel):
                 result = await asyncio.get_running_loop().run_in_executor(
-                    self._executor, self._fetch, batch_, used, len(links)
+                    self._executor, self._receive, batch, links, len(links_by_node)
                 )
         finally:
-            self._take_note(batch_, time.monotonic() - began_s, used, request)
-            batch_.release()
-            if not batch_.sockets_in_sync and not self._servers.clustered:
-                self._links.close()  # in a cluster those that are out of step, which are disconnected, are found so
-        for index, text in zip(batch, pieces["error"], strict=True):
+            self._note_batch(batch, time.monotonic() - began_s, links, request)
+            batch.release()
+            if not batch.sockets_in_sync and not self._router.clustered:
+                self._links.close()  # a cluster's links that are out of sync are disconnected, and found to be so
+        for piece, text in zip(piece_ids, pieces["error"], strict=True):
             if text:
-                course.texts[index] = bytes(text).decode("utf-8", "replace")
-        self._metrics.batches += 1
-        course.done.received_bytes += batch_.received_bytes
+                state.texts[piece] = bytes(text).decode("utf-8", "replace")
+        self._metrics.totals["batches"] += 1
+        state.done.received_bytes += batch.received_bytes
         return result, pieces["result"]
 
-    def _layer_request(self, order: Order, batch: Sequence[int], links: dict[Node, list[Link]]) -> LayerRequest | None:
-        """Return what to ask for in one request, if anything."""
-        if not order.layerwise or not links:
+    def _layer_request(
+        self, plan: FetchPlan, piece_ids: Sequence[int], links: dict[Node, list[Link]]
+    ) -> LayerRequest | None:
+        """Return the one request for all pieces in layer order; None for range requests."""
+        if not plan.layerwise or not links:
             return None
-        if self._threshold is None and not self._servers.clustered:  # pieces are asked for one at a time
+        if self._threshold is None and not self._router.clustered:  # the pipeline fetches one piece at a time
             return None
-        if reason := self._not_one_request(order, batch, links):
-            self._metrics.add_slower_path(reason, _RANGES[reason])
+        if reason := self._no_layers_reason(plan, piece_ids, links):
+            detail = f"a fetch in the order of layers uses range requests: {_RANGE_REASONS[reason]}"
+            self._metrics.add_slower_path(reason, detail)
             return None
-        assert self._threshold is not None, "a cluster is asked for ranges alone"
-        [used] = links.values()
-        bytes_min = self._threshold.bytes_min(min(link.latency_s for link in used))
-        if order.pieces["body_length"][list(batch)].sum() < bytes_min:
+        assert self._threshold is not None, "a cluster is read by ranges only"
+        [node_links] = links.values()
+        bytes_min = self._threshold.bytes_min(min(link.latency_s for link in node_links))
+        if plan.pieces["body_length"][list(piece_ids)].sum() < bytes_min:
             return None
-        return layer_request(order, batch)
+        return layer_request(plan, piece_ids)
 
-    def _not_one_request(self, order: Order, batch: Sequence[int], links: dict[Node, list[Link]]) -> str:
-        """Return why storage cannot be asked for layers in one request; empty where it can."""
-        if self._servers.not_by_layers:
-            return self._servers.not_by_layers
-        if (order.pieces["origin"][list(batch)] != Origin.SERVER).any():  # the server would send those, too
+    def _no_layers_reason(self, plan: FetchPlan, piece_ids: Sequence[int], links: dict[Node, list[Link]]) -> str:
+        """Return why the pieces cannot be one request; empty if they can."""
+        if self._router.no_layers_reason:
+            return self._router.no_layers_reason
+        if (plan.pieces["origin"][list(piece_ids)] != Origin.SERVER).any():  # the server would send those, too
             return "near_chunks"
-        [used] = links.values()
-        return "" if used[0].takes_layers else "no_layer_requests"
+        [node_links] = links.values()
+        return "" if node_links[0].takes_layers else "no_layer_requests"
 
-    def _take_note(
-        self, batch_: native.Batch, seconds: float, links: Sequence[Link], request: LayerRequest | None
+    def _note_batch(
+        self, batch: native.Batch, seconds: float, links: Sequence[Link], request: LayerRequest | None
     ) -> None:
-        """Learn from a batch how fast the link is, and whether one request was understood."""
+        """Update the link's rate, and whether the server knows KV.LAYERS, after a batch."""
         if self._threshold is not None:
-            self._threshold.note(batch_.received_bytes, seconds)
+            self._threshold.note(batch.received_bytes, seconds)
         if request is None:
             return
-        if (refusal := batch_.refusal) is None:
-            self._metrics.layer_batches += 1
-        elif not refusal.startswith(("OOM", "TIMEOUT")):  # these are about the size of this one
+        if (refusal := batch.refusal) is None:
+            self._metrics.totals["layer_batches"] += 1
+        elif not refusal.startswith(("OOM", "TIMEOUT")):  # these errors are about the size of this request
             [link] = links
-            _logger.info("storage %s does not answer KV.LAYERS (%s): it is asked for ranges", link.node, refusal)
+            _logger.info("storage %s does not answer KV.LAYERS (%s): using range requests", link.node, refusal)
             link.takes_layers = False
 
-    def _fetch(self, batch_: native.Batch, links: Sequence[Link], nodes: int) -> Result:
+    def _receive(self, batch: native.Batch, links: Sequence[Link], nodes: int) -> Result:
+        """Receive and decode a batch; blocks."""
         sessions = [link.session for link in links]
         encrypted = any(session is not None for session in sessions)
         return self._pipeline.fetch(
-            batch_, [link.fileno() for link in links], sessions=sessions if encrypted else (), nodes=nodes
+            batch, [link.fileno() for link in links], sessions=sessions if encrypted else (), nodes=nodes
         )

@@ -1,8 +1,7 @@
-"""Records as they are stored, from a server into memory of the caller: nothing is decoded, and no batch waits for it.
+"""Receives of stored bytes into the caller's memory: nothing is decoded, and no batch is delayed.
 
-Bytes go from the socket to where they are to lie, on a thread that does not hold the interpreter meanwhile. Each
-question has a connection to itself, apart from those of batches, so that one that is given up in the middle of an
-answer costs no batch its connection.
+A thread reads from the socket straight into the memory, without the GIL. Each request has a connection of its own,
+apart from those of batches, so that a request that is given up half-way breaks no batch's connection.
 """
 
 import asyncio
@@ -14,58 +13,51 @@ from typing import Final
 
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.sources.resp.links import Dialer, Link, Node
-from dpu_dataplane.sources.resp.servers import REDIRECTIONS_MAX, Servers
+from dpu_dataplane.sources.resp.links import Link, Node
+from dpu_dataplane.sources.resp.routing import REDIRECTIONS_MAX, Router
 from shadowserve import resp
 from shadowserve.errors import StorageUnavailableError
 from shadowserve.keys import storage_key
 from shadowserve.native import Result, TlsWant
 
-__all__ = ["Receiving"]
-
 _LINE_MAX: Final = 1024
-"""Bytes of an answer's first line: a length, or an error's text."""
+"""Most bytes of an answer's first line: a length, or an error."""
 _EVENTS: Final = {TlsWant.READ: select.POLLIN, TlsWant.WRITE: select.POLLOUT}
 
 
-class Receiving:
-    """Receives parts of records, several at a time.
+class RecordReceiver:
+    """Receives parts of records, several at the same time."""
 
-    Args:
-        servers: that have them.
-        dialer: makes connections.
-        metrics: to count in.
-    """
-
-    def __init__(self, servers: Servers, dialer: Dialer, metrics: Metrics) -> None:
-        self._servers = servers
-        self._dialer = dialer
+    def __init__(self, router: Router, metrics: Metrics) -> None:
+        self._router = router
         self._metrics = metrics
         self._idle: defaultdict[Node, list[Link]] = defaultdict(list)
 
     def close(self) -> None:
-        """Close the connections that nobody uses."""
+        """Close the idle connections."""
         for links in self._idle.values():
             for link in links:
                 link.close()
         self._idle.clear()
 
-    async def run(self, job: Job, key: bytes, first: int, memory: memoryview) -> Result:
-        """Receive one part, as :meth:`Source.receive` wants it."""
-        self._servers.check()
-        [node] = self._servers.route([key], master=False)
+    async def receive(self, job: Job, key: bytes, first: int, memory: memoryview) -> Result:
+        """Receive one part; see :meth:`Source.receive`."""
+        self._router.check()
+        [node] = self._router.route([key], master=False)
         for _ in range(REDIRECTIONS_MAX + 1):
             if node is None:
-                raise StorageUnavailableError(f"storage {self._servers.name}: no node has the slot of this key")
-            result, text = await self._ask(job, node, key, first, memory)
-            redirect = self._servers.redirect(node, text) if result is Result.REFUSED else None
+                raise StorageUnavailableError(f"storage {self._router.name}: no node has the slot of this key")
+            result, text = await self._receive_from(job, node, key, first, memory)
+            redirect = self._router.redirect(node, text) if result is Result.REFUSED else None
             if redirect is None or redirect.asking:
                 return result
-            self._metrics.storage_redirections += 1
+            self._metrics.totals["storage_redirections"] += 1
             node = redirect.node
         return Result.REFUSED
 
-    async def _ask(self, job: Job, node: Node, key: bytes, first: int, memory: memoryview) -> tuple[Result, str]:
+    async def _receive_from(
+        self, job: Job, node: Node, key: bytes, first: int, memory: memoryview
+    ) -> tuple[Result, str]:
         link = await job.within(self._open(node), "connecting to storage")
         result, text = Result.CANCELLED, ""
         try:
@@ -73,7 +65,7 @@ class Receiving:
                 command = resp.encode_command(
                     b"GETRANGE", storage_key(key), b"%d" % first, b"%d" % (first + len(memory) - 1)
                 )
-                result, text = await asyncio.to_thread(_exchange, link, command, memory, job.deadline_ns)
+                result, text = await asyncio.to_thread(_receive_answer, link, command, memory, job.deadline_ns)
         finally:
             if result in (Result.OK, Result.REFUSED, Result.NOT_FOUND):
                 self._idle[node].append(link)
@@ -82,23 +74,23 @@ class Receiving:
         job.check()
         if result is Result.DISCONNECTED:
             with contextlib.suppress(StorageUnavailableError):
-                await job.within(self._servers.recover(node), "looking for a node of the cluster")
+                await job.within(self._router.recover(node), "looking for a node of the cluster")
             raise StorageUnavailableError(f"storage {node}: {text}")
         return result, text
 
     async def _open(self, node: Node) -> Link:
         while self._idle[node]:
             link = self._idle[node].pop()
-            if link.is_quiet():
+            if link.is_idle():
                 return link
             link.close()
-        link = await self._dialer.open(node)
-        self._metrics.data_connections += 1
+        link = await self._router.dialer.open(node)
+        self._metrics.totals["data_connections"] += 1
         return link
 
 
-def _exchange(link: Link, command: bytes, memory: memoryview, deadline_ns: int) -> tuple[Result, str]:
-    """Ask, and have the answer in memory; return why not, and what was said. On a thread of its own."""
+def _receive_answer(link: Link, command: bytes, memory: memoryview, deadline_ns: int) -> tuple[Result, str]:
+    """Send a GETRANGE and receive its answer into memory; return the result with the error text. Blocks."""
     stream = _Stream(link, deadline_ns)
     try:
         stream.send(command)
@@ -109,14 +101,14 @@ def _exchange(link: Link, command: bytes, memory: memoryview, deadline_ns: int) 
             return Result.NOT_FOUND, ""
         size = int(line[1:]) if line[:1] == b"$" and line[1:].isdigit() else -1
         if not 0 <= size <= len(memory):
-            return Result.PROTOCOL, "it does not answer GETRANGE with as many bytes as were asked for"
-        come = rest[:size]
-        memory[: len(come)] = come
-        stream.fill(memory[len(come) : size])
+            return Result.PROTOCOL, "its answer to GETRANGE has another length than requested"
+        received = rest[:size]
+        memory[: len(received)] = received
+        stream.fill(memory[len(received) : size])
         end = memoryview(bytearray(max(2 - len(rest[size:]), 0)))
         stream.fill(end)
         if rest[size:] + end != b"\r\n":
-            return Result.PROTOCOL, "its answer does not end where it says"
+            return Result.PROTOCOL, "its answer has another length than announced"
         return (Result.OK if size == len(memory) else Result.NOT_FOUND), ""
     except TimeoutError:
         return Result.DEADLINE, "not answered in time"
@@ -125,11 +117,11 @@ def _exchange(link: Link, command: bytes, memory: memoryview, deadline_ns: int) 
 
 
 class _Stream:
-    """A link, as a thread sees it that waits.
+    """Blocking reads and writes on a link.
 
     Raises:
-        TimeoutError: the time is up.
-        OSError: the connection broke.
+        TimeoutError: The deadline has passed.
+        OSError: The connection broke.
     """
 
     def __init__(self, link: Link, deadline_ns: int) -> None:

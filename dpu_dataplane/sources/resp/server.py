@@ -1,9 +1,8 @@
-"""One storage server. While it is known to be away, calls fail at once and a task keeps trying to reach it, ever less
-often (``outage.py``), so that an outage costs a request nothing and ends within some 5 s of the server's return, a
-short one sooner.
+"""One storage server. During an outage calls fail at once, while a task tries to reconnect, ever less often
+(``outage.py``): an outage costs a request nothing, and ends within some 5 s of the server's return.
 
-Where ``KV.META`` is unknown, the same question is asked as one pipeline of STRLEN and GETRANGE. Where ``KV.PUBLISH``
-is, nothing is published; where ``KV.PREFETCH`` is, nothing is cold.
+Servers that do not know our commands: without ``KV.META``, a lookup is a pipeline of STRLEN and GETRANGE; without
+``KV.PUBLISH``, nothing is published; without ``KV.PREFETCH``, nothing is cold.
 """
 
 import asyncio
@@ -17,11 +16,12 @@ import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.sources.found import Cold, Found, Stored
 from dpu_dataplane.sources.outage import Outage
-from dpu_dataplane.sources.resp.answers import HEAD_GUESS, MetaAnswer, head_question, stored_of
-from dpu_dataplane.sources.resp.links import Dialer, Node
-from dpu_dataplane.sources.resp.servers import Redirect
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Cold, Found, Stored, head_size
+from dpu_dataplane.sources.resp.answers import HEADER_GUESS, MetaAnswer, header_commands, stored_of
+from dpu_dataplane.sources.resp.links import Node
+from dpu_dataplane.sources.resp.source import RespSource
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX
 from shadowserve import resp
 from shadowserve.addresses import split_address
 from shadowserve.errors import StorageError, StorageUnavailableError
@@ -29,48 +29,40 @@ from shadowserve.keys import storage_key
 from shadowserve.pieces import Flags
 from shadowserve.resp_client import RespClient, refuse_error
 
-__all__ = ["OneServer"]
-
 META_KEYS_MAX: Final = 1024
-"""Keys in one command: twice a prompt of 128K tokens, and some 3 MB of answer for 32 layers."""
+"""Most keys in one command: twice a prompt of 128K tokens; the answer has some 3 MB for 32 layers."""
+_NUMBER_END: Final = 1 << 62
+"""Numbers in answers are smaller: they fit C's signed 64-bit integers with room to add."""
+
 logger = logging.getLogger(__name__)
 
 
-class OneServer:
-    """Knows whether the storage server can be reached, and asks it questions.
+class OneServer(RespSource):
+    """One storage server, with a control connection that is made again after an outage.
 
     Args:
-        config: of the daemon.
-        metrics: to count in.
-        address: of the server, host:port; ``storage`` of the configuration by default.
-        meanwhile: what the log says of a time when it is away.
-
-    Raises:
-        ConfigurationError: TLS is wanted and cannot be had.
+        address: Address of the server, host:port; by default ``storage`` of the configuration.
+        meanwhile: What the log says of the time of an outage.
     """
 
     clustered = False
-    not_by_layers = ""
+    no_layers_reason = ""
 
     def __init__(
         self, config: DataPlaneConfig, metrics: Metrics, address: str = "", meanwhile: str = "every call is a miss"
     ) -> None:
-        self.name = address or config.storage
+        super().__init__(address or config.storage, config, metrics)
         self._node = Node(*split_address(self.name))
-        self.dialer = Dialer(config)
-        self._metrics = metrics
         self._control: RespClient | None = None
-        self._has_meta = True  # of the connection in hand
-        self._unknown: set[bytes] = set()  # commands of ours that it does not know, likewise
+        self._has_meta = True  # on the current connection
+        self._unknown: set[bytes] = set()  # commands of ours that the server does not know, likewise
         self._outage = Outage(logger, meanwhile)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to connect; does not wait for it, since storage may be absent when the daemon starts."""
         self._task = asyncio.create_task(self._keep_connected(), name="storage connection")
 
-    async def close(self) -> None:
-        """Close the connection and stop trying."""
+    async def _disconnect(self) -> None:
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -78,19 +70,14 @@ class OneServer:
 
     @property
     def connected(self) -> bool:
-        """Whether the control connection stands."""
+        """Whether the control connection is open."""
         return self._control is not None
 
     def check(self) -> None:
-        """Raise the StorageError of the current outage, if there is one."""
         self._outage.check()
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        """Return what storage holds under each of up to QUESTION_KEYS_MAX keys, in one round trip.
-
-        Raises:
-            StorageUnavailableError, StorageRefusedError: no connection, or an error as answer.
-        """
+        """Look keys up in one round trip."""
         assert len(keys) <= QUESTION_KEYS_MAX
         control = await self._connected()
         names = [storage_key(key) for key in keys]
@@ -102,56 +89,47 @@ class OneServer:
                 for part, answer in zip(parts, answers, strict=True):
                     found += self._check_meta(control, answer, len(part))
                 return found
-            logger.info("storage %s does not know KV.META; asking it with STRLEN and GETRANGE instead", self.name)
+            logger.info("storage %s does not know KV.META; using STRLEN and GETRANGE instead", self.name)
             self._has_meta = False
         return await self._meta_by_ranges(control, names)
 
     async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
-        """Publish keys; see :meth:`Source.publish`."""
-        return await self._ask_some([b"KV.PUBLISH", b"%d" % lasts_ms], keys) is not None
+        return await self._send_for_keys([b"KV.PUBLISH", b"%d" % lasts_ms], keys) is not None
 
     async def published(self, keys: Sequence[bytes]) -> Flags | None:
-        """Return which keys are published; see :meth:`Source.published`."""
         left = await self._numbers(b"KV.PUBLISHED", keys)
         return None if left is None else left > 0
 
-    async def heads(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        """Return as find() does, but wait for what the server reads from object storage.
-
-        Over a connection of its own: answers on one connection come in order, and lookups do not wait for a bucket.
-
-        Raises:
-            StorageUnavailableError, StorageRefusedError: as for :meth:`find`.
-        """
+    async def find_warm(self, keys: Sequence[bytes]) -> Sequence[Found]:
+        """Look keys up, and wait for cold records on a connection of its own: lookups must not wait behind it."""
         found = list(await self.find(keys))
         cold = [index for index, each in enumerate(found) if isinstance(each, Cold)]
         if not cold:
             return found
-        slow = await self.dialer.open_questions(self._node)
+        slow = await self.dialer.open_control(self._node)
         try:
             brought = await self._meta_by_ranges(slow, [storage_key(keys[index]) for index in cold])
         finally:
-            slow.abort("what was asked of object storage is answered, or was given up")
+            slow.abort("the lookup of cold records has ended")
         for index, each in zip(cold, brought, strict=True):
             found[index] = each
         return found
 
     async def prefetch(self, keys: Sequence[bytes]) -> None:
-        """Have it begin to bring what is cold; see :meth:`Source.prefetch`."""
-        await self._ask_some([b"KV.PREFETCH"], keys)
+        await self._send_for_keys([b"KV.PREFETCH"], keys)
 
     async def _numbers(self, name: bytes, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
-        """Return the number that a command answers of each key; None of a server that does not know it."""
-        answers = await self._ask_some([name], keys)
+        """Return a command's answer for each key, a number; None if the server does not know the command."""
+        answers = await self._send_for_keys([name], keys)
         if answers is None:
             return None
         found = [each for answer in answers for each in (answer if isinstance(answer, list) else [None])]
-        if len(found) != len(keys) or not all(type(each) is int and 0 <= each < 1 << 62 for each in found):
-            raise StorageUnavailableError(f"storage {self.name} answered {name.decode()} in an unknown form")
+        if len(found) != len(keys) or not all(type(each) is int and 0 <= each < _NUMBER_END for each in found):
+            raise StorageUnavailableError(f"storage {self.name} answered {name.decode()} in an unknown format")
         return np.array(found, np.int64)
 
-    async def _ask_some(self, command: list[bytes], keys: Sequence[bytes]) -> list[Any] | None:
-        """Return the answers to a command about some keys at a time; None of a server that does not know it."""
+    async def _send_for_keys(self, command: list[bytes], keys: Sequence[bytes]) -> list[Any] | None:
+        """Send a command for all keys, some at a time; return None if the server does not know it."""
         control = await self._connected()
         if command[0] in self._unknown:
             return None
@@ -166,78 +144,59 @@ class OneServer:
         return answers
 
     async def delete(self, key: bytes) -> None:
-        """Delete a record.
-
-        Raises:
-            StorageUnavailableError, StorageRefusedError: as for :meth:`find`.
-        """
-        await self._change(b"DEL", storage_key(key))
+        await self._send_one(b"DEL", storage_key(key))
 
     async def expire(self, key: bytes, lasts_ms: int) -> None:
-        """Have a record end by itself after so long.
+        await self._send_one(b"PEXPIRE", storage_key(key), b"%d" % lasts_ms)
 
-        Raises:
-            StorageUnavailableError, StorageRefusedError: as for :meth:`find`.
-        """
-        await self._change(b"PEXPIRE", storage_key(key), b"%d" % lasts_ms)
-
-    async def _change(self, *command: bytes) -> None:
+    async def _send_one(self, *command: bytes) -> None:
         control = await self._connected()
         [answer] = await control.ask([list(command)])
         refuse_error(command[0].decode(), answer)
 
     def nodes(self) -> Sequence[Node]:
-        """Return the one there is."""
         return [self._node]
 
     def route(self, keys: Sequence[bytes], *, master: bool) -> list[Node | None]:
-        """Return the one node for each key."""
         return [self._node] * len(keys)
 
-    def redirect(self, asked: Node, text: str) -> Redirect | None:
-        """Return ``None``: who names one node of a cluster as ``storage`` gets its refusal."""
-        return None
-
-    async def recover(self, node: Node | None) -> None:
-        """Do nothing: the control connection is watched, and data connections are made when they are needed."""
-
     async def _connected(self) -> RespClient:
-        """Return the connection, waiting for the attempt in progress if there has been no failure since the last."""
+        """Return the connection; wait for an attempt in progress, unless one has failed since the last connection."""
         while True:
             if self._control is not None:
                 return self._control
             self.check()
-            await self._outage.settled()
+            await self._outage.wait_known()
 
     async def _keep_connected(self) -> None:
         while True:
             try:
-                control = await self.dialer.open_questions(self._node)
+                control = await self.dialer.open_control(self._node)
             except StorageError as error:
-                self._outage.begin(error)
+                self._outage.fail(error)
             else:
-                self._metrics.storage_connections += 1
+                self._metrics.totals["storage_connections"] += 1
                 logger.info("connected to storage %s", self.name)
                 if await self._serve(control):
                     continue
-            await asyncio.sleep(self._outage.pause())
+            await asyncio.sleep(self._outage.next_delay_s())
 
     async def _serve(self, control: RespClient) -> bool:
-        """Let callers use the connection until it closes; return whether it held, and may be made again at once."""
+        """Use a connection until it closes; return True if it was stable: then it is made again at once."""
         self._control, self._has_meta = control, True
         self._unknown.clear()
-        self._outage.end()
+        self._outage.recover()
         try:
             reason = await asyncio.shield(control.closed)
         finally:
             self._control = None
-            held = self._outage.lose()
+            stable = self._outage.disconnect()
             control.abort("the data plane is stopping")
-        if held:
+        if stable:
             logger.warning("%s; reconnecting", reason)
         else:
-            self._outage.begin(StorageUnavailableError(reason))
-        return held
+            self._outage.fail(StorageUnavailableError(reason))
+        return stable
 
     def _check_meta(
         self, control: RespClient, answer: "resp.Value | MetaAnswer", count: int
@@ -250,43 +209,44 @@ class OneServer:
                 return [None if entry is None else _stored(*entry) for entry in answer]  # type: ignore[misc]
             except (TypeError, ValueError):
                 pass
-        reason = f"storage {self.name} answered KV.META in a form that this build does not know"
+        reason = f"storage {self.name} answered KV.META in an unknown format"
         control.abort(reason)
         raise StorageUnavailableError(reason)
 
     async def _meta_by_ranges(self, control: RespClient, names: list[bytes]) -> list[Found]:
-        """Ask a server without KV.META: sizes and first bytes of all keys in one pipeline, rarely a second one."""
-        answers = await control.ask([command for name in names for command in head_question(name, HEAD_GUESS)])
+        """Look keys up without KV.META: lengths and first bytes in one pipeline, and longer headers in a second one."""
+        answers = await control.ask([command for name in names for command in header_commands(name, HEADER_GUESS)])
         found: list[Found] = []
-        for length, head in zip(answers[::2], answers[1::2], strict=True):
+        for length, header in zip(answers[::2], answers[1::2], strict=True):
             if not (isinstance(length, resp.ErrorReply) and length.code == "WRONGTYPE"):
                 refuse_error("STRLEN", length)
-                refuse_error("GETRANGE", head)
-            entry = stored_of(length, head)
+                refuse_error("GETRANGE", header)
+            entry = stored_of(length, header)
             if entry is False:
                 raise StorageUnavailableError(f"storage {self.name} answered STRLEN or GETRANGE with another type")
             found.append(entry)
         longer = {
             index: size
             for index, entry in enumerate(found)
-            if isinstance(entry, Stored) and (size := head_size(entry)) > len(entry.head)
+            if isinstance(entry, Stored) and (size := entry.header_bytes) > len(entry.header)
         }
         if longer:
             ranges = [[b"GETRANGE", names[index], b"0", b"%d" % (size - 1)] for index, size in longer.items()]
-            for index, head in zip(longer, await control.ask(ranges), strict=True):
-                refuse_error("GETRANGE", head)
+            for index, header in zip(longer, await control.ask(ranges), strict=True):
+                refuse_error("GETRANGE", header)
                 known = found[index]
-                if isinstance(known, Stored) and isinstance(head, bytes):
-                    found[index] = Stored(known.length, head)
+                if isinstance(known, Stored) and isinstance(header, bytes):
+                    found[index] = Stored(known.length, header)
         return found
 
 
-def _stored(length: Any, head: Any) -> Stored | Cold:
-    if type(length) is int and type(head) is int and 0 < length < 1 << 62 and 0 < head < 1 << 62:
-        return Cold(length, head)
-    if type(length) is not int or not isinstance(head, bytes):
+def _stored(length: Any, header: Any) -> Stored | Cold:
+    """Convert an entry of KV.META's answer: a length and a header, or a length and milliseconds."""
+    if type(length) is int and type(header) is int and 0 < length < _NUMBER_END and 0 < header < _NUMBER_END:
+        return Cold(length, header)
+    if type(length) is not int or not isinstance(header, bytes):
         raise TypeError
-    return Stored(length, head)
+    return Stored(length, header)
 
 
 def _is_unknown_command(answer: object) -> bool:

@@ -1,83 +1,70 @@
-"""Several storage servers of their own over one bucket: each prefix has one of them, and another while that is away.
+"""Several storage servers over one bucket: each prefix has one server, and another one while that is unreachable.
 
-Who has a prefix is decided by rendezvous hashing (Thaler and Ravishankar, 1998) of the servers' addresses with what all
-keys of a chain have in common: every data plane with the same addresses decides alike, and a server that comes or goes
-moves its own prefixes and no others. What a server has not got itself it takes from the bucket; nothing is copied
-between servers.
+Rendezvous hashing (Thaler and Ravishankar, 1998) maps the chain name in a key to a server. All data planes with the
+same addresses compute the same map; a server that comes or goes moves its own prefixes only. A server reads records
+that it lacks from the bucket; nothing is copied between servers.
 """
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.sources.found import Found
 from dpu_dataplane.sources.resp.links import Node
+from dpu_dataplane.sources.resp.routing import AvoidedNodes
 from dpu_dataplane.sources.resp.server import OneServer
-from dpu_dataplane.sources.resp.servers import Redirect
-from dpu_dataplane.sources.source import Found
+from dpu_dataplane.sources.resp.source import RespSource
 from shadowserve.errors import StorageError
 from shadowserve.keys import chain_of
 from shadowserve.pieces import Flags
-
-__all__ = ["SeveralServers", "ranking"]
-
-_AVOID_TIME: Final = 2.0
-"""Seconds for which a server is left alone whose data connection broke: by then its control connection has told."""
 
 _Answer = TypeVar("_Answer")
 
 
 def ranking(chain: bytes, names: Iterable[str]) -> list[str]:
-    """Return names in the order in which they are to have a chain, the next one where all before it are away."""
+    """Rank servers for a chain: the first one that is reachable has the chain."""
     return sorted(names, key=lambda name: hashlib.blake2b(name.encode(), key=chain, digest_size=8).digest())
 
 
-class SeveralServers:
-    """Knows who has which prefix, and asks them questions.
-
-    Raises:
-        ConfigurationError: TLS is wanted and cannot be had.
-    """
+class SeveralServers(RespSource):
+    """Several servers, each with its share of the prefixes."""
 
     clustered = True
-    not_by_layers = "several_nodes"
+    no_layers_reason = "several_nodes"
 
     def __init__(self, config: DataPlaneConfig, metrics: Metrics) -> None:
-        self.name = ",".join(config.storage_nodes)
+        super().__init__(",".join(config.storage_nodes), config, metrics)
         self._servers = {
-            address: OneServer(config, metrics, address, meanwhile="the others have its prefixes")
+            address: OneServer(config, metrics, address, meanwhile="other servers have its prefixes")
             for address in config.storage_nodes
         }
         self._nodes = {address: node for address, server in self._servers.items() for node in server.nodes()}
-        self.dialer = next(iter(self._servers.values())).dialer
-        self._avoided: dict[str, float] = {}  # to the time of its end
+        self._avoided = AvoidedNodes()
         metrics.gauges["storage_nodes_away"] = (
-            "Storage servers that cannot be reached, while others have their prefixes",
+            "Unreachable storage servers; other servers have their prefixes meanwhile",
             lambda: float(sum(not server.connected for server in self._servers.values())),
         )
 
     async def start(self) -> None:
-        """Begin to connect to all."""
         for server in self._servers.values():
             await server.start()
 
-    async def close(self) -> None:
-        """Close the connections and stop trying."""
+    async def _disconnect(self) -> None:
         for server in self._servers.values():
             await server.close()
 
     @property
     def connected(self) -> bool:
-        """Whether one of them can be asked."""
+        """Whether a server is connected."""
         return any(server.connected for server in self._servers.values())
 
     def check(self) -> None:
-        """Raise the StorageError of an outage of all of them, if there is one."""
+        """Raise the StorageError of an outage of all servers, if there is one."""
         if all(self._is_away(address) for address in self._servers):
             for server in self._servers.values():
                 server.check()
@@ -89,45 +76,30 @@ class SeveralServers:
             return True
         return False
 
-    # ---- Who has what
+    # ---- Routing
 
     def nodes(self) -> Sequence[Node]:
-        """Return all of them."""
         return list(self._nodes.values())
 
     def route(self, keys: Sequence[bytes], *, master: bool) -> list[Node | None]:
-        """Return who has each key now."""
-        return [self._nodes[address] for address in self._whose(keys)]
+        return [self._nodes[address] for address in self._addresses_of(keys)]
 
-    def _whose(self, keys: Sequence[bytes]) -> list[str]:
-        """Return the best of those that can be asked, for each key; where none can, the best of all."""
-        now = time.monotonic()
+    def _addresses_of(self, keys: Sequence[bytes]) -> list[str]:
+        """Return the best reachable server for each key; the best of all if none is reachable."""
         usable = [
-            address
-            for address in self._servers
-            if self._avoided.get(address, now) <= now and not self._is_away(address)
+            address for address, node in self._nodes.items() if node not in self._avoided and not self._is_away(address)
         ]
         best = {chain: ranking(chain, usable or self._servers)[0] for chain in {chain_of(key) for key in keys}}
         return [best[chain_of(key)] for key in keys]
 
-    def redirect(self, asked: Node, text: str) -> Redirect | None:
-        """Return ``None``: these servers do not know each other."""
-        return None
-
     async def recover(self, node: Node | None) -> None:
-        """Leave a server alone for a while; whether it is away its control connection will tell."""
-        for address, each in self._nodes.items():
-            if each == node:
-                self._avoided[address] = time.monotonic() + _AVOID_TIME
+        """Avoid a server until its control connection knows whether it is down."""
+        if node is not None:
+            self._avoided.add(node)
 
-    # ---- Questions
+    # ---- Requests
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        """Return what is stored under each key, asking all servers at the same time.
-
-        Raises:
-            StorageUnavailableError, StorageRefusedError: none of them can be asked.
-        """
         return await self._find(keys, lambda server, mine: server.find(mine))
 
     async def _find(
@@ -140,12 +112,11 @@ class SeveralServers:
         return found
 
     async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
-        """Tell each server of its keys; return whether one of them takes publications."""
+        """Publish on each key's server; return True if one of them takes publications."""
         answers = await self._ask(keys, lambda server, mine: server.publish(mine, lasts_ms))
         return any(taken for _, taken in answers)
 
     async def published(self, keys: Sequence[bytes]) -> Flags | None:
-        """Return which keys are published; None where no server takes publications."""
         answers = await self._ask(keys, lambda server, mine: server.published(mine))
         if all(flags is None for _, flags in answers):
             return None
@@ -155,46 +126,37 @@ class SeveralServers:
                 published[some] = flags
         return published
 
-    async def heads(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        """Return as find() does, but wait for what is cold."""
-        return await self._find(keys, lambda server, mine: server.heads(mine))
+    async def find_warm(self, keys: Sequence[bytes]) -> Sequence[Found]:
+        return await self._find(keys, lambda server, mine: server.find_warm(mine))
 
     async def prefetch(self, keys: Sequence[bytes]) -> None:
-        """Have each server begin to bring what is cold of its keys."""
         await self._ask(keys, lambda server, mine: server.prefetch(mine))
 
     async def delete(self, key: bytes) -> None:
-        """Delete a record where it is now.
-
-        Raises:
-            StorageUnavailableError, StorageRefusedError: as for :meth:`find`.
-        """
         await self._ask([key], lambda server, mine: server.delete(mine[0]))
 
     async def expire(self, key: bytes, lasts_ms: int) -> None:
-        """Have a record end by itself after so long, where it is now.
-
-        Raises:
-            StorageUnavailableError, StorageRefusedError: as for :meth:`find`.
-        """
         await self._ask([key], lambda server, mine: server.expire(mine[0], lasts_ms))
 
     async def _ask(
         self, keys: Sequence[bytes], question: Callable[[OneServer, Sequence[bytes]], Awaitable[_Answer]]
     ) -> list[tuple[list[int], _Answer]]:
-        """Ask each key's server, and who comes next where one fails; return the indexes of keys with each answer."""
+        """Ask each key's server, and the next one if it fails; return each answer with the indexes of its keys."""
         answers: list[tuple[list[int], _Answer]] = []
         left = list(range(len(keys)))
         for last in [False] * (len(self._servers) - 1) + [True]:
-            asked: dict[str, list[int]] = {}
-            for index, address in zip(left, self._whose([keys[index] for index in left]), strict=True):
-                asked.setdefault(address, []).append(index)
+            by_server: dict[str, list[int]] = {}
+            for index, address in zip(left, self._addresses_of([keys[index] for index in left]), strict=True):
+                by_server.setdefault(address, []).append(index)
             results = await asyncio.gather(
-                *(question(self._servers[address], [keys[index] for index in some]) for address, some in asked.items()),
+                *(
+                    question(self._servers[address], [keys[index] for index in some])
+                    for address, some in by_server.items()
+                ),
                 return_exceptions=True,
             )
             left = []
-            for (address, some), result in zip(asked.items(), results, strict=True):
+            for (address, some), result in zip(by_server.items(), results, strict=True):
                 if not isinstance(result, BaseException):
                     answers.append((some, result))
                 elif last or not isinstance(result, StorageError):

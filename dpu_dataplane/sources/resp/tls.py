@@ -1,4 +1,4 @@
-"""TLS to storage: one set of files, for the control connection (Python's ssl) and for the bytes' own (the C core).
+"""TLS to storage: one set of files, for control connections (Python's ssl) and for links (the C core).
 
 The files are read again when they change, before the next connection is made.
 """
@@ -11,23 +11,21 @@ from shadowserve import native, tls
 from shadowserve.errors import ConfigurationError, NativeError
 from shadowserve.tls import Renewed, read_authorities, read_key_pair
 
-__all__ = ["StorageTls", "distrust"]
-
 logger = logging.getLogger(__name__)
 
 
 class StorageTls:
-    """Whom to trust as storage, and what to show it.
+    """Certificates for connections to storage.
 
     Raises:
-        ConfigurationError: a file cannot be used, or the C core was built without OpenSSL.
+        ConfigurationError: A file cannot be used, or the C core was built without OpenSSL.
     """
 
     def __init__(self, config: DataPlaneConfig) -> None:
         if not native.tls_library():
             raise ConfigurationError(
                 "storage_tls_ca: this build's C core has no TLS; install OpenSSL's headers (Debian: libssl-dev) and "
-                "run 'make setup' again; 'shadowserve doctor' says what a build has"
+                "run 'make setup' again; 'shadowserve doctor' lists the features of a build"
             )
         self.authorities = config.storage_tls_ca
         self.certificate, self.key = config.storage_tls_cert, config.storage_tls_key
@@ -35,11 +33,11 @@ class StorageTls:
         self._files = Renewed((self.authorities, self.certificate, self.key), self._read, _unusable)
 
     def name_of(self, host: str) -> str:
-        """Return the name that the certificate of the server at ``host`` must hold."""
+        """Return the name that the server's certificate must hold."""
         return self._name or host
 
     def contexts(self) -> tuple[ssl.SSLContext, native.Tls]:
-        """Return what new connections are made with: Python's and the C core's."""
+        """Return the TLS contexts for new connections: Python's and the C core's."""
         return self._files.current()
 
     def _read(self) -> tuple[ssl.SSLContext, native.Tls]:
@@ -54,32 +52,30 @@ class StorageTls:
                 context.load_cert_chain(self.certificate, self.key)
             contexts = context, native.Tls(self.authorities, self.certificate, self.key)
         except (ssl.SSLError, OSError, NativeError) as error:
-            raise ConfigurationError(
-                f"storage_tls_ca, storage_tls_cert: OpenSSL does not take them: {error}"
-            ) from error
-        logger.info("the files of TLS to storage were read")
+            raise ConfigurationError(f"storage_tls_ca, storage_tls_cert: OpenSSL rejects them: {error}") from error
+        logger.info("read the TLS files for storage")
         return contexts
 
 
 def _unusable(error: ConfigurationError) -> None:
-    logger.error("the files of TLS to storage have changed and cannot be used; those before stay in use: %s", error)
+    logger.error("the TLS files for storage have changed and cannot be used; the old ones stay in use: %s", error)
 
 
-def distrust(reason: str, name: str) -> str:
-    """Return why TLS with storage did not come about and what to do, from OpenSSL's words.
+def explain_tls_error(reason: str, name: str) -> str:
+    """Return why TLS with storage failed, and what to do.
 
     Args:
-        reason: as OpenSSL says it.
-        name: that the certificate was to hold.
+        reason: OpenSSL's error.
+        name: Name that the certificate must hold.
     """
     text = reason.lower()
     if any(words in text for words in ("expired", "mismatch", "not valid for", "verify failed")):
         return tls.rejection(reason, name, "the storage server", prefix="storage_")
     if "version number" in text or "packet length" in text or "record layer" in text:
-        return "TLS: what answers there does not speak TLS: give it a certificate, or unset storage_tls_ca"
+        return "TLS: the server does not speak TLS: give it a certificate, or unset storage_tls_ca"
     if "alert" in text:
         return (
-            f"TLS: it does not take us ({reason}): does it want a certificate of its clients (storage_tls_cert, "
-            "storage_tls_key)? Its log says more"
+            f"TLS: the server rejects us ({reason}): does it require a client certificate (storage_tls_cert, "
+            "storage_tls_key)? See its log"
         )
     return f"TLS: {reason}"

@@ -1,7 +1,7 @@
-"""What the pool's thread writes to devices and scrubs there, held to the interference budget.
+"""Limits device writes and scrubs of the pool's thread to the interference budget.
 
-The pool asks on its own thread and does not wait: an answer of no has a turn asked for on the event loop, and the pool
-is woken once that has come.
+The pool's thread does not wait. If its bytes are not allowed yet, a turn is requested on the event loop, and the pool
+is woken once the turn is granted.
 """
 
 import asyncio
@@ -11,17 +11,14 @@ from collections.abc import Callable
 from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.shared_rate import Mover
 
-__all__ = ["DevicePace"]
-
 
 class DevicePace:
-    """Allows one mover's bytes, in the order in which they are asked for.
+    """Allows the bytes of one mover, in the order of its requests.
 
     Args:
-        budget: that bounds them.
-        mover: whose they are.
-        later: calls a function on the event loop, from any thread.
-        wake: has the pool ask again.
+        budget: The interference budget.
+        later: Calls a function on the event loop, from any thread.
+        wake: Wakes the pool's thread.
     """
 
     def __init__(
@@ -35,19 +32,19 @@ class DevicePace:
         self._mover = mover
         self._later = later
         self._wake = wake
-        self._lock = threading.Lock()  # of the next two
+        self._lock = threading.Lock()  # guards the next two
         self._allowed_bytes = 0
-        self._asking = False
+        self._requested = False
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
     def waits(self) -> bool:
-        """Whether a turn has been asked for and has not come."""
-        return self._asking
+        """Whether a turn was requested and is not granted yet."""
+        return self._requested
 
     def allows(self, size: int) -> bool:
-        """Return whether so many bytes may move now; if so, they count. From the pool's thread."""
+        """Return whether bytes may move now, and count them. Called on the pool's thread."""
         if self._closed:
             return True
         with self._lock:
@@ -55,27 +52,27 @@ class DevicePace:
                 self._allowed_bytes -= size
                 return True
             if self._budget.bounded:
-                if not self._asking:
-                    self._asking = True
-                    self._later(self._begin, size - self._allowed_bytes)
+                if not self._requested:
+                    self._requested = True
+                    self._later(self._request, size - self._allowed_bytes)
                 return False
         self._later(self._budget.count, self._mover, size)
         return True
 
-    def _begin(self, size: int) -> None:
+    def _request(self, size: int) -> None:
         if not self._closed:
-            self._task = asyncio.ensure_future(self._ask(size))
+            self._task = asyncio.ensure_future(self._wait_for_turn(size))
 
-    async def _ask(self, size: int) -> None:
+    async def _wait_for_turn(self, size: int) -> None:
         async with self._budget.turn(self._mover, size):
             self._budget.settle_later()
             with self._lock:
                 self._allowed_bytes += size
-                self._asking = False
+                self._requested = False
         self._wake()
 
     async def close(self) -> None:
-        """Allow everything from now on: what is not written now is lost."""
+        """Allow all bytes from now on: records that are not written now are lost."""
         self._closed = True
         if self._task is not None:
             self._task.cancel()

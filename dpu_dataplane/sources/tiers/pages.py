@@ -1,13 +1,9 @@
-"""Chunks of pages on devices of the tiers, brought straight into an engine's paged memory.
+"""Loads of pages from devices of the local tiers straight into an engine's paged memory.
 
-A record whose slices are as the engine's pages are (``StoreRequest.plain``) is an object of the pool like any other: it
-is found, evicted and recovered with the others. What is special is how it is read. All chunks are one request to each
-device, whatever the number of layers and blocks; the device's thread goes through them layer by layer, spreads them
-over pages, compares what came with the record's checksums, and tells the engine of layers that are in place. No byte
-passes through memory of the pool, and no core copies any.
-
-A request can be stopped, but what a device has begun cannot be called back. It has to be waited for: until then it may
-still land.
+A record whose slices are an engine's pages (``StoreRequest.plain``) is found, evicted and recovered like any other;
+only its reads differ. All chunks on a device are one request, whatever the number of layers and blocks: the device's
+thread reads layer by layer, scatters into pages, verifies checksums, and reports leading layers. No byte passes through
+memory of the pool, and no core copies any.
 """
 
 import asyncio
@@ -25,10 +21,10 @@ from dpu_dataplane.interference import TURN_S, InterferenceBudget
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.shared_rate import Mover
-from dpu_dataplane.sources.placing import PageOrder, Placed, Placing
-from dpu_dataplane.sources.source import Stored
+from dpu_dataplane.sources.found import Stored
+from dpu_dataplane.sources.page_loader import LoadedPages, PageLoader, PageRequest
 from dpu_dataplane.sources.tiers.prefetcher import Prefetcher
-from dpu_dataplane.sources.tiers.tiers import Tiers, begins_in_blocks, parts_of
+from dpu_dataplane.sources.tiers.tiers import Tiers, begins_in_blocks, ranges_of
 from shadowserve import native
 from shadowserve.block import Operation, OperationKind, Pages, Priority
 from shadowserve.chunk import ChunkLayout
@@ -40,14 +36,12 @@ from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.disk import Disk
 from shadowserve.record import parse_head
 
-__all__ = ["DevicePages"]
-
 _KNOWN_MAX: Final = 65_536
-"""Records of which it is remembered how to read them: 16 Mi tokens at 256 a chunk."""
+"""Record layouts that are cached: 16 Mi tokens at 256 tokens a chunk."""
 
 
 class _Known(NamedTuple):
-    """How to read a record: layout and length, where its body begins, and the checksum of each layer, of 4 bytes."""
+    """How to read a record: layout, length, offset of the body, and the 4-byte checksum of each layer."""
 
     layout: ChunkLayout
     length: int
@@ -55,19 +49,17 @@ class _Known(NamedTuple):
     checksums: bytes
 
 
-class DevicePages(Placing):
-    """Reads for paged memory. To be used on the event loop.
+class DevicePageLoader(PageLoader):
+    """Loads pages from the pool's devices. Used on the event loop.
 
     Args:
-        tiers: with the pool.
-        prefetching: into its memory: it gives way to these reads, too.
-        budget: that they are held to.
-        metrics: to count in.
+        prefetcher: Prefetcher of the pool; it pauses for these reads.
+        budget: Interference budget of the reads.
     """
 
-    def __init__(self, tiers: Tiers, prefetching: Prefetcher, budget: InterferenceBudget, metrics: Metrics) -> None:
+    def __init__(self, tiers: Tiers, prefetcher: Prefetcher, budget: InterferenceBudget, metrics: Metrics) -> None:
         self._tiers = tiers
-        self._prefetcher = prefetching
+        self._prefetcher = prefetcher
         self._budget = budget
         self._metrics = metrics
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
@@ -80,80 +72,79 @@ class DevicePages(Placing):
         if isinstance(pool := self._tiers.pool, DevicePool):
             pool.unregister(memory)
 
-    async def place(self, job: Job, order: PageOrder) -> Placed:
-        known = await self._learn(order)
-        lent = self._lend(order.keys, known)
+    async def load(self, job: Job, request: PageRequest) -> LoadedPages:
+        known = await self._describe(request)
+        lent = self._lend(request.keys, known)
         try:
-            async with self._prefetcher.giving_way(job, order.keys):
-                placed = await self._read(job, order, lent, known)
-            for index in placed.rotten:  # or it is another record by now, of the same key
-                self._known.pop(order.keys[index], None)
-            return placed
+            async with self._prefetcher.pausing_for(job, request.keys):
+                loaded = await self._load_in_turns(job, request, lent, known)
+            for index in loaded.corrupt:  # or the record was replaced by another one of the same key
+                self._known.pop(request.keys[index], None)
+            return loaded
         finally:
             self._return(lent)
 
-    async def _read(
-        self, job: Job, order: PageOrder, lent: Sequence[native.IndexPlace], known: Sequence[_Known]
-    ) -> Placed:
-        """Read what is lent by turns of the budget: all chunks together, or, beside an engine that decodes, some."""
-        delivered: Flags = np.zeros((order.layout.layers, len(order.keys)), np.bool_)
-        rotten = list[int]()
+    async def _load_in_turns(
+        self, job: Job, request: PageRequest, lent: Sequence[native.IndexPlace], known: Sequence[_Known]
+    ) -> LoadedPages:
+        """Load lent records: all at once, or, beside an engine that decodes, as many as a turn of the budget allows."""
+        delivered: Flags = np.zeros((request.layout.layers, len(request.keys)), np.bool_)
+        corrupt = list[int]()
         first = 0
         while first < len(lent):
             rate = self._budget.rate
-            count = max(int(rate * TURN_S) // order.layout.raw_bytes, 1) if rate else len(lent)
+            count = max(int(rate * TURN_S) // request.layout.raw_bytes, 1) if rate else len(lent)
             end = min(first + count, len(lent))
             try:
-                async with self._budget.turn(Mover.PAGE_LOAD, (end - first) * order.layout.raw_bytes, job) as turn:
-                    some = order if end - first == len(order.keys) else order.part(first, end)
-                    placed = await _Reading(
-                        self._tiers, self._metrics, job, some, lent[first:end], known[first:end]
-                    ).run()
-                    turn.moved_bytes = int(placed.delivered.sum()) * order.layout.raw_bytes // order.layout.layers
+                async with self._budget.turn(Mover.PAGE_LOAD, (end - first) * request.layout.raw_bytes, job) as turn:
+                    some = request if end - first == len(request.keys) else request.part(first, end)
+                    load = _Load(self._tiers, self._metrics, job, some, lent[first:end], known[first:end])
+                    loaded = await load.run()
+                    turn.moved_bytes = int(loaded.delivered.sum()) * request.layout.raw_bytes // request.layout.layers
             except Stop as stop:
-                return Placed(delivered, rotten, stop)
-            delivered[:, first:end] = placed.delivered[:, : end - first]
-            rotten += [first + index for index in placed.rotten]
-            if placed.stop is not None or not placed.delivered[:, : end - first].all():
-                return Placed(delivered, rotten, placed.stop)
+                return LoadedPages(delivered, corrupt, stop)
+            delivered[:, first:end] = loaded.delivered[:, : end - first]
+            corrupt += [first + index for index in loaded.corrupt]
+            if loaded.stop is not None or not loaded.delivered[:, : end - first].all():
+                return LoadedPages(delivered, corrupt, loaded.stop)
             first = end
-        return Placed(delivered, rotten, None)
+        return LoadedPages(delivered, corrupt, None)
 
-    async def _learn(self, order: PageOrder) -> list[_Known]:
-        """Return how to read the leading ones that are there as pages; find out what is not known."""
-        known = self._leading(order)
-        if len(known) < len(order.keys) and isinstance(self._tiers.pool, DevicePool):
-            unknown = [key for key in order.keys if self._knows(key, order.layout) is None]
-            found, reads = await self._tiers.look(unknown)
-            await self._tiers.await_heads(reads)
+    async def _describe(self, request: PageRequest) -> list[_Known]:
+        """Return how to read the leading chunks that the pool has as pages; look up those that are not cached."""
+        known = self._leading(request)
+        if len(known) < len(request.keys) and isinstance(self._tiers.pool, DevicePool):
+            unknown = [key for key in request.keys if self._cached(key, request.layout) is None]
+            found, reads = await self._tiers.look_up(unknown)
+            await self._tiers.await_headers(reads)
             for key, stored in zip(unknown, found, strict=True):
-                if isinstance(stored, Stored) and (learnt := _described(key, stored, order.layout)) is not None:
-                    self._known[key] = learnt
-            while len(self._known) > max(_KNOWN_MAX, len(order.keys)):
+                if isinstance(stored, Stored) and (known_now := _describe(key, stored, request.layout)) is not None:
+                    self._known[key] = known_now
+            while len(self._known) > max(_KNOWN_MAX, len(request.keys)):
                 self._known.popitem(last=False)
-            known = self._leading(order)
+            known = self._leading(request)
         return known
 
-    def _leading(self, order: PageOrder) -> list[_Known]:
-        """Return how to read those before the first of which that is not known; each is used now."""
-        leading, layout = list[_Known](), order.layout
-        for key in order.keys:
-            if (known := self._knows(key, layout)) is None:
+    def _leading(self, request: PageRequest) -> list[_Known]:
+        """Return the cached entries before the first missing one, and mark them as used."""
+        leading, layout = list[_Known](), request.layout
+        for key in request.keys:
+            if (known := self._cached(key, layout)) is None:
                 break
             self._known.move_to_end(key)
-            layout = known.layout  # the same object, most often, of the next one
+            layout = known.layout
             leading.append(known)
         return leading
 
-    def _knows(self, key: bytes, layout: ChunkLayout) -> _Known | None:
-        """Return how to read a record, if that is known for who expects this layout: any key may be asked for."""
+    def _cached(self, key: bytes, layout: ChunkLayout) -> _Known | None:
+        """Return the cached entry if it has the layout that the caller expects: callers may name any key."""
         known = self._known.get(key)
         return known if known is not None and (known.layout is layout or known.layout == layout) else None
 
     def _lend(self, keys: Sequence[bytes], known: Sequence[_Known]) -> list[native.IndexPlace]:
-        """Keep the leading records that are on devices where they are."""
+        """Borrow the extents of the leading records on devices, so that they stay in place."""
         pool, lent = self._tiers.pool, list[native.IndexPlace]()
-        for part in parts_of(len(known)):
+        for part in ranges_of(len(known)):
             assert isinstance(pool, DevicePool)
             lengths = [each.length for each in known[part.start : part.stop]]
             with self._tiers.lock:
@@ -164,62 +155,62 @@ class DevicePages(Placing):
 
     def _return(self, lent: Sequence[native.IndexPlace]) -> None:
         pool = self._tiers.pool
-        for part in parts_of(len(lent)):
+        for part in ranges_of(len(lent)):
             assert isinstance(pool, DevicePool)
             with self._tiers.lock:
                 pool.return_extents(lent[part.start : part.stop])
 
 
-def _described(key: bytes, stored: Stored, layout: ChunkLayout) -> _Known | None:
-    """Return how to read a record; None of one that devices cannot bring to where it is used."""
+def _describe(key: bytes, stored: Stored, layout: ChunkLayout) -> _Known | None:
+    """Return how to read a record; None if it does not hold pages."""
     try:
-        head = parse_head(stored.head)
-        head.expect(key, layout)
-        slices = head.slices
+        header = parse_head(stored.header)
+        header.expect(key, layout)
+        slices = header.slices
     except RecordError:
         return None
     row_bytes = layout.tokens * layout.vector_length
     whole = len(slices) == layout.layers and bool((slices["encoded_length"] == row_bytes).all())
-    if head.codec != native.Codec.NONE or not whole or not begins_in_blocks(head.head_length):
+    if header.codec != native.Codec.NONE or not whole or not begins_in_blocks(header.head_length):
         return None
-    return _Known(layout, stored.length, head.head_length, slices["checksum"].astype(np.uint32).tobytes())
+    return _Known(layout, stored.length, header.head_length, slices["checksum"].astype(np.uint32).tobytes())
 
 
 @dataclass(frozen=True)
 class _Share:
-    """What one device has of an order: which chunks, and the read of all their layers."""
+    """The chunks of a request that one device has, and the read of all their layers."""
 
     disk: Disk
     chunks: npt.NDArray[np.int64]
     pages: Pages
 
 
-class _Reading:
-    """One order on its way: one request to each device."""
+class _Load:
+    """One page request in progress: one read on each device."""
 
     def __init__(
         self,
         tiers: Tiers,
         metrics: Metrics,
         job: Job,
-        order: PageOrder,
+        request: PageRequest,
         lent: Sequence[native.IndexPlace],
         known: Sequence[_Known],
     ) -> None:
         self._tiers = tiers
         self._metrics = metrics
         self._job = job
-        self._order = order
-        self._part_bytes = order.layout.tokens * order.layout.vector_length
-        self._left = np.full(order.layout.layers, len(order.keys), np.uint32)
+        self._request = request
+        self._row_bytes = request.layout.tokens * request.layout.vector_length
+        self._chunks_left = np.full(request.layout.layers, len(request.keys), np.uint32)
         self._stop = np.zeros(1, np.uint32)
-        self._shares = self._divided(lent, known)
-        self._under_way = 0
+        self._shares = self._divide(lent, known)
+        self._pending = 0
         self._quiet = asyncio.Event()
 
-    def _divided(self, lent: Sequence[native.IndexPlace], known: Sequence[_Known]) -> list[_Share]:
-        order, pool, shares = self._order, self._tiers.pool, list[_Share]()
-        layers = np.array(order.first, np.uint64)
+    def _divide(self, lent: Sequence[native.IndexPlace], known: Sequence[_Known]) -> list[_Share]:
+        request, pool, shares = self._request, self._tiers.pool, list[_Share]()
+        layers = np.array(request.first, np.uint64)
         bodies = [
             entry.extent * BLOCK_BYTES + native.OBJECT_HEADER_BYTES + each.body
             for entry, each in zip(lent, known, strict=True)
@@ -232,69 +223,69 @@ class _Reading:
                 continue
             checksums = np.ascontiguousarray(every[mine].T)
             pages = Pages(
-                size=order.layout.vector_length,
-                stride=order.stride,
+                size=request.layout.vector_length,
+                stride=request.stride,
                 layers=layers,
                 extents=extents[mine],
-                blocks=order.blocks[mine],
+                blocks=request.blocks[mine],
                 checksums=checksums,
                 verdicts=np.full_like(checksums, Result.SKIPPED),
-                left=self._left,
-                word=order.word,
+                left=self._chunks_left,
+                word=request.word,
                 stop=self._stop,
             )
             shares.append(_Share(disk, mine, pages))
         return shares
 
-    async def run(self) -> Placed:
-        """Read, and return once nothing is under way, whatever the time: until then it may still land."""
+    async def run(self) -> LoadedPages:
+        """Read, and return once no read is in progress, even after the deadline: a read writes until it has ended."""
         with self._job.interruptible(self._give_up):
             for share in self._shares:
-                self._request(share)
+                self._submit(share)
             left_s = (self._job.deadline_ns - time.monotonic_ns()) / 1e9
             late = asyncio.get_running_loop().call_later(left_s, self._give_up)
             try:
-                if self._under_way:
+                if self._pending:
                     await self._quiet.wait()
             finally:
                 late.cancel()
-        delivered: Flags = np.zeros((self._order.layout.layers, len(self._order.keys)), np.bool_)
-        rotten = []
+        delivered: Flags = np.zeros((self._request.layout.layers, len(self._request.keys)), np.bool_)
+        corrupt = []
         for share in self._shares:
             delivered[:, share.chunks] = share.pages.verdicts == Result.OK
-            rotten += share.chunks[(share.pages.verdicts == Result.CHECKSUM).any(axis=0)].tolist()
-        size = int(delivered.sum()) * self._part_bytes
-        self._metrics.tier_bytes += size
-        self._metrics.page_bytes += size
+            corrupt += share.chunks[(share.pages.verdicts == Result.CHECKSUM).any(axis=0)].tolist()
+        size = int(delivered.sum()) * self._row_bytes
+        self._metrics.totals["tier_bytes"] += size
+        self._metrics.totals["page_bytes"] += size
         stop = None
         if not delivered.all():
             try:
                 self._job.check()
             except Stop as error:
                 stop = error
-        return Placed(delivered, rotten, stop)
+        return LoadedPages(delivered, corrupt, stop)
 
     def _give_up(self) -> None:
-        """Have no further part begun."""
+        """Stop devices from beginning further reads."""
         self._stop[0] = 1
 
-    def _request(self, share: _Share) -> None:
-        """Have a device bring all of what it has."""
+    def _submit(self, share: _Share) -> None:
+        """Submit the read of one device."""
         operation = Operation(
-            OperationKind.READ, 0, self._part_bytes, self._order.address, Priority.FOREGROUND,
-            partial(self._note_end, share), pages=share.pages,
+            OperationKind.READ, 0, self._row_bytes, self._request.address, Priority.FOREGROUND,
+            partial(self._note_read, share), pages=share.pages,
         )  # fmt: skip
-        self._under_way += 1
+        self._pending += 1
         with self._tiers.lock:
             share.disk.submit_read(operation)
-        self._metrics.page_requests += 1
+        self._metrics.totals["page_requests"] += 1
 
-    def _note_end(self, share: _Share, operation: Operation) -> None:
-        """Count what a device has brought; in the pool's thread, with its lock held."""
+    def _note_read(self, share: _Share, operation: Operation) -> None:
+        """Count a finished read; on the pool's thread, with its lock held."""
         share.disk.note_read(operation)
-        self._tiers.later(self._ended)
+        self._tiers.later(self._end_read)
 
-    def _ended(self) -> None:
-        self._under_way -= 1
-        if not self._under_way:
+    def _end_read(self) -> None:
+        self._pending -= 1
+        if not self._pending:
             self._quiet.set()

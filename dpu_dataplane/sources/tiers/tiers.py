@@ -1,14 +1,12 @@
-"""The pool of a data plane: its life, the heads of what it holds, and how records come into it.
+"""The pool of a data plane: start and stop, the headers of its records, and how records enter it.
 
-Its records are those of every engine that this data plane serves. Nobody's are another's: a key is made of all that
-changes KV, the tenant's salt included, so whoever names a key knows what is under it. All of them are of one tenant of
-the pool.
+The pool holds the records of all engines that this data plane serves, as records of one tenant. That is safe: a key is
+derived from everything that changes KV, the tenant's salt included, so only engines that may read a record can name it.
 """
 
 import asyncio
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -18,7 +16,8 @@ from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.shared_rate import Mover
-from dpu_dataplane.sources.source import Encoded, Found, Stored, Unanswered
+from dpu_dataplane.sources.found import Found, HeaderCache, Stored, Unanswered
+from dpu_dataplane.sources.source import Encoded
 from dpu_dataplane.sources.tiers.device_pace import DevicePace
 from shadowserve import native
 from shadowserve.clock import wall_clock_ms
@@ -34,59 +33,56 @@ from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
 from shadowserve.record import parse_head
 from shadowserve.tier import Tier
 
-__all__ = ["Tiers", "address_of", "begins_in_blocks", "parts_of"]
-
-_ENTRY_OVERHEAD: Final = 300  # bytes of objects around one remembered head
-_ROUND_SHARE: Final = 4
-"""Of the memory, a quarter is held by one batch that waits for devices: a half may receive and wait to be written, and
-what is left makes up for places that are too small."""
+_BATCH_SHARE: Final = 4
+"""A batch that waits for devices holds at most a quarter of the memory: half of the memory may receive records or wait
+to be written, and the rest covers fragmentation."""
 
 logger = logging.getLogger(__name__)
 
 
 def address_of(key: bytes) -> Address:
-    """Return what a record is called in the pool."""
+    """Return the pool's name of a record."""
     return DEFAULT_TENANT, storage_key(key)
 
 
 def begins_in_blocks(head_bytes: int) -> bool:
-    """Return whether a record's slices begin where a device's blocks do, as those of an engine's pages have to."""
+    """Return whether a record's slices are aligned to device blocks, as an engine's pages must be."""
     return (native.OBJECT_HEADER_BYTES + head_bytes) % 4096 == 0
 
 
-def parts_of(count: int) -> Iterator[range]:
-    """Yield ranges that cover so many, each no more than is done in one hold of the pool's lock."""
+def ranges_of(count: int) -> Iterator[range]:
+    """Split ``range(count)`` into ranges for one hold of the pool's lock each."""
     for first in range(0, count, ENTRIES_PER_HOLD):
         yield range(first, min(first + ENTRIES_PER_HOLD, count))
 
 
 def _is_paged(stored: Stored) -> bool:
     try:
-        head = parse_head(stored.head)
-        return head.codec == native.Codec.NONE and begins_in_blocks(head.head_length)
+        header = parse_head(stored.header)
+        return header.codec == native.Codec.NONE and begins_in_blocks(header.head_length)
     except RecordError:
         return False
 
 
 class Tiers:
-    """A pool, its lock, and its thread. To be used on the event loop, but for the pool itself, under the lock.
+    """A pool with its lock and its thread. Used on the event loop, except for the pool itself, under the lock.
 
     Args:
-        config: of the pool.
-        metrics: to count in.
-        pipeline: that has encoded what is stored.
-        storing: thread that copies it.
-        budget: that writes and scrubs of devices are held to.
-        heads_bytes: of heads to remember: those of what lies on devices alone would have to be read for each lookup.
-        patience: see below.
+        config: Configuration of the pool.
+        pipeline: Pipeline that has encoded the records to store.
+        executor: Thread that copies them.
+        budget: Interference budget for device writes and scrubs.
+        headers_bytes: Size of the header cache: without it each lookup of a record on a device would read there.
+        read_timeout_s: See below.
+        drain_s: Seconds that :meth:`close` waits for device writes.
 
     Attributes:
-        name: for people.
-        has_devices: whether the pool has more than memory.
-        pool: once started.
-        lock: of the pool.
-        patience: seconds that a device may take to bring heads, or the next record of a batch.
-        batch_bytes_max: of records that a batch holds which waits for devices.
+        name: Name for messages.
+        has_devices: The pool has devices besides memory.
+        pool: The pool, after :meth:`start`.
+        lock: Guards the pool.
+        read_timeout_s: Seconds that a device may take for headers, or for the next record of a batch.
+        batch_bytes_max: Most bytes of records that a batch which waits for devices may hold.
     """
 
     pool: Pool
@@ -96,36 +92,37 @@ class Tiers:
         config: PoolConfig,
         metrics: Metrics,
         pipeline: native.Pipeline,
-        storing: Executor,
+        executor: Executor,
         budget: InterferenceBudget,
         *,
-        heads_bytes: int,
-        patience: float,
+        headers_bytes: int,
+        read_timeout_s: float,
+        drain_s: float,
     ) -> None:
         self._config = config
         self._metrics = metrics
         self._pipeline = pipeline
-        self._storing = storing
+        self._executor = executor
         self._budget = budget
         self._paces: list[DevicePace] = []
-        self.patience = patience
-        self._heads: OrderedDict[bytes, Stored] = OrderedDict()
-        self._heads_left = heads_bytes
+        self.read_timeout_s = read_timeout_s
+        self._drain_s = drain_s
+        self._headers: HeaderCache[Stored] = HeaderCache(headers_bytes)
         self._thread: PoolThread | None = None
         self._loop: asyncio.AbstractEventLoop
         self.lock = threading.Lock()
         self.has_devices = bool(config.devices)
-        self.batch_bytes_max = int(config.memory_budget_bytes) // _ROUND_SHARE
+        self.batch_bytes_max = int(config.memory_budget_bytes) // _BATCH_SHARE
         devices = ", ".join(str(device.path) for device in config.devices)
         self.name = f"tiers of {int(config.memory_budget_bytes) >> 20} MiB{devices and ' and '}{devices}"
 
     # ---- Life
 
     async def start(self) -> None:
-        """Open the pool, with what its devices hold.
+        """Open the pool and recover its devices' records.
 
         Raises:
-            ConfigurationError: a device cannot be used.
+            ConfigurationError: A device cannot be used.
         """
         self._loop = asyncio.get_running_loop()
         self.pool = (DevicePool if self._config.devices else MemoryPool)(self._config)
@@ -138,43 +135,47 @@ class Tiers:
                 pool.hold_back(writes.allows, scrubs.allows)
         self._thread = PoolThread(self.pool)
         gauges: dict[str, tuple[str, str]] = {
-            "tier_objects": ("Records in the tiers", "keys"),
-            "tier_used_bytes": ("Bytes of the tiers that are used", "used_bytes"),
-            "tier_capacity_bytes": ("Bytes that the tiers have room for", "budget_bytes"),
+            "tier_objects": ("Records in the local tiers", "keys"),
+            "tier_used_bytes": ("Used bytes of the local tiers", "used_bytes"),
+            "tier_capacity_bytes": ("Capacity of the local tiers in bytes", "budget_bytes"),
         }
         self._metrics.gauges |= {
             name: (text, partial(self._statistic, attribute)) for name, (text, attribute) in gauges.items()
         }
-        self._metrics.gauges["tier_devices_gone"] = ("Devices of the tiers that have failed", self._gone)
+        self._metrics.gauges["tier_devices_gone"] = ("Failed devices of the local tiers", self._failed_devices)
 
     def _statistic(self, attribute: str) -> float:
         with self.lock:
             return float(getattr(self.pool.statistics(), attribute))
 
-    def _gone(self) -> float:
+    def _failed_devices(self) -> float:
         with self.lock:
             return sum(not device.healthy for device in self.pool.statistics().devices)
 
-    async def close(self, drain_s: float) -> None:
-        """Have written what waits for it, within ``drain_s``, and close the pool. No job may be in progress."""
+    async def close(self) -> None:
+        """Finish device writes, within ``drain_s``, and close the pool. No job may be in progress."""
         thread, self._thread = self._thread, None
         for pace in self._paces:
             await pace.close()
-        if thread is not None and not await asyncio.to_thread(thread.stop, drain_s):
-            logger.warning("%s: a device does not end what it was given; a start recovers what it has", self.name)
+        if thread is not None and not await asyncio.to_thread(thread.stop, self._drain_s):
+            logger.warning("%s: a device did not finish its writes; the next start recovers what it has", self.name)
 
-    # ---- What is there
+    # ---- Lookups
 
     def has(self, key: bytes) -> bool:
-        """Return whether the pool has a record; no device is asked."""
+        """Return whether the pool has a record, without reading from a device."""
         with self.lock:
             return self.pool.peek(address_of(key)) is not None
 
-    async def look(self, keys: Sequence[bytes]) -> "tuple[list[Found], list[asyncio.Future[None]]]":
-        """Return what the pool has under each key, and reads of heads: Unanswered until :meth:`await_heads`."""
+    async def look_up(self, keys: Sequence[bytes]) -> "tuple[list[Found], list[asyncio.Future[None]]]":
+        """Look keys up, and start reads of headers that only devices have.
+
+        Returns:
+            The answers, Unanswered for headers that are being read; and these reads, for :meth:`await_headers`.
+        """
         found: list[Found] = [None] * len(keys)
         reads: list[asyncio.Future[None]] = []
-        for part in parts_of(len(keys)):
+        for part in ranges_of(len(keys)):
             with self.lock:
                 for index in part:
                     self._find(keys, index, found, reads)
@@ -182,114 +183,100 @@ class Tiers:
         return found, reads
 
     async def paged(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return which of these records hold an engine's pages as they are: devices bring them to where they are used.
-
-        Nobody needs them in memory.
-        """
-        found, reads = await self.look(keys)
-        await self.await_heads(reads)
+        """Return which records hold an engine's pages: devices read these into paged memory, not into the pool's."""
+        found, reads = await self.look_up(keys)
+        await self.await_headers(reads)
         return {
             key for key, stored in zip(keys, found, strict=True) if isinstance(stored, Stored) and _is_paged(stored)
         }
 
-    async def await_heads(self, reads: "Collection[asyncio.Future[None]]") -> None:
-        """Wait until devices have brought heads, or have taken too long."""
+    async def await_headers(self, reads: "Collection[asyncio.Future[None]]") -> None:
+        """Wait for reads of headers, at most ``read_timeout_s``."""
         if reads:
-            _, late = await asyncio.wait(reads, timeout=self.patience)
+            _, late = await asyncio.wait(reads, timeout=self.read_timeout_s)
             for read in late:
                 read.cancel()
 
     def _find(self, keys: Sequence[bytes], index: int, found: list[Found], reads: "list[asyncio.Future[None]]") -> None:
-        """Find one key, with the lock held; what a device has to bring is found later."""
+        """Look one key up, with the lock held, or start a read of its header."""
         key = keys[index]
         item = self.pool.peek(address_of(key))
         if item is None or not item.head_bytes:
             return
-        known = self._heads.get(key)
+        known = self._headers.get(key)
         if known is not None and known.length == item.length:
             tier = Tier.DEVICE if item.value is None else Tier.MEMORY
-            if known.tier is not tier:
-                known = self._heads[key] = known._replace(tier=tier)
-            self._heads.move_to_end(key)
-            found[index] = known
+            found[index] = known if known.tier is tier else self._cache(key, known._replace(tier=tier))
         elif item.value is not None:
-            found[index] = self._remember(key, item.length, bytes(memoryview(item.value)[: item.head_bytes]))
+            header = bytes(memoryview(item.value)[: item.head_bytes])
+            found[index] = self._cache(key, Stored(item.length, header, Tier.MEMORY))
         else:
-            found[index] = Unanswered(f"{self.name}: a device has not answered within {self.patience:g} s")
+            found[index] = Unanswered(f"{self.name}: a device has not answered within {self.read_timeout_s:g} s")
             read: asyncio.Future[None] = self._loop.create_future()
             reads.append(read)
             length = item.length
 
-            def take(lease: Lease | None) -> None:
-                head = b"" if lease is None else bytes(lease.view)
+            def finish(lease: Lease | None) -> None:
+                header = b"" if lease is None else bytes(lease.view)
                 self.release([lease])
                 if not read.done():
-                    found[index] = self._remember(key, length, head, Tier.DEVICE) if head else None
+                    found[index] = self._cache(key, Stored(length, header, Tier.DEVICE)) if header else None
                     read.set_result(None)
 
-            self.pool.read(item, 0, item.head_bytes, lambda lease: self.later(take, lease))
+            self.pool.read(item, 0, item.head_bytes, lambda lease: self.later(finish, lease))
 
-    def _remember(self, key: bytes, length: int, head: bytes, tier: Tier = Tier.MEMORY) -> Stored:
-        self._forget(key)
-        stored = self._heads[key] = Stored(length, head, tier)
-        self._heads_left -= len(head) + _ENTRY_OVERHEAD
-        while self._heads_left < 0:
-            self._forget(next(iter(self._heads)))
+    def _cache(self, key: bytes, stored: Stored) -> Stored:
+        self._headers.put(key, stored, len(stored.header))
         return stored
 
-    def _forget(self, key: bytes) -> None:
-        known = self._heads.pop(key, None)
-        if known is not None:
-            self._heads_left += len(known.head) + _ENTRY_OVERHEAD
-
     def later(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Have something called on the event loop, from any thread, unless that has ended."""
+        """Call a function on the event loop, from any thread; does nothing once the loop is closed."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def release(self, leases: Iterable[Lease | None]) -> None:
-        """Give back what was read."""
+        """Release reads of the pool."""
         held = [lease for lease in leases if lease is not None]
-        for part in parts_of(len(held)):
+        for part in ranges_of(len(held)):
             with self.lock:
                 for index in part:
                     held[index].release()
 
     def drop(self, key: bytes) -> None:
         """Remove a record, if there is one."""
-        self._forget(key)
+        self._headers.drop(key)
         with self.lock:
             self.pool.remove(address_of(key))
 
-    # ---- What comes
+    # ---- New records
 
-    def room(self, size: int, ready: Callable[[], None] = lambda: None) -> memoryview | None:
-        """Return memory for a record, until :meth:`discard`; None: there is none now, ``ready`` is called when to ask.
+    def allocate(self, size: int, ready: Callable[[], None] = lambda: None) -> memoryview | None:
+        """Allocate memory for a record. None if there is none now: ``ready`` is called when it is worth another try.
 
         Raises:
-            MemoryError: there will never be so much.
+            MemoryError: The pool never has as much.
         """
         with self.lock:
             return self.pool.allocate(size, ready)
 
-    def discard(self, memory: memoryview) -> None:
-        """Be done with memory of :meth:`room`, whether something came of it or not."""
+    def free(self, memory: memoryview) -> None:
+        """Free memory of :meth:`allocate`, also after :meth:`add`."""
         with self.lock:
             self.pool.discard(memory)
 
-    def enter(self, key: bytes, memory: memoryview, head: bytes, lasts_ms: int = 0) -> BusyError | None:
-        """Take in a record that lies in memory of :meth:`room`, if it is admitted; for so long, or 0: for good.
+    def add(self, key: bytes, memory: memoryview, header: bytes, lasts_ms: int = 0) -> BusyError | None:
+        """Add the record in memory of :meth:`allocate`, if the pool admits it; ``lasts_ms`` is 0 for no end.
 
         Returns:
-            None, or that there is too much to do just now.
+            None, or the error of a pool that is too busy now.
         """
-        self._forget(key)
-        parent = parse_head(head).parent
+        self._headers.drop(key)
+        parent = parse_head(header).parent
         ends_ms = wall_clock_ms() + lasts_ms if lasts_ms else None
         try:
             with self.lock:
                 ticket = self.pool.put(
-                    address_of(key), memory, head_bytes=len(head), expires_at_ms=ends_ms, parent=parent
+                    address_of(key), memory, head_bytes=len(header), expires_at_ms=ends_ms, parent=parent
                 )  # fmt: skip
         except BusyError as error:
             return error
@@ -297,14 +284,14 @@ class Tiers:
             logger.debug("record %s is not kept: %s", key.hex(), error)
             self.note_dropped()
         else:
-            self._remember(key, len(memory), head)
+            self._cache(key, Stored(len(memory), header, Tier.MEMORY))
             self._metrics.tier_records["kept"] += 1
             if ticket is not None:
                 ticket.then(lambda error: None if error is None else self.later(self._note_failure, key, error))
         return None
 
     def note_dropped(self, count: int = 1) -> None:
-        """Count records that the pool did not take for want of room; and why, where writes wait for the budget."""
+        """Count records that the pool had no room for; as dropped by the interference budget if writes wait for it."""
         self._metrics.tier_records["dropped"] += count
         if self._paces and self._paces[0].waits:
             for _ in range(count):
@@ -315,45 +302,42 @@ class Tiers:
         self._metrics.tier_records["dropped"] += 1
 
     async def put(self, job: Job, key: bytes, record: Encoded, *, wait: bool) -> bool:
-        """Take in a record that was encoded; one that is there stays. Return whether there is one then.
+        """Add an encoded record, unless the pool has it. Return whether the pool has it then.
 
         Args:
-            job: whose.
-            key: of the record.
-            record: that was encoded.
-            wait: for room, within the job's time; else what there is no room for now is dropped.
+            wait: Wait for room, within the job's time. Otherwise drop a record that there is no room for now.
         """
         if not self.has(key):
             length = int(record.batch.pieces[record.position]["body_length"])
-            memory = await self._await_room(job, len(record.head) + length, wait)
+            memory = await self._wait_for_memory(job, len(record.header) + length, wait)
             if memory is None:
                 self.note_dropped()
                 return False
             try:
                 await self._copy(record, memory)
-                await self._await_entry(job, key, memory, record, wait)
+                await self._wait_for_admission(job, key, memory, record, wait)
             finally:
-                self.discard(memory)
+                self.free(memory)
         return self.has(key)
 
     async def _copy(self, record: Encoded, memory: memoryview) -> None:
-        memory[: len(record.head)] = record.head
-        copy = partial(self._pipeline.copy_body, record.batch, record.position, memory[len(record.head) :])
-        await self._loop.run_in_executor(self._storing, copy)
+        memory[: len(record.header)] = record.header
+        copy = partial(self._pipeline.copy_body, record.batch, record.position, memory[len(record.header) :])
+        await self._loop.run_in_executor(self._executor, copy)
 
-    async def _await_room(self, job: Job, size: int, wait: bool) -> memoryview | None:
+    async def _wait_for_memory(self, job: Job, size: int, wait: bool) -> memoryview | None:
         while True:
             event = asyncio.Event()
             try:
-                memory = self.room(size, partial(self.later, event.set))
+                memory = self.allocate(size, partial(self.later, event.set))
             except MemoryError:
                 return None
             if memory is not None or not wait:
                 return memory
             await job.within(event.wait(), "waiting for room in the tiers")
 
-    async def _await_entry(self, job: Job, key: bytes, memory: memoryview, record: Encoded, wait: bool) -> None:
-        while (busy := self.enter(key, memory, record.head, record.lasts_ms)) is not None:
+    async def _wait_for_admission(self, job: Job, key: bytes, memory: memoryview, record: Encoded, wait: bool) -> None:
+        while (busy := self.add(key, memory, record.header, record.lasts_ms)) is not None:
             if not wait:
                 self.note_dropped()
                 return

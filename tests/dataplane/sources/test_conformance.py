@@ -1,4 +1,4 @@
-"""What every source promises (``dpu_dataplane/sources/source.py``), asked of each one."""
+"""The guarantees of every source (``dpu_dataplane/sources/source.py``), tested on each source."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster_support import Cluster, cluster_config
-from dataplane_support import Server, config, expected, keys_of, kv, layout, make_record
+from dataplane_support import Server, config, expected, keys_of, kv, layout, make_record, part_of
 from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, until, wait_for
 from scripted_source import ScriptedSource
 
-from dpu_dataplane.batches import Buffers, Wanted, plan_fetch, plan_store
+from dpu_dataplane.batches import Buffers, plan_fetch, plan_store
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.plan import FetchPlan
+from dpu_dataplane.sources.found import Found, Stored
 from dpu_dataplane.sources.selection import nodes_max, source_of
-from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source, Stored
-from dpu_dataplane.sources.tiers.above import TiersAbove
-from dpu_dataplane.sources.tiers.alone import TiersAlone
+from dpu_dataplane.sources.source import Delivered, Encoded, Source
 from dpu_dataplane.sources.tiers.prefetcher import Prefetcher
+from dpu_dataplane.sources.tiers.source import LocalSource, TieredSource
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of
 from shadowserve import native
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
@@ -44,7 +45,7 @@ CODECS = frozenset(native.codec_implementations())
 
 
 class Behind(ABC):
-    """What is behind a source, as a test may treat it.
+    """The storage of a source, as a test controls it.
 
     ``verifies``: it takes sound records only; ``is_pool``: it is a pool of this process.
     """
@@ -101,7 +102,7 @@ class BehindServer(Behind):
 
 
 class BehindNodes(Behind):
-    """Several servers that all have what is put, as if a bucket below gave it to them."""
+    """Several servers with the same records, as if they read them from a bucket."""
 
     verifies = True
 
@@ -202,7 +203,7 @@ class BehindTiers(Behind):
         self._folder = folder
         self._free = threading.Event()
         self._free.set()
-        self.source: TiersAlone
+        self.source: LocalSource
 
     def configuration(self) -> DataPlaneConfig:
         devices = [{"path": self._folder / "tier", "size": "64MiB"}]
@@ -212,8 +213,8 @@ class BehindTiers(Behind):
     def pool(self) -> Any:
         return self.source._tiers.pool
 
-    def driven_by(self, source: TiersAlone) -> None:
-        """Have the pool's thread stand still while it is held."""
+    def driven_by(self, source: LocalSource) -> None:
+        """Stop the pool's thread while the source is held."""
         self.source = source
         poll = self.pool.poll
 
@@ -248,7 +249,7 @@ class BehindTiers(Behind):
 
 @dataclass
 class Bench:
-    """A source that has been started, what is behind it, and the pipeline that its bytes go through."""
+    """A started source, its storage, and the pipeline."""
 
     source: Source
     behind: Behind
@@ -267,31 +268,21 @@ class Bench:
         found: Sequence[Found],
         targets: Sequence[np.ndarray],  # type: ignore[type-arg]
         layerwise: bool = False,
-    ) -> Order:
-        """Order all pieces of some groups' chunks; ``found`` has what there is of one group after the other."""
-        heads = iter(found)
-        groups = [
-            Wanted(keys, SHAPE, np.ones((SHAPE.layers, len(keys)), np.bool_), dict(enumerate(islice(heads, len(keys)))))
-            for keys in chains
+    ) -> FetchPlan:
+        """Plan all pieces of some groups' chunks; ``found`` has the answers for one group after the other."""
+        answers = iter(found)
+        parts = [
+            part_of(SHAPE, keys, dict(enumerate(islice(answers, len(keys)))), memory=target)
+            for keys, target in zip(chains, targets, strict=True)
         ]
-        plan = plan_fetch(groups, layerwise, BUFFERS, CODECS)
+        plan = plan_fetch(parts, layerwise, BUFFERS, CODECS)
         assert not plan.full and not plan.ends
-        return Order(
-            [chains[group][chunk] for group, chunk in zip(plan.pieces["group"], plan.pieces["chunk"], strict=True)],
-            plan.pieces,
-            lambda pieces: native.Batch(
-                pieces=pieces,
-                slices=plan.slices,
-                groups=[native.Group.of(SHAPE, target) for target in targets],
-                deadline_ns=job.deadline_ns,
-            ),
-            layerwise=layerwise,
-        )
+        return replace(plan, deadline_ns=job.deadline_ns)
 
     async def deliver(
         self, keys: Sequence[bytes], found: Sequence[Found] = (), layerwise: bool = False
     ) -> tuple[Delivered, list[bytes]]:
-        """Order chunks, as ``found`` has them or as they are now; return what became of it, and the chunks."""
+        """Deliver chunks with the given or current answers; return the result and the delivered bytes."""
         target = np.zeros(len(keys) * SHAPE.raw_bytes, np.uint8)
         job = Job("a test", "a job", WAIT_MAX_S)
         order = self.order(job, [keys], found or await self.source.find(keys), [target], layerwise)
@@ -318,7 +309,7 @@ class Bench:
 
 
 def end_of(done: Delivered, chunks: int = 0) -> tuple[int, Result]:
-    """Return how many leading pieces were delivered, and what the next one failed of.
+    """Return the number of leading delivered pieces, and the result of the next one.
 
     Layer by layer, of so many ``chunks``, pieces are counted by chunks.
     """
@@ -383,15 +374,16 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
             source = scripted = ScriptedSource(pipeline, fetching, storing)
             behind = BehindScript(scripted)
             if request.param == "tiers above":
-                near = Tiers(PoolConfig(), Metrics(), pipeline, storing, budget, heads_bytes=MIB, patience=WAIT_MAX_S)
-                prefetching = Prefetcher(near, scripted, PrefetchPolicy(), Metrics(), budget, WAIT_MAX_S)
-                source = TiersAbove(near, scripted, prefetching, pipeline, fetching, Metrics(), budget, 1.0)
+                limits = {"headers_bytes": MIB, "read_timeout_s": WAIT_MAX_S, "drain_s": 1.0}
+                local = Tiers(PoolConfig(), Metrics(), pipeline, storing, budget, **limits)
+                prefetcher = Prefetcher(local, scripted, PrefetchPolicy(), Metrics(), budget, WAIT_MAX_S)
+                source = TieredSource(scripted, local, prefetcher, pipeline, fetching, Metrics(), budget)
         else:
             source = source_of(configuration, Metrics(), budget, pipeline, fetching, storing)
         await source.start()
         await until(lambda: source.connected)
         if isinstance(behind, BehindTiers):
-            assert isinstance(source, TiersAlone)
+            assert isinstance(source, LocalSource)
             behind.driven_by(source)
         try:
             yield Bench(source, behind, pipeline)
@@ -399,20 +391,20 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
             await source.close()
 
 
-async def test_it_finds_what_is_there_and_says_how_long_it_is(bench: Bench) -> None:
+async def test_stored_records_are_found_with_their_lengths(bench: Bench) -> None:
     keys = keys_of(SHAPE, 6, seed=1)
     records = bench.put(keys[::2])
     bench.behind.put(keys[1], b"no record")
     found = await bench.source.find(keys)
     for record, entry in zip(records, found[::2], strict=True):
         assert isinstance(entry, Stored)
-        assert (entry.length, entry.head[: head_length(record)]) == (len(record), record[: head_length(record)])
-    assert found[1] is None or (isinstance(found[1], Stored) and head_length(found[1].head) == 0)
+        assert (entry.length, entry.header[: head_length(record)]) == (len(record), record[: head_length(record)])
+    assert found[1] is None or (isinstance(found[1], Stored) and head_length(found[1].header) == 0)
     assert [found[3], found[5]] == [None, None]
     assert list(await bench.source.find([])) == []
 
 
-async def test_it_finds_heads_of_any_length_and_of_many_keys(bench: Bench) -> None:
+async def test_headers_of_any_length_and_of_many_keys_are_found(bench: Bench) -> None:
     long = layout(layers=120)
     keys = keys_of(SHAPE, 3000, seed=2)
     record = make_record(long, keys[1700], 0)
@@ -421,11 +413,11 @@ async def test_it_finds_heads_of_any_length_and_of_many_keys(bench: Bench) -> No
     found = await bench.source.find(keys)
     assert [index for index, entry in enumerate(found) if entry is not None] == [1700]
     entry = found[1700]
-    assert isinstance(entry, Stored) and entry.head[: head_length(record)] == record[: head_length(record)]
+    assert isinstance(entry, Stored) and entry.header[: head_length(record)] == record[: head_length(record)]
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-async def test_what_is_ordered_is_delivered_exactly(bench: Bench, layerwise: bool) -> None:
+async def test_planned_pieces_are_delivered_exactly(bench: Bench, layerwise: bool) -> None:
     keys = keys_of(SHAPE, 5, seed=3)
     records = bench.put(keys)
     for _ in range(2):
@@ -436,7 +428,7 @@ async def test_what_is_ordered_is_delivered_exactly(bench: Bench, layerwise: boo
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-async def test_what_one_group_lacks_costs_another_nothing(bench: Bench, layerwise: bool) -> None:
+async def test_a_missing_chunk_affects_no_other_group(bench: Bench, layerwise: bool) -> None:
     chains = [keys_of(SHAPE, 4, seed=20), keys_of(SHAPE, 3, seed=21)]
     records = [bench.put(keys) for keys in chains]
     found = [each for keys in chains for each in await bench.source.find(keys)]
@@ -459,7 +451,7 @@ async def test_what_one_group_lacks_costs_another_nothing(bench: Bench, layerwis
 
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("absent", [0, 2])
-async def test_what_is_gone_since_it_was_found_costs_nothing_before_it(
+async def test_a_record_deleted_after_the_lookup_costs_no_earlier_chunk(
     bench: Bench, absent: int, layerwise: bool
 ) -> None:
     keys = keys_of(SHAPE, 5, seed=4)
@@ -474,7 +466,7 @@ async def test_what_is_gone_since_it_was_found_costs_nothing_before_it(
     assert end_of(done, 4 * layerwise)[1] is Result.OK, "what failed one order harms the next"
 
 
-async def test_what_is_damaged_is_not_delivered(bench: Bench) -> None:
+async def test_damaged_records_are_not_delivered(bench: Bench) -> None:
     keys = keys_of(SHAPE, 3, seed=5)
     records = bench.put(keys)
     found = await bench.source.find(keys)
@@ -491,7 +483,7 @@ async def test_what_is_damaged_is_not_delivered(bench: Bench) -> None:
     assert end_of(done) == (1, wanted)
 
 
-async def test_what_is_put_is_found_and_delivered(bench: Bench) -> None:
+async def test_stored_records_are_found_and_delivered(bench: Bench) -> None:
     [key] = keys_of(SHAPE, 1, seed=6)
     assert await bench.source.find([key]) == [None]
     assert await bench.store(key, 7) is Result.OK
@@ -500,7 +492,7 @@ async def test_what_is_put_is_found_and_delivered(bench: Bench) -> None:
     assert (end_of(done), chunks) == ((1, Result.OK), [kv(SHAPE, 7)])
 
 
-async def test_what_is_put_for_a_while_ends_by_itself(bench: Bench) -> None:
+async def test_records_with_an_end_expire(bench: Bench) -> None:
     stays, lasts, ends = keys_of(SHAPE, 3, seed=10)
     for key, lasts_ms in ((stays, 0), (lasts, NEVER_MS), (ends, 300)):
         assert await bench.store(key, 7, lasts_ms) is Result.OK
@@ -512,7 +504,7 @@ async def test_what_is_put_for_a_while_ends_by_itself(bench: Bench) -> None:
     assert (end_of(done), chunks) == ((2, Result.OK), [kv(SHAPE, 7)] * 2)
 
 
-async def test_what_is_deleted_is_not_found(bench: Bench) -> None:
+async def test_deleted_records_are_not_found(bench: Bench) -> None:
     keys = keys_of(SHAPE, 2, seed=8)
     bench.put(keys)
     await bench.source.delete(keys[0])
@@ -523,7 +515,7 @@ async def test_what_is_deleted_is_not_found(bench: Bench) -> None:
 
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("why", ["cancelled", "late"])
-async def test_an_order_that_ends_early_leaves_nothing_that_writes(bench: Bench, why: str, layerwise: bool) -> None:
+async def test_nothing_is_written_after_a_plan_that_ended_early(bench: Bench, why: str, layerwise: bool) -> None:
     keys = keys_of(SHAPE, 4, seed=9)
     bench.put(keys)
     found = await bench.source.find(keys)
@@ -548,7 +540,7 @@ async def test_an_order_that_ends_early_leaves_nothing_that_writes(bench: Bench,
     assert (target == 0xA5).all()
 
 
-async def test_a_source_that_is_away_says_so_and_is_found_again(bench: Bench) -> None:
+async def test_an_unreachable_source_fails_at_once_and_reconnects(bench: Bench) -> None:
     keys = keys_of(SHAPE, 2, seed=10)
     bench.put(keys)
     found = await bench.source.find(keys)
@@ -594,7 +586,7 @@ async def test_records_are_received_as_they_are_stored(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("why", ["cancelled", "late"])
-async def test_what_is_received_no_more_leaves_nothing_that_writes(bench: Bench, why: str) -> None:
+async def test_nothing_is_written_after_a_cancelled_receive(bench: Bench, why: str) -> None:
     [key] = keys_of(SHAPE, 1, seed=12)
     [record] = bench.put([key])
     memory = bytearray(len(record))
@@ -615,7 +607,7 @@ async def test_what_is_received_no_more_leaves_nothing_that_writes(bench: Bench,
     assert memory == bytes([0xA5]) * len(memory)
 
 
-async def test_a_source_that_is_away_hands_out_nothing(bench: Bench) -> None:
+async def test_an_unreachable_source_receives_nothing(bench: Bench) -> None:
     [key] = keys_of(SHAPE, 1, seed=13)
     [record] = bench.put([key])
     assert await receive(bench, key, 0, bytearray(9)) is Result.OK

@@ -1,4 +1,4 @@
-"""What the log has of an outage of storage, and how soon it is tried again, whatever it fails for."""
+"""Outages of storage: log lines and delays, for each kind of failure."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from tls_support import TlsServer, showing, trusting
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources import outage
-from dpu_dataplane.sources.outage import BACKOFF_FIRST, BACKOFF_MAX, CAUSES_TOLD_MAX, STABLE_TIME, Outage
+from dpu_dataplane.sources.outage import BACKOFF_FIRST_S, BACKOFF_MAX_S, CAUSES_LOGGED_MAX, STABLE_S, Outage
 from dpu_dataplane.sources.resp.cluster import ServerCluster
 from dpu_dataplane.sources.resp.server import OneServer
 from shadowserve.addresses import split_address
@@ -30,7 +30,7 @@ from shadowserve.resp_client import RespClient
 
 @contextlib.contextmanager
 def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A server that has ``answer`` do with each connection what it likes, one after the other, and then ends it."""
+    """A server that passes each connection to ``answer``, and then closes it."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -50,12 +50,12 @@ def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
         listener.close()
 
 
-async def test_a_server_that_hangs_up_on_whoever_has_come_in_is_warned_of_once(
+async def test_a_server_that_closes_each_connection_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each connection stood for a moment: it is one outage all the same."""
     monkeypatch.setattr(outage, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    monkeypatch.setattr(Outage, "pause", lambda self: 0.0)
+    monkeypatch.setattr(Outage, "next_delay_s", lambda self: 0.0)
 
     def hang_up(sock: socket.socket) -> None:
         if sock.recv(1 << 12):
@@ -66,14 +66,14 @@ async def test_a_server_that_hangs_up_on_whoever_has_come_in_is_warned_of_once(
         client = OneServer(DataPlaneConfig(storage=address), metrics)
         await client.start()
         try:
-            await until(lambda: metrics.storage_connections > 2 * CAUSES_TOLD_MAX)
+            await until(lambda: metrics.totals["storage_connections"] > 2 * CAUSES_LOGGED_MAX)
         finally:
             await client.close()
     warnings = [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]
-    assert len(warnings) == len(set(warnings)) <= CAUSES_TOLD_MAX, warnings
+    assert len(warnings) == len(set(warnings)) <= CAUSES_LOGGED_MAX, warnings
 
 
-async def test_each_cause_is_told_once_in_an_outage_and_again_in_the_next(caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_cause_is_logged_once_in_each_outage(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     known = Outage(logging.getLogger("dpu_dataplane.sources.resp.server"), "nobody asks", lambda: now[0])
     first, second = StorageUnavailableError("away"), StorageUnavailableError("of another authority")
@@ -84,50 +84,49 @@ async def test_each_cause_is_told_once_in_an_outage_and_again_in_the_next(caplog
         return texts
 
     for error in (first, first, second, first):
-        known.begin(error)
+        known.fail(error)
     assert told() == ["away", "of another authority"]
-    known.end()
-    now[0] += STABLE_TIME / 2
-    assert not known.lose()
-    known.begin(first)
+    known.recover()
+    now[0] += STABLE_S / 2
+    assert not known.disconnect()
+    known.fail(first)
     assert told() == [], "it did not hold: the same outage"
-    known.end()
+    known.recover()
     known.check()
-    now[0] += STABLE_TIME
-    assert known.lose()
-    known.begin(first)
+    now[0] += STABLE_S
+    assert known.disconnect()
+    known.fail(first)
     assert told() == ["away"]
-    for number in range(2 * CAUSES_TOLD_MAX):
-        known.begin(StorageUnavailableError(f"cause {number}"))
-    assert len(told()) == CAUSES_TOLD_MAX - 1
-    with pytest.raises(StorageUnavailableError, match=f"cause {2 * CAUSES_TOLD_MAX - 1}"):
+    for number in range(2 * CAUSES_LOGGED_MAX):
+        known.fail(StorageUnavailableError(f"cause {number}"))
+    assert len(told()) == CAUSES_LOGGED_MAX - 1
+    with pytest.raises(StorageUnavailableError, match=f"cause {2 * CAUSES_LOGGED_MAX - 1}"):
         known.check()
 
 
 def is_pause(seconds: float, number: int) -> bool:
     """Whether it may be the pause of that number of an outage."""
-    planned = min(BACKOFF_FIRST * 2 ** min(number, 16), BACKOFF_MAX)
+    planned = min(BACKOFF_FIRST_S * 2 ** min(number, 16), BACKOFF_MAX_S)
     return 0.8 * planned <= seconds <= 1.2 * planned
 
 
-def test_pauses_grow_to_a_bound_and_begin_anew_after_a_connection_that_held() -> None:
+def test_delays_grow_to_a_bound_and_restart_after_a_stable_connection() -> None:
     now = [0.0]
     known = Outage(logging.getLogger(), "nobody asks", lambda: now[0])
-    assert all(is_pause(known.pause(), number) for number in range(20))
-    known.end()
-    assert not known.lose()
-    assert is_pause(known.pause(), 20), "it did not hold"
-    known.end()
-    now[0] += STABLE_TIME
-    assert known.lose()
-    assert all(is_pause(known.pause(), number) for number in range(20))
-    assert len({known.pause() for _ in range(20)}) > 1, "data planes that lost the same server must not come as one"
+    assert all(is_pause(known.next_delay_s(), number) for number in range(20))
+    known.recover()
+    assert not known.disconnect()
+    assert is_pause(known.next_delay_s(), 20), "it did not hold"
+    known.recover()
+    now[0] += STABLE_S
+    assert known.disconnect()
+    assert all(is_pause(known.next_delay_s(), number) for number in range(20))
+    delays = {known.next_delay_s() for _ in range(20)}
+    assert len(delays) > 1, "data planes that lost the same server must not reconnect together"
 
 
-async def test_a_connection_that_is_given_up_as_it_is_made_does_not_wait_for_the_other_side(
-    certificates: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It stood until the server had said goodbye, as TLS wants it: for half a minute, of one that says nothing."""
+async def test_a_cancelled_connection_attempt_ends_at_once(certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: the connection stayed open for half a minute, waiting for the server to close TLS."""
     context, ended = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), threading.Event()
     context.load_cert_chain(certificates / "server.crt", certificates / "server.key")
 
@@ -170,18 +169,18 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Ite
 
 @pytest.mark.parametrize("clustered", [False, True], ids=["server", "cluster"])
 @pytest.mark.parametrize("refused", ["connection", "no TLS", "no certificate", "wrong password", "no password"])
-async def test_whatever_storage_refuses_it_is_asked_ever_less_often(
+async def test_delays_grow_for_every_kind_of_failure(
     refused: str, clustered: bool, guarded: TlsServer, certificates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A data plane with a wrong certificate came twice a second, for as long as nobody looked."""
+    """Symptom: a data plane with a wrong certificate reconnected twice a second, without end."""
     pauses: list[float] = []
-    pause = Outage.pause
+    pause = Outage.next_delay_s
 
     def note(self: Outage) -> float:
         pauses.append(pause(self))
         return 0.0
 
-    monkeypatch.setattr(Outage, "pause", note)
+    monkeypatch.setattr(Outage, "next_delay_s", note)
     address = f"127.0.0.1:{free_port()}" if refused == "connection" else guarded.address
     changes: dict[str, Any] = {"storage_password": {"wrong password": "wrong", "no password": ""}.get(refused, "both")}
     if refused != "no TLS":

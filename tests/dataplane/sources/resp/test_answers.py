@@ -1,11 +1,11 @@
-"""The short cut for KV.META reads what the general reader reads, however the bytes arrive."""
+"""The fast path for KV.META gives the results of the general parser, for any split of the bytes."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpu_dataplane.sources.found import Cold, Stored
 from dpu_dataplane.sources.resp.answers import AnswerReader, MetaAnswer
-from dpu_dataplane.sources.source import Cold, Stored
 from shadowserve import resp
 from shadowserve.errors import ProtocolError
 
@@ -75,6 +75,6 @@ def test_answers_of_meta_take_the_short_cut() -> None:
         b"nonsense\r\n",
     ],
 )
-def test_what_breaks_the_protocol_is_refused(wire: bytes) -> None:
+def test_protocol_errors_are_refused(wire: bytes) -> None:
     with pytest.raises(ProtocolError):
         read_all(AnswerReader(), wire, [])

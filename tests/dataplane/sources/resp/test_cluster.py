@@ -1,4 +1,4 @@
-"""The data plane over a real cluster: every chunk from the node that has it, slots on their way, nodes that go."""
+"""The data plane with a real cluster: routing, migrating slots, failing nodes."""
 
 import asyncio
 import contextlib
@@ -13,6 +13,7 @@ from dataplane_support import Client, expected, keys_of, kv, layout, make_record
 from machine import WAIT_MAX_S, free_port, until, wait_for
 from redis.crc import key_slot
 
+from dpu_dataplane import catalog
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.server import Daemon
 from dpu_dataplane.sources.outage import Outage
@@ -68,15 +69,15 @@ def another(cluster: Cluster, than: ClusterNode) -> ClusterNode:
     return next(node for node in cluster.masters() if node is not than)
 
 
-async def test_every_chunk_comes_from_the_node_that_has_it(cluster: Cluster) -> None:
+async def test_every_chunk_is_read_from_its_node(cluster: Cluster) -> None:
     assert len({cluster.master_of(key).port for key in KEYS}) == 3
     async with serving(cluster) as (daemon, client):
         assert (await client.lookup(KEYS)).hits == [len(KEYS)]
         answer = await client.fetch(KEYS)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
         assert_delivered(client, len(KEYS))
-        assert daemon.metrics.storage_redirections == 0
-        assert daemon.metrics.batches == 1
+        assert daemon.metrics.totals["storage_redirections"] == 0
+        assert daemon.metrics.totals["batches"] == 1
 
 
 async def test_chunks_are_stored_on_the_masters_that_take_them(cluster: Cluster) -> None:
@@ -94,7 +95,7 @@ async def test_chunks_are_stored_on_the_masters_that_take_them(cluster: Cluster)
         assert client.segment.memory.tobytes() == data
 
 
-async def test_a_chunk_that_nobody_has_ends_the_prefix(cluster: Cluster) -> None:
+async def test_a_missing_chunk_ends_the_prefix(cluster: Cluster) -> None:
     cluster.master_of(KEYS[7]).redis.delete(storage_key(KEYS[7]))
     async with serving(cluster) as (_, client):
         assert (await client.lookup(KEYS)).hits == [7]
@@ -103,7 +104,7 @@ async def test_a_chunk_that_nobody_has_ends_the_prefix(cluster: Cluster) -> None
         assert_delivered(client, 7)
 
 
-async def test_a_slot_that_has_moved_is_followed_and_remembered(cluster: Cluster) -> None:
+async def test_a_moved_slot_is_followed_and_remembered(cluster: Cluster) -> None:
     async with serving(cluster) as (daemon, client):
         await client.lookup(KEYS)  # heads are remembered, so that the bytes' own connections meet the redirection
         moved = KEYS[5]
@@ -115,16 +116,14 @@ async def test_a_slot_that_has_moved_is_followed_and_remembered(cluster: Cluster
             answer = await client.fetch(KEYS)
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
             assert_delivered(client, len(KEYS))
-            assert daemon.metrics.storage_redirections == redirections
+            assert daemon.metrics.totals["storage_redirections"] == redirections
             client.segment.memory[:] = 0
         cluster.move(slot_of(moved), target, source)
         assert (await client.store([moved])).chunks == 1  # skipped or stored, both by asking the right node
         assert (await client.fetch(KEYS)).chunks == len(KEYS)
 
 
-async def test_what_tiers_have_comes_beside_what_nodes_have_and_send_us_on_for(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+async def test_local_hits_and_redirected_chunks_come_in_the_same_fetch(cluster: Cluster, tmp_path: Path) -> None:
     devices = [{"path": str(tmp_path / "tier"), "size": "16MiB"}]
     async with serving(cluster, tiers={"memory_budget_bytes": "8MiB", "devices": devices}) as (daemon, client):
         assert (await client.fetch(KEYS[::2])).chunks == len(KEYS) // 2
@@ -137,11 +136,11 @@ async def test_what_tiers_have_comes_beside_what_nodes_have_and_send_us_on_for(
             answer = await client.fetch(KEYS)
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
             assert_delivered(client, len(KEYS))
-            assert (metrics.batches, metrics.tier_records["memory"]) == (batches, near)
-        assert metrics.storage_redirections == 1 and metrics.tier_records["kept"] == len(KEYS)
+            assert (metrics.totals["batches"], metrics.tier_records["memory"]) == (batches, near)
+        assert metrics.totals["storage_redirections"] == 1 and metrics.tier_records["kept"] == len(KEYS)
 
 
-async def test_a_slot_on_its_way_is_asked_for_on_both_sides(cluster: Cluster) -> None:
+async def test_chunks_of_a_migrating_slot_are_found_on_both_nodes(cluster: Cluster) -> None:
     async with serving(cluster) as (daemon, client):
         await client.lookup(KEYS)
         moving = [KEYS[2], KEYS[9], KEYS[10]]
@@ -155,10 +154,10 @@ async def test_a_slot_on_its_way_is_asked_for_on_both_sides(cluster: Cluster) ->
             answer = await client.fetch(KEYS)
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
             assert_delivered(client, len(KEYS))
-            assert daemon.metrics.storage_redirections == len(moving)
+            assert daemon.metrics.totals["storage_redirections"] == len(moving)
             answer = await client.fetch(KEYS)  # ASK is for once: nothing was remembered of it
             assert answer.chunks == len(KEYS)
-            assert daemon.metrics.storage_redirections == 2 * len(moving)
+            assert daemon.metrics.totals["storage_redirections"] == 2 * len(moving)
             assert (await client.lookup(KEYS)).hits == [len(KEYS)]  # heads go the same way
         finally:
             for slot, source, target in ways:
@@ -166,7 +165,7 @@ async def test_a_slot_on_its_way_is_asked_for_on_both_sides(cluster: Cluster) ->
                 cluster.move(slot, target, source)
 
 
-async def test_a_chunk_of_a_slot_on_its_way_is_stored_where_it_goes(cluster: Cluster) -> None:
+async def test_a_chunk_of_a_migrating_slot_is_stored_on_the_new_node(cluster: Cluster) -> None:
     key = KEYS[3]
     source = cluster.master_of(key)
     target = another(cluster, source)
@@ -184,7 +183,7 @@ async def test_a_chunk_of_a_slot_on_its_way_is_stored_where_it_goes(cluster: Clu
         cluster.move(slot_of(key), target, source)
 
 
-async def test_nodes_that_send_us_in_circles_cost_one_chunk_and_its_successors(cluster: Cluster) -> None:
+async def test_circular_redirections_cost_one_chunk_and_the_later_ones(cluster: Cluster) -> None:
     key = KEYS[4]
     source = cluster.master_of(key)
     target = another(cluster, source)
@@ -202,10 +201,9 @@ async def test_nodes_that_send_us_in_circles_cost_one_chunk_and_its_successors(c
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
 
 
-async def test_heads_are_found_while_the_map_is_behind_what_nodes_say(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving(cluster, head_cache_bytes=0) as (_, client):
+async def test_headers_are_found_with_an_outdated_map(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "HEADER_CACHE_BYTES", 0)
+    async with serving(cluster) as (_, client):
         assert (await client.lookup(KEYS)).hits == [len(KEYS)]
 
         async def of_a_node_that_has_not_heard(_: ServerCluster) -> None: ...
@@ -243,7 +241,7 @@ async def test_no_connection_stays_open_when_the_client_closes_while_the_map_is_
     gc.collect()  # warns of what is open, and warnings are errors
 
 
-async def test_fetches_are_whole_while_slots_move_under_them(cluster: Cluster) -> None:
+async def test_fetches_are_whole_while_slots_move_under_them(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     stop = asyncio.Event()
 
     async def move_about() -> int:
@@ -255,7 +253,8 @@ async def test_fetches_are_whole_while_slots_move_under_them(cluster: Cluster) -
             moves += 1
         return moves
 
-    async with serving(cluster, head_cache_bytes=0) as (_, client):
+    monkeypatch.setattr(catalog, "HEADER_CACHE_BYTES", 0)
+    async with serving(cluster) as (_, client):
         mover = asyncio.create_task(move_about())
         try:
             for _ in range(10):
@@ -281,7 +280,7 @@ async def test_replicas_take_their_share(cluster: Cluster) -> None:
     assert all(read["calls"] > 0 for read in reads.values()), reads
 
 
-async def test_what_has_not_reached_a_replica_comes_from_its_master(cluster: Cluster) -> None:
+async def test_records_missing_on_a_replica_are_read_from_its_master(cluster: Cluster) -> None:
     replicas = cluster.replicas()
     for replica in replicas:
         replica.redis.config_set("masterauth", "wrong")
@@ -303,7 +302,7 @@ async def test_what_has_not_reached_a_replica_comes_from_its_master(cluster: Clu
         wait_for(cluster.is_whole)
 
 
-async def test_a_wrong_password_is_refused_and_said(cluster: Cluster) -> None:
+async def test_a_wrong_password_is_an_outcome_with_its_reason(cluster: Cluster) -> None:
     async with serving(cluster, storage_password="wrong") as (daemon, client):
         answer = await client.fetch(KEYS)
         assert answer.chunks == 0
@@ -312,13 +311,13 @@ async def test_a_wrong_password_is_refused_and_said(cluster: Cluster) -> None:
         assert not daemon._source.connected
 
 
-async def test_a_cluster_that_is_not_there_is_a_miss_until_it_comes(tmp_path: Path) -> None:
+async def test_calls_miss_until_the_cluster_is_reachable(tmp_path: Path) -> None:
     async with serving([f"127.0.0.1:{free_port()}"], connect_timeout_s=0.5) as (_, client):
         answer = await client.fetch(KEYS)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
 
 
-async def test_a_node_that_dies_costs_its_chunks_until_its_replica_takes_over(tmp_path: Path) -> None:
+async def test_a_dead_node_costs_its_chunks_until_the_failover(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     try:
         cluster.start()
@@ -359,7 +358,7 @@ async def test_a_node_that_dies_costs_its_chunks_until_its_replica_takes_over(tm
         cluster.kill()
 
 
-async def test_a_node_that_sends_us_to_strangers_is_not_followed_there() -> None:
+async def test_redirections_outside_the_cluster_are_not_followed() -> None:
     """Each key could name another one, and each cost a connection."""
     visitors: list[Any] = []
     slots = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$0\r\n\r\n:%d\r\n"
@@ -385,14 +384,14 @@ async def test_a_node_that_sends_us_to_strangers_is_not_followed_there() -> None
         client = ServerCluster(cluster_config([f"127.0.0.1:{port_of(node)}"]), Metrics())
         await client.start()
         try:
-            with pytest.raises(StorageUnavailableError, match="send us on"):
+            with pytest.raises(StorageUnavailableError, match="redirect in a circle"):
                 await client.find(KEYS)
         finally:
             await client.close()
     assert not visitors
 
 
-async def test_a_node_that_is_away_costs_a_group_that_has_nothing_there_nothing(tmp_path: Path) -> None:
+async def test_an_unreachable_node_affects_only_groups_with_chunks_on_it(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, replicas=0)
     try:
         cluster.start()
@@ -440,8 +439,8 @@ WRONG = [
 
 
 @pytest.mark.parametrize("answer", WRONG)
-async def test_a_map_that_is_none_is_an_outage(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Outage, "pause", lambda self: 0.01)
+async def test_a_malformed_map_is_an_outage(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outage, "next_delay_s", lambda self: 0.01)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer):
@@ -460,7 +459,7 @@ async def test_a_map_that_is_none_is_an_outage(answer: bytes, monkeypatch: pytes
             await client.close()
 
 
-def test_clusters_are_reached_by_what_their_nodes_publish() -> None:
+def test_cluster_nodes_are_reached_at_their_announced_addresses() -> None:
     with pytest.raises(ValueError, match="publish"):
         cluster_config(["127.0.0.1:7000"], storage_tls_ca="ca.crt", storage_server_name="storage")
     with pytest.raises(ValueError, match="no replicas"):

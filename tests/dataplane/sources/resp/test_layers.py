@@ -1,4 +1,4 @@
-"""Fetches layer by layer in one request: when that is made, what it says, and what is done where it is not answered."""
+"""Fetches in layer order as one request: conditions, the request, and servers that do not know it."""
 
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,8 @@ import pytest
 import redis as redis_py
 from dataplane_support import WAYS, Client, Server, expected, keys_of, layout, make_record, running, way_name
 
-from dpu_dataplane.server import Daemon
+from dpu_dataplane.plan import FetchPlan
 from dpu_dataplane.sources.resp.layers import LayerRequest, Threshold, layer_request
-from dpu_dataplane.sources.source import Order
 from shadowserve import native
 from shadowserve.pieces import unpack
 from shadowserve.proto import dataplane_pb2 as pb
@@ -22,7 +21,7 @@ RECORDS = [make_record(SHAPE, key, index) for index, key in enumerate(KEYS)]
 
 
 async def fetched(client: Client, storage: Server, **changes: Any) -> pb.FetchResponse:
-    """Fetch all layers of all chunks, layer by layer, into memory that says whether they are right."""
+    """Fetch all chunks in layer order, and check their bytes."""
     for key, data in zip(KEYS, RECORDS, strict=True):
         storage.put(key, data)
     await client.register(SHAPE, CHUNKS)
@@ -44,7 +43,7 @@ def calls(storage: Server) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
-async def test_a_fetch_layer_by_layer_is_one_request_and_one_chunk_by_chunk_is_ranges(
+async def test_a_fetch_in_layer_order_is_one_request_and_in_chunk_order_ranges(
     storage: Server, way: dict[str, Any]
 ) -> None:
     async with running(storage, layer_request_bytes_min=0, **way) as (daemon, client):
@@ -54,13 +53,13 @@ async def test_a_fetch_layer_by_layer_is_one_request_and_one_chunk_by_chunk_is_r
         after = calls(storage)
         made = {name: after.get(name, 0) - before.get(name, 0) for name in ("kv.layers", "getrange")}
         assert made["kv.layers"] == by_layers and (made["getrange"] == 0) == by_layers
-        assert daemon.metrics.layer_batches == by_layers
+        assert daemon.metrics.totals["layer_batches"] == by_layers
         await fetched(client, storage, order=pb.ORDER_CHUNKS)
         assert calls(storage)["getrange"] > after.get("getrange", 0)
-        assert daemon.metrics.layer_batches == by_layers
+        assert daemon.metrics.totals["layer_batches"] == by_layers
 
 
-async def test_a_server_that_does_not_know_it_is_asked_once_and_then_by_ranges(
+async def test_after_one_unknown_layer_request_range_requests_are_used(
     redis: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "dpu_dataplane")
@@ -69,19 +68,19 @@ async def test_a_server_that_does_not_know_it_is_asked_once_and_then_by_ranges(
             assert (await fetched(client, redis)).outcome == pb.OUTCOME_COMPLETE
         said = [record.message for record in caplog.records if "does not answer KV.LAYERS" in record.message]
         assert len(said) == 1 and "unknown command" in said[0]
-        assert daemon.metrics.layer_batches == 0
+        assert daemon.metrics.totals["layer_batches"] == 0
         assert daemon.metrics.slower_paths == {"no_layer_requests": 2}, "all but the one that found that out"
         assert sum("(no_layer_requests)" in record.message for record in caplog.records) == 1
 
 
-async def test_below_the_setting_there_are_ranges(storage: Server) -> None:
+async def test_below_layer_request_bytes_min_ranges_are_used(storage: Server) -> None:
     stored = sum(map(len, RECORDS))
     async with running(storage, layer_request_bytes_min=stored) as (daemon, client):
         assert (await fetched(client, storage)).outcome == pb.OUTCOME_COMPLETE
-        assert daemon.metrics.layer_batches == 0
+        assert daemon.metrics.totals["layer_batches"] == 0
 
 
-async def test_what_is_too_much_for_the_node_at_a_time_comes_by_ranges_and_less_in_one_request(tmp_path: Path) -> None:
+async def test_batches_too_large_for_the_node_use_ranges_and_smaller_ones_one_request(tmp_path: Path) -> None:
     server = Server("storage_kv", tmp_path, options=("--memory-budget-bytes", "8 MiB")).start()
     large = layout(layers=6, vector_length=2048)
     keys = keys_of(large, 9)
@@ -95,14 +94,14 @@ async def test_what_is_too_much_for_the_node_at_a_time_comes_by_ranges_and_less_
                 part = client.part(keys[:count], length=count * large.raw_bytes)
                 answer = await client.stub.Fetch(client.fetch_request([], parts=[part], order=pb.ORDER_LAYERS))
                 assert answer.outcome in (pb.OUTCOME_COMPLETE, pb.OUTCOME_BATCH_FULL), answer.detail
-                assert answer.fetched_bytes > 0 and daemon.metrics.layer_batches == batches
+                assert answer.fetched_bytes > 0 and daemon.metrics.totals["layer_batches"] == batches
                 if not batches:
                     assert calls(server)["getrange"] > before
     finally:
         server.kill()
 
 
-async def test_a_chunk_that_went_after_the_lookup_ends_the_prefix_there(storage: Server) -> None:
+async def test_a_chunk_deleted_after_the_lookup_ends_the_prefix(storage: Server) -> None:
     async with running(storage, layer_request_bytes_min=0) as (daemon, client):
         assert (await fetched(client, storage)).outcome == pb.OUTCOME_COMPLETE  # so heads are remembered
         storage.command(b"DEL", b"kv:" + KEYS[3].hex().encode())
@@ -111,10 +110,10 @@ async def test_a_chunk_that_went_after_the_lookup_ends_the_prefix_there(storage:
         assert answer.outcome == pb.OUTCOME_ABSENT
         there = unpack(answer.delivered[0], SHAPE.layers, CHUNKS)
         assert there[:, :3].all() and not there[:, 3].any()
-        assert daemon.metrics.layer_batches == 2
+        assert daemon.metrics.totals["layer_batches"] == 2
 
 
-async def test_below_tiers_what_comes_in_one_request_is_kept_and_what_tiers_have_is_not_asked_for(
+async def test_below_tiers_a_layer_request_fills_the_pool_and_local_records_use_ranges(
     storage: Server,
 ) -> None:
     large = layout(layers=6, vector_length=2048)
@@ -132,7 +131,7 @@ async def test_below_tiers_what_comes_in_one_request_is_kept_and_what_tiers_have
             for place, index in enumerate(asked):
                 mine = bytes(client.segment.memory[place * large.raw_bytes : (place + 1) * large.raw_bytes])
                 assert mine == expected(large, keys[index], make_record(large, keys[index], index))
-            assert daemon.metrics.layer_batches == batches
+            assert daemon.metrics.totals["layer_batches"] == batches
         assert daemon.metrics.tier_records["memory"] == 2 + 2 + 1
         assert daemon.metrics.slower_paths == {"near_chunks": 1}, (
             "of the two that tiers had, and the one that they had not"
@@ -142,11 +141,12 @@ async def test_below_tiers_what_comes_in_one_request_is_kept_and_what_tiers_have
 # ---- What is asked for
 
 
-def order(layers: list[int], chunks: list[int], *, group: int = 0, window_s: float = 0.0) -> Order:
+def order(layers: list[int], chunks: list[int], *, group: int = 0, window_s: float = 0.0) -> FetchPlan:
     pieces = np.zeros(len(layers) * len(chunks), native.PIECE_DTYPE)
     pieces["layer"], pieces["chunk"] = np.repeat(layers, len(chunks)), np.tile(chunks, len(layers))
     pieces["group"] = group
-    return Order([KEYS[chunk] for chunk in pieces["chunk"]], pieces, Daemon, layerwise=True, window_s=window_s)  # type: ignore[arg-type]
+    keys = [KEYS[chunk] for chunk in pieces["chunk"]]
+    return FetchPlan([], keys, pieces, pieces, np.zeros((len(pieces), 2)), layerwise=True, window_s=window_s)
 
 
 def words(request: LayerRequest | None) -> list[str]:
@@ -166,7 +166,7 @@ def test_the_request_names_layers_window_and_keys(layers: list[int], text: str) 
     assert words(layer_request(order([0], [0], window_s=1e9), [0]))[3] == "3600000000"
 
 
-def test_what_is_not_rows_of_the_same_chunks_is_no_such_request() -> None:
+def test_pieces_that_are_no_rows_of_the_same_chunks_are_no_layer_request() -> None:
     asked = order([0, 1, 2], [0, 1, 2])
     everything = list(range(9))
     assert layer_request(asked, everything[:6]) is not None
@@ -176,7 +176,7 @@ def test_what_is_not_rows_of_the_same_chunks_is_no_such_request() -> None:
     assert layer_request(asked, everything) is None
 
 
-def test_the_threshold_is_what_the_link_carries_while_a_request_is_answered() -> None:
+def test_the_threshold_is_the_bandwidth_delay_product() -> None:
     threshold = Threshold(None)
     assert threshold.bytes_min(0.01) == 0  # nothing is known yet
     threshold.note(1_000_000, 0.1)

@@ -1,4 +1,4 @@
-"""Several storage nodes over one bucket: who has which prefix, and what happens while one of them is away."""
+"""Several storage nodes over one bucket: placement of prefixes, and unreachable nodes."""
 
 import asyncio
 import json
@@ -77,7 +77,7 @@ async def fetched(client: Client, keys: list[bytes]) -> list[bytes]:
     return [client.chunk(index) for index in range(answer.chunks)]
 
 
-def test_prefixes_are_spread_evenly_and_a_node_that_goes_moves_its_own_alone() -> None:
+def test_prefixes_are_spread_evenly_and_a_removed_node_moves_only_its_own() -> None:
     names = [f"10.0.0.{number}:6380" for number in range(5)]
     chains = [np.random.default_rng(seed).bytes(8) for seed in range(2000)]
     shares = Counter(ranking(chain, names)[0] for chain in chains)
@@ -88,7 +88,7 @@ def test_prefixes_are_spread_evenly_and_a_node_that_goes_moves_its_own_alone() -
         assert ranking(chain, names[:-1])[0] == (first if first != names[-1] else others[0])
 
 
-async def test_a_prefix_lies_on_one_node_and_prefixes_on_all(nodes: list[Server]) -> None:
+async def test_a_prefix_is_on_one_node_and_prefixes_are_on_all_nodes(nodes: list[Server]) -> None:
     async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
         await client.register(SHAPE, CHUNKS)
         for number, keys in enumerate(chains_of(nodes)):
@@ -109,7 +109,7 @@ async def nodes_have_no_copy(node: Server, keys: list[bytes]) -> None:
         assert not {b"kv:" + key.hex().encode() for key in keys} & set(client.scan_iter(count=1000))
 
 
-async def test_a_node_that_dies_is_replaced_by_its_second_choice_until_it_is_back(nodes: list[Server]) -> None:
+async def test_a_dead_node_is_replaced_until_it_returns(nodes: list[Server]) -> None:
     chain, other = chains_of(nodes)
     records = {key: make_record(SHAPE, key, seed) for seed, key in enumerate(chain)}
     for key, record in records.items():
@@ -141,7 +141,7 @@ async def test_a_node_that_dies_is_replaced_by_its_second_choice_until_it_is_bac
         assert (await client.lookup(other)).outcome == pb.OUTCOME_COMPLETE
 
 
-async def test_nobody_waits_for_a_node_that_is_away_and_all_away_is_said(nodes: list[Server]) -> None:
+async def test_unreachable_nodes_are_skipped_and_an_outage_of_all_is_reported(nodes: list[Server]) -> None:
     chain, other = chains_of(nodes)
     nodes[0].kill()
     async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
@@ -161,7 +161,7 @@ async def look(client: Client, *chains: list[bytes], **changes: Any) -> pb.Looku
     return answer
 
 
-async def test_a_lookup_says_what_is_cold_and_does_not_wait_for_it(nodes: list[Server], bucket: FaultyS3) -> None:
+async def test_a_lookup_reports_cold_chunks_without_waiting(nodes: list[Server], bucket: FaultyS3) -> None:
     chain, other = chains_of(nodes)
     records = [make_record(SHAPE, key, seed) for seed, key in enumerate(chain)]
     for key, value in zip(chain, records, strict=True):
@@ -187,7 +187,7 @@ async def test_a_lookup_says_what_is_cold_and_does_not_wait_for_it(nodes: list[S
         assert list(answer.tiers) == [bytes([pb.TIER_STORAGE] * CHUNKS), bytes(CHUNKS)]
 
 
-async def test_what_is_cold_is_brought_for_a_lookup_that_asks_for_it_and_is_waited_for_by_nobody(
+async def test_a_lookup_with_prefetch_brings_cold_records_without_waiting(
     nodes: list[Server], bucket: FaultyS3
 ) -> None:
     chain, other = chains_of(nodes)
@@ -213,9 +213,7 @@ async def test_what_is_cold_is_brought_for_a_lookup_that_asks_for_it_and_is_wait
         assert answer.tiers[0] == bytes([pb.TIER_STORAGE] * CHUNKS) and not answer.cold_ms[0]
 
 
-async def test_a_fetch_that_waits_for_the_bucket_lets_others_have_their_turn(
-    nodes: list[Server], bucket: FaultyS3
-) -> None:
+async def test_a_fetch_gives_up_its_turn_while_it_waits_for_the_bucket(nodes: list[Server], bucket: FaultyS3) -> None:
     chain, other = chains_of(nodes)
     nodes[1].put(other[0], make_record(SHAPE, other[0], 1))
     for seed, key in enumerate(chain):
@@ -235,7 +233,7 @@ async def test_a_fetch_that_waits_for_the_bucket_lets_others_have_their_turn(
         assert (await cold).chunks == CHUNKS
 
 
-async def test_a_lookup_says_of_each_chunk_in_which_tier_it_is(nodes: list[Server], tmp_path: Path) -> None:
+async def test_a_lookup_reports_the_tier_of_each_chunk(nodes: list[Server], tmp_path: Path) -> None:
     """A chunk in memory, one on a device, one in storage, one in the bucket alone, and two nowhere."""
     from redis import Redis
 
@@ -265,7 +263,7 @@ async def test_a_lookup_says_of_each_chunk_in_which_tier_it_is(nodes: list[Serve
 
 
 @pytest.mark.parametrize("kind", ["redis", "storage"])
-async def test_a_store_that_has_nothing_below_has_nothing_cold(kind: str, request: pytest.FixtureRequest) -> None:
+async def test_storage_without_a_bucket_has_no_cold_records(kind: str, request: pytest.FixtureRequest) -> None:
     store: Server = request.getfixturevalue(kind)
     keys = keys_of(SHAPE, 2)
     store.put(keys[0], make_record(SHAPE, keys[0], 0))
@@ -274,7 +272,7 @@ async def test_a_store_that_has_nothing_below_has_nothing_cold(kind: str, reques
             answer = await look(client, keys, prefetch=True)
             assert found(answer, 2).present == [[True, False]] and list(answer.cold_ms) == [0]
         unknown = {b"KV.PREFETCH"} if kind == "redis" else set()
-        assert daemon._source._servers._unknown == unknown  # type: ignore[attr-defined]
+        assert daemon._source._unknown == unknown  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -282,12 +280,12 @@ async def test_a_store_that_has_nothing_below_has_nothing_cold(kind: str, reques
     [
         ({"storage_nodes": ["a:1", "a:1"]}, "given twice"),
         ({"storage_nodes": ["a:0"]}, "port 0"),
-        ({"storage_nodes": ["a:1"], "storage_cluster": ["b:1"]}, "give one"),
+        ({"storage_nodes": ["a:1"], "storage_cluster": ["b:1"]}, "use one of them"),
         ({"storage_nodes": ["a:1"], "storage_tls_ca": "ca.crt", "storage_server_name": "a"}, "one name"),
         ({"storage_nodes": [f"a:{number}" for number in range(1, 258)]}, "256"),
     ],
 )
-def test_nodes_that_cannot_be_meant_are_refused(keys: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_impossible_node_lists_are_refused(keys: dict[str, object], words: str, tmp_path: Path) -> None:
     file = tmp_path / "dpu.yaml"
     file.write_text(json.dumps({"dpu": keys}))
     with pytest.raises(ConfigurationError, match=words):

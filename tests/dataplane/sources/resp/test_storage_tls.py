@@ -1,4 +1,4 @@
-"""TLS from the data plane to storage: over real servers, and what does not come about says why."""
+"""TLS from the data plane to storage: real servers, and error messages."""
 
 import asyncio
 import contextlib
@@ -134,7 +134,7 @@ def assert_delivered(client: Client, count: int) -> None:
 
 
 async def fails(server: "Server | str", *words: str, **changes: Any) -> None:
-    """A fetch is a miss whose reason holds these words, and so it is said to a lookup."""
+    """Check that a fetch and a lookup are misses with this reason."""
     async with running(server, **changes) as (daemon, client):
         await client.register(SHAPE, len(KEYS))
         answer = await client.fetch(KEYS)
@@ -144,7 +144,7 @@ async def fails(server: "Server | str", *words: str, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
-async def test_bytes_come_encrypted_and_arrive_as_they_were(
+async def test_bytes_are_encrypted_and_arrive_unchanged(
     encrypted: TlsServer, certificates: Path, way: dict[str, Any]
 ) -> None:
     async with running(encrypted, **trusting(certificates), **way) as (_, client):
@@ -168,7 +168,7 @@ async def test_records_are_received_over_tls_as_they_are_stored(encrypted: TlsSe
 
 
 @pytest.mark.parametrize("kind", ["storage_kv", "redis"])
-async def test_both_sides_may_have_to_show_a_certificate(tmp_path: Path, certificates: Path, kind: str) -> None:
+async def test_mutual_tls_works(tmp_path: Path, certificates: Path, kind: str) -> None:
     server = TlsServer(kind, tmp_path, certificates, mutual=True, password="both")
     try:
         server.start()
@@ -199,9 +199,7 @@ async def test_a_server_of_another_name_is_not_trusted(encrypted: TlsServer, cer
         assert (await client.fetch(KEYS)).chunks == len(KEYS)
 
 
-async def test_a_certificate_that_has_expired_is_not_trusted(
-    storage: Server, expired: Path, certificates: Path
-) -> None:
+async def test_an_expired_certificate_is_not_trusted(storage: Server, expired: Path, certificates: Path) -> None:
     proxy = Proxy(expired, storage.port)
     try:
         await fails(proxy.address, "expired", **trusting(certificates))
@@ -209,7 +207,7 @@ async def test_a_certificate_that_has_expired_is_not_trusted(
         proxy.close()
 
 
-async def test_the_data_connections_check_for_themselves(
+async def test_data_connections_check_certificates_themselves(
     encrypted: TlsServer, certificates: Path, foreign: Path, expired: Path, storage: Server
 ) -> None:
     """What the control connection would have found first, the C core finds as well."""
@@ -232,18 +230,16 @@ async def test_the_data_connections_check_for_themselves(
         proxy.close()
 
 
-async def test_a_server_without_tls_is_told_apart(storage: Server, certificates: Path) -> None:
+async def test_the_error_names_a_server_without_tls(storage: Server, certificates: Path) -> None:
     await fails(storage, "does not speak TLS", **trusting(certificates))
 
 
-async def test_a_server_with_tls_is_told_apart_from_one_that_stalls(encrypted: TlsServer) -> None:
+async def test_the_error_distinguishes_a_tls_server_from_a_stalled_one(encrypted: TlsServer) -> None:
     await fails(encrypted, "storage")
 
 
 @pytest.mark.parametrize("after", [1, 5, 5000, 40_000])
-async def test_a_stream_that_is_cut_off_is_never_taken_for_a_whole_one(
-    proxy: Proxy, certificates: Path, after: int
-) -> None:
+async def test_a_truncated_tls_stream_is_not_complete(proxy: Proxy, certificates: Path, after: int) -> None:
     async with running(proxy.address, connections=1, **trusting(certificates)) as (_, client):
         await client.register(SHAPE, len(KEYS))
         await client.lookup(KEYS)
@@ -264,7 +260,7 @@ async def test_a_stream_that_is_cut_off_is_never_taken_for_a_whole_one(
 
 @contextlib.asynccontextmanager
 async def silent() -> AsyncIterator[str]:
-    """Something that takes connections and never says a word."""
+    """A server that accepts connections and never answers."""
     listener = socket.create_server(("127.0.0.1", 0))
     try:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
@@ -272,7 +268,7 @@ async def silent() -> AsyncIterator[str]:
         listener.close()
 
 
-async def test_a_handshake_that_does_not_come_to_an_end_is_given_up(certificates: Path) -> None:
+async def test_a_stalled_handshake_is_given_up(certificates: Path) -> None:
     async with silent() as address:
         await fails(address, "no answer for 0.2 s", connect_timeout_s=0.2, **trusting(certificates))
 
@@ -300,7 +296,7 @@ async def test_a_handshake_does_not_outlive_the_call_that_waits_for_it(
         assert daemon._source.connected
 
 
-async def test_an_authority_that_is_replaced_is_read_again(
+async def test_a_replaced_authority_is_read_again(
     encrypted: TlsServer, certificates: Path, foreign: Path, tmp_path: Path
 ) -> None:
     shutil.copy(foreign / "ca.crt", tmp_path / "ca.crt")
@@ -326,7 +322,7 @@ async def test_a_user_and_a_password_go_over_tls_as_without_it(encrypted: TlsSer
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_REFUSED, 0)
 
 
-async def test_a_cluster_may_speak_tls_too(tmp_path: Path, certificates: Path) -> None:
+async def test_a_cluster_can_use_tls(tmp_path: Path, certificates: Path) -> None:
     cluster = Cluster(tmp_path, replicas=0, certificates=certificates)
     try:
         cluster.start().never_fail_over()
@@ -357,7 +353,7 @@ async def test_a_cluster_may_speak_tls_too(tmp_path: Path, certificates: Path) -
         ),
     ],
 )  # fmt: skip
-async def test_files_that_cannot_be_used_stop_the_daemon(
+async def test_unusable_tls_files_stop_the_daemon(
     storage: Server, certificates: Path, changes: dict[str, str], words: str
 ) -> None:
     changes = {key: value.format(folder=certificates) for key, value in changes.items()}
@@ -370,18 +366,16 @@ async def test_files_that_cannot_be_used_stop_the_daemon(
     ("changes", "words"),
     [
         ({"storage_tls_ca": "ca.crt", "storage_tls_cert": "a"}, "storage_tls_cert is given without storage_tls_key"),
-        ({"storage_tls_cert": "a", "storage_tls_key": "b"}, "without storage_tls_ca"),
-        ({"storage_server_name": "storage"}, "without storage_tls_ca"),
+        ({"storage_tls_cert": "a", "storage_tls_key": "b"}, "needs storage_tls_ca"),
+        ({"storage_server_name": "storage"}, "needs storage_tls_ca"),
     ],
 )
-def test_keys_of_the_configuration_that_need_each_other_say_so(
-    storage: Server, changes: dict[str, str], words: str
-) -> None:
+def test_configuration_keys_name_the_keys_that_they_need(storage: Server, changes: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         config(storage, **changes)
 
 
-async def test_a_build_without_tls_says_what_it_lacks(
+async def test_a_build_without_tls_refuses_to_start_with_the_missing_part(
     storage: Server, certificates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent: Callable[[], str] = str

@@ -1,0 +1,201 @@
+"""A fetch's plan: the pieces that one call delivers, and the batches that move them.
+
+A piece is consecutive layers of one chunk of one group. The id of a piece is its row in the plan's tables. The fetcher,
+the sources and the local tiers all name a piece by this id; :meth:`FetchPlan.batch` maps ids to rows of the C core's
+table.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from dpu_dataplane.registrations import Registration
+from dpu_dataplane.sources.found import Fault, Found, Stored, Unanswered
+from shadowserve import native
+from shadowserve.chunk import ChunkLayout
+from shadowserve.pieces import Flags, leading_chunks, leading_layers, unpack
+
+
+class FetchPart:
+    """The wanted pieces of one group, where they go, and which of them are delivered.
+
+    Args:
+        registration: Registered memory that receives the chunks.
+        offset: Offset of the first chunk in the registered memory.
+        length: Bytes from ``offset`` on that may be written.
+        wanted: Wanted pieces as on the wire, by layer and chunk; empty for all.
+
+    Raises:
+        ValueError: ``wanted`` is of other layers or chunks.
+
+    Attributes:
+        wanted: Wanted pieces, by layer and chunk.
+        delivered: Pieces in place, by layer and chunk.
+        remaining: Pieces that this call may still deliver, by layer and chunk.
+        truncated: Some wanted pieces are not delivered by this call: they do not fit the region or the budget.
+        found: Answers of the source for chunks with remaining pieces; chunks without an entry were not looked up yet.
+    """
+
+    def __init__(
+        self,
+        registration: Registration,
+        layout: ChunkLayout,
+        offset: int,
+        length: int,
+        keys: Sequence[bytes],
+        wanted: bytes,
+    ) -> None:
+        self.registration, self.offset, self.length = registration, offset, length
+        self.layout = layout
+        self.keys = keys
+        self._wanted = wanted
+        unpack(wanted, layout.layers, len(keys))
+        self.wanted = self.delivered = self.remaining = np.zeros((0, 0), np.bool_)
+        self.truncated = False
+        self.found: Mapping[int, Found] = {}
+
+    def start(self, chunks_max: int, layers_max: int) -> None:
+        """Allocate the sets, and limit the call to the first wanted chunks and layers.
+
+        Called when the fetch has its turn: fetches in the queue take no memory for their sets.
+        """
+        shape = self.layout.layers, len(self.keys)
+        self.wanted = unpack(self._wanted, *shape) if self._wanted else np.ones(shape, np.bool_)
+        self.delivered = np.zeros(shape, np.bool_)
+        self.remaining = self.wanted.copy()
+        self.drop_from(self.length // self.layout.raw_bytes)
+        wanted = np.flatnonzero(self.wanted.any(axis=0))
+        if len(wanted) > chunks_max:
+            self.drop_from(int(wanted[chunks_max]))
+        wanted = np.flatnonzero(self.wanted.any(axis=1))
+        if len(wanted) > layers_max:
+            self.remaining[int(wanted[layers_max]) :] = False
+        self.truncated = bool((self.wanted & ~self.remaining).any())
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of one layer of a chunk in the registered memory."""
+        return self.layout.raw_bytes // self.layout.layers
+
+    def drop_from(self, chunk: int) -> None:
+        """Give up the pieces of a chunk and of all chunks after it."""
+        self.remaining[:, chunk:] = False
+
+    def delivered_with(self, layers: npt.NDArray[np.int64], chunks: npt.NDArray[np.uint32]) -> Flags:
+        """Return ``delivered`` plus some pieces, given by a row [first layer, end) and a chunk for each."""
+        delivered = self.delivered.copy()
+        counts = layers[:, 1] - layers[:, 0]
+        piece = np.repeat(np.arange(len(layers)), counts)
+        before = np.cumsum(counts) - counts
+        delivered[layers[piece, 0] + np.arange(len(piece)) - before[piece], chunks[piece]] = True
+        return delivered
+
+    def mark_delivered(self, layers: npt.NDArray[np.int64], chunks: npt.NDArray[np.uint32]) -> None:
+        """Record pieces as delivered; see :meth:`delivered_with`."""
+        self.delivered = self.delivered_with(layers, chunks)
+        self.remaining &= ~self.delivered
+
+    def native_group(self) -> native.Group:
+        """Return the group as the C core's batch takes it."""
+        return native.Group.of(self.layout, self.registration.region(self.offset, self.length))
+
+
+@dataclass(frozen=True)
+class GroupEnd:
+    """The chunk from which on a group cannot be delivered: it is faulty, unanswered, or (with neither) not stored."""
+
+    chunk: int
+    fault: Fault | None = None
+    unanswered: Unanswered | None = None
+
+
+class BatchHook(Protocol):
+    """A supplier or receiver of record bytes beside the source: local hits, read-through fill."""
+
+    def attach(self, batch: native.Batch, piece_ids: Sequence[int]) -> None:
+        """Connect a new batch, whose rows are these pieces. The batch of an earlier call is released by then."""
+        ...
+
+
+@dataclass(frozen=True)
+class FetchPlan:
+    """The pieces of one batch on paper, in the order in which they are wanted, and how to deliver them.
+
+    Attributes:
+        parts: The fetch's parts; a piece's ``group`` is an index into them.
+        keys: Key of each piece's record.
+        pieces: PIECE_DTYPE array, a row for each piece.
+        slices: SLICE_DTYPE array.
+        layers: For each piece the first layer and the end of its layers.
+        full: The buffers hold no more, though more pieces are wanted.
+        ends: For groups that cannot be delivered completely, by index: where they end.
+        layerwise: Pieces come layer by layer, one layer in each piece.
+        deadline_ns: Deadline of a batch, on the clock of ``time.monotonic_ns()``.
+        rate: Bytes per second that are delivered at most; 0 for no limit.
+        word: Memory that receives the number of leading layers in place, or of leading chunks in chunk order.
+        authoritative: Read from the master of each key, not from a replica that may lag behind.
+        window_s: Seconds that the engine computes with each layer; 0 if not known.
+        records: Found records by key, for a source that keeps what it delivers.
+        hooks: Connected to each batch.
+
+    A piece whose ``origin`` is not SERVER is supplied by a hook: the source only has to include it in a batch.
+    """
+
+    parts: Sequence[FetchPart]
+    keys: Sequence[bytes]
+    pieces: npt.NDArray[np.void]
+    slices: npt.NDArray[np.void]
+    layers: npt.NDArray[np.int64]
+    full: bool = False
+    ends: Mapping[int, GroupEnd] = field(default_factory=dict)
+    layerwise: bool = False
+    deadline_ns: int = 0
+    rate: int = 0
+    word: native.Region | None = None
+    authoritative: bool = False
+    window_s: float = 0.0
+    records: Mapping[bytes, Stored] = field(default_factory=dict)
+    hooks: Sequence[BatchHook] = ()
+
+    def leading(self, count: int) -> Self:
+        """Return the plan of the first ``count`` pieces."""
+        if count == len(self.pieces):
+            return self
+        return replace(self, keys=self.keys[:count], pieces=self.pieces[:count], layers=self.layers[:count])
+
+    def batch(self, piece_ids: Sequence[int]) -> native.Batch:
+        """Make a batch of some pieces for the pipeline. The caller releases it before it makes another one."""
+        whole = len(piece_ids) == len(self.pieces)
+        batch = native.Batch(
+            pieces=self.pieces if whole else self.pieces[list(piece_ids)],
+            slices=self.slices,
+            groups=[part.native_group() for part in self.parts],
+            deadline_ns=self.deadline_ns,
+            progress=None if self.word is None else self._progress(self.word, piece_ids),
+            rate=self.rate,
+        )
+        for hook in self.hooks:
+            hook.attach(batch, piece_ids)
+        return batch
+
+    def _progress(self, word: native.Region, piece_ids: Sequence[int]) -> native.Progress:
+        """Return how far the fetch is before a batch, and how far the batch can bring it."""
+        included = np.zeros(len(self.pieces), np.bool_)
+        included[list(piece_ids)] = True
+        after = []
+        for group, part in enumerate(self.parts):
+            mine = included & (self.pieces["group"] == group)
+            after.append(part.delivered_with(self.layers[mine], self.pieces["chunk"][mine]))
+        before = [part.delivered for part in self.parts]
+        return native.Progress(word=word, first=self._leading_count(before), end=self._leading_count(after))
+
+    def _leading_count(self, delivered: Sequence[Flags]) -> int:
+        """Return the number of leading layers in place of the only part, or of leading chunks of every part."""
+        if self.layerwise:
+            return leading_layers(delivered[0], self.parts[0].wanted)
+        counts = [leading_chunks(each, part.wanted) for each, part in zip(delivered, self.parts, strict=True)]
+        ends = [len(part.keys) for part in self.parts]
+        return min((count for count, end in zip(counts, ends, strict=True) if count < end), default=max(ends))

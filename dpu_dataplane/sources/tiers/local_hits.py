@@ -1,0 +1,237 @@
+"""Local hits: the pieces of a plan that the pool has, supplied to the batches that deliver the plan.
+
+Records in memory are held and read in place. Records on devices are read once each, all at the same time; each one goes
+into the batch when it comes, while everything else goes on. The pool verifies what devices bring. All records stay in
+place until the plan is done.
+"""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.plan import FetchPlan
+from dpu_dataplane.sources.source import Delivered
+from dpu_dataplane.sources.tiers.tiers import Tiers, address_of, ranges_of
+from shadowserve import native
+from shadowserve.native import Origin, Result
+from shadowserve.pool.terms import Item, Lease
+
+
+@dataclass(eq=False)
+class _Record:
+    """A record of the pool.
+
+    Attributes:
+        piece_ids: Its pieces in the plan.
+        is_held: The item is held in memory.
+        begin: Offset of ``view`` in the record.
+        view: Its bytes, once they are there.
+        is_read: Nothing more comes: without a view, the record could not be read.
+    """
+
+    key: bytes
+    item: Item
+    length: int
+    piece_ids: list[int] = field(default_factory=list)
+    is_held: bool = False
+    begin: int = 0
+    view: memoryview | None = None
+    lease: Lease | None = None
+    is_read: bool = False
+
+
+class LocalHits:
+    """The leading pieces of a plan, and those of them that the pool has; a context manager and a BatchHook.
+
+    Attributes:
+        plan: The leading pieces that can be delivered at the same time.
+        local: For each piece of ``plan``, whether the pool has its record.
+    """
+
+    def __init__(self, tiers: Tiers, plan: FetchPlan, metrics: Metrics) -> None:
+        self._tiers = tiers
+        self._metrics = metrics
+        self._records: list[_Record] = []
+        self._lock = threading.Lock()  # guards the next three and each record's state: devices' threads report reads
+        self._batch: native.Batch | None = None
+        self._rows: dict[int, int] = {}  # row in the batch of each piece
+        self._closed = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.plan = plan
+        self.local = np.zeros(len(plan.pieces), np.bool_)
+
+    def __enter__(self) -> Self:
+        try:
+            self._find()
+        except BaseException:
+            self._close()
+            raise
+        self._watch(self._missing())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def _find(self) -> None:
+        """Look the records up, hold those in memory, limit the plan, and start to read the others from devices."""
+        pool, lock = self._tiers.pool, self._tiers.lock
+        pieces: dict[bytes, list[int]] = {}
+        for piece, key in enumerate(self.plan.keys):
+            pieces.setdefault(key, []).append(piece)
+        keys = list(pieces)
+        for part in ranges_of(len(keys)):
+            with lock:
+                for key in keys[part.start : part.stop]:
+                    item = pool.get(address_of(key))
+                    if item is not None and item.head_bytes:
+                        record = _Record(key, item, item.length, pieces[key])
+                        self._records.append(record)
+                        if item.value is not None:
+                            pool.hold(item)
+                            record.is_held, record.view, record.is_read = True, memoryview(item.value), True
+        self._limit()
+        self.plan.pieces["origin"] = np.where(self.local, Origin.AWAITED, Origin.SERVER)
+        waiting = [record for record in self._records if not record.is_read and record.piece_ids]
+        for part in ranges_of(len(waiting)):
+            with lock:
+                for record in waiting[part.start : part.stop]:
+                    self._read(record)
+        self._metrics.tier_records["memory"] += len(self.resident)
+        self._metrics.tier_records["device"] += len(waiting)
+
+    def _limit(self) -> None:
+        """Drop records of another length, and limit a plan that waits for devices to ``batch_bytes_max``.
+
+        Without that limit the batch could hold all memory that devices read into, and wait for itself.
+        """
+        table = self.plan.pieces
+        ends = (table["record_offset"] + table["body_length"]).astype(np.int64)
+        held = np.zeros(len(table), np.int64)  # bytes of the record that begins with this piece
+        for record in self._records:
+            if int(ends[record.piece_ids].max()) > record.length:
+                record.piece_ids = []  # the record was replaced since it was found
+                continue
+            self.local[record.piece_ids] = True
+            held[record.piece_ids[0]] = record.length
+        count = len(table)
+        if not all(record.is_read for record in self._records):
+            least = int((held > 0).argmax()) + 1
+            count = max(least, int(np.searchsorted(np.cumsum(held), self._tiers.batch_bytes_max, "right")))
+        if count < len(table):
+            self.local = self.local[:count]
+            self.plan = self.plan.leading(count)
+            for record in self._records:
+                record.piece_ids = [piece for piece in record.piece_ids if piece < count]
+
+    def _read(self, record: _Record) -> None:
+        """Start to read a record's pieces from a device, with the pool's lock held."""
+        table, pool = self.plan.pieces, self._tiers.pool
+        item = pool.peek(address_of(record.key))
+        if item is None or item.length != record.length:
+            record.is_read = True
+            return
+        first, last = min(record.piece_ids), max(record.piece_ids)
+        record.begin = int(table[first]["record_offset"])
+        end = int(table[last]["record_offset"]) + int(table[last]["body_length"])
+        pool.read(item, record.begin, end, lambda lease: self._finish_read(record, lease))
+
+    def _finish_read(self, record: _Record, lease: Lease | None) -> None:
+        """Supply what a device has read; from any thread."""
+        with self._lock:
+            if not (self._closed or record.is_read):
+                record.is_read = True
+                record.lease = lease
+                record.view = None if lease is None else lease.view
+                self._supply(record)
+                return
+        self._tiers.later(self._tiers.release, [lease])
+
+    def _missing(self) -> int:
+        return sum(not record.is_read for record in self._records if record.piece_ids)
+
+    def _watch(self, missing: int) -> None:
+        if missing:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._tiers.read_timeout_s, self._give_up, missing)
+
+    def _give_up(self, missing_before: int) -> None:
+        """Give up the missing reads if none has ended since the last check: another source may have the records."""
+        with self._lock:
+            missing = self._missing()
+            if missing == missing_before:
+                for record in self._records:
+                    if record.piece_ids and not record.is_read:
+                        record.is_read = True
+                        self._supply(record)
+                return
+        self._watch(missing)
+
+    def _supply(self, record: _Record) -> None:
+        """Pass a record's pieces to the batch, with our lock held."""
+        if self._batch is None:
+            return
+        table = self.plan.pieces
+        for piece in record.piece_ids:
+            row = self._rows.get(piece)
+            if row is None:
+                continue
+            body: memoryview | None = None
+            if record.view is not None:
+                begin = int(table[piece]["record_offset"]) - record.begin
+                body = record.view[begin : begin + int(table[piece]["body_length"])]
+            self._batch.supply(row, body)
+
+    def attach(self, batch: native.Batch, piece_ids: Sequence[int]) -> None:
+        """Supply local pieces to a batch: those already read now, the others as they come."""
+        with self._lock:
+            self._rows = {piece: row for row, piece in enumerate(piece_ids)}
+            self._batch = batch
+            for record in self._records:
+                if record.is_read:
+                    self._supply(record)
+
+    @property
+    def resident(self) -> list[bytes]:
+        """Keys of the plan's records that were in memory."""
+        return [record.key for record in self._records if record.is_held and record.piece_ids]
+
+    def count(self, done: Delivered) -> None:
+        """Add the delivered bytes of the pool to the result and to the metrics."""
+        in_place = self.local & (done.results == Result.OK)
+        size = int(self.plan.pieces["body_length"][in_place].sum())
+        done.received_bytes += size
+        self._metrics.totals["tier_bytes"] += size
+
+    def drop_lost(self, results: npt.NDArray[np.uint32]) -> list[int]:
+        """Drop records that could not be read or were unsound from the pool; return their pieces."""
+        bad = (Result.NOT_FOUND, Result.CHECKSUM, Result.BAD_DATA)
+        lost: list[int] = np.flatnonzero(self.local & np.isin(results, bad)).tolist()
+        for key in {self.plan.keys[piece] for piece in lost}:
+            self._tiers.drop(key)
+            self._metrics.tier_records["lost"] += 1
+        return lost
+
+    def _close(self) -> None:
+        """Release all records; those still being read are released when they come."""
+        if self._timer is not None:
+            self._timer.cancel()
+        with self._lock:
+            self._closed, self._batch = True, None
+            leases = [record.lease for record in self._records]
+        held: Sequence[_Record] = [record for record in self._records if record.is_held]
+        self._tiers.release(leases)
+        for part in ranges_of(len(held)):
+            with self._tiers.lock:
+                for record in held[part.start : part.stop]:
+                    self._tiers.pool.release(record.item)
+        for record in self._records:
+            record.view = record.lease = None
