@@ -134,7 +134,7 @@ PAIRS: Final[dict[tuple[str, str], Expected]] = {
     ),
     ("pd", "cluster"): Expected("slower", "no_publishing"),
     ("s3", "nodes"): Expected(
-        test="tests/dataplane/sources/resp/test_several.py::test_a_lookup_says_what_is_cold_and_does_not_wait_for_it"
+        test="tests/dataplane/sources/resp/test_several.py::test_a_lookup_reports_cold_chunks_without_waiting"
     ),
     ("s3", "cluster"): Expected("none", "the bucket is below a storage node of ShadowServe"),
     ("nodes", "cluster"): Expected("none", "a data plane has the one or the other"),

@@ -125,7 +125,7 @@ def _cold_objects() -> list[bytes]:
 
 
 _LIMITS: Final = Limits(large_bulk_bytes=32, bulk_bytes_max=4096, items_max=64, line_bytes_max=256)
-_VALIDATOR: Final = Validator(DataPlaneConfig.load(environment={}))
+_VALIDATOR: Final = Validator()
 _LAYOUT: Final = ChunkLayout(
     dtype=DType.BFLOAT16, layers=4, kinds=2, vector_length=64, tokens=16, quantizer=Quantizer.LOSSLESS
 )
@@ -158,7 +158,7 @@ def _grpc(data: bytes) -> None:
             with contextlib.suppress(PagingError):
                 Paging.of(message.pages, layouts[0], _PAGED.size)
         elif isinstance(message, pb.FetchRequest):
-            _VALIDATOR.parts(message, lambda name: _DESTINATION if name else None)
+            _VALIDATOR.fetch(message, lambda _: _DESTINATION)
         elif isinstance(message, pb.FetchPagesRequest):
             _VALIDATOR.pages(message, _PAGED)
         else:
@@ -205,7 +205,7 @@ def _configurations() -> list[bytes]:
         b"storage:\n  port: 6380\n  memory_budget_bytes: 64 GiB\n  devices:\n    - /dev/nvme1n1\n    - path: /x\n"
         b"      size: 200 GiB\n  eviction: lru\n",
         b"storage:\n  s3:\n    bucket: kv\n    endpoint: https://x:9000\n    timeout_s: 5\n    object_bytes: 32 MiB\n",
-        b"dpu:\n  backend: doca\n  storage: [127.0.0.1:6380]\n  timeout_max_s: 30\n",
+        b"dpu:\n  backend: doca\n  storage: [127.0.0.1:6380]\n  fetch_queue: 30\n",
         *(text[:400] for text in _files(_REPOSITORY / "configs", "*.yaml")),
     ]
 

@@ -62,7 +62,7 @@ LAYERS: list[tuple[type[Section], str, Any, Any, Any]] = [
     (StorageConfig, "port", 2, 3, 4),
     (StorageConfig, "host", "::1", "127.0.0.2", "localhost"),
     (StorageConfig, "idle_timeout_s", 2.5, 3.5, 4.5),
-    (DataPlaneConfig, "queue_depth", 2, 3, 4),
+    (DataPlaneConfig, "fetch_queue", 2, 3, 4),
     (DataPlaneConfig, "storage", "a:1", "b:2", "c:3"),
     (DataPlaneConfig, "net_cores", [1], [2], [-1, -1]),
     (HostConfig, "lookup_threads", 3, 4, 5),
@@ -121,14 +121,14 @@ def test_a_flag_that_was_not_given_does_not_count() -> None:
 
 
 def test_one_file_serves_all_programs(tmp_path: Path) -> None:
-    path = write(tmp_path, {"storage": {"port": 2}, "dpu": {"queue_depth": 3}, "host": {"lookup_threads": 4}})
+    path = write(tmp_path, {"storage": {"port": 2}, "dpu": {"fetch_queue": 3}, "host": {"lookup_threads": 4}})
     assert StorageConfig.load(path, environment={}).port == 2
-    assert DataPlaneConfig.load(path, environment={}).queue_depth == 3
+    assert DataPlaneConfig.load(path, environment={}).fetch_queue == 3
     assert HostConfig.load(path, environment={}).lookup_threads == 4
 
 
 def test_variables_of_other_programs_are_theirs() -> None:
-    environment = {"SHADOWSERVE_DPU_QUEUE_DEPTH": "3", "SHADOWSERVE_HOST_STORE": "false", "PATH": "/bin"}
+    environment = {"SHADOWSERVE_DPU_FETCH_QUEUE": "3", "SHADOWSERVE_HOST_STORE": "false", "PATH": "/bin"}
     assert SmallConfig.load(environment=environment) == SmallConfig.load(environment={})
 
 
@@ -407,7 +407,7 @@ def test_a_stale_table_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     script = config_docs()
     current = script.DOCUMENT.read_text()
     stale = tmp_path / "configuration.md"
-    stale.write_text(current.replace("| `queue_depth` | 64 |", "| `queue_depth` | 65 |"))
+    stale.write_text(current.replace("| `fetch_queue` | 256 |", "| `fetch_queue` | 257 |"))
     monkeypatch.setattr(script, "DOCUMENT", stale)
     monkeypatch.setattr(sys, "argv", ["gen-config-docs", "--check"])
     with pytest.raises(SystemExit, match="stale"):

@@ -23,10 +23,10 @@ from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources import outage
+from dpu_dataplane.sources.found import Stored
 from dpu_dataplane.sources.resp import links
 from dpu_dataplane.sources.resp.links import DataLinks
 from dpu_dataplane.sources.resp.server import OneServer
-from dpu_dataplane.sources.source import Stored
 from shadowserve.errors import StorageError
 
 __all__ = ["DataPlane", "simulated_modules"]
@@ -223,7 +223,7 @@ class DataPlane:
         assert isinstance(stored, Stored)
         self._compare(
             key,
-            lambda write: len(write.value) == stored.length and write.value[: write.head_bytes] == stored.head,
+            lambda write: len(write.value) == stored.length and write.value[: write.head_bytes] == stored.header,
             began,
             what,
         )

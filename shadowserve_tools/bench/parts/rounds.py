@@ -9,9 +9,10 @@ from typing import Any, Final
 import numpy as np
 import psutil
 
-from dpu_dataplane.batches import Buffers, FetchPlan, Wanted, plan_fetch
+from dpu_dataplane.batches import Buffers, plan_fetch
 from dpu_dataplane.config import CORE_ANY
-from dpu_dataplane.sources.source import Found, Stored
+from dpu_dataplane.plan import FetchPart, FetchPlan
+from dpu_dataplane.sources.found import Found, Stored
 from shadowserve import native
 from shadowserve.chunk import ChunkLayout, Quantizer
 from shadowserve.cores import usable_cores
@@ -55,8 +56,10 @@ def _plan(workload: Workload, chunks: int, buffers: Buffers) -> FetchPlan:
         position: Stored(len(workload.records[index]), workload.records[index]) for position, index in enumerate(order)
     }
     keys = [workload.keys[index] for index in order]
-    whole = np.ones((workload.layout.layers, chunks), np.bool_)
-    plan = plan_fetch([Wanted(keys, workload.layout, whole, found)], False, buffers, set(native.Codec))
+    part = FetchPart(None, workload.layout, 0, chunks * workload.layout.raw_bytes, keys, b"")  # type: ignore[arg-type]
+    part.start(chunks, workload.layout.layers)
+    part.found = found
+    plan = plan_fetch([part], False, buffers, set(native.Codec))
     if len(plan.pieces) != chunks:
         raise ShadowServeError(f"{len(plan.pieces)} of {chunks} chunks fit the buffers; please report this")
     plan.slices["destination_offset"] %= workload.raw_bytes
