@@ -3,8 +3,6 @@
 import re
 from typing import Final
 
-__all__ = ["TYPED_COMMANDS", "protocol_of", "refusal_of", "split_inline"]
-
 TYPED_COMMANDS: Final = frozenset({b"AUTH", b"ECHO", b"INFO", b"PING", b"QUIT"})
 """What may be asked for in a line of text, as probes and people do. None of them reads or changes a key: a line of text
 is what other protocols are made of, and whoever can have a program of this machine send one is not yet a client."""

@@ -15,8 +15,6 @@ from typing import Any, Final, Literal, Protocol, Self
 from shadowserve.errors import ProtocolError, StorageRefusedError, StorageUnavailableError
 from shadowserve.resp import NEED_DATA, ErrorReply, Limits, NeedData, ReplyReader, encode_command
 
-__all__ = ["Answers", "RespClient", "refuse_error"]
-
 ANSWER_BYTES_MAX: Final = 64 << 20
 
 

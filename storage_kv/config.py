@@ -15,8 +15,6 @@ from shadowserve.sizes import ByteSize
 from shadowserve.tls import check_served
 from storage_kv.egress import Policy
 
-__all__ = ["LIVE", "StorageConfig", "TenantLimits", "is_tenant_name"]
-
 LIVE: Final = (
     "memory_budget_bytes",
     "connections_max",

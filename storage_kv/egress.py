@@ -18,8 +18,6 @@ from math import sqrt
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-__all__ = ["POLICIES", "Demand", "Policy", "allocate", "fill", "ttft_s"]
-
 _EVEN_SHARE: Final = 0.2
 """Of the link, which ``shortest_remaining`` gives to all alike."""
 

@@ -3,8 +3,6 @@
 import re
 from typing import Final
 
-__all__ = ["Glob"]
-
 _ANY: Final = b"[\\x00-\\xff]"
 
 

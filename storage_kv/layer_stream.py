@@ -24,8 +24,6 @@ from storage_kv.node import REFERENCE_BYTES_MIN, Node, Outgoing, Pending
 from storage_kv.session import Session
 from storage_kv.shaper import Flow
 
-__all__ = ["WINDOW_S_MIN", "Stream", "memory_of"]
-
 WINDOW_S_MIN: Final = 1e-4
 """What a window of no length is taken for: such a reader waits for every byte."""
 _AHEAD: Final = 2

@@ -33,8 +33,6 @@ from storage_kv.session import Session
 from storage_kv.shaper import Link, Shaper
 from storage_kv.turns import Turns
 
-__all__ = ["KEYS_MAX", "LAYERS_MAX", "LayerStreams"]
-
 _log = logging.getLogger(__name__)
 
 KEYS_MAX: Final = 8192

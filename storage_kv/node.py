@@ -32,20 +32,6 @@ from storage_kv.publications import Publications
 from storage_kv.session import Session
 from storage_kv.shaper import Others
 
-__all__ = [
-    "REFERENCE_BYTES_MIN",
-    "CommandError",
-    "Counters",
-    "More",
-    "Node",
-    "Outgoing",
-    "Part",
-    "Pending",
-    "Ready",
-    "Reply",
-    "Streams",
-]
-
 _log = logging.getLogger(__name__)
 
 REFERENCE_BYTES_MIN: Final = 16 << 10

@@ -6,8 +6,6 @@ from typing import Any, Final
 
 from shadowserve.pool.terms import Address, Item, Lease
 
-__all__ = ["Prefetches"]
-
 _AHEAD_S: Final = 1.0
 """A tenant's prefetches take at most so much of the bucket's time at once: whoever wants more asks again. So what they
 take of memory is bounded, and no read waits for long behind them, nor for longer than it may (``s3.timeout_s``)."""

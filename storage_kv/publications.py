@@ -12,8 +12,6 @@ from typing import Final
 from shadowserve.errors import ShadowServeError
 from shadowserve.pool.terms import ENTRIES_PER_HOLD, Address
 
-__all__ = ["NAME_BYTES_MAX", "SECONDS_MAX", "Publications", "TooManyPublishedError"]
-
 SECONDS_MAX: Final = 60
 """For which a key may be published at a time: far above what computing a prompt takes."""
 NAME_BYTES_MAX: Final = 128

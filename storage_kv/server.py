@@ -48,8 +48,6 @@ from storage_kv.operate.operations import Operations
 from storage_kv.operate.reconfigure import Reconfiguration
 from storage_kv.session import Session
 
-__all__ = ["StorageServer", "run"]
-
 _log = logging.getLogger(__name__)
 
 _BACKLOG: Final = 511  # as Redis; Linux rounds to a power of two

@@ -11,8 +11,6 @@ from storage_kv.access.limits import RateLimiter
 from storage_kv.access.memory import STRANGERS, Account
 from storage_kv.access.rules import User
 
-__all__ = ["Argument", "Session", "Transaction"]
-
 Argument: TypeAlias = bytes | memoryview
 """Of a command. Values that were received in place are memoryviews, all else is bytes."""
 

@@ -17,8 +17,6 @@ from typing import Final, Protocol
 
 from storage_kv.egress import Demand, Policy, allocate, fill
 
-__all__ = ["Flow", "Link", "Others", "Sender", "Shaper"]
-
 _OTHERS_SHARE_MIN: Final = 1 / 20
 """Of the link, for clients of whom nothing was known when the epoch began."""
 _BURST_S: Final = 0.05

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
-__all__ = ["Turns"]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ import ipaddress
 from collections import OrderedDict
 from typing import Final
 
-__all__ = ["Attempts", "caller_of"]
-
 _FIRST_STEP_S: Final = 0.05
 _STEP_MAX_S: Final = 0.25
 _WAIT_MAX_S: Final = 5.0

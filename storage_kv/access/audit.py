@@ -18,8 +18,6 @@ from typing import Any, Final, Protocol
 from shadowserve.incidents import Incidents
 from storage_kv.access.attempts import caller_of
 
-__all__ = ["AuditLog", "Audited"]
-
 _log = logging.getLogger(__name__)
 
 _LINES_WAITING_MAX: Final = 4096

@@ -10,8 +10,6 @@ from typing import Final
 
 from storage_kv.config import TenantLimits
 
-__all__ = ["RateLimiter"]
-
 _BURST_S: Final = 1.0
 """What may be saved up, in seconds of the rate."""
 

@@ -17,8 +17,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
-__all__ = ["STRANGERS", "Account", "Bound", "Client"]
-
 STRANGERS: Final = -1
 """The tenant of those who have yet to authenticate."""
 

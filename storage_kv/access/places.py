@@ -9,8 +9,6 @@ and the last eighth is for tenants that have no more than their part of it.
 from storage_kv.access.attempts import caller_of
 from storage_kv.session import Session
 
-__all__ = ["Places"]
-
 
 class Places:
     """Counts sessions; used with the node's lock held.

@@ -6,8 +6,6 @@ A rule may name them: it allows or denies what cannot be done here. Source: COMM
 
 from typing import Final
 
-__all__ = ["ELSEWHERE"]
-
 _NAMES: Final = """
 append asking bgrewriteaof bgsave bitcount bitfield bitfield_ro bitop bitpos blmove blmpop blpop brpop brpoplpush
 bzmpop bzpopmax bzpopmin cluster copy debug decr decrby dump eval eval_ro evalsha evalsha_ro failover fcall fcall_ro

@@ -15,8 +15,6 @@ from storage_kv.access.redis_names import ELSEWHERE
 from storage_kv.config import is_tenant_name
 from storage_kv.glob import Glob
 
-__all__ = ["CATEGORIES", "Described", "RuleError", "User", "check_name", "hash_password", "parse_line"]
-
 CATEGORIES: Final = (
     *("keyspace", "read", "write", "set", "sortedset", "list", "hash", "string", "bitmap", "hyperloglog", "geo"),
     *("stream", "pubsub", "admin", "fast", "slow", "blocking", "dangerous", "connection", "transaction", "scripting"),

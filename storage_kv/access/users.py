@@ -18,8 +18,6 @@ from shadowserve.errors import ConfigurationError
 from storage_kv.access.rules import Described, RuleError, User, check_name, hash_password, parse_line
 from storage_kv.config import StorageConfig
 
-__all__ = ["DEFAULT_USER", "Denial", "DenialLog", "Users", "read_users"]
-
 DEFAULT_USER: Final = b"default"
 
 _log = logging.getLogger(__name__)

@@ -6,8 +6,6 @@ from storage_kv.clients.workers import Workers
 from storage_kv.node import Node
 from storage_kv.session import Session
 
-__all__ = ["Acceptor"]
-
 
 class Acceptor(Protocol):
     """The server that accepted a connection."""

@@ -11,8 +11,6 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.tls import Renewed, read_authorities, read_key_pair
 from storage_kv.config import StorageConfig
 
-__all__ = ["Certificates"]
-
 _log = logging.getLogger(__name__)
 
 _CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"

@@ -50,8 +50,6 @@ from storage_kv.commands import execute, find
 from storage_kv.node import More, Outgoing, Part, Pending, Reply
 from storage_kv.session import Argument, Session
 
-__all__ = ["Connection"]
-
 _log = logging.getLogger(__name__)
 
 _RECEIVE_BYTES: Final = 32 << 10

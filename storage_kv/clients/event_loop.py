@@ -20,8 +20,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["READ", "WRITE", "EventLoop", "Lane"]
-
 _log = logging.getLogger(__name__)
 
 READ: Final = select.EPOLLIN

@@ -5,8 +5,6 @@ from typing import Final
 
 from storage_kv.node import Outgoing
 
-__all__ = ["gather"]
-
 _GATHER_PARTS_MAX: Final = 64
 """Buffers in one sendmsg(); far below Linux's 1,024, and enough that the call's own cost vanishes."""
 

@@ -6,8 +6,6 @@ from storage_kv.access.memory import Account, Client
 from storage_kv.node import Node
 from storage_kv.session import Session
 
-__all__ = ["UNCOUNTED_BYTES", "Holdings"]
-
 UNCOUNTED_BYTES: Final = 16 << 10
 """What a client may hold without being counted: the ends of pipelines, replies under way."""
 

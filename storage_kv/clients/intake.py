@@ -20,8 +20,6 @@ from storage_kv.commands._arguments import OUT_OF_MEMORY
 from storage_kv.node import Node
 from storage_kv.session import Argument, Session
 
-__all__ = ["Event", "Intake"]
-
 Event: TypeAlias = list[Argument] | LargeBulk | Literal[NeedData.NEED_DATA]
 
 _ARGUMENT_BYTES_MAX: Final = 1 << 20

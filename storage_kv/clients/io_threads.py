@@ -23,8 +23,6 @@ from storage_kv.clients.workers import Workers
 from storage_kv.node import Node
 from storage_kv.session import Session
 
-__all__ = ["IoThread", "threads_for"]
-
 _AUTOMATIC_MAX: Final = 4
 
 

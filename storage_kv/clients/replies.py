@@ -8,8 +8,6 @@ from storage_kv.clients.transport import Transport
 from storage_kv.node import Node, Outgoing, Part, Pending, Ready
 from storage_kv.session import Session
 
-__all__ = ["Replies"]
-
 
 class Replies:
     """The replies of one client that have not been sent; used with the node's lock held, but for send_to().

@@ -6,8 +6,6 @@ from shadowserve.resp import Limits
 from storage_kv.node import Node
 from storage_kv.session import Session
 
-__all__ = ["limits_of"]
-
 _UNAUTHENTICATED_ITEMS_MAX: Final = 10
 _UNAUTHENTICATED_BULK_BYTES_MAX: Final = 16 << 10  # both as Redis
 _UNAUTHENTICATED_TOTAL_BYTES_MAX: Final = 2 * _UNAUTHENTICATED_BULK_BYTES_MAX

@@ -18,8 +18,6 @@ from storage_kv.clients.requests import limits_of
 from storage_kv.clients.transport import PlainClientError, Transport
 from storage_kv.session import Session
 
-__all__ = ["SecureConnection"]
-
 _TLS_ONLY: Final = encode_error("ERR this server speaks TLS only: connect with TLS (redis-cli --tls)")
 
 _REASONS: Final = {

@@ -5,8 +5,6 @@ from collections.abc import Callable
 
 from storage_kv.clients.event_loop import EventLoop, Lane
 
-__all__ = ["Signal"]
-
 
 class Signal:
     """Has a step done by a loop, whoever asks, until it is cut: nobody calls a loop that has been closed.

@@ -15,8 +15,6 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
-__all__ = ["PlainClientError", "PlainTransport", "TlsTransport", "Transport"]
-
 _Socket: TypeAlias = socket.socket
 
 _RECORD_BYTES: Final = 16 << 10

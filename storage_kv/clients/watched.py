@@ -8,8 +8,6 @@ from collections.abc import Callable
 from storage_kv.clients.event_loop import READ, WRITE, EventLoop, Lane
 from storage_kv.session import Session
 
-__all__ = ["Watched"]
-
 _log = logging.getLogger(__name__)
 
 

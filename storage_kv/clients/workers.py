@@ -8,8 +8,6 @@ from typing import Any, Final, NamedTuple
 from storage_kv.session import Session
 from storage_kv.turns import Turns
 
-__all__ = ["Workers"]
-
 
 class _Work(NamedTuple):
     function: Callable[[], Any]

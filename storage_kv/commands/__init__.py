@@ -38,8 +38,6 @@ from storage_kv.node import CommandError, More, Node, Reply
 from storage_kv.operate.command_statistics import SAMPLE_EVERY
 from storage_kv.session import Argument, Session
 
-__all__ = ["BY_FULL_NAME", "TABLE", "Command", "execute", "find"]
-
 _ASKED_MAX: Final = 1024
 """Names in one question about commands; the table has a tenth of that."""
 

@@ -13,21 +13,6 @@ from storage_kv.commands._arguments import OK, as_integer, quote
 from storage_kv.node import CommandError, More, Node, Reply
 from storage_kv.session import Argument, Session
 
-__all__ = [
-    "categories",
-    "deluser",
-    "genpass",
-    "getuser",
-    "list_",
-    "load",
-    "log",
-    "save",
-    "setuser",
-    "users",
-    "whoami",
-    "wrong_arguments",
-]
-
 _log = logging.getLogger(__name__)
 
 _PASSWORD_BITS: Final = 256

@@ -9,19 +9,6 @@ from shadowserve.pool.volume.changes import OutOfBudgetError, Ticket
 from shadowserve.resp import encode_bulk_header, encode_error, parse_integer
 from storage_kv.node import REFERENCE_BYTES_MIN, CommandError, More, Node, Outgoing, Part, Pending, Ready, Reply
 
-__all__ = [
-    "KEYS_AT_A_TIME",
-    "OK",
-    "OUT_OF_MEMORY",
-    "OldValue",
-    "as_integer",
-    "bulk_of",
-    "in_turns",
-    "quote",
-    "settled",
-    "syntax_error",
-]
-
 OK: Final = b"+OK\r\n"
 OUT_OF_MEMORY: Final = "OOM command not allowed when used memory > 'maxmemory'."
 

@@ -19,8 +19,6 @@ from storage_kv.glob import Glob
 from storage_kv.node import CommandError, Counters, Node, Reply
 from storage_kv.session import Argument, Session
 
-__all__ = ["config_get", "config_resetstat", "config_rewrite", "config_set"]
-
 _MEMORY: Final = re.compile(r"(\d+)(b|kb?|mb?|gb?)?", re.IGNORECASE)
 _FACTORS: Final = {"k": 1000, "kb": 1 << 10, "m": 1000**2, "mb": 1 << 20, "g": 1000**3, "gb": 1 << 30}
 _LEVELS: Final = {"debug": "DEBUG", "verbose": "INFO", "notice": "INFO", "warning": "WARNING"}

@@ -9,27 +9,6 @@ from storage_kv.commands._arguments import OK, as_integer, quote, syntax_error
 from storage_kv.node import CommandError, Node, Reply
 from storage_kv.session import Argument, Session
 
-__all__ = [
-    "REDIS_VERSION",
-    "auth",
-    "client_getname",
-    "client_id",
-    "client_info",
-    "client_kill",
-    "client_list",
-    "client_no_evict",
-    "client_reply",
-    "client_setinfo",
-    "client_setname",
-    "describe_client",
-    "echo",
-    "hello",
-    "ping",
-    "quit_",
-    "reset",
-    "select",
-]
-
 REDIS_VERSION: Final = "7.0.15"
 """The Redis whose replies ours equal. Clients choose what they send by it."""
 

@@ -11,26 +11,6 @@ from storage_kv.glob import Glob
 from storage_kv.node import CommandError, Node, Reply
 from storage_kv.session import Argument, Session
 
-__all__ = [
-    "dbsize",
-    "delete",
-    "exists",
-    "expire",
-    "expireat",
-    "expiretime",
-    "flush",
-    "keys",
-    "persist",
-    "pexpire",
-    "pexpireat",
-    "pexpiretime",
-    "pttl",
-    "scan",
-    "touch",
-    "ttl",
-    "type_",
-]
-
 _TIME_MS_MIN, _TIME_MS_MAX = -(1 << 63), (1 << 63) - 1
 _CURSOR = re.compile(rb"(?:([+-]?)0*([0-9]{1,20}))?")
 _PATTERN_BYTES_MAX = 1 << 10

@@ -11,8 +11,6 @@ from storage_kv.node import CommandError, More, Node, Part, Reply
 from storage_kv.publications import NAME_BYTES_MAX, SECONDS_MAX, TooManyPublishedError
 from storage_kv.session import Argument, Session
 
-__all__ = ["publish", "published", "layers", "meta", "pin", "pins", "prefetch", "unpin"]
-
 _LAYERS_TEXT_BYTES_MAX: Final = 16 << 10
 _LAYER_MAX: Final = 65_535
 _BITS_PER_S_MAX: Final = 1 << 50

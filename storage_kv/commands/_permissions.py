@@ -9,8 +9,6 @@ from storage_kv.commands._table import Command
 from storage_kv.node import CommandError, Node
 from storage_kv.session import Argument, Session
 
-__all__ = ["check", "forbidden"]
-
 _SHOWN_BYTES_MAX: Final = 256
 """Of a key that is denied: ACL LOG keeps it."""
 

@@ -15,8 +15,6 @@ from storage_kv.commands._tenants import tenant_fields
 from storage_kv.node import Node, Reply
 from storage_kv.session import Argument, Session
 
-__all__ = ["info"]
-
 _Fields = list[tuple[str, object]]
 
 

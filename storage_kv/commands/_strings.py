@@ -24,22 +24,6 @@ from storage_kv.commands._arguments import (
 from storage_kv.node import CommandError, More, Node, Part, Reply
 from storage_kv.session import Argument, Session
 
-__all__ = [
-    "get",
-    "getdel",
-    "getex",
-    "getrange",
-    "getset",
-    "mget",
-    "mset",
-    "msetnx",
-    "psetex",
-    "set_",
-    "setex",
-    "setnx",
-    "strlen",
-]
-
 _VERIFY_INLINE_BYTES_MAX = 128 << 10
 """Checking this much takes about 0.1 ms: less than handing it to another thread and back would disturb."""
 

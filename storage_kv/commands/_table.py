@@ -9,8 +9,6 @@ from storage_kv.access.rules import CATEGORIES
 from storage_kv.node import Node, Reply
 from storage_kv.session import Argument, Session
 
-__all__ = ["Command", "Handler"]
-
 Handler: TypeAlias = Callable[[Node, Session, list[Argument]], Reply]
 
 _GROUPS: Final = {

@@ -9,8 +9,6 @@ from urllib.parse import quote
 from storage_kv.config import TenantLimits
 from storage_kv.node import Node
 
-__all__ = ["tenant_fields"]
-
 _SHOWN_MAX: Final = 256
 """Some 3 ms of the node's lock."""
 _PLAIN: Final = "".join(map(chr, range(33, 127))).translate(dict.fromkeys(map(ord, "%,=")))

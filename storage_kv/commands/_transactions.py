@@ -15,8 +15,6 @@ from storage_kv.commands._table import Command
 from storage_kv.node import CommandError, Node, Reply
 from storage_kv.session import Argument, Session, Transaction
 
-__all__ = ["EXECUTED_AT_ONCE", "discard", "exec_", "multi", "note_change", "queue", "rejected", "unwatch", "watch"]
-
 EXECUTED_AT_ONCE: Final = frozenset({"multi", "exec", "discard", "watch", "quit", "reset"})
 """The commands that are not queued in a transaction, as in Redis."""
 

@@ -14,8 +14,6 @@ from typing import Final, TypeVar
 
 from shadowserve.latency import LatencyHistogram
 
-__all__ = ["COMMAND_SECONDS", "SAMPLE_EVERY", "CommandStatistics"]
-
 SAMPLE_EVERY: Final = 64
 
 COMMAND_SECONDS: Final = (

@@ -8,8 +8,6 @@ from typing import Any
 from shadowserve.health import HEALTH_TIMEOUT_S, Check, answers, check
 from storage_kv.node import Node
 
-__all__ = ["Condition"]
-
 
 @dataclass(eq=False)
 class Condition:

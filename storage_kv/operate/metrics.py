@@ -24,8 +24,6 @@ from storage_kv.node import Node
 from storage_kv.operate.command_statistics import SAMPLE_EVERY
 from storage_kv.operate.health import Condition
 
-__all__ = ["NodeCollector"]
-
 _PREFIX: Final = "shadowserve_storage_"
 
 _Table = tuple[tuple[str, str, str], ...]

@@ -18,8 +18,6 @@ from storage_kv.node import Node
 from storage_kv.operate.health import Condition
 from storage_kv.operate.metrics import NodeCollector
 
-__all__ = ["Operations"]
-
 _log = logging.getLogger(__name__)
 
 

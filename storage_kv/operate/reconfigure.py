@@ -18,8 +18,6 @@ from shadowserve.logs import configure_logging
 from shadowserve.memory_limit import check_memory
 from storage_kv.config import LIVE, StorageConfig
 
-__all__ = ["Reconfiguration", "Reload"]
-
 _log = logging.getLogger(__name__)
 
 _BUDGETS: Final = ("bytes_max", "objects_max", "write_bytes_per_day")
