@@ -45,7 +45,7 @@ from storage_kv.config import StorageConfig
 from storage_kv.layers import LayerStreams
 from storage_kv.node import Node
 from storage_kv.operate.operations import Operations
-from storage_kv.operate.reconfigure import Reconfiguration
+from storage_kv.reconfiguration import Reconfiguration
 from storage_kv.session import Session
 
 _log = logging.getLogger(__name__)
@@ -130,8 +130,8 @@ class StorageServer:
     def metrics_port(self) -> int | None:
         return self.operations.metrics_port
 
-    def _follow_connections_max(self, config: StorageConfig) -> None:
-        self._connections_max = _raise_descriptor_limit(config.connections_max)
+    def _follow_connections_max(self, old: StorageConfig, new: StorageConfig) -> None:
+        self._connections_max = _raise_descriptor_limit(new.connections_max)
 
     async def start(self) -> None:
         """Listen, and accept clients.
@@ -152,7 +152,7 @@ class StorageServer:
     async def _start_serving(self, config: StorageConfig) -> None:
         if config.tls_cert:
             self._certificates = Certificates(config)
-            self.node.certificate_expires_s = self._certificates.expires
+            self.node.certificate_expires_s = self._certificates.expires_s
         self._connections_max = _raise_descriptor_limit(config.connections_max)
         try:
             self._listeners = await self._listen(config.host, config.port)
@@ -197,8 +197,8 @@ class StorageServer:
     def _start_io_threads(self, count: int) -> None:
         try:
             for number in range(count):
-                self._io_threads.append(IoThread(number, self.node, self.workers, self._note_end))
-                self.operations.watch(f"io thread {number}", self._io_threads[-1].hand)
+                self._io_threads.append(IoThread(number, self.node, self.workers, self._on_client_closed))
+                self.operations.watch(f"io thread {number}", self._io_threads[-1].call_soon)
         except OSError as error:
             for thread in self._io_threads:
                 thread.stop()
@@ -254,13 +254,13 @@ class StorageServer:
         if node.config.protected_mode and self._lets_anyone_in and not is_loopback(address[0]):
             with node.lock:
                 node.counters.connections_denied += 1
-                node.tell("client_denied", join_address(*address[:2]), "protected mode")
+                node.warn_limited("client_denied", join_address(*address[:2]), "protected mode")
             self._refuse(sock, _DENIED)
             return
         with node.lock:
-            has_place = self._make_place()
-            node.counters.connections_rejected += not has_place
-        if not has_place:
+            has_slot = self._ensure_slot()
+            node.counters.connections_rejected += not has_slot
+        if not has_slot:
             self._refuse(sock, "ERR max number of clients reached")
             return
         with node.lock:
@@ -283,41 +283,43 @@ class StorageServer:
             node.begin(session)
             thread = min(self._io_threads, key=lambda thread: thread.clients)
             thread.clients += 1
-        thread.adopt(transport, session)
+        thread.serve(transport, session)
 
-    def _make_place(self) -> bool:
+    def _ensure_slot(self) -> bool:
         """Return whether there is a place for one more; a stranger may have to make it. With the node's lock held."""
         node = self.node
-        places = node.places
+        slots = node.slots
         if node.users.anyone_enters:
-            if not node.has_place(node.users.default.tenant):
+            if not node.slots.has_free(node.users.default.tenant):
                 return False
-        elif places.strangers >= node.config.strangers_max:
-            self._displace()
+        elif slots.unauthenticated >= node.config.unauthenticated_max:
+            self._evict_unauthenticated()
         if len(node.sessions) < self._connections_max:
             return True
         # Those who make way are gone a moment later. So many may be on their way out that there are descriptors left.
-        taken = places.strangers + sum(places.by_tenant.values())
-        if taken >= self._connections_max and not self._displace():
+        taken = slots.unauthenticated + sum(slots.by_tenant.values())
+        if taken >= self._connections_max and not self._evict_unauthenticated():
             return False
         return len(node.sessions) < self._connections_max + _LEAVING_MAX
 
-    def _displace(self) -> bool:
+    def _evict_unauthenticated(self) -> bool:
         """End the stranger who is to make way; return whether there was one."""
-        session = self.node.places.give_way()
+        session = self.node.slots.evict_oldest()
         if session is None:
             return False
-        self.node.counters.strangers_displaced += 1
-        self.node.tell("client_displaced", session.address, "newcomers needed its place, and it had not authenticated")
+        self.node.counters.unauthenticated_evicted += 1
+        self.node.warn_limited(
+            "client_displaced", session.address, "newcomers needed its place, and it had not authenticated"
+        )
         session.closing = True
-        session.cut()
+        session.hooks.abort()
         return True
 
     def _transport(self, sock: socket.socket) -> Transport:
         if self._certificates is None:
             return PlainTransport(sock)
         context = self._certificates.context()
-        self.node.certificate_expires_s = self._certificates.expires
+        self.node.certificate_expires_s = self._certificates.expires_s
         return TlsTransport(sock, context)
 
     def _refuse(self, sock: socket.socket, text: str) -> None:
@@ -338,7 +340,7 @@ class StorageServer:
         self._refused.discard(sock)
         sock.close()
 
-    def _note_end(self) -> None:
+    def _on_client_closed(self) -> None:
         """Pass the word, from any thread, that a connection has ended."""
         self._loop.call_soon_threadsafe(self._end_if_empty)
 
@@ -354,16 +356,16 @@ class StorageServer:
             while self._sweep() == ENTRIES_PER_HOLD:
                 await asyncio.sleep(_BREATH_S)
             for thread in self._io_threads:
-                thread.watch()
+                thread.check_time()
             with self.node.lock:
-                for bound in (self.node.memory, self.node.lent):
-                    bound.press(self.node.config.stall_timeout_s, _WATCH_INTERVAL_S)
+                for budget in (self.node.memory, self.node.lent):
+                    budget.close_slow_holder(self.node.config.stall_timeout_s, _WATCH_INTERVAL_S)
             self._tell_incidents(time.monotonic())
 
     def _tell_incidents(self, now_s: float) -> None:
         with self.node.lock:
-            repeated = self.node.incidents.due(now_s)
-            self.node.audit.tell_repeats(now_s)
+            repeated = self.node.log_limiter.due(now_s)
+            self.node.audit.write_repeats(now_s)
         for event, address, times, reason in repeated:
             _log.warning(event + "_again address=%s times=%d last_reason=%r", address, times, reason)
 

@@ -61,7 +61,7 @@ class Operations:
         except OSError as error:
             raise ConfigurationError(
                 f"cannot serve metrics on {config.metrics_host} port {config.metrics_port}: {error}; choose "
-                "another metrics_port, or null for none"
+                "another metrics_port, or none"
             ) from error
 
     def watch(self, name: str, hand: Callable[[Callable[[], None]], Any]) -> None:

@@ -16,7 +16,7 @@ from storage_support import Child, Client
 from shadowserve.errors import ConfigurationError
 from shadowserve.resp import ErrorReply
 from storage_kv.access import users as module
-from storage_kv.access.attempts import Attempts
+from storage_kv.access.authentication_throttle import AuthenticationThrottle
 from storage_kv.access.rules import CATEGORIES, RuleError, User, parse_line
 from storage_kv.access.users import Users, read_users
 from storage_kv.commands import BY_FULL_NAME, TABLE
@@ -44,7 +44,7 @@ def test_every_command_has_categories_that_redis_knows() -> None:
 
 
 def test_the_last_rule_that_speaks_of_a_command_decides() -> None:
-    open_to_all = {command.full_name for command in TABLE if command.open_to_all}
+    open_to_all = {command.full_name for command in TABLE.commands if command.open_to_all}
     assert allowed(user_with()) == open_to_all
     assert allowed(user_with("+@all")) == set(BY_FULL_NAME)
     assert allowed(user_with("+@all", "-@all")) == open_to_all
@@ -199,21 +199,21 @@ def test_unknown_users_cost_the_same_calls_as_known_ones(monkeypatch: pytest.Mon
 
 
 def test_attempts_after_failures_stand_in_line_right_or_wrong() -> None:
-    attempts = Attempts()
-    assert attempts.wait_until("10.0.0.1:1", 100.0, accepted=True) == 0.0
-    first = attempts.wait_until("10.0.0.1:2", 100.0, accepted=False)
-    second = attempts.wait_until("10.0.0.1:3", 100.0, accepted=True)
+    throttle = AuthenticationThrottle()
+    assert throttle.answer_at("10.0.0.1:1", 100.0, accepted=True) == 0.0
+    first = throttle.answer_at("10.0.0.1:2", 100.0, accepted=False)
+    second = throttle.answer_at("10.0.0.1:3", 100.0, accepted=True)
     assert 100.0 < first < second
-    assert attempts.wait_until("10.0.0.2:1", 100.0, accepted=True) == 0.0
-    while not attempts.refused("10.0.0.1:4", 100.0):
-        assert attempts.wait_until("10.0.0.1:4", 100.0, accepted=False) < 100.0 + 10.0
-    assert attempts.wait_until("10.0.0.1:5", 200.0, accepted=True) == 0.0  # forgotten
-    attempts.wait_until("[2001:db8::1]:1", 100.0, accepted=False)
-    assert attempts.wait_until("[2001:db8::2]:1", 100.0, accepted=True) > 100.0  # of the same network
-    assert attempts.wait_until("[::ffff:10.9.9.9]:1", 100.0, accepted=True) == 0.0
+    assert throttle.answer_at("10.0.0.2:1", 100.0, accepted=True) == 0.0
+    while not throttle.is_refused("10.0.0.1:4", 100.0):
+        assert throttle.answer_at("10.0.0.1:4", 100.0, accepted=False) < 100.0 + 10.0
+    assert throttle.answer_at("10.0.0.1:5", 200.0, accepted=True) == 0.0  # forgotten
+    throttle.answer_at("[2001:db8::1]:1", 100.0, accepted=False)
+    assert throttle.answer_at("[2001:db8::2]:1", 100.0, accepted=True) > 100.0  # of the same network
+    assert throttle.answer_at("[::ffff:10.9.9.9]:1", 100.0, accepted=True) == 0.0
     for number in range(10_000):
-        attempts.wait_until(f"10.{number >> 8}.{number & 255}.1:1", 100.0, accepted=False)
-    assert len(attempts._lines) <= 4096
+        throttle.answer_at(f"10.{number >> 8}.{number & 255}.1:1", 100.0, accepted=False)
+    assert len(throttle._queues) <= 4096
 
 
 @pytest.fixture
@@ -349,7 +349,7 @@ def test_a_users_file_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path
 def test_without_a_file_there_is_nothing_to_save(shared_server: Child) -> None:
     with Client(shared_server.port) as client:
         for command in ("SAVE", "LOAD"):
-            assert client.call("ACL", command).startswith(b"ERR This Redis instance is not configured")  # type: ignore[union-attr]
+            assert client.call("ACL", command).startswith(b"ERR this server has no users file")  # type: ignore[union-attr]
 
 
 def test_a_file_that_names_commands_of_redis_is_read_and_the_log_says_so_once(

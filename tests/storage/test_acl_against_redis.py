@@ -41,7 +41,7 @@ SCRIPTS = {
     """,
     "others": r"""
         ACL CAT ; ACL CAT foo ; ACL CAT a b ; ACL LOG ; ACL LOG x ; ACL LOG RESET ; ACL LOG 5 ; ACL LOG 5 5 ;
-        ACL GENPASS 5 5 ; ACL SAVE ; ACL LOAD ;
+        ACL GENPASS 5 5 ;
         ACL SAVE x ; ACL GENPASS 0 ; ACL GENPASS 5000 ; ACL GENPASS x ; ACL DELUSER default ; ACL DELUSER nobody ;
         ACL DELUSER ; ACL DRYRUN nobody get x ; ACL DRYRUN default nosuch x ; ACL DRYRUN default get ;
         ACL DRYRUN default get x ; ACL DRYRUN default client list ; ACL DRYRUN ; ACL DRYRUN default client nope

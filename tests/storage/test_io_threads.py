@@ -60,7 +60,7 @@ def work_against_a_model(client: Client, prefix: str, seed: int, steps: int) -> 
 
 def wait_until_nothing_is_held(client: Client) -> None:
     """Wait for the threads that have just sent a value's last byte to let go of it."""
-    while client.info()["held_bytes"] != "0":
+    while client.info()["memory_held_bytes"] != "0":
         pass
 
 

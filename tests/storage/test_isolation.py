@@ -14,14 +14,14 @@ from test_layers import LAYERS, check, stored
 from test_shaper import MBIT, Run, Sent, shared
 
 from shadowserve.resp import ErrorReply, encode_command
-from storage_kv.access.memory import Account, Bound
+from storage_kv.access.memory import Account, MemoryBudget
 from storage_kv.clients.event_loop import EventLoop
 from storage_kv.clients.workers import Workers
 from storage_kv.egress import Demand
-from storage_kv.publications import Publications
+from storage_kv.fair_queue import FairQueue
+from storage_kv.pending_keys import PendingKeys
 from storage_kv.session import Session
 from storage_kv.shaper import Flow
-from storage_kv.turns import Turns
 
 USERS = """user root on >r ~* &* +@all
 user ann on >a ~* +@all -@admin tenant=a
@@ -95,7 +95,7 @@ def test_a_rate_that_is_too_low_or_takes_too_long_is_refused_and_says_why(begin:
     ann = login(late, "ann")
     records = stored(ann, 4, layer_bytes=256 << 10)
     refused = ann.call("KV.LAYERS", "0-3", 10**6, 0, *records)  # 4 MiB take half a minute
-    assert isinstance(refused, ErrorReply) and refused.startswith(b"TIMEOUT KV.LAYERS is given up: it takes 3")
+    assert isinstance(refused, ErrorReply) and refused.startswith(b"TIMEOUT KV.LAYERS has ended: it needs 3")
     check(ann.call("KV.LAYERS", "0-3", 10**9, 0, *records), list(records), records, range(LAYERS))
 
 
@@ -105,7 +105,7 @@ def test_a_stream_that_waits_for_too_long_is_answered_with_an_error(caplog: pyte
         records = stored(client, 2)
         server.store.away = True
         refused = client.call("KV.LAYERS", "0-3", 0, 0, *records)  # the reads never end
-        assert isinstance(refused, ErrorReply) and refused.startswith(b"TIMEOUT KV.LAYERS is given up: it has taken")
+        assert isinstance(refused, ErrorReply) and refused.startswith(b"TIMEOUT KV.LAYERS has ended: it took")
         assert client.call("PING") == b"PONG"
         for _ in records:
             server.store.finish_read()
@@ -149,7 +149,7 @@ def test_what_requests_for_layers_cost_is_counted_before_it_is_taken(begin: Call
 def test_a_request_for_layers_that_would_take_too_much_is_refused(begin: Callable[..., Child]) -> None:
     child = begin("--clients-memory-bytes-max", "8 MiB")
     refused = login(child, "ann").call("KV.LAYERS", "0-1023", 0, 0, *[b"k%d" % number for number in range(4000)])
-    assert isinstance(refused, ErrorReply) and refused.startswith(b"OOM this request takes")
+    assert isinstance(refused, ErrorReply) and refused.startswith(b"OOM this request needs")
 
 
 def test_arguments_of_a_reply_that_nobody_reads_are_counted(begin: Callable[..., Child]) -> None:
@@ -161,11 +161,11 @@ def test_arguments_of_a_reply_that_nobody_reads_are_counted(begin: Callable[...,
     wait_for(lambda: number_of(root, "clients_memory_bytes") > 8 * MIB)
 
 
-# ---- Turns
+# ---- FairQueue
 
 
 def test_tenants_then_clients_take_turns_by_what_they_were_served() -> None:
-    turns: Turns[str] = Turns()
+    turns: FairQueue[str] = FairQueue()
     for number in range(100):
         turns.add(1, 10, f"a{number}")
     turns.add(1, 11, "b")
@@ -182,7 +182,7 @@ def test_tenants_then_clients_take_turns_by_what_they_were_served() -> None:
 
 
 def test_who_comes_back_has_no_more_turns_than_those_who_stayed() -> None:
-    turns: Turns[int] = Turns()
+    turns: FairQueue[int] = FairQueue()
     for number in range(10):
         turns.add(1, 1, number)
     for _ in range(5):
@@ -197,7 +197,7 @@ def test_who_comes_back_has_no_more_turns_than_those_who_stayed() -> None:
 
 
 def test_a_tenant_of_twice_the_weight_has_twice_the_turns() -> None:
-    turns: Turns[int] = Turns()
+    turns: FairQueue[int] = FairQueue()
     for number in range(100):
         turns.add(1, 1, number)
         turns.add(2, 2, number)
@@ -334,38 +334,38 @@ def test_a_client_that_asks_for_one_value_at_a_time_is_held_to_its_part_as_well(
 class Holder:
     moved_bytes = 0
 
-    def on_memory(self) -> None: ...
+    def on_room(self) -> None: ...
 
-    def end_for_memory(self, held_bytes: int) -> None: ...
+    def evict(self, held_bytes: int) -> None: ...
 
 
 def test_two_tenants_with_half_each_leave_room_for_a_third() -> None:
-    bound = Bound(lambda: 1600, lambda: 4, is_ours=True)
-    accounts = [Account(bound, Holder(), tenant) for tenant in (1, 2, 3)]
+    budget = MemoryBudget(lambda: 1600, lambda: 4, is_own_memory=True)
+    accounts = [Account(budget, Holder(), tenant) for tenant in (1, 2, 3)]
     assert accounts[0].admit(800) and not accounts[0].admit(10)
     assert accounts[1].admit(600) and not accounts[1].admit(10), "the last eighth is not for those who have much"
     assert accounts[2].admit(50), "its part of that eighth"
     assert not accounts[2].admit(200)
 
 
-# ---- Publications
+# ---- PendingKeys
 
 
 def test_of_thousands_that_publish_a_key_those_few_are_noted_that_last_longest() -> None:
     """2,000 publishers of a key made another tenant wait for 1.7 s: each look went through all of them."""
-    publications = Publications(lambda: 2)
+    pending_keys = PendingKeys(lambda: 2)
     key = (1, b"key")
     for client in range(2000):
-        publications.publish(client, [key], 0, 10_000 + client % 1000)
-    assert publications.until_ms(key, 5000) == 10_999
-    noted = [client for client in range(2000) if publications.withdraw(client, [key])]
+        pending_keys.add(client, [key], 0, 10_000 + client % 1000)
+    assert pending_keys.until_ms(key, 5000) == 10_999
+    noted = [client for client in range(2000) if pending_keys.withdraw(client, [key])]
     assert 2 <= len(noted) <= 8 and {999, 1999} <= set(noted)
-    assert publications.until_ms(key, 5000) == 0
+    assert pending_keys.until_ms(key, 5000) == 0
     for client in range(2000):  # and what a gone one had published makes room for one that is there
-        publications.publish(client, [key], 0, 20_000)
-        publications.leave(client)
-    publications.publish(5000, [key], 0, 15_000)
-    assert publications.until_ms(key, 5000) == 15_000
+        pending_keys.add(client, [key], 0, 20_000)
+        pending_keys.leave(client)
+    pending_keys.add(5000, [key], 0, 15_000)
+    assert pending_keys.until_ms(key, 5000) == 15_000
 
 
 def test_two_tenants_that_publish_all_they_may_leave_room_for_a_third(begin: Callable[..., Child]) -> None:

@@ -66,10 +66,10 @@ def test_a_value_being_sent_stays_whole_while_it_is_replaced_and_deleted(shared_
             reader.send("GET", "large")
             assert reader.receive_raw(11) == b"$33554432\r\n"  # under way; far more than sockets buffer is left
             client.call(*change)
-            assert int(client.info()["held_bytes"]) > len(VALUE)
+            assert int(client.info()["memory_held_bytes"]) > len(VALUE)
             assert reader.receive_raw(len(VALUE) + 2) == VALUE + b"\r\n"
             assert reader.call("PING") == b"PONG"
-        assert int(client.info()["held_bytes"]) == 0
+        assert int(client.info()["memory_held_bytes"]) == 0
 
 
 def test_a_client_that_goes_away_mid_reply_leaves_nothing_held(shared_server: Child, client: Client) -> None:
@@ -78,11 +78,11 @@ def test_a_client_that_goes_away_mid_reply_leaves_nothing_held(shared_server: Ch
     reader.send("GET", "large")
     reader.receive_raw(11)
     client.call("DEL", "large")
-    assert int(client.info()["held_bytes"]) > len(VALUE)
+    assert int(client.info()["memory_held_bytes"]) > len(VALUE)
     client_id = next(line for line in str(client.call("CLIENT", "LIST")).split("\\n") if "cmd=get" in line)
     assert "omem=0 " not in client_id
     reader.close()
-    while int(client.info()["held_bytes"]):  # each round trip lets the server notice
+    while int(client.info()["memory_held_bytes"]):  # each round trip lets the server notice
         pass
     assert client.info()["used_memory"] == "0"
 

@@ -23,11 +23,11 @@ from storage_support import make_record
 from shadowserve.pool import copies, placement
 from shadowserve.pool.pool import Pool
 from shadowserve.resp import CommandReader, encode_command
-from storage_kv.access import attempts
+from storage_kv.access import authentication_throttle
 from storage_kv.clients.connection import Connection
+from storage_kv.clients.event_loop import Signal
 from storage_kv.clients.replies import Replies
 from storage_kv.clients.secure_connection import SecureConnection
-from storage_kv.clients.signal import Signal
 from storage_kv.clients.transport import PlainTransport, TlsTransport
 from storage_kv.server import StorageServer
 from storage_kv.session import Session
@@ -283,7 +283,7 @@ def _use_new_names(served: Lasting, numbers: range) -> None:
         served.server.node.reconfiguration.reload(served.server.node.lock)
     with node.lock:
         for number in numbers:
-            node.attempts.wait_until(f"10.0.{number >> 8}.{number & 255}:1", float(number), accepted=False)
+            node.auth_throttle.answer_at(f"10.0.{number >> 8}.{number & 255}:1", float(number), accepted=False)
             session = Session(0, address=f"client {number}", local_address="", file_descriptor=-1)
             node.deny(session, "key", b"key %d" % number, b"client %d" % number)
 
@@ -291,9 +291,13 @@ def _use_new_names(served: Lasting, numbers: range) -> None:
 @pytest.mark.parametrize("engine", ["memory", "pool"])
 def test_names_that_come_once_do_not_add_up(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys, users, clients, commands, addresses: whatever remembers them has a bound, here a small one."""
-    for module, bound in ((placement, "_CHAINS_MAX"), (copies, "_GHOSTS_MAX"), (attempts, "_ADDRESSES_MAX")):
+    for module, bound in (
+        (placement, "_CHAINS_MAX"),
+        (copies, "_GHOSTS_MAX"),
+        (authentication_throttle, "_ADDRESSES_MAX"),
+    ):
         monkeypatch.setattr(module, bound, _BOUND)
-    config: dict[str, Any] = {"memory_budget_bytes": 8 << 20, "audit_log": str(tmp_path / "audit"), "engine": engine}
+    config: dict[str, Any] = {"memory_budget_bytes": 8 << 20, "audit_log": str(tmp_path / "audit")}
     if engine == "pool":
         device = {"size": 48 << 20, "objects_max": 64, "bandwidth": 1 << 30}
         config["devices"] = [{**device, "path": str(tmp_path / f"disk{number}")} for number in range(2)]
@@ -308,4 +312,4 @@ def test_names_that_come_once_do_not_add_up(engine: str, tmp_path: Path, monkeyp
     # closes its holes from time to time, as the key index does, goes up and down by less.
     grown = {path: size - found[1][path] for path, size in found[5].items()}
     assert {path: more for path, more in grown.items() if more >= 2 * _NAMES} == {}
-    assert any(path.endswith("attempts._lines") for path in grown), "the walk finds the tables"
+    assert any(path.endswith("auth_throttle._queues") for path in grown), "the walk finds the tables"

@@ -22,11 +22,13 @@ from shadowserve.pool.statistics import DeviceStatistics, Statistics
 from storage_kv.access.users import Users
 from storage_kv.commands import BY_FULL_NAME, execute
 from storage_kv.config import StorageConfig
-from storage_kv.node import CommandError, Node
-from storage_kv.operate.command_statistics import SAMPLE_EVERY, CommandStatistics
+from storage_kv.counters import SAMPLE_EVERY, CommandCounters
+from storage_kv.metric_table import BUCKET
+from storage_kv.node import Node
 from storage_kv.operate.health import Condition
-from storage_kv.operate.metrics import _COLD_GAUGES, NodeCollector
-from storage_kv.operate.reconfigure import Reconfiguration
+from storage_kv.operate.metrics import NodeCollector
+from storage_kv.reconfiguration import Reconfiguration
+from storage_kv.reply import CommandError
 from storage_kv.session import Session
 
 NAMES = re.compile(r"shadowserve_storage_[a-z0-9_]+")
@@ -47,7 +49,7 @@ def shown() -> Statistics:
             DeviceStatistics(name="nvme1n1", state="gone", errors=3, quarantined_bytes=1, scrubbed_bytes=1000),
         ),
         memory_bytes=1 << 20,
-        prefetches=2,
+        promotions=2,
         copies_dropped=3,
         evictions={"budget": 5, "quota": 1},
         held_back=4,
@@ -171,7 +173,7 @@ def test_every_metric_has_the_prefix_and_units_stand_at_the_end() -> None:
 
 
 def test_one_call_in_many_is_timed_the_first_included() -> None:
-    statistics = CommandStatistics()
+    statistics = CommandCounters()
     with pytest.raises(CommandError):
         statistics.timed(_failing)
     assert statistics.durations.count == 1
@@ -241,7 +243,7 @@ def alerts() -> dict[str, dict[str, Any]]:
 def test_every_metric_of_an_alert_is_exported(exported_names: set[str]) -> None:
     of_the_data_plane = families(generate_latest(Metrics().registry).decode())
     of_the_data_plane |= {"shadowserve_storage_up", "shadowserve_tier_devices_gone"}  # with storage, and with tiers
-    with_a_bucket = {f"shadowserve_storage_{name}" for name, _, _ in _COLD_GAUGES}
+    with_a_bucket = {f"shadowserve_storage_{name}" for name in (row.name for row in BUCKET)}
     for name, rule in alerts().items():
         for prefix, metric in ANY_METRIC.findall(rule["expr"]):
             known = of_the_plugin() if prefix else exported_names | of_the_data_plane | with_a_bucket
@@ -255,13 +257,6 @@ def of_the_plugin() -> set[str]:
         each.value for each in module.body if isinstance(each, ast.AnnAssign) and isinstance(each.value, ast.Dict)
     ]
     return {f"shadowserve_{name}_total" for table in tables for name in ast.literal_eval(table)}
-
-
-def test_every_metric_is_explained_and_nothing_else_is(start: Callable[..., Child]) -> None:
-    text = start("--metrics-port", "0").http("/metrics")[1]
-    there = {name.removeprefix("shadowserve_storage_") for name in re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)}
-    table = (REPOSITORY / "docs" / "operate.md").read_text().partition("### The metrics\n")[2].partition("\n#")[0]
-    assert set(re.findall(r"`([a-z_]+)(?:{[a-z, ]+})?`", table)) - {"shadowserve_storage_"} == there
 
 
 def test_whoever_loads_all_of_the_folder_loads_rules_alone() -> None:

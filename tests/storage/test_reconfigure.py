@@ -17,7 +17,7 @@ from storage_kv.access.users import Users
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import LIVE, StorageConfig
 from storage_kv.node import Node
-from storage_kv.operate.reconfigure import Reconfiguration
+from storage_kv.reconfiguration import Reconfiguration
 
 MIB = 1 << 20
 FAILED = b"ERR CONFIG SET failed (possibly related to argument '%s') - %s"
@@ -57,11 +57,11 @@ def test_fewer_connections_are_let_in_from_then_on(start: Callable[..., Child]) 
 
 
 def test_the_level_and_the_form_of_the_log_follow(start: Callable[..., Child]) -> None:
-    child = start("--log-level", "ERROR")
+    child = start("--log-level", "error")
     with child.client() as client:
         assert get(client, "loglevel") == "warning"
         assert client.call("CONFIG", "SET", "loglevel", "notice", "log_format", "json") == b"OK"
-        assert get(client, "log_level") == "INFO"
+        assert get(client, "log_level") == "info"
         client.socket.sendall(b"*x\r\n")
         client.receive_to_end()
     line = json.loads(wait_for(lambda: child.log)[0])
@@ -191,10 +191,10 @@ def test_where_one_part_cannot_follow_the_others_go_back() -> None:
     node, changes = reconfigured()
     seen: list[int] = []
 
-    def refuse(config: StorageConfig) -> None:
+    def refuse(old: StorageConfig, new: StorageConfig) -> None:
         raise ConfigurationError("stall_timeout_s: no")
 
-    changes.follow("connections_max", lambda config: seen.append(config.connections_max))
+    changes.follow("connections_max", lambda old, config: seen.append(config.connections_max))
     changes.follow("stall_timeout_s", refuse)
     with pytest.raises(ConfigurationError, match="no"), node.lock:
         changes.change({"connections_max": 5, "stall_timeout_s": 9})
@@ -203,7 +203,7 @@ def test_where_one_part_cannot_follow_the_others_go_back() -> None:
 
 def test_a_server_without_a_way_to_read_again_says_so() -> None:
     node, changes = reconfigured()
-    with pytest.raises(ConfigurationError, match="no configuration to read again"):
+    with pytest.raises(ConfigurationError, match="without a configuration"):
         changes.reload(node.lock)
 
 

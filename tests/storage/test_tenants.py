@@ -17,7 +17,7 @@ from storage_kv.access.users import Users
 from storage_kv.commands import BY_FULL_NAME, execute
 from storage_kv.config import StorageConfig, TenantLimits
 from storage_kv.node import Node
-from storage_kv.operate.reconfigure import Reconfiguration
+from storage_kv.reconfiguration import Reconfiguration
 from storage_kv.session import Session
 
 USERS = """user root on >r ~* &* +@all
@@ -165,7 +165,7 @@ def test_buckets_go_into_debt_and_earn_it_back() -> None:
     assert limiter.wait_s(100.0) == pytest.approx(2.0)
     assert limiter.wait_s(101.0) == pytest.approx(1.0)
     assert limiter.wait_s(102.5) == 0 and limiter.wait_s(102.0) == 0  # a clock never earns backwards
-    assert not RateLimiter(TenantLimits(keys_max=1), 0.0).limits
+    assert not RateLimiter(TenantLimits(keys_max=1), 0.0).has_limits
 
 
 def test_who_is_beyond_its_rate_waits_and_others_do_not(start: Callable[..., Child], users: Path) -> None:

@@ -15,7 +15,7 @@ from machine import NEVER_S, WAIT_MAX_S, wait_for
 from storage_support import REPOSITORY, TIMEOUT_S, Child, Client, make_record
 
 from shadowserve.resp import encode_command
-from storage_kv.access.attempts import caller_of
+from storage_kv.access.authentication_throttle import network_of
 
 MIB = 1 << 20
 
@@ -187,7 +187,7 @@ def test_a_client_that_is_turned_away_again_and_again_does_not_fill_the_log(
     [("10.0.0.1:7", "10.0.0.1"), ("[2001:db8::1]:7", "2001:db8::"), ("[::ffff:10.0.0.1]:7", "10.0.0.1")],
 )
 def test_a_client_of_ipv6_is_told_apart_by_its_whole_network(address: str, caller: str) -> None:
-    assert caller_of(address) == caller
+    assert network_of(address) == caller
 
 
 def test_a_tls_client_at_a_plain_port_is_told(start: Callable[..., Child], certificates: Path) -> None:
@@ -283,7 +283,7 @@ def test_mutual_tls_takes_only_certificates_of_its_authority(
     for context in (context_of(certificates), context_of(certificates, "alice", strangers)):
         with pytest.raises((ssl.SSLError, ConnectionError, EOFError)), TlsClient(child.port, context) as client:
             client.call("PING")  # a server checks its client after the handshake of TLS 1.3
-    wait_for(lambda: any("shows no certificate" in line for line in child.log))
+    wait_for(lambda: any("has sent no certificate" in line for line in child.log))
     wait_for(lambda: any("certificate is not accepted" in line for line in child.log))
 
 
@@ -306,7 +306,7 @@ def test_a_certificate_names_its_user(start: Callable[..., Child], certificates:
     [
         (["--tls-cert", "x"], "tls_cert is given without tls_key"),
         (["--tls-client-ca", "x"], "tls_client_ca is given without tls_cert"),
-        (["--tls-users", "cn"], "tls_users is given without tls_client_ca"),
+        (["--tls-users", "cn"], "tls_users needs tls_client_ca"),
         (["--tls-cert", "none.crt", "--tls-key", "none.key"], "tls_cert: cannot read none.crt"),
     ],
 )

@@ -42,7 +42,7 @@ def test_who_does_not_authenticate_in_time_is_closed_and_who_has_stays(start: Ca
         assert not is_open(silent) or silent.socket.recv(1) == b""
         assert reset.socket.recv(1) == b"", "it has ceased to be known"
         assert client.call("PING") == b"PONG"
-        assert int(client.info()["strangers_closed"]) == 3
+        assert int(client.info()["unauthenticated_closed"]) == 3
     assert child.stop() == 0
     assert len([line for line in child.log if "client_unknown " in line]) == 1
 
@@ -74,7 +74,7 @@ def test_strangers_hold_a_share_and_newcomers_get_in(start: Callable[..., Child]
             assert last.call("PING") == b"PONG"
             with child.client() as beyond:
                 assert beyond.receive_to_end() == b"-ERR max number of clients reached\r\n"
-    assert int(established[0].info()["strangers_displaced"]) >= 56
+    assert int(established[0].info()["unauthenticated_evicted"]) >= 56
 
 
 @pytest.fixture

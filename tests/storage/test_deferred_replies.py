@@ -227,7 +227,7 @@ def test_the_old_value_of_set_get_comes_when_the_new_one_is_durable(served: Serv
             wait_for(lambda: store.leases == 0)
         store.lazy = store.away = False
         client.call("FLUSHALL")
-        assert client.info()["used_memory"] == "0" and client.info()["held_bytes"] == "0"
+        assert client.info()["used_memory"] == "0" and client.info()["memory_held_bytes"] == "0"
 
 
 @pytest.mark.parametrize("size", [100, 8 * MIB])

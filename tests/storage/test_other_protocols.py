@@ -52,11 +52,11 @@ HTTP = {
 def test_nothing_that_http_carries_is_executed(shared_server: Child, client: Client, name: str, step: int) -> None:
     """FLUSHALL in the body of any web page's POST emptied the store."""
     client.call("SET", "a", "1")
-    before = int(client.info()["http_requests_refused"])
+    before = int(client.info()["http_refused"])
     assert send_and_read(shared_server, HTTP[name], step) == b""
     assert client.call("GET", "a") == b"1"
     assert client.call("ACL", "GETUSER", "eve") is None
-    assert int(client.info()["http_requests_refused"]) == before + 1
+    assert int(client.info()["http_refused"]) == before + 1
 
 
 def hello_of_tls(session: bytes) -> bytes:
