@@ -122,7 +122,7 @@ def encode_error(text: str) -> bytes:
 
 
 def encode(value: Value, protocol: int = 2) -> bytes:
-    """Return ``value`` in RESP2 or RESP3. What RESP2 lacks becomes what Redis sends instead."""
+    """Return ``value`` in RESP2 or RESP3. A type that RESP2 lacks becomes what Redis sends in its place."""
     if isinstance(value, SimpleString | ErrorReply):
         line = bytes(value)
         if b"\r" in line or b"\n" in line:
@@ -140,6 +140,10 @@ def encode(value: Value, protocol: int = 2) -> bytes:
         return encode_null(protocol)
     if isinstance(value, NullArray):
         return encode_null(3) if protocol == 3 else b"*-1\r\n"
+    return _encode_number(value, protocol)
+
+
+def _encode_number(value: bool | int | float, protocol: int) -> bytes:
     if isinstance(value, bool):
         return (b"#t\r\n" if value else b"#f\r\n") if protocol == 3 else (b":1\r\n" if value else b":0\r\n")
     if isinstance(value, BigNumber) or (isinstance(value, int) and not _INT64_MIN <= value <= _INT64_MAX):

@@ -178,7 +178,9 @@ class CommandExecutor:
         small_bytes = 0
         in_progress = self.has_input = True
         while left > 0 and not session.pause_until_s:
-            in_progress = self.has_input = reader.in_progress or self._has_kept_command()
+            in_progress = self.has_input = reader.in_progress or bool(
+                self._retry or self._continuation or session.executing
+            )
             if not in_progress or (session.closing and self._continuation is None):
                 break
             if replies.out_bytes + small_bytes >= output_max or (replies.deferred and self.is_far_ahead()):
@@ -208,9 +210,6 @@ class CommandExecutor:
         if in_progress or self._holds_memory():
             self.moved_bytes += received_bytes
             self.update_accounts()
-
-    def _has_kept_command(self) -> bool:
-        return bool(self._retry or self._continuation or self._session.executing)
 
     def _holds_memory(self) -> bool:
         """Return True if the accounts may have changed: the client holds memory, or held some."""

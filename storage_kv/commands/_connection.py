@@ -1,6 +1,7 @@
 """Commands on the connection itself."""
 
 import time
+from collections.abc import Callable
 from typing import Final
 
 from shadowserve.resp import Map, SimpleString, Value, Verbatim, encode, encode_bulk, encode_null
@@ -259,25 +260,33 @@ def _filtered(node: Node, session: Session, chosen: list[Session], filters: list
         if position + 1 == len(filters):
             syntax_error()
         name, value = bytes(filters[position]).upper(), filters[position + 1]
-        if name == b"ID":
-            wanted = _client_id(value)
-            chosen = [other for other in chosen if other.id == wanted]
-        elif name == b"TYPE":
-            chosen = chosen if _is_normal(value) else []
-        elif name == b"ADDR":
-            chosen = [other for other in chosen if other.address == quote(value)]
-        elif name == b"LADDR":
-            chosen = [other for other in chosen if other.info.local_address == quote(value)]
-        elif name == b"USER":
-            user = node.users.by_name.get(bytes(value))
-            if user is None or not (session.user.is_operator or user.tenant == session.user.tenant):
-                raise CommandError(f"ERR No such user '{quote(value)}'")
-            chosen = [other for other in chosen if other.user is user]
-        elif name == b"SKIPME" and bytes(value).lower() in (b"yes", b"no"):
+        if name == b"SKIPME" and bytes(value).lower() in (b"yes", b"no"):
             skips_own = bytes(value).lower() == b"yes"
         else:
-            syntax_error()
+            matches = _filter(node, session, name, value)
+            chosen = [other for other in chosen if matches(other)]
     return [other for other in chosen if other is not session or not skips_own]
+
+
+def _filter(node: Node, session: Session, name: bytes, value: Argument) -> Callable[[Session], bool]:
+    """Return the predicate of one filter of CLIENT KILL."""
+    text = quote(value)
+    if name == b"ID":
+        wanted = _client_id(value)
+        return lambda other: other.id == wanted
+    if name == b"TYPE":
+        is_normal = _is_normal(value)
+        return lambda other: is_normal
+    if name == b"ADDR":
+        return lambda other: other.address == text
+    if name == b"LADDR":
+        return lambda other: other.info.local_address == text
+    if name == b"USER":
+        user = node.users.by_name.get(bytes(value))
+        if user is None or not (session.user.is_operator or user.tenant == session.user.tenant):
+            raise CommandError(f"ERR No such user '{text}'")
+        return lambda other: other.user is user
+    syntax_error()
 
 
 def _client_id(argument: Argument) -> int:

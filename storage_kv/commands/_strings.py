@@ -7,7 +7,7 @@ from typing import NamedTuple
 from shadowserve import record
 from shadowserve.errors import RecordError
 from shadowserve.keys import KEY_BYTES
-from shadowserve.pool.terms import KEY_BYTES_MAX
+from shadowserve.pool.terms import KEY_BYTES_MAX, Address, Item
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
 from shadowserve.resp import encode_array_header, encode_bulk_header, encode_null
 from storage_kv.commands._arguments import (
@@ -292,21 +292,29 @@ def _store(write: _Write, chunk: _RecordInfo) -> bytes | list[Part]:
     store, name, null = node.store, session.qualify(write.key), encode_null(session.protocol)
     # With GET the previous value is the reply, which counts as a use, whether it is replaced or not.
     old = node.read(name) if answers.returns_old else store.peek(name)
-    unmet = bool(write.condition) and (write.condition == b"NX") == (old is not None)
-    # A record that only the bucket has is stored again, so that the next reader finds it here.
-    keeps_record = not unmet and old is not None and chunk.head_bytes > 0 and old.head_bytes > 0 and not old.is_cold
-    if keeps_record:
-        store.get(name)  # counts as a use: a client has just computed it
-        node.counters.records_kept += 1
-    if unmet or keeps_record:
+    if write.condition and (write.condition == b"NX") == (old is not None):
         if answers.returns_old:
             return null if old is None else bulk_of(node, old, missing=null)
+        return answers.unmet
+    # A record that only the bucket has is stored again, so that the next reader finds it here.
+    if old is not None and chunk.head_bytes and old.head_bytes and not old.is_cold:
+        store.get(name)  # counts as a use: a client has just computed it
+        node.counters.records_kept += 1
+        if answers.returns_old:
+            return bulk_of(node, old, missing=null)
         # Another client stored the record, maybe just now: the reply waits until that is durable.
-        return answers.unmet if unmet else when_durable(node, store.settling(name), write.operation, answers.met)
+        return when_durable(node, store.settling(name), write.operation, answers.met)
+    return _replace(write, chunk, name, old)
+
+
+def _replace(write: _Write, chunk: _RecordInfo, name: Address, old: Item | None) -> bytes | list[Part]:
+    """Store a value in place of an old one."""
+    node, answers, old_value = write.node, write.answers, None
     expires_at_ms = old.expires_at_ms if write.keeps_expiry and old is not None else write.expires_at_ms
-    old_value = OldValue(node, old, write.operation, null) if answers.returns_old and old is not None else None
+    if answers.returns_old and old is not None:
+        old_value = OldValue(node, old, write.operation, encode_null(write.session.protocol))
     try:
-        ticket = store.put(
+        ticket = node.store.put(
             name, write.value, head_bytes=chunk.head_bytes, expires_at_ms=expires_at_ms, parent=chunk.parent
         )
     except (OutOfBudgetError, BusyError) as error:
@@ -315,8 +323,7 @@ def _store(write: _Write, chunk: _RecordInfo) -> bytes | list[Part]:
         if isinstance(error, BusyError):
             raise
         raise CommandError(OUT_OF_MEMORY) from None
-    if chunk.head_bytes:
-        node.counters.records_stored += 1
+    node.counters.records_stored += chunk.head_bytes > 0
     if old_value is not None:
         return old_value.reply(ticket)
     return when_durable(node, ticket, write.operation, answers.met)
