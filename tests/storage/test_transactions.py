@@ -7,18 +7,8 @@ import pytest
 from machine import wait_for
 from slow_store import Served
 from storage_support import Child, Client, make_record
-from test_against_redis import commands_of
-from test_generated_against_redis import converse
 
 from shadowserve.resp import ErrorReply, encode_command
-
-CONVERSATION = r"""
-        EXEC ; DISCARD ; MULTI ; MULTI ; WATCH a ; SET a 1 ; GET a ; EXEC ; MULTI ; EXEC ; MULTI ; NOSUCH ; SET a 2 ;
-        EXEC ; GET a ; MULTI ; SET a ; PING ; EXEC ; MULTI ; SET a 3 ; DISCARD ; GET a ; MULTI ; EXPIRE a x ; GET a ;
-        EXEC ; EXEC x ; MULTI ; EXEC x ; EXEC ; MULTI ; DISCARD x ; EXEC ; WATCH a ; SET a 4 ; MULTI ; GET a ; EXEC ;
-        WATCH a b ; UNWATCH ; SET a 5 ; MULTI ; GET a ; EXEC ; MULTI ; RESET ; EXEC ; MULTI ; CLIENT SETNAME "a b" ;
-        SELECT x ; CLIENT NOSUCH ; EXEC ; MULTI ; CONFIG GET save ; KEYS none ; ECHO x ; EXEC ; WATCH ; MULTI x
-    """
 
 LARGE = bytes(range(256)) * 400  # sent by reference, received in place
 
@@ -45,16 +35,6 @@ def test_commands_of_a_transaction_are_executed_in_order_when_exec_comes(client:
         assert other.call("GET", "b") == LARGE
         assert calls(client, ("MULTI",), ("DEL", "a"), ("DISCARD",), ("EXISTS", "a")) == [b"OK", b"QUEUED", b"OK", 1]
         assert isinstance(client.call("EXEC"), ErrorReply)
-
-
-@pytest.mark.parametrize("protocol", [2, 3])
-def test_replies_equal_those_of_redis(protocol: int, shared_server: Child, redis_port: int) -> None:
-    commands = commands_of(CONVERSATION)
-    got, expected = (
-        converse(port, commands, protocol, [1] * len(commands)) for port in (shared_server.port, redis_port)
-    )
-    for command, answer, reference in zip(commands, got, expected, strict=True):
-        assert answer == reference, f"to {command}"
 
 
 def test_what_a_transaction_has_queued_is_seen_in_the_list_of_clients(client: Client) -> None:
