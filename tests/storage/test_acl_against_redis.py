@@ -146,7 +146,7 @@ def words_of(lines: Value) -> list[set[bytes]]:
     return [set(line.split()) for line in lines]  # type: ignore[union-attr]
 
 
-def test_a_file_that_redis_has_saved_is_ours_and_the_reverse(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_users_files_are_exchangeable_with_redis(start: Callable[..., Child], tmp_path: Path) -> None:
     file = tmp_path / "users.acl"
     file.write_text("user default on nopass ~* &* +@all\nuser alice on >pw ~a:* %R~b:* -@all +set +get\n")
     child = start("--users-file", str(file))

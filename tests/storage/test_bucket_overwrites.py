@@ -89,14 +89,14 @@ def in_bucket(bucket: FaultyS3, what: str) -> bool:
     return any(RECORDS[what].values[0] in body for body in list(bucket.objects.values()))
 
 
-def test_the_table_has_every_command_that_writes() -> None:
+def test_every_writing_command_is_covered() -> None:
     covered = {word for what in ALL for word in what.split()}
     assert {
         command.name for command in TABLE.commands if "write" in command.flags.split()
     } - CHANGES_NO_VALUE <= covered
 
 
-def test_no_command_is_acknowledged_before_the_bucket_has_let_go_of_what_it_replaces(
+def test_no_command_is_acknowledged_before_the_bucket_has_deleted_the_old_record(
     bucket: FaultyS3, start_node: Callable[[], tuple[Child, Client]]
 ) -> None:
     """Symptom: SET, GETSET, MSET, SET PX and EXEC were answered first, and a node that was killed served the old."""

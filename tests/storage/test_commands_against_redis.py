@@ -499,7 +499,7 @@ def test_malformed_requests_get_the_answer_of_redis_and_end_the_connection(
     ],
     ids=repr,
 )  # fmt: skip
-def test_requests_as_people_type_them(data: bytes, shared_server: Child, redis_port: int) -> None:
+def test_typed_requests_get_the_replies_of_redis(data: bytes, shared_server: Child, redis_port: int) -> None:
     answers = []
     for port in (redis_port, shared_server.port):
         with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as sock:
@@ -532,7 +532,7 @@ def test_command_table_agrees_with_redis(shared_server: Child, redis_port: int) 
                 client.call("HELLO", protocol + 1 if protocol == 2 else 2)
 
 
-def test_every_command_is_described_in_the_shape_of_redis(shared_server: Child, redis_port: int) -> None:
+def test_command_docs_have_the_fields_of_redis(shared_server: Child, redis_port: int) -> None:
     """Of COMMAND DOCS the words are ours; what there is of each command is Redis', less what only people read."""
     with Child.client(shared_server) as ours, Client(redis_port) as theirs:
         names = ours.call("COMMAND", "LIST")
@@ -556,7 +556,7 @@ def test_every_command_is_described_in_the_shape_of_redis(shared_server: Child, 
         assert isinstance(whole, list) and len(whole) == count
 
 
-def test_clients_that_were_killed_are_in_no_list_any_more(shared_server: Child, redis_port: int) -> None:
+def test_killed_clients_disappear_from_client_list_at_once(shared_server: Child, redis_port: int) -> None:
     """All 200 were still there: their connections end a moment after the reply."""
 
     def left(port: int) -> tuple[Value, int, int]:

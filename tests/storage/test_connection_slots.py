@@ -31,7 +31,7 @@ def is_open(client: Client) -> bool:
         client.socket.settimeout(TIMEOUT_S)
 
 
-def test_who_does_not_authenticate_in_time_is_closed_and_who_has_stays(start: Callable[..., Child]) -> None:
+def test_clients_that_do_not_authenticate_in_time_are_closed(start: Callable[..., Child]) -> None:
     """10,000 connections that never authenticate kept every place for ever."""
     child = start("--authentication-timeout-s", "1", environment=LOGIN)
     with known(child) as client, child.client() as silent, child.client() as chatty, known(child) as reset:
@@ -47,7 +47,7 @@ def test_who_does_not_authenticate_in_time_is_closed_and_who_has_stays(start: Ca
     assert len([line for line in child.log if "client_unknown " in line]) == 1
 
 
-def test_a_dribbling_stranger_is_closed_as_well(start: Callable[..., Child]) -> None:
+def test_a_slow_unauthenticated_client_is_closed_too(start: Callable[..., Child]) -> None:
     child = start("--authentication-timeout-s", "1", environment=LOGIN)
     with child.client() as stranger, pytest.raises(ConnectionError):
         stranger.socket.settimeout(0.05)
@@ -59,7 +59,7 @@ def test_a_dribbling_stranger_is_closed_as_well(start: Callable[..., Child]) -> 
                     raise ConnectionError
 
 
-def test_strangers_hold_a_share_and_newcomers_get_in(start: Callable[..., Child]) -> None:
+def test_unauthenticated_clients_use_a_share_of_slots_and_new_clients_connect(start: Callable[..., Child]) -> None:
     flags = ("--connections-max", "40", "--unauthenticated-connections-max", "4", "--authentication-timeout-s", "600")
     child = start(*flags, environment=LOGIN)
     established = [known(child) for _ in range(5)]
@@ -84,7 +84,7 @@ def users(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_a_tenant_has_its_share_of_places(start: Callable[..., Child], users: str) -> None:
+def test_a_tenant_has_its_share_of_slots(start: Callable[..., Child], users: str) -> None:
     child = start("--connections-max", "20", "--users-file", users)
 
     def comes_in(name: str, password: str) -> Client | None:
@@ -110,7 +110,7 @@ def test_a_tenant_has_its_share_of_places(start: Callable[..., Child], users: st
     wait_for(lambda: comes_in("ann", "pa"))
 
 
-def test_a_tenants_share_of_places_can_be_configured(start: Callable[..., Child], users: str, tmp_path: Path) -> None:
+def test_a_tenants_share_of_slots_can_be_configured(start: Callable[..., Child], users: str, tmp_path: Path) -> None:
     config = tmp_path / "storage.yaml"
     config.write_text("storage:\n  connections_max: 20\n  tenants: {a: {connections_max: 3}}\n")
     child = start("--config", str(config), "--users-file", users)
@@ -119,7 +119,7 @@ def test_a_tenants_share_of_places_can_be_configured(start: Callable[..., Child]
     assert answers == [b"OK"] * 3 + [b"ERR max number of clients of this tenant reached"]
 
 
-def test_without_a_password_nobody_is_a_stranger(start: Callable[..., Child]) -> None:
+def test_without_a_password_all_clients_are_authenticated(start: Callable[..., Child]) -> None:
     child = start("--authentication-timeout-s", "0.2", "--connections-max", "10")
     clients = [child.client() for _ in range(10)]
     with contextlib.suppress(TimeoutError):

@@ -23,7 +23,7 @@ def ask(child: Child, method: str = "GET", path: str = "/healthz", **headers: st
         return asked.getresponse().status
 
 
-def test_those_who_never_finish_their_request_keep_no_probe_out(observed: Child) -> None:
+def test_unfinished_http_requests_do_not_block_probes(observed: Child) -> None:
     """Sixteen of them, and /healthz was answered to nobody: an orchestrator would have restarted the node."""
     dribblers = [socket.create_connection(("127.0.0.1", observed.metrics_port), TIMEOUT_S) for _ in range(40)]
     for dribbler in dribblers:
@@ -57,7 +57,7 @@ def test_a_request_has_a_deadline_and_a_size_as_a_whole(observed: Child) -> None
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:9100", "127.0.0.1.evil.example", "localhost.evil", "["])
-def test_a_web_page_whose_name_leads_here_reads_nothing(observed: Child, host: str) -> None:
+def test_a_web_page_with_dns_rebinding_reads_nothing(observed: Child, host: str) -> None:
     assert ask(observed, path="/metrics", Host=host) == 421
 
 
@@ -68,5 +68,5 @@ def test_probes_of_this_machine_are_answered(observed: Child, host: str) -> None
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "FLUSHALL"])
-def test_nothing_can_be_changed(observed: Child, method: str) -> None:
+def test_the_http_endpoint_changes_nothing(observed: Child, method: str) -> None:
     assert ask(observed, method, Host="localhost") == 501

@@ -213,7 +213,7 @@ def test_a_signal_under_load_ends_all_threads_with_whole_replies_only(child: Chi
     assert not [line for line in child.log if "ERROR" in line or "Traceback" in line or "cut_off" in line], child.log
 
 
-def test_a_loop_calls_handlers_and_functions_and_outlives_their_errors(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_event_loop_survives_errors_of_its_handlers(caplog: pytest.LogCaptureFixture) -> None:
     loop = EventLoop()
     here, there = socket.socketpair()
     seen: list[bytes] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from machine import NEVER_S, WAIT_MAX_S, wait_for
 from slow_store import Served
-from storage_support import Child, Client
+from storage_support import Child, Client, login
 from test_client_memory import MIB, Weighed
 from test_layers import LAYERS, check, stored
 from test_shaper import MBIT, Run, Sent, shared
@@ -39,12 +39,6 @@ def begin(start: Callable[..., Child], tmp_path: Path) -> Callable[..., Child]:
     return lambda *flags: start("--users-file", str(users), *PATIENT, *flags)
 
 
-def login(child: Child, name: str, receive_buffer: int | None = None) -> Client:
-    client = child.client(receive_buffer=receive_buffer)
-    assert client.call("AUTH", name, name[0]) == b"OK"
-    return client
-
-
 def number_of(client: Client, name: str) -> int:
     return int(client.info()[name])
 
@@ -52,7 +46,7 @@ def number_of(client: Client, name: str) -> int:
 # ---- KV.LAYERS
 
 
-def test_streams_that_nobody_reads_keep_no_other_tenant_waiting(begin: Callable[..., Child]) -> None:
+def test_unread_streams_do_not_delay_other_tenants(begin: Callable[..., Child]) -> None:
     """Six connections stopped all tenants' KV.LAYERS for 75 s."""
     child = begin("--layers-bits-per-s-min", "0")
     root, ann = login(child, "root"), login(child, "ann")
@@ -67,7 +61,7 @@ def test_streams_that_nobody_reads_keep_no_other_tenant_waiting(begin: Callable[
     assert number_of(root, "layer_streams_waiting") > 0, "theirs wait on, for their own tenants' shares"
 
 
-def test_a_tenant_that_is_held_to_its_rate_keeps_no_other_waiting(begin: Callable[..., Child]) -> None:
+def test_a_rate_limited_tenant_does_not_delay_others(begin: Callable[..., Child]) -> None:
     """Without any malice: a tenant at 1 MiB a second made another one wait for 34 s."""
     child = begin("--tenants", "{b: {bytes_per_s: 1 MiB}}", "--memory-budget-bytes", "128 MiB")
     root, ann = login(child, "root"), login(child, "ann")
@@ -113,7 +107,7 @@ def test_a_stream_that_waits_for_too_long_is_answered_with_an_error(caplog: pyte
         assert number_of(client, "layer_streams_closed") == 1
 
 
-def test_a_client_that_takes_layers_too_slowly_is_cut(begin: Callable[..., Child]) -> None:
+def test_a_client_that_reads_layers_too_slowly_is_aborted(begin: Callable[..., Child]) -> None:
     child = begin("--layers-bits-per-s-min", "1e9")
     root, bob = login(child, "root"), login(child, "bob", receive_buffer=4096)
     asked = list(stored(bob, 8, layer_bytes=256 << 10))
@@ -124,7 +118,7 @@ def test_a_client_that_takes_layers_too_slowly_is_cut(begin: Callable[..., Child
         bob.receive()
 
 
-def test_what_requests_for_layers_cost_is_counted_before_it_is_taken(begin: Callable[..., Child]) -> None:
+def test_memory_of_requests_for_layers_is_counted_before_use(begin: Callable[..., Child]) -> None:
     """1,000 connections with one request each took a server of 64 MiB to 1,469 MiB, and none of it was counted."""
     flags = ("--clients-memory-bytes-max", "64 MiB", "--layers-bits-per-s-min", "0")
     child = begin("--tenants", "{b: {bytes_max: 16 MiB}}", *flags)
@@ -152,7 +146,7 @@ def test_a_request_for_layers_that_would_take_too_much_is_refused(begin: Callabl
     assert isinstance(refused, ErrorReply) and refused.startswith(b"OOM this request needs")
 
 
-def test_arguments_of_a_reply_that_nobody_reads_are_counted(begin: Callable[..., Child]) -> None:
+def test_arguments_of_an_unread_reply_are_counted(begin: Callable[..., Child]) -> None:
     """They were counted while they came, and no more once the command was executed."""
     child = begin("--clients-memory-bytes-max", "64 MiB")
     root, bob = login(child, "root"), login(child, "bob", receive_buffer=4096)
@@ -164,7 +158,7 @@ def test_arguments_of_a_reply_that_nobody_reads_are_counted(begin: Callable[...,
 # ---- FairQueue
 
 
-def test_tenants_then_clients_take_turns_by_what_they_were_served() -> None:
+def test_tenants_and_then_clients_take_turns_by_cost() -> None:
     turns: FairQueue[str] = FairQueue()
     for number in range(100):
         turns.add(1, 10, f"a{number}")
@@ -181,7 +175,7 @@ def test_tenants_then_clients_take_turns_by_what_they_were_served() -> None:
     assert order[5:] == [f"a{number}" for number in range(2, 100)], "a client's own stay in their order"
 
 
-def test_who_comes_back_has_no_more_turns_than_those_who_stayed() -> None:
+def test_a_returning_tenant_gets_no_extra_turns() -> None:
     turns: FairQueue[int] = FairQueue()
     for number in range(10):
         turns.add(1, 1, number)
@@ -208,7 +202,7 @@ def test_a_tenant_of_twice_the_weight_has_twice_the_turns() -> None:
     assert order.count(2) == 20
 
 
-def test_a_loop_serves_a_tenant_whatever_waits_of_another() -> None:
+def test_an_event_loop_serves_each_tenant_in_turn() -> None:
     """A thousand busy connections were served before the next event was looked at: a PING waited for a second."""
     loop = EventLoop()
     crowd, other = loop.enter(1), loop.enter(2)
@@ -239,7 +233,7 @@ def test_a_loop_serves_a_tenant_whatever_waits_of_another() -> None:
     assert served.index("other") < waiting + 500, "it waited for a part of one turn of the others, not for all of them"
 
 
-def test_the_check_of_a_record_waits_for_no_crowd_of_another_tenant() -> None:
+def test_verifying_a_record_does_not_wait_for_another_tenants_queue() -> None:
     """A hundred records of one tenant were checked before the first of another one that came behind them."""
     workers, order, go_on = Workers(1), [], threading.Event()
     crowd = Session(1, address="a", local_address="b", file_descriptor=0)
@@ -266,7 +260,7 @@ def test_the_check_of_a_record_waits_for_no_crowd_of_another_tenant() -> None:
 # ---- The link
 
 
-def test_tenants_share_the_link_whatever_each_of_them_asks_for() -> None:
+def test_tenants_share_the_link_whatever_each_requests() -> None:
     run = Run(shared())
     for _ in range(9):
         flow = Flow(Demand(10_000, 0.1, 10_000), inf, tenant=1)
@@ -286,7 +280,7 @@ def test_tenants_share_the_link_whatever_each_of_them_asks_for() -> None:
     assert sum(flow.rate for flow in run.shaper.flows) == pytest.approx(100 * MBIT), "what one leaves others have"
 
 
-def test_a_debt_is_its_clients_own() -> None:
+def test_each_client_has_its_own_debt() -> None:
     """Another tenant's PING waited for 2.8 s, for a debt that was not its own."""
     run = Run(shared())
     others = run.shaper.others
@@ -305,7 +299,7 @@ def test_a_debt_is_its_clients_own() -> None:
     assert others.wait_s(Sent(6, 2), run.now_s) == 0.0
 
 
-def test_a_client_that_asks_for_one_value_at_a_time_is_held_to_its_part_as_well(begin: Callable[..., Child]) -> None:
+def test_a_client_with_one_request_at_a_time_is_limited_too(begin: Callable[..., Child]) -> None:
     child = begin("--egress-bits-per-s", "1e8")
     ann, bob, slow = login(child, "ann"), login(child, "bob"), login(child, "bob", receive_buffer=4096)
     asked = list(stored(slow, 4, layer_bytes=64 << 10))
@@ -351,7 +345,7 @@ def test_two_tenants_with_half_each_leave_room_for_a_third() -> None:
 # ---- PendingKeys
 
 
-def test_of_thousands_that_publish_a_key_those_few_are_noted_that_last_longest() -> None:
+def test_only_the_longest_lasting_clients_of_a_pending_key_are_kept() -> None:
     """2,000 publishers of a key made another tenant wait for 1.7 s: each look went through all of them."""
     pending_keys = PendingKeys(lambda: 2)
     key = (1, b"key")

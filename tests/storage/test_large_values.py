@@ -47,7 +47,7 @@ def test_mget_mixes_large_small_and_absent(client: Client) -> None:
     assert client.call("MGET", "large", "small", "none", "large") == expected
 
 
-def test_large_arguments_of_other_commands_are_taken_as_far_as_they_may_be_large(client: Client) -> None:
+def test_large_arguments_that_are_no_values_are_accepted_up_to_their_limit(client: Client) -> None:
     assert client.call("ECHO", VALUE[:100_000]) == VALUE[:100_000]
     refused = client.call("ECHO", VALUE[: 2 * MIB])
     assert isinstance(refused, ErrorReply) and refused.startswith(b"ERR an argument of 2097152 bytes is too long")
@@ -72,7 +72,7 @@ def test_a_value_being_sent_stays_whole_while_it_is_replaced_and_deleted(shared_
         assert int(client.info()["memory_held_bytes"]) == 0
 
 
-def test_a_client_that_goes_away_mid_reply_leaves_nothing_held(shared_server: Child, client: Client) -> None:
+def test_a_client_that_disconnects_during_a_reply_releases_its_value(shared_server: Child, client: Client) -> None:
     client.call("SET", "large", VALUE)
     reader = shared_server.client()
     reader.send("GET", "large")

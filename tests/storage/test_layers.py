@@ -90,9 +90,7 @@ def test_each_layer_has_the_pieces_of_all_chunks_in_the_order_of_the_prefix(serv
     check(client.call("KV.LAYERS", "0-3", 0, 0, *nobody), nobody, {}, range(LAYERS))
 
 
-def test_what_lies_on_a_device_after_a_restart_is_read_once_an_object(
-    start: Callable[..., Child], tmp_path: Path
-) -> None:
+def test_after_a_restart_each_object_is_read_once_from_its_device(start: Callable[..., Child], tmp_path: Path) -> None:
     devices = f'[{{"path": "{tmp_path}/device", "size": "256 MiB"}}]'
     options = ["--memory-budget-bytes", "64 MiB", "--devices", devices]
     child = start(*options)
@@ -139,11 +137,11 @@ def test_redis_py_reads_it(server: Child) -> None:
 @pytest.mark.parametrize(
     "layers", ["", "a", "0-", "-1", "3-2", "0,0", "0-3,2", "0-1024", "65536", "0--1", "1 ", "9" * 20_000]
 )
-def test_layers_that_cannot_be_are_refused(client: Client, layers: str) -> None:
+def test_invalid_layers_are_refused(client: Client, layers: str) -> None:
     assert bytes(client.call("KV.LAYERS", layers, 0, 0, "a")).startswith(b"ERR invalid layers in 'kv.layers'")
 
 
-def test_more_than_may_be_asked_for_is_refused_before_anything_is_done(start: Callable[..., Child]) -> None:
+def test_requests_beyond_a_limit_are_refused_before_any_work(start: Callable[..., Child]) -> None:
     child = start("--memory-budget-bytes", "8 MiB")
     client = child.client()
     assert bytes(client.call("KV.LAYERS", "0", 0, 0, *["a"] * 8193)).startswith(
@@ -169,7 +167,7 @@ user none on >n ~* +@all -@admin -kv.layers tenant=team-a
 """
 
 
-def test_another_tenants_records_are_not_there_and_keys_and_commands_are_permitted(
+def test_layers_of_other_tenants_do_not_exist_and_permissions_apply(
     start: Callable[..., Child], tmp_path: Path
 ) -> None:
     file = tmp_path / "users.acl"
@@ -195,7 +193,7 @@ def lent(client: Client) -> int:
     return int(client.info()["lent_bytes"])
 
 
-def test_clients_that_go_away_in_the_middle_leave_nothing_held(start: Callable[..., Child]) -> None:
+def test_clients_that_disconnect_during_layers_release_everything(start: Callable[..., Child]) -> None:
     child = start("--memory-budget-bytes", "64 MiB")
     client = child.client()
     records = stored(client, 24, layer_bytes=256 << 10)
@@ -216,7 +214,7 @@ def test_clients_that_go_away_in_the_middle_leave_nothing_held(start: Callable[.
     wait_for(lambda: lent(client) == 0)
 
 
-def test_what_is_deleted_while_it_is_sent_arrives_as_it_was(start: Callable[..., Child]) -> None:
+def test_a_record_deleted_during_sending_arrives_unchanged(start: Callable[..., Child]) -> None:
     child = start("--memory-budget-bytes", "64 MiB")
     client, slow = child.client(), child.client(receive_buffer=8192)
     records = stored(client, 24, layer_bytes=256 << 10)
@@ -294,7 +292,7 @@ def test_a_bug_in_one_stream_is_answered_with_an_error_and_costs_no_other(
     assert [line.message for line in caplog.records if line.levelname == "ERROR"] == ["layers_failed"] * 2
 
 
-def test_a_bug_in_what_all_streams_share_leaves_nobody_waiting(
+def test_a_bug_in_the_shared_thread_fails_all_streams(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Served() as server:

@@ -16,7 +16,7 @@ CORPUS = Path(__file__).parents[1] / "shared" / "corpus" / "resp"
 MIB = 1 << 20
 
 
-def test_clients_beyond_the_limit_are_told_so(start: Callable[..., Child]) -> None:
+def test_clients_beyond_the_limit_get_an_error(start: Callable[..., Child]) -> None:
     child = start("--connections-max", "2")
     with child.client() as first, child.client() as second:
         assert first.call("PING") == second.call("PING") == b"PONG"
@@ -50,7 +50,7 @@ def test_a_bulk_or_a_request_beyond_the_limit_is_refused(start: Callable[..., Ch
         assert client.call("STRLEN", "a") == MIB
 
 
-def test_a_promised_giant_takes_no_memory_before_it_comes(start: Callable[..., Child]) -> None:
+def test_an_announced_large_value_takes_no_memory_before_it_arrives(start: Callable[..., Child]) -> None:
     child = start()
     promise = b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$500000000\r\nonly this"
     with child.client() as client:
@@ -103,7 +103,7 @@ def was_set(child: Child, value: bytes) -> bool:
     return False
 
 
-def test_a_reader_that_stands_still_is_closed(start: Callable[..., Child]) -> None:
+def test_a_stalled_reader_is_closed(start: Callable[..., Child]) -> None:
     child = start("--stall-timeout-s", "0.5")
     with child.client() as other:
         wait_for(lambda: was_set(child, b"x" * (32 * MIB)))
@@ -137,7 +137,7 @@ def write_slowly_beside_one_that_stands_still(child: Child) -> tuple[bool, float
     return answered, max(longest, time.monotonic() - last)
 
 
-def test_a_writer_that_stands_still_is_closed_and_a_slow_one_is_not(start: Callable[..., Child]) -> None:
+def test_a_stalled_writer_is_closed_and_a_slow_one_is_not(start: Callable[..., Child]) -> None:
     child = start("--stall-timeout-s", "0.6")
     answered, tries = False, 0
     while not answered:
@@ -177,7 +177,7 @@ def test_a_client_that_sends_on_after_its_error_still_gets_the_error(shared_serv
         assert client.receive_to_end() == b"-ERR Protocol error: invalid multibulk length\r\n"
 
 
-def test_a_pipeline_that_is_cut_off_is_answered_as_far_as_it_came(shared_server: Child, client: Client) -> None:
+def test_an_incomplete_pipeline_is_answered_up_to_its_last_command(shared_server: Child, client: Client) -> None:
     with shared_server.client() as cut:
         cut.socket.sendall(encode_command("SET", "a", "1") * 5000 + b"*3\r\n$3\r\nSET\r\n$1\r\nb")
         cut.socket.shutdown(socket.SHUT_WR)

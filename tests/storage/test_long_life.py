@@ -196,7 +196,7 @@ def _check_nothing_is_left(served: Lasting, end: Callable[[socket.socket], None]
 
 
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__.strip("_"))
-def test_of_a_connection_that_has_ended_nothing_waits_for_the_collector(
+def test_an_ended_connection_leaves_no_reference_cycles(
     end: Callable[[socket.socket], None], without_collector: None
 ) -> None:
     """The session led back to its connection: 6 KB were left of each, and megabytes of a value that came half way."""
@@ -205,7 +205,7 @@ def test_of_a_connection_that_has_ended_nothing_waits_for_the_collector(
 
 
 @pytest.mark.parametrize("end", TLS_ENDS, ids=lambda end: end.__name__.strip("_"))
-def test_of_a_handshake_that_failed_and_of_tls_nothing_waits_for_the_collector(
+def test_tls_and_failed_handshakes_leave_no_reference_cycles(
     end: Callable[[socket.socket, ssl.SSLContext], None], certificates: Path, without_collector: None
 ) -> None:
     context = ssl.create_default_context(cafile=f"{certificates}/ca.crt")
@@ -289,7 +289,7 @@ def _use_new_names(served: Lasting, numbers: range) -> None:
 
 
 @pytest.mark.parametrize("engine", ["memory", "pool"])
-def test_names_that_come_once_do_not_add_up(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_occur_once_do_not_accumulate(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys, users, clients, commands, addresses: whatever remembers them has a bound, here a small one."""
     for module, bound in (
         (placement, "_CHAINS_MAX"),

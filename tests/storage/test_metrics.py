@@ -69,7 +69,7 @@ def exported(node: Node) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
-def test_what_a_server_does_is_counted(start: Callable[..., Child]) -> None:
+def test_metrics_count_the_work_of_a_server(start: Callable[..., Child]) -> None:
     child = start("--metrics-port", "0")
     with child.client() as client:
         key, value = make_record(b"a" * 32)
@@ -93,7 +93,7 @@ def test_what_a_server_does_is_counted(start: Callable[..., Child]) -> None:
 
 
 @needs_promtool
-def test_promtool_has_nothing_to_say_of_a_scrape(start: Callable[..., Child]) -> None:
+def test_promtool_accepts_a_scrape(start: Callable[..., Child]) -> None:
     child = start("--metrics-port", "0")
     with child.client() as client:
         client.call("SET", "a", "1")
@@ -105,7 +105,7 @@ def test_promtool_has_nothing_to_say_of_a_scrape(start: Callable[..., Child]) ->
 
 
 @needs_promtool
-def test_promtool_has_nothing_to_say_of_devices_either() -> None:
+def test_promtool_accepts_a_scrape_with_devices() -> None:
     registry = CollectorRegistry()
     registry.register(NodeCollector(node := node_with(ShownStore()), Condition(node, recovered=True)))
     done = subprocess.run(
@@ -147,7 +147,7 @@ def test_devices_arenas_and_causes_are_metrics() -> None:
     assert own['arena_promotions_total{arena="memory"}'] == 2 and own['arena_copies_dropped_total{arena="memory"}'] == 3
 
 
-def test_while_the_engine_recovers_nothing_is_asked_of_it() -> None:
+def test_a_scrape_does_not_use_the_store_before_recovery() -> None:
     node = node_with(object())
     registry = CollectorRegistry()
     registry.register(NodeCollector(node, condition := Condition(node)))
@@ -259,7 +259,7 @@ def of_the_plugin() -> set[str]:
     return {f"shadowserve_{name}_total" for table in tables for name in ast.literal_eval(table)}
 
 
-def test_whoever_loads_all_of_the_folder_loads_rules_alone() -> None:
+def test_the_prometheus_folder_has_only_rule_files() -> None:
     """As ``rule_files: [prometheus/*.yaml]`` does; Prometheus does not start with anything else among them."""
     for path in RULES.parent.iterdir():
         assert set(yaml.safe_load(path.read_text())) == {"groups"}, path.name
@@ -276,7 +276,7 @@ def test_every_alert_is_explained_and_tested() -> None:
 
 @needs_promtool
 @pytest.mark.parametrize(("command", "file"), [("check", RULES), ("test", RULES_TEST)])
-def test_promtool_finds_the_alerts_in_order(command: str, file: Path) -> None:
+def test_promtool_accepts_and_tests_the_alerts(command: str, file: Path) -> None:
     done = subprocess.run(
         ["promtool", command, "rules", file], capture_output=True, text=True, timeout=NEVER_S, check=False
     )

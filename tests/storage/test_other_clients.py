@@ -61,7 +61,7 @@ def test_redis_py_reads_writes_and_inspects(shared_server: Child, client: Client
         assert connection.flushall() and connection.dbsize() == 0
 
 
-def test_a_pipeline_as_it_is_by_default_is_a_transaction_that_works(store: Any, library: Any) -> None:
+def test_a_default_pipeline_is_a_working_transaction(store: Any, library: Any) -> None:
     values = {f"key:{number}": bytes([number]) * 40_000 for number in range(50)}
     with store.pipeline() as pipeline:
         for key, value in values.items():
@@ -78,7 +78,7 @@ def test_a_pipeline_as_it_is_by_default_is_a_transaction_that_works(store: Any, 
         assert pipeline.set("a", "1").get("a").delete("a", "b").execute() == [True, b"1", 1]
 
 
-def test_a_watched_key_that_another_has_set_ends_the_transaction(store: Any, library: Any) -> None:
+def test_a_changed_watched_key_fails_the_transaction(store: Any, library: Any) -> None:
     def double(pipeline: Any) -> None:
         value = int(pipeline.get("n"))
         pipeline.multi()
@@ -97,7 +97,7 @@ def test_a_watched_key_that_another_has_set_ends_the_transaction(store: Any, lib
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_a_caches_clients_call(store: Any) -> None:
+def test_commands_of_cache_clients_work(store: Any) -> None:
     assert store.setex("s", 1000, "v") and store.psetex("s", 1_000_000, "v") and not store.setnx("s", "x")
     assert store.getset("s", "y") == b"v" and store.getex("s", ex=1000) == b"y" and store.getdel("s") == b"y"
     assert store.mset({"a": "1", "b": b"\0" * 70_000}) and not store.msetnx({"a": "2", "c": "3"})
@@ -112,7 +112,7 @@ def test_what_a_caches_clients_call(store: Any) -> None:
     assert store.info("server")["redis_version"].startswith("7.0.") and store.config_get("save") == {"save": ""}
 
 
-def test_what_does_not_work_is_an_error_that_names_it(store: Any, library: Any) -> None:
+def test_unsupported_commands_are_errors_with_their_names(store: Any, library: Any) -> None:
     refused = [
         lambda: store.incr("n"), lambda: store.hset("h", "field", "value"), lambda: store.lpush("l", "x"),
         lambda: store.eval("return 1", 0), lambda: store.publish("channel", "x"), lambda: store.append("a", "x"),

@@ -106,7 +106,7 @@ def test_a_real_tls_client_at_the_plain_port_runs_nothing(shared_server: Child, 
     assert client.call("PING") == b"PONG"
 
 
-def test_people_and_probes_may_type_what_changes_nothing(start: Callable[..., Child]) -> None:
+def test_typed_commands_that_change_nothing_are_accepted(start: Callable[..., Child]) -> None:
     child = start(environment={"SHADOWSERVE_STORAGE_PASSWORD": "pa"})
     lines = b'AUTH pa\r\nPING\nping "a b"\r\n\r\nECHO x\r\nINFO replication\r\nQUIT\r\n'
     answer = send_and_read(child, lines)
@@ -116,9 +116,7 @@ def test_people_and_probes_may_type_what_changes_nothing(start: Callable[..., Ch
     assert refused.startswith(b"+OK\r\n-ERR Protocol error: 'GET' cannot be typed") and refused.count(b"\r\n") == 2
 
 
-def test_a_web_page_that_asks_and_asks_is_in_the_log_once(
-    start: Callable[..., Child], tmp_path: os.PathLike[str]
-) -> None:
+def test_repeated_http_requests_are_logged_once(start: Callable[..., Child], tmp_path: os.PathLike[str]) -> None:
     audit = os.path.join(tmp_path, "audit.log")
     child = start("--audit-log", audit)
     for _ in range(20):

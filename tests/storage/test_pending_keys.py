@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from machine import wait_for
-from storage_support import Child, Client
+from storage_support import Child, Client, login
 
 from shadowserve.resp import ErrorReply
 
@@ -29,19 +29,13 @@ def tenants(start: Callable[..., Child], tmp_path: Path) -> Child:
     return start("--users-file", str(file))
 
 
-def login(child: Child, name: str) -> Client:
-    client = child.client()
-    assert client.call("AUTH", name, name[0]) == b"OK"
-    return client
-
-
 def pending(client: Client, *keys: str) -> list[bool]:
     reply = client.call("KV.PENDING", *keys)
     assert isinstance(reply, list) and all(isinstance(left, int) and 0 <= left <= MINUTE_MS for left in reply)
     return [left != 0 for left in reply]
 
 
-def test_others_hear_of_what_is_published_until_it_is_there(server: Child) -> None:
+def test_a_published_key_is_pending_until_it_is_stored(server: Child) -> None:
     writer, reader = server.client(), server.client()
     assert pending(reader, "a", "b") == [False, False]
     assert writer.call("KV.PUBLISH", MINUTE_MS, "a", "b") == 2
@@ -53,7 +47,7 @@ def test_others_hear_of_what_is_published_until_it_is_there(server: Child) -> No
     assert pending(reader, "a") == [False], "it was stored, and the publication has come true"
 
 
-def test_what_is_there_needs_no_publication(server: Child) -> None:
+def test_an_existing_key_does_not_become_pending(server: Child) -> None:
     client = server.client()
     assert client.call("SET", "a", "1") == b"OK"
     assert client.call("KV.PUBLISH", MINUTE_MS, "a", "b") == 1
@@ -61,7 +55,7 @@ def test_what_is_there_needs_no_publication(server: Child) -> None:
     assert pending(client, "a", "b") == [False, True]
 
 
-def test_a_writer_that_drops_a_store_withdraws_its_own_publication_alone(server: Child) -> None:
+def test_ending_a_pending_key_affects_only_the_own_client(server: Child) -> None:
     one, other = server.client(), server.client()
     assert one.call("KV.PUBLISH", MINUTE_MS, "a", "b") == 2
     assert other.call("KV.PUBLISH", MINUTE_MS, "a") == 1
@@ -72,7 +66,7 @@ def test_a_writer_that_drops_a_store_withdraws_its_own_publication_alone(server:
 
 
 @pytest.mark.parametrize("end", ["closes", "resets"])
-def test_a_writer_that_dies_takes_its_publications_along(server: Child, end: str) -> None:
+def test_a_disconnected_client_ends_its_pending_keys(server: Child, end: str) -> None:
     one, other = server.client(), server.client()
     keys = [f"k{number}" for number in range(1000)]
     assert one.call("KV.PUBLISH", MINUTE_MS, *keys) == len(keys)
@@ -84,7 +78,7 @@ def test_a_writer_that_dies_takes_its_publications_along(server: Child, end: str
     wait_for(lambda: not any(pending(other, *keys)))
 
 
-def test_an_publication_that_nobody_keeps_expires(server: Child) -> None:
+def test_a_pending_key_expires(server: Child) -> None:
     client = server.client()
     assert client.call("KV.PUBLISH", 1, "a") == 1
     wait_for(lambda: pending(client, "a") == [False])
@@ -93,7 +87,7 @@ def test_an_publication_that_nobody_keeps_expires(server: Child) -> None:
     wait_for(lambda: pending(client, "a") == [False])
 
 
-def test_a_page_of_publications_ends_at_a_bound_and_expired_ones_make_room(server: Child) -> None:
+def test_pending_keys_are_bounded_and_expired_ones_make_room(server: Child) -> None:
     client = server.client()
     keys = [f"k{number}" for number in range(16_384)]
     assert client.call("KV.PUBLISH", 1000, *keys) == len(keys)
@@ -111,7 +105,7 @@ def test_a_page_of_publications_ends_at_a_bound_and_expired_ones_make_room(serve
     wait_for(lambda: waiting.call("KV.PUBLISH", MINUTE_MS, "one more") == 1)  # whoever said so, and says no more
 
 
-def test_a_tenant_publishes_what_it_may_write_and_another_neither_sees_nor_crowds_it_out(tenants: Child) -> None:
+def test_pending_keys_follow_permissions_and_tenants(tenants: Child) -> None:
     ann, amy, bob, eve = login(tenants, "ann"), login(tenants, "ann"), login(tenants, "bob"), login(tenants, "eve")
     assert ann.call("KV.PUBLISH", MINUTE_MS, "kv:a") == 1
     assert pending(eve, "kv:a") == [True] and pending(bob, "kv:a") == [False]
@@ -127,13 +121,13 @@ def test_a_tenant_publishes_what_it_may_write_and_another_neither_sees_nor_crowd
 
 
 @pytest.mark.parametrize("arguments", [(-1, "a"), (60_001, "a"), ("soon", "a"), (MINUTE_MS, "a" * 129)])
-def test_what_cannot_be_published_is_refused(server: Child, arguments: tuple[int | str, str]) -> None:
+def test_invalid_pending_keys_are_refused(server: Child, arguments: tuple[int | str, str]) -> None:
     client = server.client()
     assert isinstance(client.call("KV.PUBLISH", *arguments), ErrorReply)
     assert pending(client, "a") == [False]
 
 
-def test_an_publication_changes_no_key_that_is_watched(server: Child) -> None:
+def test_a_pending_key_does_not_fail_watchers(server: Child) -> None:
     client, other = server.client(), server.client()
     assert client.call("WATCH", "a") == b"OK"
     assert other.call("KV.PUBLISH", MINUTE_MS, "a") == 1

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from storage_support import Child, Client
+from storage_support import Child, Client, login
 
 from shadowserve.resp import ErrorReply
 
@@ -31,12 +31,6 @@ def server(request: pytest.FixtureRequest, start: Callable[..., Child], tmp_path
         ],
     }[request.param]
     return start("--users-file", str(file), *options)
-
-
-def login(child: Child, name: str) -> Client:
-    client = child.client()
-    assert client.call("AUTH", name, name[0]) == b"OK"
-    return client
 
 
 def pinned(client: Client) -> dict[bytes, dict[bytes, Any]]:

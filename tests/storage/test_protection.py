@@ -22,7 +22,7 @@ def users(tmp_path: Path) -> Path:
     return file
 
 
-def test_users_or_certificates_open_the_address_and_a_default_user_without_password_closes_it(
+def test_protected_mode_depends_on_users_and_certificates(
     start: Callable[..., Child], users: Path, tmp_path: Path
 ) -> None:
     child = start("--host", "0.0.0.0", "--users-file", str(users))

@@ -119,7 +119,7 @@ def test_errors_are_those_of_redis(client: Client, redis_port: int, arguments: s
         ("stall_timeout_s [", "stall_timeout_s", "is not a YAML value"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_cause(client: Client, arguments: str, name: str, cause: str) -> None:
+def test_invalid_changes_are_refused_with_their_reason(client: Client, arguments: str, name: str, cause: str) -> None:
     said = client.call("CONFIG", "SET", *arguments.split())
     assert isinstance(said, ErrorReply)
     assert said.startswith(f"ERR CONFIG SET failed (possibly related to argument '{name}') - ".encode())
@@ -155,7 +155,7 @@ def reload(child: Child, event: str) -> str:
     return lines[0]
 
 
-def test_a_signal_has_the_file_read_again(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_sighup_reads_the_file_again(start: Callable[..., Child], tmp_path: Path) -> None:
     path = tmp_path / "storage.yaml"
     path.write_text("storage: {memory_budget_bytes: 8 MiB, stall_timeout_s: 7}\n")
     child = start("--config", str(path), "--connections-max", "9")
@@ -187,7 +187,7 @@ def reconfigured(load: Callable[[], StorageConfig] | None = None) -> tuple[Node,
     return Node(changes, Users(config, BY_FULL_NAME), MemoryPool.open(config), wall_clock_ms), changes
 
 
-def test_where_one_part_cannot_follow_the_others_go_back() -> None:
+def test_if_one_part_cannot_apply_a_change_the_others_roll_back() -> None:
     node, changes = reconfigured()
     seen: list[int] = []
 
@@ -201,7 +201,7 @@ def test_where_one_part_cannot_follow_the_others_go_back() -> None:
     assert seen == [5, 10_000] and node.config == StorageConfig()
 
 
-def test_a_server_without_a_way_to_read_again_says_so() -> None:
+def test_reloading_without_a_configuration_is_an_error() -> None:
     node, changes = reconfigured()
     with pytest.raises(ConfigurationError, match="without a configuration"):
         changes.reload(node.lock)

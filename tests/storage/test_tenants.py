@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from machine import wait_for
-from storage_support import Child, Client, make_record
+from storage_support import Child, Client, login, make_record
 
 from shadowserve.clock import wall_clock_ms
 from shadowserve.pool.memory_pool import MemoryPool
@@ -37,12 +37,6 @@ def users(tmp_path: Path) -> Path:
 @pytest.fixture
 def server(start: Callable[..., Child], users: Path) -> Child:
     return start("--users-file", str(users))
-
-
-def login(child: Child, name: str) -> Client:
-    client = child.client()
-    assert client.call("AUTH", name, name[0]) == b"OK"
-    return client
 
 
 @pytest.fixture
@@ -102,7 +96,7 @@ def test_lists_and_counts_show_the_own_tenant(people: dict[str, Client]) -> None
     assert names(root) == {b"ann", b"amy", b"bob", b"root"}
 
 
-def test_who_flushes_flushes_its_own_unless_it_runs_the_server(people: dict[str, Client]) -> None:
+def test_flushall_removes_the_own_tenants_keys_or_an_operators_all(people: dict[str, Client]) -> None:
     for name in ("ann", "bob", "root"):
         people[name].call("SET", "k", "x")
     assert people["ann"].call("FLUSHALL") == b"OK"
@@ -113,7 +107,7 @@ def test_who_flushes_flushes_its_own_unless_it_runs_the_server(people: dict[str,
     assert people["bob"].call("DBSIZE") == 0
 
 
-def test_a_user_who_changes_tenants_starts_anew(people: dict[str, Client], server: Child) -> None:
+def test_a_user_that_moves_to_another_tenant_must_reconnect(people: dict[str, Client], server: Child) -> None:
     people["ann"].call("SET", "k", "x")
     assert people["root"].call("ACL", "SETUSER", "ann", "tenant=team-b") == b"OK"
     assert people["ann"].receive_to_end() == b""
@@ -138,7 +132,7 @@ def recorded(execution: Callable[[], object]) -> tuple[list[tuple[str, str]], ob
     return calls, reply
 
 
-def test_a_foreign_key_takes_the_path_of_an_absent_one(users: Path) -> None:
+def test_another_tenants_key_behaves_like_an_absent_one(users: Path) -> None:
     """The same functions in the same order, and the same answer; ``shadowserve bench isolation`` compares the times."""
     config = StorageConfig(users_file=str(users))
     node = Node(Reconfiguration(config), Users(config, BY_FULL_NAME), MemoryPool.open(config), wall_clock_ms)
@@ -168,7 +162,7 @@ def test_buckets_go_into_debt_and_earn_it_back() -> None:
     assert not RateLimiter(TenantLimits(keys_max=1), 0.0).has_limits
 
 
-def test_who_is_beyond_its_rate_waits_and_others_do_not(start: Callable[..., Child], users: Path) -> None:
+def test_a_tenant_beyond_its_rate_waits_and_others_do_not(start: Callable[..., Child], users: Path) -> None:
     child = start(
         "--users-file", str(users), "--tenants", "{team-a: {commands_per_s: 20}, team-b: {bytes_per_s: 4 MiB}}"
     )
@@ -202,12 +196,12 @@ def test_quotas_bound_what_a_tenant_holds_and_only_its_own_is_evicted(start: Cal
 @pytest.mark.parametrize(
     "tenants", ["{a b: {}}", "{a: {bytes: 1}}", "{a: {keys_max: 0}}", "{a: {commands_per_s: -1}}", "[a]"]
 )
-def test_limits_that_make_no_sense_are_refused(tenants: str) -> None:
+def test_invalid_limits_are_refused(tenants: str) -> None:
     with pytest.raises(AssertionError, match="tenants"):
         Child("--tenants", tenants)
 
 
-def test_half_a_million_waits_are_no_queue(start: Callable[..., Child], users: Path) -> None:
+def test_waiting_commands_of_a_throttled_client_use_no_memory(start: Callable[..., Child], users: Path) -> None:
     """A client beyond its rate is not read: what it sends stays in its own buffers, and the server's memory small."""
     child = start("--users-file", str(users), "--tenants", "{team-a: {commands_per_s: 1}}")
     ann, root = login(child, "ann"), login(child, "root")

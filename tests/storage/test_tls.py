@@ -106,7 +106,7 @@ def test_values_of_any_size_come_back_whole(size: int, client: TlsClient) -> Non
     assert client.receive() == [value, None, value]
 
 
-def test_a_slow_reader_gets_every_byte_of_what_waited(secure: Child, certificates: Path) -> None:
+def test_a_slow_reader_gets_every_byte(secure: Child, certificates: Path) -> None:
     """The kernel takes parts of records, again and again: OpenSSL must see the same bytes when it goes on."""
     values = [bytes([number]) * (3 * MIB + 4000 * number) for number in range(8)]
     with TlsClient(secure.port, context_of(certificates), receive_buffer=1 << 14) as client:
@@ -150,14 +150,14 @@ def test_replies_in_flight_when_the_server_stops_are_sent(secure: Child, client:
     assert secure.wait() == 0
 
 
-def test_a_plain_client_at_a_tls_port_is_told(secure: Child) -> None:
+def test_a_plain_client_at_a_tls_port_gets_an_error(secure: Child) -> None:
     with secure.client() as client:
         client.send("PING")
         assert client.receive_to_end().startswith(b"-ERR this server speaks TLS only")
     wait_for(lambda: any("tls_failed" in line and "does not speak TLS" in line for line in secure.log))
 
 
-def test_a_client_that_is_turned_away_again_and_again_does_not_fill_the_log(
+def test_repeated_tls_failures_are_logged_with_a_count(
     start: Callable[..., Child], certificates: Path, strangers: Path, tmp_path: Path
 ) -> None:
     """A line or two; what counts, and what audits, has every one of them."""
@@ -186,11 +186,11 @@ def test_a_client_that_is_turned_away_again_and_again_does_not_fill_the_log(
     ("address", "caller"),
     [("10.0.0.1:7", "10.0.0.1"), ("[2001:db8::1]:7", "2001:db8::"), ("[::ffff:10.0.0.1]:7", "10.0.0.1")],
 )
-def test_a_client_of_ipv6_is_told_apart_by_its_whole_network(address: str, caller: str) -> None:
+def test_an_ipv6_client_is_identified_by_its_network(address: str, caller: str) -> None:
     assert network_of(address) == caller
 
 
-def test_a_tls_client_at_a_plain_port_is_told(start: Callable[..., Child], certificates: Path) -> None:
+def test_a_tls_client_at_a_plain_port_is_refused(start: Callable[..., Child], certificates: Path) -> None:
     child = start()  # of its own: of each address a server tells so many reasons at once, and no more
     with pytest.raises(ssl.SSLError) as caught:
         TlsClient(child.port, context_of(certificates))
@@ -221,9 +221,7 @@ def test_old_versions_and_renegotiation_are_refused(secure: Child, certificates:
         assert client.call("PING") == b"PONG"
 
 
-def test_a_client_that_never_finishes_its_handshake_holds_up_nobody(
-    start: Callable[..., Child], certificates: Path
-) -> None:
+def test_an_unfinished_handshake_delays_no_other_client(start: Callable[..., Child], certificates: Path) -> None:
     child = start(*tls_flags(certificates), "--authentication-timeout-s", "0.5")
 
     def answered() -> str:
@@ -242,7 +240,7 @@ def test_a_client_that_never_finishes_its_handshake_holds_up_nobody(
     assert int(wait_for(answered)) >= 20
 
 
-def test_garbage_and_clients_that_hang_up_are_counted(secure: Child, certificates: Path) -> None:
+def test_failed_handshakes_are_counted(secure: Child, certificates: Path) -> None:
     for data in (b"\x16\x03\x01\x00\x05hello", b"\x16garbage" * 20, b""):
         with socket.create_connection(("127.0.0.1", secure.port), TIMEOUT_S) as sock:
             sock.sendall(data)
@@ -254,7 +252,7 @@ def test_garbage_and_clients_that_hang_up_are_counted(secure: Child, certificate
         assert client.call("PING") == b"PONG"
 
 
-def test_a_renewed_certificate_is_shown_without_a_restart(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_a_renewed_certificate_is_used_without_a_restart(start: Callable[..., Child], tmp_path: Path) -> None:
     make_certificates(tmp_path)
     child = start(*tls_flags(tmp_path))
 
@@ -274,7 +272,7 @@ def test_a_renewed_certificate_is_shown_without_a_restart(start: Callable[..., C
     wait_for(lambda: any("certificates_unusable" in line for line in child.log))
 
 
-def test_mutual_tls_takes_only_certificates_of_its_authority(
+def test_mutual_tls_accepts_only_certificates_of_its_authority(
     start: Callable[..., Child], certificates: Path, strangers: Path
 ) -> None:
     child = start(*tls_flags(certificates, mutual=True))
@@ -310,7 +308,7 @@ def test_a_certificate_names_its_user(start: Callable[..., Child], certificates:
         (["--tls-cert", "none.crt", "--tls-key", "none.key"], "tls_cert: cannot read none.crt"),
     ],
 )
-def test_files_that_cannot_be_used_are_refused_at_the_start(flags: list[str], text: str) -> None:
+def test_invalid_tls_files_are_errors_at_the_start(flags: list[str], text: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "shadowserve_tools", "storage", "--port", "0", *flags],
         capture_output=True,
@@ -321,7 +319,7 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(flags: list[str], te
     assert ran.returncode != 0 and text in ran.stderr
 
 
-def test_layers_of_a_prefix_cross_tls_as_they_are(start: Callable[..., Child], certificates: Path) -> None:
+def test_layers_are_sent_through_tls_unchanged(start: Callable[..., Child], certificates: Path) -> None:
     child = start(*tls_flags(certificates))
     records = [make_record(bytes([number]) * 32, body_bytes=MIB, fill=number) for number in range(1, 7)]
     with contextlib.closing(
