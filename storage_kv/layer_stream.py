@@ -58,7 +58,7 @@ class _Part(DeferredReply):
     is_lent: ClassVar[bool] = False
 
     def __init__(self, node: Node, expects: int, stream: "Stream") -> None:
-        super().__init__(node, expects)
+        super().__init__(node.lock, node.store, expects)
         self._stream = stream
 
     def abandon(self) -> None:

@@ -10,28 +10,25 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from shadowserve.incidents import Incidents
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import DEFAULT_TENANT, Address, Item
 from storage_kv.access.audit import AuditLog
 from storage_kv.access.authentication_throttle import AuthenticationThrottle, network_of
-from storage_kv.access.connection_slots import ConnectionSlots
 from storage_kv.access.limits import RateLimiter
 from storage_kv.access.memory import MemoryBudget
 from storage_kv.access.rules import User
 from storage_kv.access.users import Denial, Users
 from storage_kv.config import StorageConfig, TenantLimits
+from storage_kv.connection_slots import ConnectionSlots
 from storage_kv.counters import Counters
 from storage_kv.pending_keys import PendingKeys
 from storage_kv.prefetch import Prefetches
 from storage_kv.reconfiguration import Reconfiguration
 from storage_kv.reply import Part, drop_parts
 from storage_kv.session import Session, Watch
-
-if TYPE_CHECKING:
-    from storage_kv.layers import LayerStreams
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +50,7 @@ class Node:
         lent: Memory budget of stored values that are being sent.
         pending_keys: Keys that clients are about to store.
         prefetches: Reads from the bucket ahead of use.
-        streams: Replies to KV.LAYERS; None while no server runs.
+        streams: LayerStreams for KV.LAYERS, of a module above this one; None while no server runs.
         limiters: Rate limiters by name of tenant.
     """
 
@@ -77,7 +74,7 @@ class Node:
     lent: MemoryBudget = field(init=False)
     pending_keys: PendingKeys = field(init=False)
     prefetches: Prefetches = field(init=False)
-    streams: "LayerStreams | None" = None
+    streams: Any = None
     limiters: dict[str, RateLimiter] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -5,14 +5,11 @@ A command's handler returns a :data:`Reply`. Nothing here does I/O.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, TypeAlias, TypeVar
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import ENTRIES_PER_HOLD, Item, Lease
-
-if TYPE_CHECKING:
-    from storage_kv.node import Node
 
 REFERENCE_BYTES_MIN: Final = 16 << 10
 """Values from this size on are sent from where they are stored. Smaller ones are copied into the reply: a buffer of its
@@ -94,12 +91,13 @@ class DeferredReply:
         parts: The resolved parts; None before.
     """
 
-    __slots__ = ("_abandoned", "_lock", "_node", "_notify", "expected_bytes", "failed", "lost", "parts")
+    __slots__ = ("_abandoned", "_lock", "_node_lock", "_notify", "_store", "expected_bytes", "failed", "lost", "parts")
 
     is_lent: ClassVar[bool] = True
 
-    def __init__(self, node: "Node", expected_bytes: int) -> None:
-        self._node = node
+    def __init__(self, node_lock: threading.Lock, store: Pool, expected_bytes: int) -> None:
+        self._node_lock = node_lock
+        self._store = store
         self._lock = threading.Lock()
         self._notify: Callable[[], None] | None = None
         self._abandoned = False
@@ -116,8 +114,8 @@ class DeferredReply:
                 self._notify()  # with the lock held, so that it is never called after abandon()
             abandoned = self._abandoned
         if abandoned:
-            with self._node.lock:
-                self._node.drop(parts)
+            with self._node_lock:
+                drop_parts(parts, self._store)
 
     def attach(self, notify: Callable[[], None]) -> None:
         """Call ``notify`` on resolve(), in any thread, or at once if it is resolved. ``notify`` must not block."""
@@ -133,7 +131,7 @@ class DeferredReply:
             self._notify = None
             parts, self.parts = self.parts, []
         if parts:
-            self._node.drop(parts)
+            drop_parts(parts, self._store)
 
 
 Part: TypeAlias = bytes | ValueSlice | DeferredReply

@@ -82,7 +82,7 @@ def bulk_of(
 
 def _read(node: Node, item: Item, begin: int, end: int, missing: bytes, prefix: bytes) -> DeferredReply:
     """Return a deferred reply with the bytes ``[begin, end)``, read from a device."""
-    deferred = DeferredReply(node, end - begin)
+    deferred = DeferredReply(node.lock, node.store, end - begin)
 
     def done(lease: Lease | None) -> None:
         deferred.lost = lease is None
@@ -100,7 +100,7 @@ def when_durable(node: Node, ticket: Ticket | None, operation: str, reply: bytes
     """Return ``reply`` when a change is durable, or an error if it could not be made so."""
     if ticket is None:
         return reply
-    deferred = DeferredReply(node, len(reply))
+    deferred = DeferredReply(node.lock, node.store, len(reply))
 
     def done(error: Exception | None) -> None:
         deferred.failed = error is not None
@@ -130,7 +130,7 @@ class OldValue:
             missing: Reply if the value cannot be read.
         """
         self._operation = operation
-        self._deferred = DeferredReply(node, item.length)
+        self._deferred = DeferredReply(node.lock, node.store, item.length)
         self._lock = threading.Lock()
         self._unknown = 2  # the value, and the result of the change
         self._parts: list[Ready] = [missing]

@@ -92,7 +92,8 @@ def layers(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     if len(arguments) - 4 > KEYS_MAX:
         raise CommandError(f"ERR KV.LAYERS takes at most {KEYS_MAX} keys, got {len(arguments) - 4}")
     names = [bytes(name) for name in arguments[4:]]
-    return node.streams.open(session, names, wanted, rate or inf, window_us / 1e6)
+    parts: list[Part] = node.streams.open(session, names, wanted, rate or inf, window_us / 1e6)
+    return parts
 
 
 def _layer_numbers(argument: Argument) -> list[int]:

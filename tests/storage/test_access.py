@@ -1,4 +1,4 @@
-"""Who may talk to the server: passwords and protected mode."""
+"""Access to the server: passwords and protected mode."""
 
 import subprocess
 from collections.abc import Callable
@@ -14,7 +14,7 @@ PASSWORD = "correct horse"
 
 
 def own_address() -> str:
-    """Return an address of this machine that is no loopback one."""
+    """Return an address of this machine that is not loopback."""
     found = subprocess.run(
         ["hostname", "-I"], capture_output=True, text=True, check=True, timeout=NEVER_S
     ).stdout.split()

@@ -1,4 +1,4 @@
-"""Users: the rules and their parser, passwords, what is denied, and the file that they are kept in."""
+"""Users: rules and their parser, passwords, denials, and the users file."""
 
 import hashlib
 import re
@@ -313,7 +313,7 @@ def test_denials_are_in_acl_log(start: Callable[..., Child], users_file: Path) -
 
 
 def test_too_many_attempts_are_refused_without_a_check(start: Callable[..., Child]) -> None:
-    """Guesses sent in parallel wait for each other; those that would wait for too long are refused."""
+    """Parallel attempts are answered one after the other; those that would wait too long are refused."""
     child = start(environment={"SHADOWSERVE_STORAGE_PASSWORD": "right"})
     clients = [child.client() for _ in range(150)]
     for client in clients:

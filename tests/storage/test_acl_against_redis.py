@@ -1,4 +1,4 @@
-"""ACL commands, denials and categories: what our server answers, a real redis-server answers."""
+"""ACL commands, denials and categories get the replies of a real redis-server."""
 
 import contextlib
 import shutil
@@ -141,7 +141,7 @@ def test_the_log_has_the_entries_of_redis(start: Callable[..., Child], redis_por
 
 
 def words_of(lines: Value) -> list[set[bytes]]:
-    """Return the words of each user: Redis 7.0 writes rules on commands in an order of its own."""
+    """Return the words of each user: Redis 7.0 orders rules on commands differently."""
     assert isinstance(lines, list)
     return [set(line.split()) for line in lines]  # type: ignore[union-attr]
 

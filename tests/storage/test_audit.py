@@ -1,4 +1,4 @@
-"""The audit log: what is in it, what never is, and that serving goes on without it."""
+"""The audit log: its content, its limits, and failures of its disk."""
 
 import json
 import socket

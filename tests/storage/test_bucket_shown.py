@@ -1,4 +1,4 @@
-"""What operators see of a bucket: in /readyz, the metrics, ``shadowserve stats``, INFO, the log and at the start."""
+"""A bucket in /readyz, the metrics, ``shadowserve stats``, INFO, the log and errors at the start."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ def stats(child: Child, *flags: str) -> str:
 def test_the_state_of_a_bucket_is_shown_before_during_and_after_an_outage(
     bucket: FaultyS3, start_node: Callable[..., Child]
 ) -> None:
-    """Symptom: the bucket was in neither."""
+    """Symptom: neither showed the bucket."""
     child = start_node()
     client = child.client()
     for key, value in zip(CHAIN.keys, CHAIN.values, strict=True):
@@ -97,7 +97,7 @@ def test_missing_credentials_are_an_error_at_the_start(
 def test_foreign_objects_are_left_alone_counted_and_logged_once(
     bucket: FaultyS3, start_node: Callable[..., Child]
 ) -> None:
-    """Symptom: with one such name the node found none of its records, and FLUSHALL was an error."""
+    """Symptom: with one such name the node found no records, and FLUSHALL failed."""
     child = start_node()
     client = child.client()
     for key, value in zip(CHAIN.keys, CHAIN.values, strict=True):

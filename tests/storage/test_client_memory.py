@@ -1,4 +1,4 @@
-"""Clients that would make the server hold more than there is: attacked as an outsider would, and weighed."""
+"""Clients that try to exhaust the server's memory."""
 
 import hashlib
 import select
@@ -19,7 +19,7 @@ SMALL = ("--memory-budget-bytes", "64 MiB")
 
 
 class Weighed:
-    """The growth of a server's memory since this was made."""
+    """The growth of a server's memory since the object was created."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -33,7 +33,7 @@ class Weighed:
 
 
 def send_until_it_stops(clients: list[Client], data: bytes) -> None:
-    """Send the same by each client as long as the server takes anything from any of them."""
+    """Send the same bytes by each client while the server receives from any of them."""
     left = {client.socket: memoryview(data) for client in clients}
     while waiting := [each for each, view in left.items() if view]:
         ready = select.select([], waiting, [], 0.5)[1]
@@ -47,7 +47,7 @@ def send_until_it_stops(clients: list[Client], data: bytes) -> None:
 
 
 def commands_of(child: Child, name: str, count: int, login: tuple[str, ...] = ()) -> None:
-    """Wait until so many clients have had a command of that name begun."""
+    """Wait until a number of clients have started a command."""
     with child.client() as client:
         if login:
             client.call("AUTH", *login)
@@ -61,7 +61,7 @@ def commands_of(child: Child, name: str, count: int, login: tuple[str, ...] = ()
 
 
 def test_an_unread_mget_of_one_key_many_times_costs_little_memory(start: Callable[..., Child]) -> None:
-    """60,000 times cost 0.9 GiB."""
+    """Symptom: 60,000 times cost 0.9 GiB."""
     child = start()
     with child.client() as client:
         client.call("SET", "a", VALUE)
@@ -74,7 +74,7 @@ def test_an_unread_mget_of_one_key_many_times_costs_little_memory(start: Callabl
     commands_of(child, "mget", 1)
     commands_of(child, "kv.meta", 1)
     assert weighed.grown < 24 * MIB
-    expected = b"*10000\r\n" + (b"$%d\r\n%b\r\n" % (len(VALUE), VALUE)) * 100  # and whoever reads gets all of it
+    expected = b"*10000\r\n" + (b"$%d\r\n%b\r\n" % (len(VALUE), VALUE)) * 100  # a client that reads gets all of it
     assert mget.receive_raw(len(expected)) == expected
     for _ in range(9_899):
         assert len(mget.receive_raw(len(VALUE) + 10)) == len(VALUE) + 10
@@ -82,7 +82,7 @@ def test_an_unread_mget_of_one_key_many_times_costs_little_memory(start: Callabl
 
 
 def test_a_value_beyond_the_lent_budget_is_sent_to_one_client_at_a_time(start: Callable[..., Child]) -> None:
-    """Who waited for the first was never told that it could go on."""
+    """Symptom: the waiting client was never notified."""
     child = start("--memory-budget-bytes", "1 MiB", "--stall-timeout-s", "120")
     value = bytes(850_000)
     with child.client() as writer, child.client(receive_buffer=4096) as slow:
@@ -128,7 +128,7 @@ def tenants(tmp_path: Path, start: Callable[..., Child]) -> Child:
 
 
 def test_a_tenant_with_eight_connections_stays_within_its_memory(tenants: Child) -> None:
-    """They took a server of 64 MiB to 7.8 GB."""
+    """Symptom: a server of 64 MiB used 7.8 GB."""
     weighed = Weighed(tenants)
     clients = []
     for number in range(8):
@@ -146,7 +146,7 @@ def test_a_tenant_with_eight_connections_stays_within_its_memory(tenants: Child)
 
 
 def test_arguments_that_will_be_refused_are_not_held(start: Callable[..., Child]) -> None:
-    """Eight unfinished GETs of a key of 500 MB held 828 MB."""
+    """Symptom: eight unfinished GETs with a key of 500 MB held 828 MB."""
     child = start(*SMALL)
     weighed = Weighed(child)
     part = bytes(20 * MIB)
@@ -183,7 +183,7 @@ def test_values_beyond_a_quota_are_dropped_as_they_arrive(tenants: Child) -> Non
 
 
 def test_unfinished_values_of_a_tenant_are_bounded_and_delay_no_other(tenants: Child) -> None:
-    """And one of the same tenant waits only until those who do not get on are closed."""
+    """A client of the same tenant waits only until the slow ones are closed."""
     weighed = Weighed(tenants)
     begin = b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$%d\r\n" % (15 * MIB)
     clients = [tenants.client() for _ in range(8)]

@@ -42,13 +42,13 @@ NOT_COMPARED = {
     "command|docs": "our own words",
     "command|info": "the rows are compared one by one",
     "command|list": "we have fewer",
-    "config|rewrite": "ours refuses it",
+    "config|rewrite": "this server refuses it",
     "config|set": "each server has its own parameters",
     "info": "tells of the server",
     "quit": "ends the connection",
     "select": "we have one database",
 }
-"""Of the commands that both have, those that no conversation has, and why."""
+"""Commands of both servers that no conversation has, with the reason."""
 
 KEYS = [b"a", b"b", b"c", b"key:1", b"key:2", b"", b"\x00\r\n\xff", b"K" * 300]
 VALUES = [b"", b"0", b"-0", b"1", b"Hello, world", b"\x00\r\n\xff", b"v" * 20_000, b"w" * 70_000, b"-1", b" 1"]
@@ -71,7 +71,7 @@ NONSENSE = [b"", b"FOO", b"NX", b"EX", b"\x00", b"GETX", b"KEEPTT", b"x" * 200, 
 
 
 class Generator:
-    """Makes commands. The same numbers make the same ones."""
+    """Generates commands; a seed always gives the same ones."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -217,7 +217,7 @@ class Generator:
 
 
 def is_safe(command: Command) -> bool:
-    """Leave out what would not be the same in two servers, or not at another time.
+    """Return False for commands whose replies depend on the server or on the time.
 
     An expiry of less than a day may pass while the test runs; a nonsense argument may have become one.
     """
@@ -236,7 +236,7 @@ def is_safe(command: Command) -> bool:
 
 
 def reply_end(data: bytes, begin: int) -> int:
-    """Return where the reply ends that begins there; -1 if it has not all arrived."""
+    """Return the end of the reply at a position; -1 if it has not arrived completely."""
     end = data.find(b"\r\n", begin)
     if end < 0:
         return -1
@@ -254,7 +254,7 @@ def reply_end(data: bytes, begin: int) -> int:
 
 
 def converse(port: int, commands: list[Command], protocol: int, pieces: list[int]) -> list[bytes]:
-    """Return the reply to each command; they are sent so many at a time."""
+    """Return the reply to each command; ``pieces`` is the number of commands sent at a time."""
     replies: list[bytes] = []
     with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as sock:
         waiting = [encode_command("FLUSHALL"), encode_command("HELLO", protocol)]
@@ -285,7 +285,7 @@ def value_of(reply: bytes) -> Value:
 
 
 def compared(command: Command, reply: bytes) -> object:
-    """Return what is compared of a reply: all of it, but for what the protocol leaves open.
+    """Return the comparable part of a reply: all of it, except what the protocol leaves open.
 
     - SCAN: no cursor of one server means anything to the other, so only a scan from 0 to the end is compared as a set,
       and otherwise what shape the reply has.
@@ -317,7 +317,7 @@ def compared(command: Command, reply: bytes) -> object:
 
 
 def flattened(commands: list[Command], replies: list[bytes]) -> Iterator[tuple[Command, object]]:
-    """Yield what is compared of each reply; those within that of EXEC belong to the commands that it executed."""
+    """Yield the comparable part of each reply; those within EXEC's belong to the queued commands."""
     queued: list[Command] = []
     for command, reply in zip(commands, replies, strict=True):
         if reply == b"+QUEUED\r\n":
@@ -422,7 +422,7 @@ def commands_of(script: str) -> list[list[bytes]]:
 
 
 def converse_with_marks(port: int, commands: list[list[bytes]], protocol: int) -> list[bytes]:
-    """Return the bytes that answer each command, in one connection; a mark is sent after each to tell where it ends."""
+    """Return the reply bytes of each command of one connection, delimited by an ECHO after each command."""
     answers = []
     with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as sock:
         sock.sendall(encode_command("FLUSHALL"))
@@ -509,7 +509,7 @@ def test_typed_requests_get_the_replies_of_redis(data: bytes, shared_server: Chi
 
 
 def test_command_table_agrees_with_redis(shared_server: Child, redis_port: int) -> None:
-    """Every field of every row that both have, subcommands' included: flags, keys, categories, tips, specifications."""
+    """Every field of every common row, subcommands included: flags, keys, categories, tips, specifications."""
     with Child.client(shared_server) as ours, Client(redis_port) as theirs:
         for protocol in (2, 3):
             names = ours.call("COMMAND", "LIST")
@@ -533,7 +533,7 @@ def test_command_table_agrees_with_redis(shared_server: Child, redis_port: int) 
 
 
 def test_command_docs_have_the_fields_of_redis(shared_server: Child, redis_port: int) -> None:
-    """Of COMMAND DOCS the words are ours; what there is of each command is Redis', less what only people read."""
+    """The texts of COMMAND DOCS differ; the fields are those of Redis, except some that only people read."""
     with Child.client(shared_server) as ours, Client(redis_port) as theirs:
         names = ours.call("COMMAND", "LIST")
         assert isinstance(names, list)
@@ -557,7 +557,7 @@ def test_command_docs_have_the_fields_of_redis(shared_server: Child, redis_port:
 
 
 def test_killed_clients_disappear_from_client_list_at_once(shared_server: Child, redis_port: int) -> None:
-    """All 200 were still there: their connections end a moment after the reply."""
+    """Symptom: all 200 were still listed, because their connections end after the reply."""
 
     def left(port: int) -> tuple[Value, int, int]:
         clients = [Client(port) for _ in range(200)]

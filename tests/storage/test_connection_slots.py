@@ -1,4 +1,4 @@
-"""Connections that authenticate never, or that are too many: everybody else still gets in."""
+"""Connection slots: unauthenticated connections and limits do not lock out other clients."""
 
 import contextlib
 import socket
@@ -19,7 +19,7 @@ def known(child: Child) -> Client:
 
 
 def is_open(client: Client) -> bool:
-    """Whether the server has not closed a connection that is not to be answered."""
+    """Return True if the server has not closed a connection."""
     client.socket.settimeout(0.01)
     try:
         return client.socket.recv(1, socket.MSG_PEEK) != b""
@@ -32,7 +32,7 @@ def is_open(client: Client) -> bool:
 
 
 def test_clients_that_do_not_authenticate_in_time_are_closed(start: Callable[..., Child]) -> None:
-    """10,000 connections that never authenticate kept every place for ever."""
+    """Symptom: 10,000 connections that never authenticated used every slot forever."""
     child = start("--authentication-timeout-s", "1", environment=LOGIN)
     with known(child) as client, child.client() as silent, child.client() as chatty, known(child) as reset:
         assert reset.call("RESET") == b"RESET"
@@ -49,13 +49,13 @@ def test_clients_that_do_not_authenticate_in_time_are_closed(start: Callable[...
 
 def test_a_slow_unauthenticated_client_is_closed_too(start: Callable[..., Child]) -> None:
     child = start("--authentication-timeout-s", "1", environment=LOGIN)
-    with child.client() as stranger, pytest.raises(ConnectionError):
-        stranger.socket.settimeout(0.05)
-        stranger.socket.sendall(b"*2\r\n$4\r\nAUTH\r\n$16000\r\n")
+    with child.client() as client, pytest.raises(ConnectionError):
+        client.socket.settimeout(0.05)
+        client.socket.sendall(b"*2\r\n$4\r\nAUTH\r\n$16000\r\n")
         for _ in range(10_000):
-            stranger.socket.sendall(b"x")
+            client.socket.sendall(b"x")
             with contextlib.suppress(TimeoutError):
-                if stranger.socket.recv(1) == b"":
+                if client.socket.recv(1) == b"":
                     raise ConnectionError
 
 
@@ -63,12 +63,12 @@ def test_unauthenticated_clients_use_a_share_of_slots_and_new_clients_connect(st
     flags = ("--connections-max", "40", "--unauthenticated-connections-max", "4", "--authentication-timeout-s", "600")
     child = start(*flags, environment=LOGIN)
     established = [known(child) for _ in range(5)]
-    strangers = [child.client() for _ in range(60)]
-    wait_for(lambda: sum(map(is_open, strangers)) <= 4)
-    assert all(is_open(stranger) for stranger in strangers[-4:]), "the oldest make way"
-    newcomers = [known(child) for _ in range(34)]
-    assert all(client.call("PING") == b"PONG" for client in established + newcomers)
-    with child.client() as one_too_many:  # 39 are known: there is one place, for whoever comes last
+    unauthenticated = [child.client() for _ in range(60)]
+    wait_for(lambda: sum(map(is_open, unauthenticated)) <= 4)
+    assert all(is_open(client) for client in unauthenticated[-4:]), "the oldest are evicted"
+    authenticated = [known(child) for _ in range(34)]
+    assert all(client.call("PING") == b"PONG" for client in established + authenticated)
+    with child.client() as one_too_many:  # 39 are authenticated: one slot is left for the latest client
         assert is_open(one_too_many)
         with known(child) as last:
             assert last.call("PING") == b"PONG"
@@ -102,7 +102,7 @@ def test_a_tenant_has_its_share_of_slots(start: Callable[..., Child], users: str
     assert third is not None, "two tenants that take all they may keep no third out"
     third.close()
     first = of_ann[0]
-    assert first is not None and first.call("AUTH", "ann", "pa") == b"OK", "who has a place keeps it"
+    assert first is not None and first.call("AUTH", "ann", "pa") == b"OK", "a connected client keeps its slot"
     assert first.call("AUTH", "bob", "pb") == b"ERR max number of clients of this tenant reached"
     second = of_ann[1]
     assert second is not None

@@ -1,4 +1,4 @@
-"""Replies that are not known yet: their order, their limits, their end; and an store that has no room."""
+"""Deferred replies: order, limits and end; and a store without room."""
 
 import socket
 import threading
@@ -18,13 +18,13 @@ LARGE = bytes(range(256)) * 400  # sent by reference
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    """A server whose store does what the test says."""
+    """A server whose store the test controls."""
     with Served(io_threads=2) as served:
         yield served
 
 
 def nothing_arrives(client: Client) -> bool:
-    """Whether there is nothing to be read. True says little at once, and much when something later has happened."""
+    """Return True if nothing can be read yet."""
     client.socket.setblocking(False)
     try:
         return not client.socket.recv(1, socket.MSG_PEEK)
@@ -176,7 +176,7 @@ def test_a_write_is_answered_when_it_is_durable(served: Served) -> None:
 
 
 def test_a_removed_key_does_not_return_after_the_reply_of_del(served: Served) -> None:
-    """Another's removal of it may not be durable yet: after a crash it would be there again."""
+    """Another client's removal may not be durable yet: after a crash the key would exist again."""
     store = served.store
     with served.client() as client, served.client() as other:
         client.call("SET", "a", "1")
@@ -317,5 +317,5 @@ def test_shutdown_waits_for_deferred_replies_within_its_timeout() -> None:
         served.request_stop()
         assert client.receive_to_end() == b""
         served.wait()
-        served.store.finish_read()  # far too late, and nobody's any more
+        served.store.finish_read()  # after the connection has ended
         assert served.store.leases == 0 and served.store.closed

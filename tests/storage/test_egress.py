@@ -1,4 +1,4 @@
-"""Sharing a link among requests that are answered layer by layer: the paper's table, and what must hold for any mix."""
+"""Policies for sharing a link: the paper's table, and properties of any mix of requests."""
 
 from math import inf
 
@@ -113,11 +113,11 @@ def test_a_faster_link_lowers_no_rate(policy: str, mix: list[Demand], budget: fl
 @policies
 @given(mix=demands, budget=budgets, order=st.randoms())
 def test_the_order_of_requests_does_not_matter(policy: str, mix: list[Demand], budget: float, order: object) -> None:
-    places = list(range(len(mix)))
-    order.shuffle(places)  # type: ignore[attr-defined]
+    indices = list(range(len(mix)))
+    order.shuffle(indices)  # type: ignore[attr-defined]
     rates = allocate(policy, mix, budget, 5e8)
-    shuffled = allocate(policy, [mix[place] for place in places], budget, 5e8)
-    assert shuffled == pytest.approx([rates[place] for place in places], rel=1e-9)
+    shuffled = allocate(policy, [mix[index] for index in indices], budget, 5e8)
+    assert shuffled == pytest.approx([rates[index] for index in indices], rel=1e-9)
 
 
 def test_a_request_with_less_left_gets_more_up_to_its_cap() -> None:

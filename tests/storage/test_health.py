@@ -1,4 +1,4 @@
-"""Probes, draining and systemd: what those who run the server are told of it."""
+"""Health checks, draining and systemd notifications."""
 
 import json
 import re
@@ -24,7 +24,7 @@ from storage_kv.reconfiguration import Reconfiguration
 
 
 class DeviceEngine:
-    """Nothing but devices, of which some are healthy."""
+    """A store with nothing but devices, some of them healthy."""
 
     def __init__(self, *healthy: bool) -> None:
         self.healthy = healthy
@@ -113,7 +113,7 @@ def test_the_drain_delay_ends(start: Callable[..., Child]) -> None:
 
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[socket.socket]:
-    """What stands in for systemd: reads what it is told."""
+    """A socket in place of systemd's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
         listener.settimeout(WAIT_MAX_S)
@@ -121,7 +121,7 @@ def manager(tmp_path: Path) -> Iterator[socket.socket]:
 
 
 def told(manager: socket.socket, what: str) -> str:
-    """Return the first message that holds ``what``."""
+    """Return the first message that contains ``what``."""
     while True:
         message = manager.recv(4096).decode()
         if what in message.split("\n"):

@@ -1,4 +1,4 @@
-"""The HTTP endpoint towards those who are no probe: slow ones, large ones, and web pages."""
+"""The HTTP endpoint and hostile requests: slow ones, large ones, and web pages."""
 
 import contextlib
 import http.client
@@ -24,15 +24,15 @@ def ask(child: Child, method: str = "GET", path: str = "/healthz", **headers: st
 
 
 def test_unfinished_http_requests_do_not_block_probes(observed: Child) -> None:
-    """Sixteen of them, and /healthz was answered to nobody: an orchestrator would have restarted the node."""
-    dribblers = [socket.create_connection(("127.0.0.1", observed.metrics_port), TIMEOUT_S) for _ in range(40)]
-    for dribbler in dribblers:
+    """Symptom: with sixteen of them /healthz did not answer, and an orchestrator would have restarted the node."""
+    slow_clients = [socket.create_connection(("127.0.0.1", observed.metrics_port), TIMEOUT_S) for _ in range(40)]
+    for slow_client in slow_clients:
         with contextlib.suppress(OSError):
-            dribbler.sendall(b"GET /healthz HTTP/1.1\r\nHost: ")
+            slow_client.sendall(b"GET /healthz HTTP/1.1\r\nHost: ")
     for _ in range(5):
         assert ask(observed, Host="localhost") == 200
-    for dribbler in dribblers:
-        dribbler.close()
+    for slow_client in slow_clients:
+        slow_client.close()
 
 
 def test_a_request_has_a_deadline_and_a_size_as_a_whole(observed: Child) -> None:

@@ -1,4 +1,4 @@
-"""Tenants that share a node: what one asks for keeps no other one's requests waiting, and is bounded and counted."""
+"""Tenants that share a node: requests of one do not delay those of another, and are bounded and counted."""
 
 import threading
 from collections.abc import Callable
@@ -33,7 +33,7 @@ PATIENT = ("--memory-budget-bytes", "64 MiB", "--layers-timeout-s", str(NEVER_S)
 
 @pytest.fixture
 def begin(start: Callable[..., Child], tmp_path: Path) -> Callable[..., Child]:
-    """Start a server of several tenants, by default one that gives nobody up."""
+    """Start a server with several tenants, by default with very long timeouts."""
     users = tmp_path / "users.acl"
     users.write_text(USERS)
     return lambda *flags: start("--users-file", str(users), *PATIENT, *flags)
@@ -47,7 +47,7 @@ def number_of(client: Client, name: str) -> int:
 
 
 def test_unread_streams_do_not_delay_other_tenants(begin: Callable[..., Child]) -> None:
-    """Six connections stopped all tenants' KV.LAYERS for 75 s."""
+    """Symptom: six connections stopped KV.LAYERS of all tenants for 75 s."""
     child = begin("--layers-bits-per-s-min", "0")
     root, ann = login(child, "root"), login(child, "ann")
     records = stored(ann, 4, layer_bytes=64 << 10)
@@ -62,7 +62,7 @@ def test_unread_streams_do_not_delay_other_tenants(begin: Callable[..., Child]) 
 
 
 def test_a_rate_limited_tenant_does_not_delay_others(begin: Callable[..., Child]) -> None:
-    """Without any malice: a tenant at 1 MiB a second made another one wait for 34 s."""
+    """Symptom: a tenant limited to 1 MiB per second delayed another one for 34 s."""
     child = begin("--tenants", "{b: {bytes_per_s: 1 MiB}}", "--memory-budget-bytes", "128 MiB")
     root, ann = login(child, "root"), login(child, "ann")
     records = stored(ann, 4, layer_bytes=64 << 10)
@@ -77,7 +77,7 @@ def test_a_rate_limited_tenant_does_not_delay_others(begin: Callable[..., Child]
 
 
 def test_a_rate_that_is_too_low_or_takes_too_long_is_refused_and_says_why(begin: Callable[..., Child]) -> None:
-    """A rate of one bit a second was taken."""
+    """Symptom: a rate of one bit per second was accepted."""
     child = begin("--layers-timeout-s", "60")
     ann = login(child, "ann")
     records = stored(ann, 4, layer_bytes=256 << 10)
@@ -119,7 +119,7 @@ def test_a_client_that_reads_layers_too_slowly_is_aborted(begin: Callable[..., C
 
 
 def test_memory_of_requests_for_layers_is_counted_before_use(begin: Callable[..., Child]) -> None:
-    """1,000 connections with one request each took a server of 64 MiB to 1,469 MiB, and none of it was counted."""
+    """Symptom: 1,000 connections with one request each made a server of 64 MiB use 1,469 MiB, uncounted."""
     flags = ("--clients-memory-bytes-max", "64 MiB", "--layers-bits-per-s-min", "0")
     child = begin("--tenants", "{b: {bytes_max: 16 MiB}}", *flags)
     root, ann, bob = login(child, "root"), login(child, "ann"), login(child, "bob")
@@ -147,7 +147,7 @@ def test_a_request_for_layers_that_would_take_too_much_is_refused(begin: Callabl
 
 
 def test_arguments_of_an_unread_reply_are_counted(begin: Callable[..., Child]) -> None:
-    """They were counted while they came, and no more once the command was executed."""
+    """Symptom: they were counted while they arrived, but not after the command had started."""
     child = begin("--clients-memory-bytes-max", "64 MiB")
     root, bob = login(child, "root"), login(child, "bob", receive_buffer=4096)
     assert bob.call("SET", "a", bytes(15_000)) == b"OK"
@@ -203,7 +203,7 @@ def test_a_tenant_of_twice_the_weight_has_twice_the_turns() -> None:
 
 
 def test_an_event_loop_serves_each_tenant_in_turn() -> None:
-    """A thousand busy connections were served before the next event was looked at: a PING waited for a second."""
+    """Symptom: a thousand busy connections were served before the next event, and a PING waited a second."""
     loop = EventLoop()
     crowd, other = loop.enter(1), loop.enter(2)
     served: list[str] = []
@@ -234,7 +234,7 @@ def test_an_event_loop_serves_each_tenant_in_turn() -> None:
 
 
 def test_verifying_a_record_does_not_wait_for_another_tenants_queue() -> None:
-    """A hundred records of one tenant were checked before the first of another one that came behind them."""
+    """Symptom: a hundred records of one tenant were verified before a later one of another tenant."""
     workers, order, go_on = Workers(1), [], threading.Event()
     crowd = Session(1, address="a", local_address="b", file_descriptor=0)
     other = Session(2, address="a", local_address="b", file_descriptor=0)
@@ -281,7 +281,7 @@ def test_tenants_share_the_link_whatever_each_requests() -> None:
 
 
 def test_each_client_has_its_own_debt() -> None:
-    """Another tenant's PING waited for 2.8 s, for a debt that was not its own."""
+    """Symptom: another tenant's PING waited 2.8 s for a debt that was not its own."""
     run = Run(shared())
     others = run.shaper.others
     run.enter(10_000, 0.1, 100_000)
@@ -346,7 +346,7 @@ def test_two_tenants_with_half_each_leave_room_for_a_third() -> None:
 
 
 def test_only_the_longest_lasting_clients_of_a_pending_key_are_kept() -> None:
-    """2,000 publishers of a key made another tenant wait for 1.7 s: each look went through all of them."""
+    """Symptom: 2,000 clients of a pending key delayed another tenant for 1.7 s."""
     pending_keys = PendingKeys(lambda: 2)
     key = (1, b"key")
     for client in range(2000):

@@ -1,4 +1,4 @@
-"""Values of many MiB: intact, in pieces, from several clients, and while they are replaced or evicted."""
+"""Large values: whole, in ranges, from several clients, and while they are replaced or evicted."""
 
 import hashlib
 import random
@@ -64,7 +64,7 @@ def test_a_value_being_sent_stays_whole_while_it_is_replaced_and_deleted(shared_
         client.call("SET", "large", VALUE)
         with shared_server.client() as reader:
             reader.send("GET", "large")
-            assert reader.receive_raw(11) == b"$33554432\r\n"  # under way; far more than sockets buffer is left
+            assert reader.receive_raw(11) == b"$33554432\r\n"  # in progress: more is left than sockets buffer
             client.call(*change)
             assert int(client.info()["memory_held_bytes"]) > len(VALUE)
             assert reader.receive_raw(len(VALUE) + 2) == VALUE + b"\r\n"

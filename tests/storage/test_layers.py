@@ -1,4 +1,4 @@
-"""KV.LAYERS: a prefix in one request, layer after layer, whatever is missing, whoever asks and whoever goes away."""
+"""KV.LAYERS: a prefix in one request, layer by layer; missing records, permissions, disconnects, bugs and rates."""
 
 import contextlib
 import select
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 
 def record_of(number: int, *, layers: int = LAYERS, layer_bytes: int = 2048) -> tuple[bytes, bytes]:
-    """Return key and record of a chunk whose bytes differ from layer to layer, and from other chunks' bytes."""
+    """Return key and record of a chunk whose bytes differ between layers and chunks."""
     layout = ChunkLayout(
         namespace=b"n" * 32, dtype=DType.UINT8, layers=layers, kinds=2, vector_length=64,
         tokens=layer_bytes // 128, quantizer=Quantizer.PASSTHROUGH,
@@ -38,7 +38,7 @@ def record_of(number: int, *, layers: int = LAYERS, layer_bytes: int = 2048) -> 
 
 
 def layer_of(value: bytes, layer: int) -> bytes:
-    """Return a layer's bytes by the manifest, slice by slice: not as the server finds them."""
+    """Return a layer's bytes slice by slice from the manifest, independently of the server's code."""
     slices = record.parse_head(value).slices
     parts = slices[slices["layer"] == layer]
     sizes = parts["scales_length"].astype(int) + parts["encoded_length"]
@@ -260,18 +260,18 @@ def test_a_chunk_that_cannot_be_read_is_missing_from_the_beginning() -> None:
         wait_for(lambda: store.leases == 0)
 
 
-@pytest.mark.parametrize("place", ["_add_up", "_hold_or_read", "_find_layers", "layer"])
+@pytest.mark.parametrize("method", ["_add_up", "_hold_or_read", "_find_layers", "layer"])
 def test_a_bug_in_one_stream_is_answered_with_an_error_and_costs_no_other(
-    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = getattr(Stream, place)
+    right = getattr(Stream, method)
 
     def wrong(stream: Any, *arguments: Any) -> Any:
-        if stream.keys == 3 and (place != "layer" or arguments == (2,)):
+        if stream.keys == 3 and (method != "layer" or arguments == (2,)):
             raise RuntimeError("a bug")
         return right(stream, *arguments)
 
-    monkeypatch.setattr(Stream, place, wrong)
+    monkeypatch.setattr(Stream, method, wrong)
     with Served() as server:
         client, other = server.client(), server.client()
         records = stored(client, 4)
@@ -279,7 +279,7 @@ def test_a_bug_in_one_stream_is_answered_with_an_error_and_costs_no_other(
         for _ in range(2):
             other.send("KV.LAYERS", "0-3", 0, 0, *asked)
             answer = client.call("KV.LAYERS", "0-3", 0, 0, *asked[:3])
-            if place == "layer":
+            if method == "layer":
                 assert [isinstance(each, ErrorReply) for each in answer] == [False, False, False, True, True]
                 answer = answer[3]
             assert isinstance(answer, ErrorReply) and b"the server's log has the details" in answer

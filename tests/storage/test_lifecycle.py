@@ -1,4 +1,4 @@
-"""Starting, stopping, configuring and watching the server."""
+"""Starting, stopping and configuring the server."""
 
 import os
 import re

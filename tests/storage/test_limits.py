@@ -1,4 +1,4 @@
-"""What a client may not do: too much, too large, too slowly, or in another language."""
+"""Limits of a client: number, size, speed and protocol."""
 
 import contextlib
 import socket
@@ -97,7 +97,7 @@ def test_a_client_that_does_not_read_stops_itself_and_costs_only_its_own_backlog
 
 
 def was_set(child: Child, value: bytes) -> bool:
-    """Set a key; False where this machine stood still meanwhile, so that the server has closed the connection."""
+    """Set a key; return False if this machine paused so long that the server closed the connection."""
     with child.client() as client, contextlib.suppress(ConnectionError, EOFError):
         return client.call("SET", "a", value) == b"OK"
     return False
@@ -117,7 +117,7 @@ def test_a_stalled_reader_is_closed(start: Callable[..., Child]) -> None:
 
 
 def write_slowly_beside_one_that_stands_still(child: Child) -> tuple[bool, float]:
-    """Return whether the slow one got its answer once the other was closed, and its longest pause in seconds."""
+    """Return True if the slow client got its reply after the other was closed, and its longest pause in seconds."""
     request = encode_command("SET", "a", b"x" * 100_000)
     longest, last = 0.0, time.monotonic()
     with child.client() as slow, child.client() as still:

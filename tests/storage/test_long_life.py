@@ -41,7 +41,7 @@ _BOUND = 16
 
 
 class Lasting(Served):
-    """A server of any engine in this process, which can read its configuration again."""
+    """A server in this process, which can read its configuration again."""
 
     server: StorageServer
 
@@ -57,7 +57,7 @@ class Lasting(Served):
 
 
 def _reset(sock: socket.socket) -> None:
-    """Have the socket's end be a reset, as of a client whose process was killed."""
+    """Make the socket's end a reset, like that of a killed client."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
@@ -173,7 +173,7 @@ def without_collector() -> Iterator[None]:
 
 
 def _left() -> Counter[str]:
-    """Return what there is of connections in this process."""
+    """Return the connection objects in this process."""
     return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in _OF_A_CONNECTION)
 
 
@@ -199,7 +199,7 @@ def _check_nothing_is_left(served: Lasting, end: Callable[[socket.socket], None]
 def test_an_ended_connection_leaves_no_reference_cycles(
     end: Callable[[socket.socket], None], without_collector: None
 ) -> None:
-    """The session led back to its connection: 6 KB were left of each, and megabytes of a value that came half way."""
+    """Symptom: a cycle kept 6 KB of each connection, and megabytes of a half-received value."""
     with Lasting(io_threads=1) as served:
         _check_nothing_is_left(served, end)
 
@@ -218,7 +218,7 @@ def test_tls_and_failed_handshakes_leave_no_reference_cycles(
 
 
 def _sizes(root: object) -> Counter[str]:
-    """Return how much is in the containers that an object leads to, by the attributes that lead there."""
+    """Return the sizes of all containers that can be reached from an object, by attribute path."""
     found: Counter[str] = Counter()
     seen: set[int] = set()
     waiting: deque[tuple[str, object]] = deque([("", root)])
@@ -242,7 +242,7 @@ def _sizes(root: object) -> Counter[str]:
 
 
 def _sizes_at_rest(served: Lasting) -> Counter[str]:
-    """Return the sizes of a server's tables once nothing is under way; none before."""
+    """Return the sizes of a server's tables when it is idle; otherwise nothing."""
     node = served.server.node
     with node.lock:
         disks = node.store._core.disks if isinstance(node.store, Pool) else []
@@ -290,7 +290,7 @@ def _use_new_names(served: Lasting, numbers: range) -> None:
 
 @pytest.mark.parametrize("engine", ["memory", "pool"])
 def test_names_that_occur_once_do_not_accumulate(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys, users, clients, commands, addresses: whatever remembers them has a bound, here a small one."""
+    """Tables of keys, users, clients, commands and addresses are bounded; here the bounds are small."""
     for module, bound in (
         (placement, "_CHAINS_MAX"),
         (copies, "_GHOSTS_MAX"),

@@ -1,4 +1,4 @@
-"""Commands on many keys, and on all of them: others are served in between, and nothing is held without a bound."""
+"""Commands on many or all keys: other clients are served in between, and memory is bounded."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +19,7 @@ MANY = 3 * KEYS_AT_A_TIME + 10
 
 
 class Asked:
-    """Counts what an store is asked for between two times that its lock is free."""
+    """Counts calls to a store between two releases of its lock."""
 
     def __init__(self, served: Served) -> None:
         self.most = self._now = 0
@@ -283,7 +283,7 @@ def test_the_name_of_a_client_is_bounded(client: Client) -> None:
 
 @pytest.mark.parametrize("command", ["MSET", "MSETNX", "SET in MULTI"])
 def test_large_values_are_stored_as_they_were_received(served: Served, command: str) -> None:
-    """They were copied once more, with the lock held."""
+    """Symptom: they were copied once more with the lock held."""
     put = served.store.put
     stored: list[bytes | memoryview] = []
 

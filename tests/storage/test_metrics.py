@@ -1,4 +1,4 @@
-"""The metrics of a running server, and of an store that has devices."""
+"""The metrics of a running server, and of a store with devices."""
 
 import ast
 import re
@@ -39,7 +39,7 @@ UNITS = ("_bytes", "_seconds", "_total", "_bytes_per_second", "_bucket", "_count
 
 
 def shown() -> Statistics:
-    """What a pool with two devices, one of them lost, would show."""
+    """Statistics of a pool with two devices, one of them lost."""
     latencies = {kind: LatencyHistogram() for kind in ("read", "write")}
     latencies["read"].add(90_000)
     return Statistics(
@@ -125,7 +125,7 @@ def test_no_label_holds_a_key_or_a_client(start: Callable[..., Child]) -> None:
 
 
 class ShownStore:
-    """What ``shown()`` says."""
+    """Metrics of :func:`shown`."""
 
     def statistics(self) -> Statistics:
         return shown()
@@ -222,7 +222,7 @@ ANY_METRIC = re.compile(r"\b(vllm:)?(shadowserve_[a-z0-9_]+)")
 
 
 def families(text: str) -> set[str]:
-    """Return the names of all series that a scrape can have, families without a sample yet included."""
+    """Return the names of all series of a scrape, families without samples included."""
     names: set[str] = set()
     for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE):
         names |= {f"{name}_{end}" for end in ("bucket", "count", "sum")} if kind == "histogram" else {name}
@@ -231,7 +231,7 @@ def families(text: str) -> set[str]:
 
 @pytest.fixture
 def exported_names(start: Callable[..., Child]) -> set[str]:
-    """What a running storage server exports."""
+    """Names of the metrics of a running storage server."""
     return families(start("--metrics-port", "0").http("/metrics")[1])
 
 
@@ -251,7 +251,7 @@ def test_every_metric_of_an_alert_is_exported(exported_names: set[str]) -> None:
 
 
 def of_the_plugin() -> set[str]:
-    """Return the names of the plugin's counters, read from its source, since importing it takes vLLM."""
+    """Return the names of the plugin's counters, read from its source: importing it needs vLLM."""
     module = ast.parse((REPOSITORY / "host_control" / "vllm" / "metrics.py").read_text())
     tables = [
         each.value for each in module.body if isinstance(each, ast.AnnAssign) and isinstance(each.value, ast.Dict)
@@ -260,7 +260,7 @@ def of_the_plugin() -> set[str]:
 
 
 def test_the_prometheus_folder_has_only_rule_files() -> None:
-    """As ``rule_files: [prometheus/*.yaml]`` does; Prometheus does not start with anything else among them."""
+    """``rule_files: [prometheus/*.yaml]`` loads the whole folder; Prometheus refuses other files."""
     for path in RULES.parent.iterdir():
         assert set(yaml.safe_load(path.read_text())) == {"groups"}, path.name
 

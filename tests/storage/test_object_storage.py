@@ -1,4 +1,4 @@
-"""Storage nodes over one bucket, as their clients see them: over a server of the tests' own, and over Ceph itself."""
+"""Storage nodes over one bucket, of a test server and of Ceph."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def faulty() -> Iterator[FaultyS3]:
 
 @pytest.fixture(params=["own", "ceph"])
 def bucket(request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
-    """An endpoint and credentials."""
+    """Endpoint and credentials of a bucket."""
     if request.param == "own":
         return request.getfixturevalue("faulty").endpoint, CREDENTIALS
     return request.getfixturevalue("ceph"), CEPH_CREDENTIALS
@@ -45,7 +45,7 @@ def bucket(request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
 
 @pytest.fixture
 def node(start: Starts, request: pytest.FixtureRequest) -> StartsNodes:
-    """Start a node over a bucket, of whose objects each test has a prefix."""
+    """Start a node over a bucket, with a prefix of its own."""
     prefix = "".join(each if each.isalnum() else "_" for each in request.node.name)
 
     def start_node(endpoint: str, credentials: dict[str, str], *flags: str, **keys: Any) -> tuple[Child, Client]:

@@ -1,4 +1,4 @@
-"""Other people's clients against our server: what works, and what their users see where it does not."""
+"""Redis and Valkey clients: what works, and the errors where something does not."""
 
 import importlib
 import shutil
@@ -25,7 +25,7 @@ def library(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def store(library: Any, protocol: int, shared_server: Child) -> Any:
-    """A client of the library, whose own pools it closes."""
+    """A client of the library."""
     name = {"redis": "Redis", "valkey": "Valkey"}[library.__name__]
     with getattr(library, name)(port=shared_server.port, protocol=protocol) as store:
         assert store.flushall()
@@ -140,7 +140,7 @@ async def test_asynchronous_clients(name: str, shared_server: Child) -> None:
 
 
 def test_the_parsers_with_and_without_hiredis_read_the_same(shared_server: Child, protocol: int) -> None:
-    """redis-py reads with hiredis where it is installed; without it, by its own parsers."""
+    """redis-py parses with hiredis if it is installed, otherwise with its own parsers."""
     assert importlib.import_module("redis.utils").HIREDIS_AVAILABLE
     parsers = importlib.import_module("redis._parsers")
     found = []

@@ -1,4 +1,4 @@
-"""PendingKeys: others may wait for what a client is about to store, for a bounded time, in bounded room."""
+"""Pending keys: bounded in time and number, by tenant and client."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_a_published_key_is_pending_until_it_is_stored(server: Child) -> None:
     assert writer.call("SET", "a", "1") == b"OK"
     assert pending(reader, "a", "b") == [False, True]
     assert writer.call("DEL", "a") == 1
-    assert pending(reader, "a") == [False], "it was stored, and the publication has come true"
+    assert pending(reader, "a") == [False], "it is stored"
 
 
 def test_an_existing_key_does_not_become_pending(server: Child) -> None:
@@ -102,7 +102,7 @@ def test_pending_keys_are_bounded_and_expired_ones_make_room(server: Child) -> N
     refusal = waiting.call("KV.PUBLISH", MINUTE_MS, "one more")
     if isinstance(refusal, ErrorReply):
         assert refusal.startswith(b"OOM the server may have 65536 pending keys")
-    wait_for(lambda: waiting.call("KV.PUBLISH", MINUTE_MS, "one more") == 1)  # whoever said so, and says no more
+    wait_for(lambda: waiting.call("KV.PUBLISH", MINUTE_MS, "one more") == 1)
 
 
 def test_pending_keys_follow_permissions_and_tenants(tenants: Child) -> None:

@@ -1,4 +1,4 @@
-"""Pins: what keeps keys from eviction takes a share and no more, ends soon, and can be seen and ended."""
+"""Pins: bounded by shares and time; operators see and end them."""
 
 from collections.abc import Callable
 from pathlib import Path

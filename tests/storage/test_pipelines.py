@@ -1,4 +1,4 @@
-"""Commands that arrive together are answered as the same commands one at a time, whatever is among them."""
+"""Pipelined commands get the same replies as single ones."""
 
 import contextlib
 import socket
@@ -59,7 +59,7 @@ def one_reply(sock: socket.socket) -> bytes:
 
 
 def to_the_end(sock: socket.socket) -> bytes:
-    """Return what comes until the last of all replies, or the connection's end."""
+    """Return the bytes up to the last reply, or to the connection's end."""
     found = bytearray()
     while not found.endswith(END):
         data = sock.recv(1 << 16)
@@ -74,13 +74,13 @@ def ended(commands: Commands) -> list[Sequence[bytes]]:
 
 
 def together(sock: socket.socket, commands: Commands, cuts: Sequence[float] = ()) -> bytes:
-    """Send commands in one piece, or cut at some parts of their length; return the bytes that answer them."""
+    """Send commands in one piece, or cut at fractions of their length; return the replies."""
     data = b"".join(encode_command(*command) for command in ended(commands))
-    places = [0, *sorted(int(cut * len(data)) for cut in cuts), len(data)]
+    bounds = [0, *sorted(int(cut * len(data)) for cut in cuts), len(data)]
 
     def send() -> None:
         with contextlib.suppress(OSError):  # behind QUIT
-            for begin, end in zip(places, places[1:], strict=False):
+            for begin, end in zip(bounds, bounds[1:], strict=False):
                 sock.sendall(data[begin:end])
 
     sender = threading.Thread(target=send)  # a server that is not read from stops reading
@@ -92,7 +92,7 @@ def together(sock: socket.socket, commands: Commands, cuts: Sequence[float] = ()
 
 
 def apart(sock: socket.socket, commands: Commands) -> bytes:
-    """Send each command when the one before it has been answered, if it is."""
+    """Send each command after the reply to the one before it; return the replies."""
     found = b""
     silent = skipped = False
     for command in ended(commands):
@@ -294,7 +294,7 @@ def test_complete_commands_run_when_a_client_disconnects(shared_server: Child) -
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    """A server whose store does what the test says."""
+    """A server whose store the test controls."""
     with Served(io_threads=1) as served:
         yield served
 

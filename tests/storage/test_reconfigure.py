@@ -1,4 +1,4 @@
-"""Changing the configuration of a server that runs."""
+"""Changing the configuration of a running server."""
 
 import json
 import signal
@@ -148,7 +148,7 @@ def test_rewrite_is_refused_with_a_hint(client: Client) -> None:
 
 
 def reload(child: Child, event: str) -> str:
-    """Have the configuration read again; return the line that says what has come of it."""
+    """Reload the configuration; return the log line with the result."""
     known = len(child.log)
     child.process.send_signal(signal.SIGHUP)
     lines: list[str] = wait_for(lambda: [line for line in child.log[known:] if event in line])

@@ -1,4 +1,4 @@
-"""Records: immutable once stored, refused unless they verify, and KV.META, which tells of a whole prefix."""
+"""Records are immutable and verified; KV.META describes them."""
 
 import pytest
 from storage_support import Child, Client, make_record

@@ -1,4 +1,4 @@
-"""Whose layer may be sent when: by a clock that the tests turn."""
+"""The shaper, with a clock that the tests set."""
 
 from dataclasses import dataclass
 from math import inf
@@ -15,7 +15,7 @@ MBIT = 1e6
 
 @dataclass
 class Sent:
-    """A client that is sent replies that are no layers."""
+    """A client with replies that are no layers."""
 
     id: int
     tenant: int = 0
@@ -23,7 +23,7 @@ class Sent:
 
 
 class Run:
-    """A shaper with flows whose layers are sent when it says so."""
+    """A shaper whose layers are sent when it allows them."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -72,7 +72,7 @@ def test_without_a_bound_everything_goes_at_once() -> None:
     assert [run.bits(flow) for flow in flows] == [24e6] * 4
     run.go(0.1)
     late = run.enter(1e6, 0.1, 1)
-    run.go(0.001)  # nobody waits for an epoch where nothing is shared
+    run.go(0.001)  # a link that is not shared has no epochs
     assert run.bits(late) == 8e6
 
 

@@ -120,7 +120,7 @@ def test_it_speaks_tls(start: Callable[..., Child], certificates: Path) -> None:
 def test_a_server_that_disconnects_before_the_first_command_is_an_error(
     start: Callable[..., Child], certificates: Path
 ) -> None:
-    """Its alert has been read in the turn of the event loop that ended the connecting."""
+    """The server's TLS alert arrives in the turn that completes the connection."""
     child = start(
         *("--tls-cert", str(certificates / "server.crt"), "--tls-key", str(certificates / "server.key")),
         *("--tls-client-ca", str(certificates / "ca.crt")),
@@ -202,7 +202,7 @@ LIMITS = "{team-a: {bytes_max: 1 GiB, keys_max: 100, commands_per_s: 100000, byt
 
 @pytest.fixture
 def shared(start: Callable[..., Child], tmp_path: Path) -> Child:
-    """A server on which one tenant has two thirds, within its limits, and another one, without any, the rest."""
+    """A server where one tenant with limits has two thirds of the bytes, and one without limits the rest."""
     (tmp_path / "users.acl").write_text(USERS)
     child = start("--users-file", str(tmp_path / "users.acl"), "--tenants", LIMITS)
     for user, keys in (("a", 20), ("b", 10)):

@@ -1,4 +1,4 @@
-"""Tenants: what one has is, for another, not there; and none gets more than its share."""
+"""Tenants: separate keys, rates and quotas."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -115,7 +115,7 @@ def test_a_user_that_moves_to_another_tenant_must_reconnect(people: dict[str, Cl
 
 
 def recorded(execution: Callable[[], object]) -> tuple[list[tuple[str, str]], object]:
-    """Return every function of ours that an execution calls, in order, and what it returns."""
+    """Return every function of this project that an execution calls, in order, with its result."""
     import sys
 
     calls: list[tuple[str, str]] = []
@@ -133,7 +133,7 @@ def recorded(execution: Callable[[], object]) -> tuple[list[tuple[str, str]], ob
 
 
 def test_another_tenants_key_behaves_like_an_absent_one(users: Path) -> None:
-    """The same functions in the same order, and the same answer; ``shadowserve bench isolation`` compares the times."""
+    """The same functions run in the same order with the same reply; ``shadowserve bench isolation`` compares times."""
     config = StorageConfig(users_file=str(users))
     node = Node(Reconfiguration(config), Users(config, BY_FULL_NAME), MemoryPool.open(config), wall_clock_ms)
     sessions = {}
@@ -202,7 +202,7 @@ def test_invalid_limits_are_refused(tenants: str) -> None:
 
 
 def test_waiting_commands_of_a_throttled_client_use_no_memory(start: Callable[..., Child], users: Path) -> None:
-    """A client beyond its rate is not read: what it sends stays in its own buffers, and the server's memory small."""
+    """A client beyond its rate is not read, so its commands stay in its own buffers."""
     child = start("--users-file", str(users), "--tenants", "{team-a: {commands_per_s: 1}}")
     ann, root = login(child, "ann"), login(child, "root")
     ann.socket.setblocking(False)

@@ -1,4 +1,4 @@
-"""TLS and mutual TLS: what crosses the wire, who is turned away, and what goes on meanwhile."""
+"""TLS and mutual TLS: values, failures, and other clients meanwhile."""
 
 import contextlib
 import json
@@ -31,16 +31,16 @@ def make_certificates(folder: Path, *arguments: str) -> None:
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An authority, a server's certificate, and those of alice and mallory, of whom the server has not heard."""
+    """Certificates of an authority, a server, alice, and mallory, who is no user."""
     folder = tmp_path_factory.mktemp("certificates")
     make_certificates(folder, "--user", "alice", "--user", "mallory")
     return folder
 
 
 @pytest.fixture(scope="session")
-def strangers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of another authority."""
-    folder = tmp_path_factory.mktemp("strangers")
+def other_authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates of another authority."""
+    folder = tmp_path_factory.mktemp("other_authority")
     make_certificates(folder, "--user", "alice")
     return folder
 
@@ -107,7 +107,7 @@ def test_values_of_any_size_come_back_whole(size: int, client: TlsClient) -> Non
 
 
 def test_a_slow_reader_gets_every_byte(secure: Child, certificates: Path) -> None:
-    """The kernel takes parts of records, again and again: OpenSSL must see the same bytes when it goes on."""
+    """The kernel takes parts of records; OpenSSL must get the same bytes when it continues."""
     values = [bytes([number]) * (3 * MIB + 4000 * number) for number in range(8)]
     with TlsClient(secure.port, context_of(certificates), receive_buffer=1 << 14) as client:
         for number, value in enumerate(values):
@@ -158,15 +158,15 @@ def test_a_plain_client_at_a_tls_port_gets_an_error(secure: Child) -> None:
 
 
 def test_repeated_tls_failures_are_logged_with_a_count(
-    start: Callable[..., Child], certificates: Path, strangers: Path, tmp_path: Path
+    start: Callable[..., Child], certificates: Path, other_authority: Path, tmp_path: Path
 ) -> None:
-    """A line or two; what counts, and what audits, has every one of them."""
+    """The log has few lines; the counter and the audit log have every failure."""
     audit_log = tmp_path / "audit.log"
     child = start(*tls_flags(certificates, mutual=True), "--audit-log", str(audit_log))
-    foreign = context_of(certificates, "alice", certificates_of=strangers)
+    foreign = context_of(certificates, "alice", certificates_of=other_authority)
     for _ in range(20):
-        with contextlib.suppress(OSError, EOFError), TlsClient(child.port, foreign) as stranger:
-            stranger.call("PING")  # a server checks its client after the handshake of TLS 1.3
+        with contextlib.suppress(OSError, EOFError), TlsClient(child.port, foreign) as client:
+            client.call("PING")  # a server checks its client after the handshake of TLS 1.3
 
     def failures() -> int:
         with TlsClient(child.port, context_of(certificates, "alice")) as client:
@@ -177,7 +177,7 @@ def test_repeated_tls_failures_are_logged_with_a_count(
     at_once = [line for line in child.log if "tls_failed address=127.0.0.1:" in line]
     later = [line for line in child.log if "tls_failed_again address=127.0.0.1 times=" in line]
     counts = [int(line.partition("times=")[2].partition(" ")[0]) for line in later]
-    assert len(at_once) + sum(counts) == 20, "the end tells what a minute would have told"
+    assert len(at_once) + sum(counts) == 20, "the end logs the remaining count"
     assert len(at_once) + len(later) < 20 and all("not accepted" in line for line in at_once + later)
     assert sum(json.loads(line)["event"] == "tls" for line in audit_log.read_text().splitlines()) == 20
 
@@ -191,7 +191,7 @@ def test_an_ipv6_client_is_identified_by_its_network(address: str, caller: str) 
 
 
 def test_a_tls_client_at_a_plain_port_is_refused(start: Callable[..., Child], certificates: Path) -> None:
-    child = start()  # of its own: of each address a server tells so many reasons at once, and no more
+    child = start()  # of its own: a server limits the log lines of an address
     with pytest.raises(ssl.SSLError) as caught:
         TlsClient(child.port, context_of(certificates))
     assert caught.value.reason == "WRONG_VERSION_NUMBER"
@@ -273,12 +273,12 @@ def test_a_renewed_certificate_is_used_without_a_restart(start: Callable[..., Ch
 
 
 def test_mutual_tls_accepts_only_certificates_of_its_authority(
-    start: Callable[..., Child], certificates: Path, strangers: Path
+    start: Callable[..., Child], certificates: Path, other_authority: Path
 ) -> None:
     child = start(*tls_flags(certificates, mutual=True))
     with TlsClient(child.port, context_of(certificates, "mallory")) as client:
         assert client.call("PING") == b"PONG" and client.call("ACL", "WHOAMI") == b"default"
-    for context in (context_of(certificates), context_of(certificates, "alice", strangers)):
+    for context in (context_of(certificates), context_of(certificates, "alice", other_authority)):
         with pytest.raises((ssl.SSLError, ConnectionError, EOFError)), TlsClient(child.port, context) as client:
             client.call("PING")  # a server checks its client after the handshake of TLS 1.3
     wait_for(lambda: any("has sent no certificate" in line for line in child.log))

@@ -1,4 +1,4 @@
-"""MULTI and EXEC: in order, within bounds, with replies that are not known yet, and with what others do in between."""
+"""MULTI and EXEC: order, limits, deferred replies, and commands of other clients in between."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -15,13 +15,13 @@ LARGE = bytes(range(256)) * 400  # sent by reference, received in place
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    """A server whose store does what the test says."""
+    """A server whose store the test controls."""
     with Served(io_threads=2) as served:
         yield served
 
 
 def calls(client: Client, *commands: tuple[object, ...]) -> list[object]:
-    """Send all at once; return the replies."""
+    """Send all commands at once; return the replies."""
     client.socket.sendall(b"".join(encode_command(*command) for command in commands))  # type: ignore[arg-type]
     return [client.receive() for _ in commands]
 
@@ -106,7 +106,7 @@ def test_a_transaction_holds_no_more_than_a_request_may(
 
 
 def test_a_long_transaction_releases_the_lock() -> None:
-    """What one turn executes is the bound; a turn's worth is executed in one, and never more."""
+    """A transaction that fits into a turn runs in one turn; a longer one does not."""
     with Served(pipeline_commands_max=10) as served, served.client() as client:
         node = served.server.node
         held: list[int] = []

@@ -8,13 +8,11 @@ than their part of it.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from storage_kv.access.authentication_throttle import network_of
 from storage_kv.config import StorageConfig
-
-if TYPE_CHECKING:
-    from storage_kv.session import Session
+from storage_kv.session import Session
 
 _RESERVED_SHARE: Final = 8
 """One in this many slots is for tenants that have no more than their part of these."""
@@ -49,7 +47,7 @@ class ConnectionSlots:
         is_modest = used * max(2, len(self.by_tenant) + 1) < reserved
         return 2 * used < slots and (is_modest or self.authenticated < slots - reserved)
 
-    def enter(self, session: "Session") -> None:
+    def enter(self, session: Session) -> None:
         """Count a session by its present state."""
         self.leave(session)
         if session.authenticated:
@@ -60,7 +58,7 @@ class ConnectionSlots:
             self._by_network.setdefault(network_of(session.address), {})[session.id] = session
             self.unauthenticated += 1
 
-    def leave(self, session: "Session") -> None:
+    def leave(self, session: Session) -> None:
         """Stop counting a session, if it is counted."""
         if session.slot_tenant is not None:
             tenant, session.slot_tenant = session.slot_tenant, None
@@ -76,7 +74,7 @@ class ConnectionSlots:
             if not sessions:
                 del self._by_network[network]
 
-    def evict_oldest(self) -> "Session | None":
+    def evict_oldest(self) -> Session | None:
         """Stop counting the unauthenticated session to be ended for a newcomer, and return it; None for none."""
         if not self._by_network:
             return None
