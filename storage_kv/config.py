@@ -96,12 +96,12 @@ class AccessConfig(Section):
     """Refuse clients of other machines while there is no password, no users and no client certificates."""
 
     tls_cert: str = ""
-    """PEM file of the server's certificate and its intermediate certificates; empty for no TLS. Read again when it
+    """File of the server's certificate and its intermediate certificates, PEM; empty for no TLS. Read again when it
     changes."""
     tls_key: str = ""
-    """PEM file of its private key, without a passphrase."""
+    """File of its private key, PEM, without a passphrase."""
     tls_client_ca: str = ""
-    """PEM file of the authorities of client certificates; empty if clients need no certificate."""
+    """File of the authorities of client certificates, PEM; empty if clients need no certificate."""
     tls_users: Literal["off", "cn"] = "off"
     """``cn``: a client certificate's common name or first DNS name is its user; ``off``: certificates name no users."""
     users_file: str = ""
