@@ -23,6 +23,7 @@ COMMAND_SECONDS: Final = (
 _T = TypeVar("_T")
 
 
+@dataclass(slots=True)
 class CommandCounters:
     """Counters of one command. Changed with the node's lock held.
 
@@ -33,13 +34,10 @@ class CommandCounters:
         durations: Durations of the timed calls.
     """
 
-    __slots__ = ("calls", "durations", "failed", "rejected")
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.failed = 0
-        self.rejected = 0
-        self.durations = LatencyHistogram(COMMAND_SECONDS)
+    calls: int = 0
+    failed: int = 0
+    rejected: int = 0
+    durations: LatencyHistogram = field(default_factory=lambda: LatencyHistogram(COMMAND_SECONDS))
 
     def timed(self, handler: Callable[..., _T], *arguments: object) -> _T:
         """Call the handler and record its duration, also when it raises."""

@@ -7,6 +7,7 @@ many clients publish it: of each key those few are noted that last longest.
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from shadowserve.errors import ShadowServeError
@@ -34,6 +35,7 @@ class TooManyPendingError(ShadowServeError):
     """Too many keys would be pending; the message says whose limit."""
 
 
+@dataclass(slots=True, eq=False)
 class _Client:
     """The pending keys of one connection.
 
@@ -43,12 +45,9 @@ class _Client:
         gone: The connection has ended.
     """
 
-    __slots__ = ("gone", "id", "keys")
-
-    def __init__(self, id: int) -> None:
-        self.id = id
-        self.keys: OrderedDict[Address, None] = OrderedDict()
-        self.gone = False
+    id: int
+    keys: OrderedDict[Address, None] = field(default_factory=OrderedDict)
+    gone: bool = False
 
 
 class PendingKeys:

@@ -5,6 +5,7 @@ A command's handler returns a :data:`Reply`. Nothing here does I/O.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeAlias, TypeVar
 
 from shadowserve.errors import ShadowServeError
@@ -137,6 +138,7 @@ class DeferredReply:
 Part: TypeAlias = bytes | ValueSlice | DeferredReply
 
 
+@dataclass(slots=True)
 class Continuation:
     """A reply of which at most the beginning is made; the rest is made later.
 
@@ -151,14 +153,9 @@ class Continuation:
         work: Runs first, in another thread, and uses only its own arguments; None for none.
     """
 
-    __slots__ = ("parts", "rest", "work")
-
-    def __init__(
-        self, parts: "list[Part]", rest: "Callable[[Any], Reply]", work: Callable[[], Any] | None = None
-    ) -> None:
-        self.parts = parts
-        self.rest = rest
-        self.work = work
+    parts: "list[Part]"
+    rest: "Callable[[Any], Reply]"
+    work: Callable[[], Any] | None = None
 
     @classmethod
     def of(

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Final, TypeAlias
 
 from shadowserve.pool.terms import DEFAULT_TENANT, Address
@@ -95,8 +95,9 @@ class ConnectionHooks:
     admit: Callable[[int], Account | None] = _admit_nothing
 
 
+@dataclass(slots=True, eq=False)
 class Session:
-    """One client.
+    """One client. Node.begin() sets its user; before, it may do nothing or, if ``authenticated``, everything.
 
     Attributes:
         id: Unique in the process; CLIENT ID.
@@ -121,51 +122,32 @@ class Session:
         slot_tenant: Tenant whose connection slot it uses; None for none.
     """
 
-    __slots__ = (
-        "address",
-        "authenticated",
-        "closing",
-        "executing",
-        "executing_bytes",
-        "hooks",
-        "id",
-        "info",
-        "limiter",
-        "pause_holds_replies",
-        "pause_until_s",
-        "protocol",
-        "replies",
-        "skip",
-        "slot_tenant",
-        "tenant",
-        "transaction",
-        "user",
-        "watch",
-        "weight",
-    )
+    id: int
+    address: str
+    local_address: InitVar[str]
+    file_descriptor: InitVar[int]
+    authenticated: bool = False
+    info: ClientInfo = field(init=False)
+    hooks: ConnectionHooks = ConnectionHooks()
+    protocol: int = 2
+    closing: bool = False
+    replies: bool = True
+    skip: int = 0
+    user: User = field(init=False)
+    tenant: int = DEFAULT_TENANT
+    limiter: RateLimiter | None = None
+    weight: float = 1.0
+    pause_until_s: float = 0.0
+    pause_holds_replies: bool = False
+    transaction: Transaction | None = None
+    executing: deque[list[Argument]] = field(default_factory=deque)
+    executing_bytes: int = 0
+    watch: Watch = field(default_factory=Watch)
+    slot_tenant: str | None = None
 
-    def __init__(
-        self, id: int, *, address: str, local_address: str, file_descriptor: int, authenticated: bool = False
-    ) -> None:
-        """Create the session of a new client; Node.begin() sets its user.
-
-        Before that it may do nothing or, if ``authenticated``, everything, as the default tenant.
-        """
-        self.id = id
-        self.address = address
+    def __post_init__(self, local_address: str, file_descriptor: int) -> None:
         self.info = ClientInfo(local_address, file_descriptor)
-        self.hooks = ConnectionHooks()
-        self.closing = False
-        self.pause_until_s = 0.0
-        self.pause_holds_replies = False
-        self.user = _UNRESTRICTED if authenticated else _FORBIDDEN
-        self.authenticated = authenticated
-        self.limiter: RateLimiter | None = None
-        self.weight = 1.0
-        self.executing: deque[list[Argument]] = deque()
-        self.executing_bytes = 0
-        self.slot_tenant: str | None = None
-        self.reset()
+        self.user = _UNRESTRICTED if self.authenticated else _FORBIDDEN
 
     @property
     def share(self) -> int:
@@ -192,7 +174,7 @@ class Session:
         self.replies = True
         self.skip = 0
         self.tenant = DEFAULT_TENANT
-        self.transaction: Transaction | None = None
+        self.transaction = None
         self.watch = Watch()
 
     def qualify(self, argument: Argument) -> Address:

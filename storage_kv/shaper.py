@@ -10,7 +10,7 @@ debt of its own: a client that was sent more than it has earned executes nothing
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Final, Protocol
 
@@ -53,6 +53,7 @@ class Sender(Protocol):
     weight: float
 
 
+@dataclass(slots=True, eq=False)
 class Flow:
     """The layers of one request.
 
@@ -66,25 +67,21 @@ class Flow:
         next_bits: Size of the next layer; 0 while none may be sent.
     """
 
-    __slots__ = ("credit", "demand", "limit", "next_bits", "rate", "tenant", "weight")
-
-    def __init__(self, demand: Demand, limit: float, tenant: int = 0, weight: float = 1.0) -> None:
-        self.demand = demand
-        self.limit = limit
-        self.tenant = tenant
-        self.weight = weight
-        self.rate = self.credit = 0.0
-        self.next_bits = 0
+    demand: Demand
+    limit: float
+    tenant: int = 0
+    weight: float = 1.0
+    rate: float = 0.0
+    credit: float = 0.0
+    next_bits: int = 0
 
 
+@dataclass(slots=True)
 class _Client:
     """The credit of one client of other replies in bits; below zero it is a debt."""
 
-    __slots__ = ("credit", "filled_s")
-
-    def __init__(self, credit: float, filled_s: float) -> None:
-        self.credit = credit
-        self.filled_s = filled_s
+    credit: float
+    filled_s: float
 
     def earn(self, rate: float, now_s: float) -> float:
         """Add the credit since the last call; return the credit."""
@@ -94,6 +91,7 @@ class _Client:
         return self.credit
 
 
+@dataclass(slots=True)
 class _Tenant:
     """The other replies of one tenant.
 
@@ -105,15 +103,12 @@ class _Tenant:
         left: Debts of disconnected clients, inherited by the next new one; otherwise reconnecting would clear a debt.
     """
 
-    __slots__ = ("active", "clients", "count", "left", "share", "weight")
-
-    def __init__(self) -> None:
-        self.share = 1.0
-        self.weight = 1.0
-        self.active: set[int] = set()
-        self.count = 1
-        self.clients: dict[int, _Client] = {}
-        self.left = _Client(0.0, 0.0)
+    share: float = 1.0
+    weight: float = 1.0
+    active: set[int] = field(default_factory=set)
+    count: int = 1
+    clients: dict[int, _Client] = field(default_factory=dict)
+    left: _Client = field(default_factory=lambda: _Client(0.0, 0.0))
 
 
 class Others:

@@ -9,6 +9,7 @@ refused without checking its password. Nothing sleeps: the reply is held and the
 
 import ipaddress
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Final
 
 _FIRST_DELAY_S: Final = 0.05
@@ -18,6 +19,7 @@ _FORGET_AFTER_S: Final = 10.0
 _ADDRESSES_MAX: Final = 4096
 
 
+@dataclass(slots=True)
 class _Queue:
     """Attempts of one network.
 
@@ -27,12 +29,9 @@ class _Queue:
         last_s: Time of the last failure.
     """
 
-    __slots__ = ("failures", "free_s", "last_s")
-
-    def __init__(self) -> None:
-        self.failures = 0
-        self.free_s = 0.0
-        self.last_s = 0.0
+    failures: int = 0
+    free_s: float = 0.0
+    last_s: float = 0.0
 
 
 class AuthenticationThrottle:

@@ -14,6 +14,7 @@ eighth is for tenants that hold no more than their part of it, so that two tenan
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 UNAUTHENTICATED: Final = -1
@@ -40,29 +41,29 @@ class Client(Protocol):
         """End soon: others need the memory that this one holds."""
 
 
+@dataclass(slots=True, eq=False)
 class Account:
     """The bytes that one client holds of one budget.
 
     Attributes:
-        held: Number of bytes; several accounts may share stored values.
-        tenant: Tenant whose share they count against.
+        budget: The budget.
         client: The owner; None once it is closed, so that the two form no reference cycle.
+        tenant: Tenant whose share they count against.
+        held: Number of bytes; several accounts may share stored values.
         closed: Nothing is counted any more.
         is_next: It has waited, and it is its turn.
         ticks: Number of pace checks since a client waits.
         start_moved_bytes: Its client's moved bytes at the first pace check.
     """
 
-    __slots__ = ("budget", "client", "closed", "held", "is_next", "start_moved_bytes", "tenant", "ticks")
-
-    def __init__(self, budget: "MemoryBudget", client: Client, tenant: int) -> None:
-        self.budget = budget
-        self.client: Client | None = client
-        self.tenant = tenant
-        self.held = 0
-        self.closed = self.is_next = False
-        self.ticks = 0
-        self.start_moved_bytes = 0
+    budget: "MemoryBudget"
+    client: Client | None
+    tenant: int
+    held: int = 0
+    closed: bool = False
+    is_next: bool = False
+    ticks: int = 0
+    start_moved_bytes: int = 0
 
     def set_held(self, held: int) -> None:
         """Set the number of bytes."""

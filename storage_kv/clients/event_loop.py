@@ -17,6 +17,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 _log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ _TURN_S: Final = 0.001
 """Turn of one of several lanes: for events, and as long again for functions to be called soon."""
 
 
+@dataclass(slots=True, eq=False)
 class Lane:
     """Queued work for the clients of one tenant; used in the loop's thread.
 
@@ -39,13 +41,10 @@ class Lane:
         soon: Functions to be called.
     """
 
-    __slots__ = ("clients", "events", "soon", "tenant")
-
-    def __init__(self, tenant: int) -> None:
-        self.tenant = tenant
-        self.clients = 0
-        self.events: OrderedDict[int, int] = OrderedDict()
-        self.soon: deque[Callable[[], None]] = deque()
+    tenant: int
+    clients: int = 0
+    events: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    soon: deque[Callable[[], None]] = field(default_factory=deque)
 
 
 class EventLoop:
