@@ -34,11 +34,27 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
+class ServerInfo:
+    """Facts of the running server, for INFO and metrics.
+
+    Attributes:
+        started_s: Start, of ``time.monotonic()``.
+        port: Listening port; 0 before.
+        certificate_expires_s: Expiry of the TLS certificate, Unix time; 0 without TLS.
+    """
+
+    started_s: float = field(default_factory=time.monotonic)
+    port: int = 0
+    certificate_expires_s: float = 0.0
+
+
+@dataclass(slots=True)
 class Node:
     """One storage node.
 
     Attributes:
         reconfiguration: The configuration and its changes.
+        server: Facts of the running server.
         store: Memory and devices with the values.
         lock: Held while the store, the counters or the sessions are used. Its holder waits for nothing. Commands run
             under it, so that each is atomic.
@@ -61,11 +77,9 @@ class Node:
     counters: Counters = field(default_factory=Counters)
     sessions: dict[int, Session] = field(default_factory=dict)
     run_id: str = field(default_factory=lambda: secrets.token_hex(20))
-    started_s: float = field(default_factory=time.monotonic)
+    server: ServerInfo = field(default_factory=ServerInfo)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    port: int = 0
     audit: AuditLog = field(default_factory=AuditLog)
-    certificate_expires_s: float = 0.0
     auth_throttle: AuthenticationThrottle = field(default_factory=AuthenticationThrottle)
     watchers: dict[Address, set[Session]] = field(default_factory=dict)
     log_limiter: Incidents = field(default_factory=Incidents)

@@ -46,7 +46,7 @@ from storage_kv.layers import LayerStreams
 from storage_kv.node import Node
 from storage_kv.operate.operations import Operations
 from storage_kv.reconfiguration import Reconfiguration
-from storage_kv.session import Session
+from storage_kv.session import ClientInfo, Session
 
 _log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class StorageServer:
     async def _start_serving(self, config: StorageConfig) -> None:
         if config.tls_cert:
             self._certificates = Certificates(config)
-            self.node.certificate_expires_s = self._certificates.expires_s
+            self.node.server.certificate_expires_s = self._certificates.expires_s
         self._connections_max = _raise_descriptor_limit(config.connections_max)
         try:
             self._listeners = await self._listen(config.host, config.port)
@@ -161,7 +161,7 @@ class StorageServer:
             if error.errno == errno.EADDRINUSE:
                 advice = "stop what listens there (ss -ltnp), perhaps another server, or choose another port"
             raise ConfigurationError(f"cannot listen on {config.host} port {config.port}: {error}; {advice}") from error
-        self.node.port = self.addresses[0][1]
+        self.node.server.port = self.addresses[0][1]
         try:
             # In another thread: recovery of devices may take seconds. No client is accepted meanwhile.
             await self._loop.run_in_executor(None, self.operations.recover)
@@ -275,8 +275,7 @@ class StorageServer:
         session = Session(
             next(self._session_ids),
             address=join_address(*address[:2]),
-            local_address=join_address(*local[:2]),
-            file_descriptor=transport.socket.fileno(),
+            info=ClientInfo(join_address(*local[:2]), transport.socket.fileno()),
         )
         with node.lock:
             node.sessions[session.id] = session
@@ -319,7 +318,7 @@ class StorageServer:
         if self._certificates is None:
             return PlainTransport(sock)
         context = self._certificates.context()
-        self.node.certificate_expires_s = self._certificates.expires_s
+        self.node.server.certificate_expires_s = self._certificates.expires_s
         return TlsTransport(sock, context)
 
     def _refuse(self, sock: socket.socket, text: str) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from shadowserve.pool.terms import DEFAULT_TENANT, Address
@@ -124,10 +124,8 @@ class Session:
 
     id: int
     address: str
-    local_address: InitVar[str]
-    file_descriptor: InitVar[int]
+    info: ClientInfo = field(default_factory=lambda: ClientInfo("", -1))
     authenticated: bool = False
-    info: ClientInfo = field(init=False)
     hooks: ConnectionHooks = ConnectionHooks()
     protocol: int = 2
     closing: bool = False
@@ -145,8 +143,7 @@ class Session:
     watch: Watch = field(default_factory=Watch)
     slot_tenant: str | None = None
 
-    def __post_init__(self, local_address: str, file_descriptor: int) -> None:
-        self.info = ClientInfo(local_address, file_descriptor)
+    def __post_init__(self) -> None:
         self.user = _UNRESTRICTED if self.authenticated else _FORBIDDEN
 
     @property

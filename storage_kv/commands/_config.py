@@ -77,7 +77,7 @@ def _parameters(node: Node) -> dict[bytes, object]:
         b"maxclients": config.connections_max,
         b"maxmemory": int(config.memory_budget_bytes),
         b"maxmemory-policy": "allkeys-lru",
-        b"port": node.port,
+        b"port": node.server.port,
         b"proto-max-bulk-len": int(config.bulk_bytes_max),
         b"protected-mode": "yes" if config.protected_mode else "no",
         b"save": "",

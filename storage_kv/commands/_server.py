@@ -61,7 +61,7 @@ def _pairs(pairs: Mapping[str, object]) -> str:
 
 
 def _info_server(node: Node) -> _Fields:
-    uptime_s = int(time.monotonic() - node.started_s)
+    uptime_s = int(time.monotonic() - node.server.started_s)
     return [
         ("redis_version", REDIS_VERSION),
         ("redis_mode", "standalone"),
@@ -70,7 +70,7 @@ def _info_server(node: Node) -> _Fields:
         ("multiplexing_api", "epoll"),
         ("process_id", os.getpid()),
         ("run_id", node.run_id),
-        ("tcp_port", node.port),
+        ("tcp_port", node.server.port),
         ("server_time_usec", time.time_ns() // 1000),
         ("uptime_in_seconds", uptime_s),
         ("uptime_in_days", uptime_s // 86400),

@@ -236,8 +236,8 @@ def test_an_event_loop_serves_each_tenant_in_turn() -> None:
 def test_verifying_a_record_does_not_wait_for_another_tenants_queue() -> None:
     """Symptom: a hundred records of one tenant were verified before a later one of another tenant."""
     workers, order, go_on = Workers(1), [], threading.Event()
-    crowd = Session(1, address="a", local_address="b", file_descriptor=0)
-    other = Session(2, address="a", local_address="b", file_descriptor=0)
+    crowd = Session(1, address="a")
+    other = Session(2, address="a")
     crowd.tenant, other.tenant = 1, 2
 
     def check_of(name: str) -> Callable[[], None]:

@@ -284,7 +284,7 @@ def _use_new_names(served: Lasting, numbers: range) -> None:
     with node.lock:
         for number in numbers:
             node.auth_throttle.answer_at(f"10.0.{number >> 8}.{number & 255}:1", float(number), accepted=False)
-            session = Session(0, address=f"client {number}", local_address="", file_descriptor=-1)
+            session = Session(0, address=f"client {number}")
             node.deny(session, "key", b"key %d" % number, b"client %d" % number)
 
 

@@ -178,7 +178,7 @@ def test_one_call_in_many_is_timed_the_first_included() -> None:
         statistics.timed(_failing)
     assert statistics.durations.count == 1
     node = node_with(ShownStore())
-    session = Session(1, address="", local_address="", file_descriptor=0, authenticated=True)
+    session = Session(1, address="", authenticated=True)
     for _ in range(2 * SAMPLE_EVERY + 1):
         execute(node, session, [b"PING"])
     found = node.counters.by_command["ping"]

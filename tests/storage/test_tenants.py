@@ -138,7 +138,7 @@ def test_another_tenants_key_behaves_like_an_absent_one(users: Path) -> None:
     node = Node(Reconfiguration(config), Users(config, BY_FULL_NAME), MemoryPool.open(config), wall_clock_ms)
     sessions = {}
     for number, name in enumerate((b"ann", b"bob")):
-        sessions[name] = Session(number, address="127.0.0.1:1", local_address="", file_descriptor=0)
+        sessions[name] = Session(number, address="127.0.0.1:1")
         node.bind(sessions[name], node.users.by_name[name])
     assert execute(node, sessions[b"ann"], [b"SET", b"there", b"x"]) == b"+OK\r\n"
     for command in (b"GET %b", b"EXISTS %b", b"STRLEN %b", b"TTL %b", b"MGET %b", b"KV.META %b", b"GETRANGE %b 0 5",
