@@ -156,33 +156,23 @@ _TAIL: Final = b"\r\n"
 _NONE: Final = np.zeros(0, np.uint32)
 
 
-class Stream:
-    """One request.
+class StreamRecords:
+    """The records of a request: their sizes, their bytes in memory, and the layers in them.
+
+    Used by the thread of all streams, some keys at a time.
 
     Attributes:
         tenant: Tenant of the records.
         keys: Number of keys.
         layers: Numbers of the layers in the order of sending.
-        account: Account of its memory beside the records.
-        ends_s: Deadline, of ``time.monotonic()``.
-        limit: Highest rate in bits per second.
         position: Index of the next key to work on.
         sized_bytes: Size of the records, of the keys added up so far.
         is_reserved: It may keep records in memory.
         reserved_bytes: Limit of those.
         reads: Number of running reads.
+        lost: Number of failed reads.
         records: Bytes of each record in memory; None for no record.
         bits: Size of each layer in bits, once known.
-        head: The first element of the reply.
-        parts: Layers of the reply; those from ``resolved`` on are not resolved.
-        sent: Number of layers that are sent or dropped.
-        partly_sent_bytes: Sent bytes of the layer that is being sent.
-        flow: Its flow in the shaper, once its layers are known.
-        is_active: Its layers are being sent.
-        has_link_share: Its flow is in the shaper.
-        error: Error reply for all layers that are not resolved; empty for none.
-        is_ended: All its parts are resolved.
-        abort_s: When its connection is aborted if it has not sent all; 0.0 for never.
     """
 
     def __init__(
@@ -191,57 +181,22 @@ class Stream:
         session: Session,
         names: Sequence[bytes],
         layers: Sequence[int],
-        account: Account,
         wake: Callable[[], None],
     ) -> None:
-        self.node, self.session, self.account = node, session, account
-        self.tenant, self._share = session.tenant, session.share
+        self.node, self.session, self.tenant = node, session, session.tenant
         self.keys = len(names)
         self.layers = np.array(layers, np.uint16)
         self._names = b"".join(names)
         self._name_ends = np.cumsum([len(name) for name in names], dtype=np.uint32)
-        self.limit, self.window_s, self.ends_s = inf, WINDOW_S_MIN, inf
-        self.flow: Flow | None = None
-        self.position = self.resolved = self.sent = self.partly_sent_bytes = self.reserved_bytes = 0
-        self.abandoned = self.is_ended = self.is_reserved = self.is_active = self.has_link_share = False
-        self.abort_s = 0.0
-        self.error = b""
-        self.reads = 0
-        self.lost = 0  # reads that failed
-        self.sized_bytes = self._kept_bytes = 0
-        self._finds_layout = False
+        self.position = self.reads = self.lost = 0
+        self.sized_bytes = self.reserved_bytes = self._kept_bytes = 0
+        self.is_reserved = False
         self._held: list[Item | Lease] = []
         self.records: list[bytes | memoryview | None] = []
         self._begins: npt.NDArray[np.uint32] = np.zeros((0, 0), np.uint32)
         self._lengths = self._begins
         self.bits: list[int] = []
-        self._unread_s, self._unread_bits = 0.0, 0
         self._wake = wake
-        self.head = _Part(node, 16 * self.keys, self)
-        self.parts = [_Part(node, 4 * self.keys, self) for _ in layers]
-
-    @property
-    def share(self) -> int:
-        """The tenant whose share of memory it uses."""
-        return self._share
-
-    # ---- Called by connections
-
-    def on_abandoned(self) -> None:
-        """Record that the client has disconnected."""
-        self.abandoned = True
-        self._wake()
-
-    def on_sent(self) -> None:
-        """Record that a layer is sent or dropped. Needs the node's lock."""
-        if not self.abandoned and not self.error and self.bits:
-            self.node.counters.layers_sent += 1
-            self.node.counters.layer_bytes_sent += self.bits[self.sent] // 8
-        self.sent += 1
-        self.partly_sent_bytes = 0
-        self._wake()
-
-    # ---- Called by the thread of all streams; work on keys is done some keys at a time
 
     def _address(self, index: int) -> tuple[int, bytes]:
         begin = int(self._name_ends[index - 1]) if index else 0
@@ -254,7 +209,7 @@ class Stream:
         memory and reads the others. The third one finds the layers in each record.
         """
         begin, end = self.position, min(self.position + ENTRIES_PER_HOLD, self.keys)
-        if self._finds_layout:
+        if not len(self._name_ends):  # the third pass
             self._find_layers(begin, end)
         else:
             with self.node.lock:
@@ -311,7 +266,6 @@ class Stream:
     def begin_layout(self) -> None:
         """Start the third pass: all records are in memory."""
         self._names, self._name_ends, self.position = b"", np.zeros(0, np.uint32), 0
-        self._finds_layout = True
         if self.lost:
             with self.node.lock:  # they were not hits after all
                 self.node.counters.hits -= self.lost
@@ -319,11 +273,6 @@ class Stream:
                 self.node.counters.lost += self.lost
         self._begins = np.zeros((len(self.layers), self.keys), np.uint32)
         self._lengths = np.zeros((len(self.layers), self.keys), np.uint32)
-
-    @property
-    def has_layout(self) -> bool:
-        """True when the layers of all records are known."""
-        return self.flow is not None
 
     def _find_layers(self, begin: int, end: int) -> None:
         for index in range(begin, end):
@@ -339,15 +288,94 @@ class Stream:
             wanted = self.layers[there].astype(np.int64)
             self._begins[there, index] = bounds[wanted]
             self._lengths[there, index] = bounds[wanted + 1] - bounds[wanted]
-        if end < self.keys:
-            return
-        self.bits = (8 * (self._lengths.sum(1, dtype=np.int64) + 4 * self.keys)).tolist()
+        if end == self.keys:
+            self.bits = (8 * (self._lengths.sum(1, dtype=np.int64) + 4 * self.keys)).tolist()
+
+    def release(self) -> None:
+        """Release all records. Needs the node's lock."""
+        for held in self._held:
+            if isinstance(held, Item):
+                self.node.store.release(held)
+            else:
+                held.release()
+        self._held, self.records = [], []
+        self._begins = self._lengths = np.zeros((0, 0), np.uint32)
+
+
+class Stream(StreamRecords):
+    """One request: its reply and its place in the schedule.
+
+    Attributes:
+        account: Account of its memory beside the records.
+        ends_s: Deadline, of ``time.monotonic()``.
+        limit: Highest rate in bits per second.
+        head: The first element of the reply.
+        parts: Layers of the reply; those from ``resolved`` on are not resolved.
+        sent: Number of layers that are sent or dropped.
+        partly_sent_bytes: Sent bytes of the layer that is being sent.
+        flow: Its flow in the shaper, once its layers are known.
+        is_active: Its layers are being sent.
+        has_link_share: Its flow is in the shaper.
+        error: Error reply for all layers that are not resolved; empty for none.
+        is_ended: All its parts are resolved.
+        abort_s: When its connection is aborted if it has not sent all; 0.0 for never.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        session: Session,
+        names: Sequence[bytes],
+        layers: Sequence[int],
+        account: Account,
+        wake: Callable[[], None],
+    ) -> None:
+        super().__init__(node, session, names, layers, wake)
+        self.account = account
+        self._share = session.share
+        self.limit, self.window_s, self.ends_s = inf, WINDOW_S_MIN, inf
+        self.flow: Flow | None = None
+        self.resolved = self.sent = self.partly_sent_bytes = 0
+        self.abandoned = self.is_ended = self.is_active = self.has_link_share = False
+        self.abort_s = 0.0
+        self.error = b""
+        self._unread_s, self._unread_bits = 0.0, 0
+        self.head = _Part(node, 16 * self.keys, self)
+        self.parts = [_Part(node, 4 * self.keys, self) for _ in layers]
+
+    @property
+    def share(self) -> int:
+        """The tenant whose share of memory it uses."""
+        return self._share
+
+    # ---- Called by connections
+
+    def on_abandoned(self) -> None:
+        """Record that the client has disconnected."""
+        self.abandoned = True
+        self._wake()
+
+    def on_sent(self) -> None:
+        """Record that a layer is sent or dropped. Needs the node's lock."""
+        if not self.abandoned and not self.error and self.bits:
+            self.node.counters.layers_sent += 1
+            self.node.counters.layer_bytes_sent += self.bits[self.sent] // 8
+        self.sent += 1
+        self.partly_sent_bytes = 0
+        self._wake()
+
+    # ---- Called by the thread of all streams
+
+    @property
+    def has_layout(self) -> bool:
+        """True when the layers of all records are known."""
+        return bool(self.bits)
+
+    def begin_reply(self) -> None:
+        """Create the flow, and resolve the first element: the number of bytes that follow for each key."""
         layer_bytes = sum(self.bits) / 8 / len(self.layers)
         demand = Demand(layer_bytes, self.window_s, len(self.layers))
         self.flow = Flow(demand, self.limit, self.tenant, self.session.weight)
-
-    def begin_reply(self) -> None:
-        """Resolve the first element: the number of bytes that follow for each key."""
         null = b"_\r\n" if self.session.protocol == 3 else b"$-1\r\n"
         totals = self._lengths.sum(0, dtype=np.int64).tolist()
         answer = [encode_array_header(1 + len(self.layers)), encode_array_header(self.keys)]
@@ -384,14 +412,7 @@ class Stream:
             self.parts[self.resolved - 1].resolve([_Layer(self, front, _NONE, _NONE, _NONE)])
 
     def release(self) -> None:
-        """Release all records. Needs the node's lock."""
-        for held in self._held:
-            if isinstance(held, Item):
-                self.node.store.release(held)
-            else:
-                held.release()
-        self._held, self.records = [], []
-        self._begins = self._lengths = np.zeros((0, 0), np.uint32)
+        super().release()
         self.account.close()
 
     def next_bits(self) -> int:
