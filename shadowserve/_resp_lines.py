@@ -1,19 +1,17 @@
-"""Lines of text towards a server: the few commands that may be typed, and what other protocols begin with."""
+"""Lines of text sent to a server: the few commands that may be typed, and other protocols."""
 
 import re
 from typing import Final
 
-__all__ = ["TYPED_COMMANDS", "protocol_of", "refusal_of", "split_inline"]
-
 TYPED_COMMANDS: Final = frozenset({b"AUTH", b"ECHO", b"INFO", b"PING", b"QUIT"})
-"""What may be asked for in a line of text, as probes and people do. None of them reads or changes a key: a line of text
-is what other protocols are made of, and whoever can have a program of this machine send one is not yet a client."""
+"""Commands that are accepted as a line of text, for probes and people. None of them reads or changes a key: other
+protocols are lines of text too, and an attacker may be able to make another program, such as a browser, send one."""
 
 _TYPED: Final = "AUTH, ECHO, INFO, PING and QUIT"
 _TLS_HANDSHAKE: Final = 0x16  # the first byte of a TLS client
 _TEXT: Final = frozenset(b"\r\n\t" + bytes(range(0x20, 0x7F)))
 _HTTP: Final = re.compile(
-    rb"(?:GET|HEAD|POST|PUT|DELETE|OPTIONS|PATCH|TRACE|CONNECT|PRI)[ \t]+(?:[/*]|https?:)"  # a request, HTTP/0.9's too
+    rb"(?:GET|HEAD|POST|PUT|DELETE|OPTIONS|PATCH|TRACE|CONNECT|PRI)[ \t]+(?:[/*]|https?:)"  # a request, HTTP/0.9 too
     rb"|[^\r\n]*[ \t]HTTP/[0-9]"  # of any method
     rb"|[A-Z][A-Z0-9-]*:(?:[ \t]|\r?\n)",  # a header
     re.IGNORECASE,
@@ -21,12 +19,12 @@ _HTTP: Final = re.compile(
 
 
 def protocol_of(line: bytes) -> str:
-    """Return which protocol a line is of, or the beginning of one, if it is known and not ours; else nothing."""
+    """Return the protocol, ``HTTP`` or ``TLS``, of a line or its beginning; empty for others."""
     return "TLS" if line[0] == _TLS_HANDSHAKE else "HTTP" if _HTTP.match(line) else ""
 
 
 def refusal_of(line: bytes, bytes_max: int) -> str | None:
-    """Return why a line, or the beginning of one, is not to be executed; None for what may be, or may yet become so."""
+    """Return why a line or its beginning cannot be a typed command; None if it can."""
     if line[0] not in _TEXT:
         return f"no command begins with the byte 0x{line[0]:02x}"
     if len(line) > bytes_max + 1:
@@ -34,7 +32,7 @@ def refusal_of(line: bytes, bytes_max: int) -> str | None:
     name = b"".join(line.split(None, 1)[:1]).upper()
     if line.endswith(b"\n") and name and name not in TYPED_COMMANDS:
         shown = name[:32].decode("ascii", "replace")
-        return f"{shown!r} cannot be typed: of typed commands, only {_TYPED} are taken; send RESP"
+        return f"{shown!r} cannot be typed: only {_TYPED} are accepted as text; send RESP"
     return None
 
 
@@ -70,7 +68,7 @@ def split_inline(line: bytes) -> list[bytes] | None:
 
 
 def _unquote(line: bytes, position: int, word: bytearray) -> int | None:
-    """Append the quoted part that begins at ``position`` to ``word``; return where it ends, None if it does not."""
+    """Append the quoted part at ``position`` to ``word``; return its end, or None if the quote does not close."""
     quote = line[position]
     position += 1
     while position < len(line):

@@ -1,4 +1,4 @@
-"""RESP values as Python objects, and their encoding. Public through :mod:`shadowserve.resp`."""
+"""RESP values as Python objects, and their encoding. :mod:`shadowserve.resp` exports all names."""
 
 import enum
 import math
@@ -38,7 +38,7 @@ class NullArray(enum.Enum):
 
 
 NULL_ARRAY: Final = NullArray.NULL_ARRAY
-"""For encoding only: RESP2's ``*-1``, which some commands answer where others answer ``$-1``. Both read as None."""
+"""For encoding only: RESP2's ``*-1``, the null of some commands; others use ``$-1``. Both are read as None."""
 
 
 class SimpleString(bytes):
@@ -48,7 +48,7 @@ class SimpleString(bytes):
 
 
 class ErrorReply(bytes):
-    """An error line such as ``-ERR syntax error``, without the dash. A value, not an exception: callers decide."""
+    """An error line such as ``-ERR syntax error``, without the dash. A value, not an exception."""
 
     __slots__ = ()
 
@@ -75,11 +75,11 @@ class BigNumber(int):
 
 
 class Map(list["Value"]):
-    """A map, flat as RESP2 sends it: key, value, key, value... Keys may be of any type, so it is no ``dict``."""
+    """A map, flat as RESP2 sends it: key, value, key, value... Keys may be of any type, so it is not a ``dict``."""
 
 
 class SetReply(list["Value"]):
-    """A set (RESP3 ``~``), in the order in which it came."""
+    """A set (RESP3 ``~``), in the order of arrival."""
 
 
 class Push(list["Value"]):
@@ -88,31 +88,30 @@ class Push(list["Value"]):
 
 Value: TypeAlias = None | bool | int | float | bytes | memoryview | list["Value"] | NullArray
 """None: null; bool, float: RESP3's; int: integer; bytes: bulk; memoryview: a bulk received as :class:`LargeBulk`;
-list: array; the classes above for the rest."""
+list: array; the classes above for others."""
 
 
 def encode_bulk_header(size: int) -> bytes:
-    """Return the line before a bulk of ``size`` bytes; CRLF must follow the bulk."""
+    """Return the header of a bulk of ``size`` bytes; CRLF must follow the bulk."""
     return b"$%d\r\n" % size
 
 
 def encode_bulk(value: bytes | bytearray | memoryview) -> bytes:
-    """Return a whole bulk. Copies the value: for small ones."""
+    """Return a whole bulk. It copies the value."""
     return b"".join((b"$%d\r\n" % len(value), value, CRLF))
 
 
 def encode_array_header(count: int) -> bytes:
-    """Return the line before ``count`` elements."""
+    """Return the header of an array of ``count`` elements."""
     return b"*%d\r\n" % count
 
 
 def encode_map_header(count: int, protocol: int) -> bytes:
-    """Return the line before ``count`` pairs: RESP2 has no maps, there they are flat arrays."""
+    """Return the header of a map of ``count`` pairs; RESP2 has flat arrays instead."""
     return b"%%%d\r\n" % count if protocol == 3 else b"*%d\r\n" % (count * 2)
 
 
 def encode_null(protocol: int) -> bytes:
-    """Return null."""
     return b"_\r\n" if protocol == 3 else b"$-1\r\n"
 
 
@@ -122,7 +121,7 @@ def encode_error(text: str) -> bytes:
 
 
 def encode(value: Value, protocol: int = 2) -> bytes:
-    """Return ``value`` in RESP2 or RESP3. What RESP2 lacks becomes what Redis sends instead."""
+    """Return ``value`` in RESP2 or RESP3. A type that RESP2 lacks becomes what Redis sends in its place."""
     if isinstance(value, SimpleString | ErrorReply):
         line = bytes(value)
         if b"\r" in line or b"\n" in line:
@@ -140,6 +139,10 @@ def encode(value: Value, protocol: int = 2) -> bytes:
         return encode_null(protocol)
     if isinstance(value, NullArray):
         return encode_null(3) if protocol == 3 else b"*-1\r\n"
+    return _encode_number(value, protocol)
+
+
+def _encode_number(value: bool | int | float, protocol: int) -> bytes:
     if isinstance(value, bool):
         return (b"#t\r\n" if value else b"#f\r\n") if protocol == 3 else (b":1\r\n" if value else b":0\r\n")
     if isinstance(value, BigNumber) or (isinstance(value, int) and not _INT64_MIN <= value <= _INT64_MAX):
@@ -163,7 +166,7 @@ def _encode_list(value: "list[Value]", protocol: int) -> bytes:
 
 
 def encode_command(*arguments: bytes | bytearray | memoryview | str | int) -> bytes:
-    """Return a command as clients send it. Copies: where that matters, the C core sends."""
+    """Return a command as clients send it. It copies the arguments; the C core sends large ones."""
     parts: list[bytes | bytearray | memoryview] = [encode_array_header(len(arguments))]
     for argument in _as_buffers(arguments):
         parts += (encode_bulk_header(len(argument)), argument, CRLF)

@@ -1,25 +1,23 @@
-"""The Redis serialization protocol, RESP2 and RESP3, without any I/O: bytes in, commands or values out, and back.
+"""The Redis serialization protocol, RESP2 and RESP3, without I/O.
 
-Source: the RESP specification (redis.io/docs/latest/develop/reference/protocol-spec) and, for limits and error texts,
-what Redis 7 answers on the wire.
+Source: the RESP specification (redis.io/docs/latest/develop/reference/protocol-spec); limits and error texts are those
+of Redis 7.
 
-Two readers share their buffering:
+- :class:`CommandReader` parses requests for a server: RESP arrays and a few commands typed as text. It detects other
+  protocols before any of their bytes can be taken for a command.
+- :class:`ReplyReader` parses replies for a client: every RESP2 and RESP3 type.
 
-- :class:`CommandReader` is the server's side. It understands multibulk requests and, of those that people type, a few.
-  What speaks another protocol is told apart before anything of it can be taken for a command.
-- :class:`ReplyReader` is the client's side. It understands every RESP2 and RESP3 type.
-
-Neither touches a socket. Bytes go in with ``feed()``; ``next_command()`` or ``next_value()`` gives what is complete,
-or :data:`NEED_DATA`. A bulk of ``Limits.large_bulk_bytes`` or more that has not all arrived is published once as
-:class:`LargeBulk`; its bytes then go straight to where they shall stay::
+Bytes go in with ``feed()``. ``next_command()`` or ``next_value()`` returns the next complete one, or :data:`NEED_DATA`.
+For a bulk of ``Limits.large_bulk_bytes`` or more that has not arrived completely they return :class:`LargeBulk` once;
+its bytes then go directly to their final place::
 
     event = reader.next_value()
     if isinstance(event, LargeBulk):
-        reader.provide(memoryview(my_buffer))       # optional: without it the reader allocates
+        reader.provide(memoryview(my_buffer))       # optional: by default the reader allocates
     while view := reader.get_buffer():
         reader.advance(sock.recv_into(view))
 
-Python values stand for RESP types as :data:`Value` says; :func:`encode` writes them for either protocol version.
+See :data:`Value` for the Python type of each RESP type; :func:`encode` writes both protocol versions.
 """
 
 import enum
@@ -65,23 +63,23 @@ NEED_DATA: Final = NeedData.NEED_DATA
 
 @dataclass(frozen=True, slots=True)
 class LargeBulk:
-    """A bulk of ``size`` bytes is arriving: call ``provide()`` now to choose where it goes."""
+    """A bulk of ``size`` bytes arrives: call ``provide()`` now to choose its buffer."""
 
     size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a peer may send. Beyond it: :class:`~shadowserve.errors.ProtocolError`.
+    """Limits of a peer's input. Beyond them: :class:`~shadowserve.errors.ProtocolError`.
 
     Attributes:
-        line_bytes_max: a typed request, or any line of the protocol. Redis: 64 KiB.
-        bulk_bytes_max: one bulk. Redis's ``proto-max-bulk-len``: 512 MiB.
-        items_max: elements of one array, or arguments of one command. Redis before version 7: 1,048,576.
-        depth_max: nesting of arrays in a reply. The deepest that Redis sends is COMMAND's: 6.
-        total_bytes_max: all bulks of one command or reply together. Redis's ``client-query-buffer-limit``: 1 GiB.
-        large_bulk_bytes: from this size on a bulk is received in place. Redis's ``PROTO_MBULK_BIG_ARG``: 32 KiB.
-        unauthenticated: whether these are the limits of a peer that has yet to authenticate; errors then say so.
+        line_bytes_max: Size of a typed request, or of any line. Redis: 64 KiB.
+        bulk_bytes_max: Size of a bulk. Redis' ``proto-max-bulk-len``: 512 MiB.
+        items_max: Elements of an array, or arguments of a command. Redis before version 7: 1,048,576.
+        depth_max: Nesting of arrays in a reply. Redis' COMMAND has 6.
+        total_bytes_max: Size of all bulks of a command or reply. Redis' ``client-query-buffer-limit``: 1 GiB.
+        large_bulk_bytes: From this size on a bulk is received in place. Redis' ``PROTO_MBULK_BIG_ARG``: 32 KiB.
+        unauthenticated: The peer has not authenticated; error texts say so.
     """
 
     line_bytes_max: int = 64 << 10
@@ -95,8 +93,8 @@ class Limits:
 
 DEFAULT_LIMITS: Final = Limits()
 
-# Lengths on the wire are mostly small. A table look-up is a third of the cost of checking and converting, and what it
-# holds is canonical by construction: no sign, blank, underscore or leading zero, all of which int() would accept.
+# Most lengths are small. A table look-up costs a third of checking and converting, and accepts only the canonical form:
+# no sign, blank, underscore or leading zero, which int() would accept.
 _SMALL_LENGTHS: Final = {b"%d" % number: number for number in range(2048)}
 _SMALL_BULKS: Final = {b"$%d" % number: number for number in range(2048)}
 _WHOLE_BYTES_MAX: Final = 512
@@ -104,14 +102,14 @@ _SMALL_LINE_BYTES: Final = 7  # at most, with the line's end
 _INTEGER: Final = re.compile(rb"(?:0|-?[1-9][0-9]*)\Z")
 _REPLY_INTEGER: Final = re.compile(rb"[+-]?[0-9]+\Z")
 _DOUBLE: Final = re.compile(rb"[+-]?(?:[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|inf|nan)\Z")
-_OBJECT_BYTES: Final = 64  # of each argument, beside its bytes
+_OBJECT_BYTES: Final = 64  # memory of an argument beside its bytes
 _INT64_MIN: Final = -(1 << 63)
 _INT64_MAX: Final = (1 << 63) - 1
 _BIG_NUMBER_DIGITS_MAX: Final = 4000  # int() refuses more than 4300 digits, because the conversion is quadratic
 
 
 def parse_integer(text: bytes) -> int | None:
-    """Return the integer in ``text`` if it is one of 64 bits in canonical form, as Redis demands it, else None."""
+    """Return the 64-bit integer in ``text``, or None if it is not in canonical form."""
     if len(text) > 20 or not _INTEGER.match(text):
         return None
     number = int(text)
@@ -119,10 +117,10 @@ def parse_integer(text: bytes) -> int | None:
 
 
 class _Reader:
-    """What both readers share: the buffer of small things, and the large bulk that is received in place.
+    """The buffer of both readers, and the large bulk that is received in place.
 
     Attributes:
-        limits: in force. A server tightens them until a client has authenticated.
+        limits: Present limits; a server changes them when a client authenticates.
     """
 
     __slots__ = (
@@ -142,14 +140,14 @@ class _Reader:
         self._buffer = b""
         self._position = 0
         self._total_bytes = 0
-        self._failure: Callable[[], ProtocolError] | None = None  # an error once raised would lead back here
+        self._failure: Callable[[], ProtocolError] | None = None  # a kept error would form a cycle
         self._large: memoryview | None = None
-        self._dropping = False  # nobody wants the large bulk in progress
+        self._dropping = False  # the large bulk in progress is dropped
         self._large_size = -1  # -1: no large bulk in progress
         self._large_filled = 0
 
     def feed(self, data: bytes) -> None:
-        """Take ``data`` as the next bytes of the stream. Any split of a stream gives the same results."""
+        """Add the next bytes of the stream. The results do not depend on how a stream is split."""
         if self._dropping:
             dropped = min(self._large_size - self._large_filled, len(data))
             self._large_filled += dropped
@@ -168,12 +166,12 @@ class _Reader:
         self._position = 0
 
     def provide(self, buffer: memoryview) -> None:
-        """Receive the :class:`LargeBulk` just published into ``buffer``: writable, contiguous, of exactly its size.
+        """Receive the :class:`LargeBulk` just returned into ``buffer``: writable, contiguous, of exactly its size.
 
-        The value handed out later is this very view.
+        The value returned later is this view.
         """
         if self._large_size < 0 or self._large is not None:
-            raise RuntimeError("provide() was called without a LargeBulk just published; this is a bug in the caller")
+            raise RuntimeError("provide() must follow a LargeBulk; this is a bug in the caller")
         if buffer.nbytes != self._large_size or buffer.readonly:
             raise ValueError(f"provide() needs a writable buffer of {self._large_size} bytes, not {buffer.nbytes}")
         self._large = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
@@ -181,19 +179,19 @@ class _Reader:
         self._large[:filled] = memoryview(self._buffer)[self._position : self._position + filled]
         self._large_filled = filled
         self._position += filled
-        self._let_go()
+        self._free_if_used()
 
     def drop(self) -> None:
-        """Drop the bytes of the :class:`LargeBulk` just published as they are fed; an empty one is handed out later."""
+        """Drop the bytes of the :class:`LargeBulk` just returned; its value will be empty."""
         if self._large_size < 0 or self._large is not None:
-            raise RuntimeError("drop() was called without a LargeBulk just published; this is a bug in the caller")
+            raise RuntimeError("drop() must follow a LargeBulk; this is a bug in the caller")
         self._dropping = True
         self._large_filled = min(len(self._buffer) - self._position, self._large_size)
         self._position += self._large_filled
-        self._let_go()
+        self._free_if_used()
 
     def get_buffer(self) -> memoryview | None:
-        """Return where the next bytes of the large bulk in progress belong, or None if there is none: then feed()."""
+        """Return the buffer for the next bytes of a large bulk, or None if there is no such bulk: use feed() then."""
         if self._large_size < 0 or self._large_filled >= self._large_size or self._dropping:
             return None
         if self._large is None:
@@ -204,18 +202,18 @@ class _Reader:
         return self._large[self._large_filled :]
 
     def advance(self, size: int) -> None:
-        """Say that ``size`` bytes were written to the start of what get_buffer() returned."""
+        """Record that ``size`` bytes were written to the start of the buffer from get_buffer()."""
         if not 0 <= size <= self._large_size - self._large_filled:
             raise ValueError(f"advance({size}) goes beyond the buffer; this is a bug in the caller")
         self._large_filled += size
 
-    def _let_go(self) -> None:
-        """Keep no bytes that have all been used: a peer that says nothing more may stay for days."""
+    def _free_if_used(self) -> None:
+        """Free the buffer if all of it is used: an idle peer may stay connected for days."""
         if self._position == len(self._buffer):
             self._buffer, self._position = b"", 0
 
     def _fail(self, reason: str) -> ProtocolError:
-        """Remember that the stream cannot be followed any further, and return what to raise."""
+        """Make the reader fail from now on; return the error to raise."""
         self._failure = partial(ProtocolError, f"Protocol error: {reason}")
         return self._failure()
 
@@ -224,13 +222,13 @@ class _Reader:
             raise self._failure()
 
     def _count_bulk(self, size: int) -> None:
-        """Count a bulk's declared size against the limits."""
+        """Check a bulk's declared size against the limits."""
         self._total_bytes += size
         if size > self.limits.bulk_bytes_max or self._total_bytes > self.limits.total_bytes_max:
             raise self._fail("unauthenticated bulk length" if self.limits.unauthenticated else "invalid bulk length")
 
     def _take_bulk(self, size: int) -> bytes | memoryview | LargeBulk | NeedData:
-        """Return the bulk of ``size`` bytes at the position, its CRLF checked and skipped."""
+        """Return the bulk of ``size`` bytes at the position, and skip its CRLF."""
         if self._large_size >= 0:
             return self._continue_large()
         stop = self._position + size
@@ -263,7 +261,7 @@ class _Reader:
 
 
 class CommandReader(_Reader):
-    """Reads commands, as a server does."""
+    """Parses commands."""
 
     __slots__ = (
         "_argument_bytes",
@@ -275,31 +273,32 @@ class CommandReader(_Reader):
     def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
         super().__init__(limits)
         self._arguments: list[bytes | memoryview] = []
-        self._argument_bytes = 0  # of the small ones
-        self._remaining = 0  # arguments still to come of the command in progress
-        self._bulk_size = -1  # of the argument whose length line was read
+        self._argument_bytes = 0  # size of the small ones
+        self._remaining = 0  # missing arguments of the command in progress
+        self._bulk_size = -1  # size of the argument whose length line was read; -1 for none
 
     @property
     def in_progress(self) -> bool:
-        """Whether a part of a command has arrived and the rest has not."""
+        """True if a part of a command has arrived and the rest has not."""
         return self._remaining > 0 or self._position < len(self._buffer)
 
     @property
     def held_bytes(self) -> int:
-        """About the memory of what was fed and is not handed out yet, but for large bulks: they are the caller's."""
+        """Approximate memory of the bytes that were fed and not returned yet, without large bulks."""
         return len(self._buffer) + self._argument_bytes + _OBJECT_BYTES * len(self._arguments)
 
     @property
     def arguments(self) -> Sequence[bytes | memoryview]:
-        """What has arrived of the command in progress; with a LargeBulk, the arguments before it."""
+        """The complete arguments of the command in progress; after a LargeBulk, those before it."""
         return self._arguments
 
     def next_command(self) -> list[bytes | memoryview] | LargeBulk | Literal[NeedData.NEED_DATA]:
         """Return the next command's name and arguments (at least one), or LargeBulk, or NEED_DATA.
 
         Raises:
-            ProtocolError: the peer does not speak RESP, or broke a limit; the message is what to answer after
-                ``-ERR``. Every later call raises it again: the stream cannot be followed any more.
+            ProtocolError: The input is not RESP or exceeds a limit; the message is the error reply without ``-ERR``.
+            Every
+                later call raises it again.
         """
         if self._position >= len(self._buffer) and self._large_size < 0 and self._failure is None:
             return NEED_DATA
@@ -312,18 +311,18 @@ class CommandReader(_Reader):
                 if started is NEED_DATA:
                     return NEED_DATA
                 if isinstance(started, list):
-                    self._let_go()
+                    self._free_if_used()
                     return started
             event = self._read_arguments()
             if event is not None:
                 return event
             arguments = self._arguments
             self._arguments, self._argument_bytes = [], 0
-            self._let_go()
+            self._free_if_used()
             return arguments
 
     def _read_whole(self) -> list[bytes | memoryview] | None:
-        """Return the command that is all there is, if it is short and no argument has a line's end, as most are."""
+        """Return the command if it is the whole buffer, short, and without line ends in arguments: the common case."""
         size, limits = len(self._buffer), self.limits
         if size > min(_WHOLE_BYTES_MAX, limits.bulk_bytes_max, limits.total_bytes_max):
             return None
@@ -337,7 +336,7 @@ class CommandReader(_Reader):
         return arguments
 
     def _start_command(self) -> list[bytes | memoryview] | None | Literal[NeedData.NEED_DATA]:
-        """Read up to the first argument. Return None when one follows, a whole inline command, or NEED_DATA."""
+        """Read up to the first argument; return None before arguments, a whole typed command, or NEED_DATA."""
         buffer = self._buffer
         while self._position < len(buffer):
             position = self._position
@@ -366,7 +365,7 @@ class CommandReader(_Reader):
         return NEED_DATA
 
     def _read_arguments(self) -> LargeBulk | None | Literal[NeedData.NEED_DATA]:
-        """Read arguments until none remains (None), or more bytes are needed."""
+        """Read arguments until none is missing (None), or more bytes are needed."""
         buffer = self._buffer
         arguments = self._arguments
         while self._remaining:
@@ -395,7 +394,7 @@ class CommandReader(_Reader):
         return None
 
     def _read_small_arguments(self) -> bool:
-        """Read what is small and all there, as most is; return whether none remains. The rest goes the general way."""
+        """Read the small complete arguments, the common case; return True if none is missing."""
         buffer, position, remaining, arguments = self._buffer, self._position, self._remaining, self._arguments
         if self._large_size >= 0 or self.limits.bulk_bytes_max < len(_SMALL_BULKS):
             return False
@@ -431,14 +430,14 @@ class CommandReader(_Reader):
         return size
 
     def _line(self) -> bytes:
-        """Return the line at the position, its line feed included, or as much of it as there is."""
+        """Return the line at the position with its line feed, or as much of it as has arrived."""
         end = self._buffer.find(b"\n", self._position)
         return self._buffer[self._position : end + 1 if end >= 0 else len(self._buffer)]
 
     def _read_inline(self) -> list[bytes | memoryview] | Literal[NeedData.NEED_DATA]:
-        """Read one line as people type it; an empty list for an empty line."""
+        """Read a typed line; return an empty list for an empty line."""
         line = self._line()
-        if protocol := protocol_of(line):  # nothing more is read then
+        if protocol := protocol_of(line):
             self._failure = partial(ForeignProtocolError, protocol)
             raise self._failure()
         if (reason := refusal_of(line, self.limits.line_bytes_max)) is not None:
@@ -455,7 +454,7 @@ class CommandReader(_Reader):
 
 
 class _Frame:
-    """An aggregate in progress."""
+    """An unfinished aggregate."""
 
     __slots__ = ("items", "kind", "remaining")
 
@@ -470,7 +469,7 @@ _BULKS: Final = {0x24: "bulk", 0x3D: "verbatim", 0x21: "error"}  # $ = !
 
 
 class ReplyReader(_Reader):
-    """Reads replies, as a client does. RESP3 attributes are read and dropped: no reply's meaning depends on them."""
+    """Parses replies. RESP3 attributes are dropped: no reply's meaning depends on them."""
 
     __slots__ = ("_bulk_kind", "_bulk_size", "_stack")
 
@@ -482,14 +481,14 @@ class ReplyReader(_Reader):
 
     @property
     def in_progress(self) -> bool:
-        """Whether a part of a reply has arrived and the rest has not."""
+        """True if a part of a reply has arrived and the rest has not."""
         return bool(self._stack) or self._bulk_kind != 0 or self._position < len(self._buffer)
 
     def next_value(self) -> "Value | LargeBulk | Literal[NeedData.NEED_DATA]":
         """Return the next whole reply, or LargeBulk, or NEED_DATA.
 
         Raises:
-            ProtocolError: the peer does not speak RESP, or broke a limit. Every later call raises it again.
+            ProtocolError: The input is not RESP or exceeds a limit. Every later call raises it again.
         """
         self._check_failure()
         while True:
@@ -522,7 +521,7 @@ class ReplyReader(_Reader):
         return line
 
     def _read_line(self, line: bytes) -> tuple[bool, Value]:
-        """Handle one line: return (True, value) for a whole value, (False, None) where more follows."""
+        """Parse one line: return (True, value) for a complete value, otherwise (False, None)."""
         kind = line[0] if line else 0
         text = line[1:]
         if kind in _BULKS:
@@ -545,7 +544,7 @@ class ReplyReader(_Reader):
             return True, float(text)
         elif kind == 0x28 and len(text) <= _BIG_NUMBER_DIGITS_MAX and _REPLY_INTEGER.match(text):  # (
             return True, BigNumber(text)
-        raise self._fail(f"no reply begins like {line[:32]!r}")
+        raise self._fail(f"a reply cannot begin with {line[:32]!r}")
 
     def _clean(self, text: bytes) -> bytes:
         if b"\n" in text or b"\r" in text:
@@ -592,7 +591,7 @@ class ReplyReader(_Reader):
         return False, None
 
     def _deliver(self, value: Value) -> tuple[bool, Value]:
-        """Put a whole value where it belongs; return (True, value) if that completes the outermost one."""
+        """Add a value to the aggregate in progress; return (True, value) if the outermost value is complete."""
         while self._stack:
             frame = self._stack[-1]
             frame.items.append(value)

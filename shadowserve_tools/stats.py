@@ -23,6 +23,7 @@ from shadowserve.tls import Credentials
 from shadowserve_tools.listener import identify
 from shadowserve_tools.plane_stats import PlaneWatcher
 from shadowserve_tools.storage_client import Login, StorageClient
+from storage_kv.metric_table import info_name
 
 __all__ = ["Sample", "Watcher", "stats"]
 
@@ -41,17 +42,13 @@ _HISTORY: Final = 60
 _COMMANDS_SHOWN: Final = 6
 _TENANTS_SHOWN: Final = 20
 _RATES: Final = {
-    "commands_per_s": "total_commands_processed",
-    "hits_per_s": "keyspace_hits",
-    "misses_per_s": "keyspace_misses",
-    "lookup_hits_per_s": "lookup_hits",
-    "lookup_misses_per_s": "lookup_misses",
-    "received_bytes_per_s": "total_net_input_bytes",
-    "sent_bytes_per_s": "total_net_output_bytes",
-    "evicted_keys_per_s": "evicted_keys",
-    "evicted_bytes_per_s": "evicted_bytes",
+    f"{name}_per_s": info_name(name)
+    for name in (
+        *("commands", "hits", "misses", "lookup_hits", "lookup_misses"),
+        *("received_bytes", "sent_bytes", "evicted_keys", "evicted_bytes"),
+    )
 }
-"""Rates by their counters in INFO."""
+"""Name in INFO of the counter of each rate."""
 _OWN_ROWS: Final = ("keys found, of those looked up", "gone since the start", "records", "pinned")
 """What servers of others do not count."""
 

@@ -3,5 +3,3 @@
 It knows records only as bytes with a head, and nothing of hosts, data planes or models. See ``README.md`` beside
 this file for the order in which to read it.
 """
-
-__all__: list[str] = []

@@ -1,13 +1,12 @@
-"""Who gets how much of the link while requests are answered layer by layer: policies, without clock and without I/O.
+"""Policies that share the link among requests for layers, without clock and without I/O.
 
-A request whose layers have ``s`` bytes, and whose reader computes for ``c`` seconds with each, waits for nothing once
-it gets the rate ``s / c``; what it gets beyond that is wasted. Where all of these do not fit the link, the sum of the
-waits is least if rates go with the square root of ``s``, none beyond its cap. (ObjectCache, sections 3.5 and 3.6.)
+A request whose layers have ``s`` bytes, and whose reader computes ``c`` seconds with each, does not wait at the rate
+``s / c``; a higher rate is wasted. If the link cannot carry all these rates, the sum of the waits is smallest when
+rates are proportional to the square root of ``s``, each capped at ``s / c`` (ObjectCache, sections 3.5 and 3.6).
 
-That holds for rates that nothing changes. A node that hands on what a request no longer uses does better with those
-first that end first, as any queue does: the default has rates in inverse proportion to what is left to be sent. A
-fifth of the link goes to all alike, so that nobody who asks for little again and again keeps the others waiting for
-ever.
+That is optimal for constant rates. A node that redistributes the rates of finished requests does better when the
+shortest requests finish first, so the default makes rates inversely proportional to the remaining bytes. A fifth of the
+link is shared equally, so that a series of short requests cannot stop a long one.
 
 The node's scheduler and ``shadowserve simulate objectcache`` use the same functions.
 """
@@ -18,21 +17,19 @@ from math import sqrt
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-__all__ = ["POLICIES", "Demand", "Policy", "allocate", "fill", "ttft_s"]
-
 _EVEN_SHARE: Final = 0.2
-"""Of the link, which ``shortest_remaining`` gives to all alike."""
+"""Share of the link that ``shortest_remaining`` divides equally."""
 
 Policy: TypeAlias = Literal["equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt", "shortest_remaining"]
 
 
 class Demand(NamedTuple):
-    """What a request needs.
+    """The remaining work of a request.
 
     Attributes:
-        layer_bytes: of each of its layers; more than 0.
-        window_s: seconds that its reader computes with each; more than 0.
-        layers_left: that are not sent yet; at least 1.
+        layer_bytes: Mean size of its layers; more than 0.
+        window_s: Seconds that its reader computes with each; more than 0.
+        layers_left: Number of unsent layers; at least 1.
     """
 
     layer_bytes: float
@@ -41,7 +38,7 @@ class Demand(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Bits a second at which nothing waits."""
+        """Bits per second at which its reader does not wait."""
         return 8 * self.layer_bytes / self.window_s
 
 
@@ -49,16 +46,16 @@ def allocate(policy: Policy, demands: Sequence[Demand], budget: float, margin: f
     """Share a link among requests.
 
     Args:
-        policy: ``equal``: the same to each. ``kv_prop``: by the bytes of a layer. ``bw_prop``: by the rate at which
-            nothing waits. ``stall_opt``: the least sum of waits, none beyond that rate. ``calibrated_stall_opt``: the
-            same, each cap raised by the margin. ``shortest_remaining``: in inverse proportion to the bytes that are
-            left, with those caps, of four fifths of the link; the fifth is for all alike.
-        demands: the requests.
-        budget: bits a second of the link; more than 0.
-        margin: bits a second, for ``calibrated_stall_opt`` and ``shortest_remaining``; 0 or more.
+        policy: ``equal``: equal rates. ``kv_prop``: by the bytes of a layer. ``bw_prop``: by the rate without waits.
+            ``stall_opt``: smallest sum of waits, capped at that rate. ``calibrated_stall_opt``: the same with caps
+            raised by the margin. ``shortest_remaining``: a fifth equally, the rest in inverse proportion to the
+            remaining bytes, with those caps.
+        demands: The requests.
+        budget: Capacity of the link in bits per second; more than 0.
+        margin: Margin of the last two policies in bits per second; 0 or more.
 
     Returns:
-        Bits a second of each request, at most the budget together: less where all have their cap.
+        Bits per second of each request; less than the budget in all if every request has its cap.
     """
     return POLICIES[policy](demands, budget, margin)
 
@@ -67,9 +64,9 @@ def ttft_s(demand: Demand, rate: float, layers: int) -> float:
     """Return the seconds until a request has computed its last layer (equation 3 of the paper).
 
     Args:
-        demand: the request; its layers are alike.
-        rate: bits a second that it gets.
-        layers: how many.
+        demand: The request; its layers have equal sizes.
+        rate: Bits per second.
+        layers: Number of layers.
     """
     transfer_s = 8 * demand.layer_bytes / rate
     return transfer_s + (layers - 1) * max(transfer_s, demand.window_s) + demand.window_s
@@ -105,7 +102,7 @@ def _shortest_remaining(demands: Sequence[Demand], budget: float, margin: float)
 
 
 def _roots(demands: Sequence[Demand]) -> list[float]:
-    """Return the weights with which the sum of layer times is least (equation 6)."""
+    """Return the weights with the smallest sum of layer times (equation 6)."""
     return [sqrt(demand.layer_bytes) for demand in demands]
 
 
@@ -117,12 +114,12 @@ def _by_weights(weights: Sequence[float], budget: float) -> list[float]:
 def fill(weights: Sequence[float], caps: Sequence[float], budget: float) -> list[float]:
     """Return rates in proportion to weights, none above its cap.
 
-    Requests are taken in the order in which a rising level brings them to their caps, until it brings none there.
+    A rising level brings requests to their caps in order, until the budget is used.
     """
     order = sorted(range(len(weights)), key=lambda i: caps[i] / weights[i])
     rates = [0.0] * len(weights)
     left = budget
-    # From the end, where sums are of what is small first: what is left of a sum after taking the most away is noise.
+    # Summed from the end: subtracting from the whole sum would leave rounding errors.
     open_weights = list(accumulate(weights[i] for i in reversed(order)))[::-1]
     for position, i in enumerate(order):
         level = left / open_weights[position]

@@ -3,16 +3,14 @@
 import re
 from typing import Final
 
-__all__ = ["Glob"]
-
 _ANY: Final = b"[\\x00-\\xff]"
 
 
 class Glob:
-    """A compiled pattern. Matching takes at most pattern times text steps, and most often no more than text."""
+    """A compiled pattern. Matching takes at most pattern times text steps, mostly no more than text."""
 
     def __init__(self, pattern: bytes, *, ignore_case: bool = False) -> None:
-        """Compile ``pattern``: between its stars stand parts of fixed length, each a sequence of sets of bytes."""
+        """Compile ``pattern`` into parts of fixed length between stars, each a sequence of sets of bytes."""
         self._fold = ignore_case
         parts: list[list[bytes]] = [[]]
         pattern = pattern.lower() if ignore_case else pattern
@@ -33,7 +31,7 @@ class Glob:
                     position += 1
                 parts[-1].append(re.escape(character))
         self._is_empty = len(parts) == 1 and not parts[0]
-        self._length = sum(map(len, parts))  # of the shortest text that fits
+        self._length = sum(map(len, parts))  # of the shortest matching text
         self._has_star = len(parts) > 1
         self._first, *middle = (re.compile(b"".join(part)) for part in parts)
         self._last = re.compile(b"".join(parts[-1]))
@@ -41,7 +39,7 @@ class Glob:
         self._middle = middle[:-1]
 
     def matches(self, text: bytes) -> bool:
-        """Return whether the whole of ``text`` fits. As in Redis, stars alone do not fit an empty one."""
+        """Return True if all of ``text`` matches. As in Redis, stars alone do not match an empty text."""
         if not text:
             return self._is_empty
         text = text.lower() if self._fold else text
@@ -50,7 +48,7 @@ class Glob:
         found = self._first.match(text)
         if found is None or len(text) < self._length:
             return False
-        for part in self._middle:  # where each fits first leaves most to the others
+        for part in self._middle:  # the first match leaves most to the other parts
             found = part.search(text, found.end())
             if found is None:
                 return False
@@ -59,7 +57,7 @@ class Glob:
 
 
 def _read_class(pattern: bytes, position: int) -> tuple[bytes, int]:
-    """Return the set that begins behind a ``[``, and the position behind its ``]``, or the end if it has none."""
+    """Parse a set after its ``[``; return it and the position after its ``]``, or the end if there is none."""
     negated = pattern[position : position + 1] == b"^"
     position += negated
     members: set[int] = set()

@@ -1,8 +1,8 @@
-"""One request for layers: what it keeps in memory, counted before it is taken, and the parts of its reply.
+"""One request for layers: the memory that it keeps, and the parts of its reply.
 
-A stream may name thousands of keys and a thousand layers, so what it remembers of each is some bytes: names in one
-buffer, where pieces begin and how long they are in two arrays. What a layer is sent from is made as the kernel takes
-it, some hundred KiB at a time.
+A stream may have thousands of keys and a thousand layers, so it keeps few bytes for each: names in one buffer, starts
+and lengths of pieces in two arrays. The buffers of a layer are made as the kernel takes them, some hundred KiB at a
+time.
 """
 
 import threading
@@ -20,87 +20,86 @@ from shadowserve.pool.terms import ENTRIES_PER_HOLD, Item, Lease
 from shadowserve.resp import encode_array_header, encode_bulk_header
 from storage_kv.access.memory import Account
 from storage_kv.egress import Demand
-from storage_kv.node import REFERENCE_BYTES_MIN, Node, Outgoing, Pending
+from storage_kv.node import Node
+from storage_kv.reply import REFERENCE_BYTES_MIN, DeferredReply, ValueSlice
 from storage_kv.session import Session
 from storage_kv.shaper import Flow
 
-__all__ = ["WINDOW_S_MIN", "Stream", "memory_of"]
-
 WINDOW_S_MIN: Final = 1e-4
-"""What a window of no length is taken for: such a reader waits for every byte."""
+"""Used in place of a window of 0: such a reader waits for every byte."""
 _AHEAD: Final = 2
-"""Layers that are given to a connection and not sent yet: one that is being sent, and the next."""
+"""Limit of the layers that the connection has and has not sent: the one being sent, and the next."""
 
 _STREAM_BYTES: Final = 4 << 10
 _KEY_BYTES: Final = 448
-"""Of a key, beside its name: what is held of its record, a read of it, its number in the reply."""
+"""Memory of a key beside its name: its held record, a read, its number in the reply."""
 _LAYER_BYTES: Final = 384
-"""Of a layer: its part of the reply."""
+"""Memory of a layer: its part of the reply."""
 _PIECE_BYTES: Final = 8
-"""Of a layer of a record: where it begins, and its length."""
+"""Memory of a layer of a record: start and length."""
 
 _WINDOW_BYTES: Final = 1 << 20
-"""Of large pieces, given to the kernel at a time: twice what it takes."""
+"""Large pieces in one call of the kernel: twice what it takes."""
 _JOINED_BYTES: Final = 256 << 10
-"""Of small pieces, joined at a time."""
+"""Small pieces that are joined at a time."""
 
 
 def memory_of(names: Sequence[bytes], layers: int) -> int:
-    """Return how many bytes of memory a request may make the node hold beside the records."""
+    """Return the memory of a request beside the records."""
     keys = len(names)
     of_keys = sum(map(len, names)) + keys * (_KEY_BYTES + _PIECE_BYTES * layers)
     return _STREAM_BYTES + of_keys + layers * _LAYER_BYTES
 
 
-class _Part(Pending):
-    """The beginning or a layer of a stream's reply."""
+class _Part(DeferredReply):
+    """The first element or a layer of a stream's reply."""
 
     __slots__ = ("_stream",)
     is_lent: ClassVar[bool] = False
 
     def __init__(self, node: Node, expects: int, stream: "Stream") -> None:
-        super().__init__(node, expects)
+        super().__init__(node.lock, node.store, expects)
         self._stream = stream
 
     def abandon(self) -> None:
         super().abandon()
-        self._stream.leave()
+        self._stream.on_abandoned()
 
 
-class _Layer(Outgoing):
-    """A layer: bytes of its own, and a piece of each record, one behind the other.
+class _Layer(ValueSlice):
+    """A layer: some bytes of its own, then a piece of each record.
 
     Args:
-        stream: which keeps the records.
-        front: bytes before the pieces.
-        places: of the records, in the stream's order, those that have a piece.
-        begins: where each piece begins in its record.
-        lengths: of the pieces.
+        stream: The stream that holds the records.
+        front: Bytes before the pieces.
+        indices: Indices of the records that have a piece.
+        begins: Start of each piece in its record.
+        lengths: Lengths of the pieces.
     """
 
-    __slots__ = ("_begins", "_ends", "_front", "_places", "_size", "_stream")
+    __slots__ = ("_begins", "_ends", "_front", "_indices", "_size", "_stream")
     is_layer: ClassVar[bool] = True
 
     def __init__(
         self,
         stream: "Stream",
         front: bytes,
-        places: npt.NDArray[np.integer],
+        indices: npt.NDArray[np.integer],
         begins: npt.NDArray[np.uint32],
         lengths: npt.NDArray[np.uint32],
     ) -> None:
-        self._stream, self._front, self._places, self._begins = stream, front, places, begins
+        self._stream, self._front, self._indices, self._begins = stream, front, indices, begins
         self._ends = len(front) + np.cumsum(lengths, dtype=np.int64)
-        self._size = int(self._ends[-1]) + len(_TAIL) if len(places) else len(front)
+        self._size = int(self._ends[-1]) + len(_TAIL) if len(indices) else len(front)
 
     @property
     def size(self) -> int:
         return self._size
 
-    def rest(self, offset: int, count: int) -> list[bytes | memoryview]:
-        """Return what is behind ``offset``, in at most ``count`` stretches, or its beginning: not all if it is much."""
-        if offset:  # it is the one that is being sent
-            self._stream.taken_bytes = offset
+    def buffers(self, offset: int, count: int) -> list[bytes | memoryview]:
+        """Return the first bytes behind ``offset`` in at most ``count`` buffers."""
+        if offset:  # it is being sent
+            self._stream.partly_sent_bytes = offset
         front, ends = self._front, self._ends
         found: list[bytes | memoryview] = []
         if offset < len(front):
@@ -116,7 +115,7 @@ class _Layer(Outgoing):
         return found
 
     def _pieces(self, offset: int, first: int, count: int) -> list[bytes | memoryview]:
-        """Return pieces from one that ``offset`` is in, and the layer's end if that is reached."""
+        """Return buffers from the piece at ``offset`` on, with the layer's end if that is reached."""
         ends = self._ends
         last = min(int(ends.searchsorted(offset + _JOINED_BYTES)) + 1, len(ends))
         joined = int(ends[last - 1]) - offset < REFERENCE_BYTES_MIN * (last - first)
@@ -126,8 +125,8 @@ class _Layer(Outgoing):
         begins, behind = self._begins[first:last].tolist(), ends[first:last].tolist()
         views: list[bytes | memoryview] = []
         at = int(ends[first - 1]) if first else len(self._front)
-        for place, begin, end in zip(self._places[first:last].tolist(), begins, behind, strict=True):
-            record_bytes = records[place]
+        for index, begin, end in zip(self._indices[first:last].tolist(), begins, behind, strict=True):
+            record_bytes = records[index]
             assert record_bytes is not None
             views.append(memoryview(record_bytes)[begin + max(0, offset - at) : begin + end - at])
             at = end
@@ -139,7 +138,7 @@ class _Layer(Outgoing):
         return views
 
     @property
-    def pinned(self) -> int:
+    def pin_key(self) -> int:
         return id(self._stream)
 
     @property
@@ -147,43 +146,179 @@ class _Layer(Outgoing):
         return self._stream.reserved_bytes
 
     def hold(self, store: Pool) -> None:
-        """Do nothing: the stream holds what it is of."""
+        """Do nothing: the stream holds the records."""
 
     def release(self, store: Pool) -> None:
-        self._stream.note_sent()
+        self._stream.on_sent()
 
 
 _TAIL: Final = b"\r\n"
 _NONE: Final = np.zeros(0, np.uint32)
 
 
-class Stream:
-    """One request.
+class StreamRecords:
+    """The records of a request: their sizes, their bytes in memory, and the layers in them.
+
+    Used by the thread of all streams, some keys at a time.
 
     Attributes:
-        tenant: whose records it is for, and in whose turn it goes on.
-        keys: how many it names.
-        layers: their numbers, in the order in which they are wanted.
-        account: of what it holds beside the records.
-        ends_s: when it must be over, by ``time.monotonic()``.
-        limit: bits a second at most.
-        position: of the key that is gone through next.
-        sized_bytes: of the records that it wants, as far as they have been gone through.
-        is_reserved: it has been admitted, and may keep records in memory.
-        reserved_bytes: of these at most.
-        reads: that are under way.
-        records: what is in memory, of each key.
-        bits: of each layer, once all that it wants is in memory.
-        head: the reply's beginning.
-        parts: its layers, in their order; those behind ``given`` are not known yet.
-        sent: how many of them have been sent, or dropped.
-        taken_bytes: of the one that is being sent.
-        flow: once all that it wants is in memory.
-        is_active: its layers are known, and it is not over.
-        flows: it has its part of the link.
-        error: reply to what is not given yet, where it cannot be.
-        is_ended: nothing more of it is to be given.
-        cut_s: when its connection is cut if it has not been sent; 0.0 for never.
+        tenant: Tenant of the records.
+        keys: Number of keys.
+        layers: Numbers of the layers in the order of sending.
+        position: Index of the next key to work on.
+        sized_bytes: Size of the records, of the keys added up so far.
+        is_reserved: It may keep records in memory.
+        reserved_bytes: Limit of those.
+        reads: Number of running reads.
+        lost: Number of failed reads.
+        records: Bytes of each record in memory; None for no record.
+        bits: Size of each layer in bits, once known.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        session: Session,
+        names: Sequence[bytes],
+        layers: Sequence[int],
+        wake: Callable[[], None],
+    ) -> None:
+        self.node, self.session, self.tenant = node, session, session.tenant
+        self.keys = len(names)
+        self.layers = np.array(layers, np.uint16)
+        self._names = b"".join(names)
+        self._name_ends = np.cumsum([len(name) for name in names], dtype=np.uint32)
+        self.position = self.reads = self.lost = 0
+        self.sized_bytes = self.reserved_bytes = self._kept_bytes = 0
+        self.is_reserved = False
+        self._held: list[Item | Lease] = []
+        self.records: list[bytes | memoryview | None] = []
+        self._begins: npt.NDArray[np.uint32] = np.zeros((0, 0), np.uint32)
+        self._lengths = self._begins
+        self.bits: list[int] = []
+        self._wake = wake
+
+    def _address(self, index: int) -> tuple[int, bytes]:
+        begin = int(self._name_ends[index - 1]) if index else 0
+        return self.tenant, self._names[begin : int(self._name_ends[index])]
+
+    def work_on_keys(self) -> None:
+        """Work on some more keys; ``position`` equals ``keys`` when all are done.
+
+        The first pass adds up the sizes of the records. The second one, when there is room for them, holds those in
+        memory and reads the others. The third one finds the layers in each record.
+        """
+        begin, end = self.position, min(self.position + ENTRIES_PER_HOLD, self.keys)
+        if not len(self._name_ends):  # the third pass
+            self._find_layers(begin, end)
+        else:
+            with self.node.lock:
+                if self.is_reserved:
+                    for index in range(begin, end):
+                        self._hold_or_read(index)
+                else:
+                    self._add_up(begin, end)
+        self.position = end
+
+    def _add_up(self, begin: int, end: int) -> None:
+        for index in range(begin, end):
+            item = self.node.store.peek(self._address(index))
+            self.sized_bytes += 0 if item is None else item.length
+
+    def reserve(self) -> None:
+        """Start the second pass: there is room for the records."""
+        self.is_reserved, self.reserved_bytes, self.position = True, self.sized_bytes, 0
+        self.records = [None] * self.keys
+
+    def _hold_or_read(self, index: int) -> None:
+        store, address = self.node.store, self._address(index)
+        item = store.peek(address)
+        if item is not None and self._kept_bytes + item.length > self.reserved_bytes:
+            item = None  # stored after the first pass, and there is no room for it
+            self.node.counters.misses += 1
+        else:
+            self.node.store.client = self.session.id  # for the fair order of reads from a bucket
+            item = self.node.read(address)
+        if item is None or not item.head_bytes:
+            return
+        self._kept_bytes += item.length
+        if item.value is not None:
+            store.hold(item)
+            self._held.append(item)
+            self.records[index] = item.value
+            return
+        self.reads += 1
+
+        def done(lease: Lease | None) -> None:
+            if lease is None:
+                self.lost += 1
+            else:
+                self._held.append(lease)
+                self.records[index] = lease.view
+            with _reads_lock:
+                self.reads -= 1
+                ended = not self.reads
+            if ended:
+                self._wake()
+
+        store.read(item, 0, item.length, done)
+
+    def begin_layout(self) -> None:
+        """Start the third pass: all records are in memory."""
+        self._names, self._name_ends, self.position = b"", np.zeros(0, np.uint32), 0
+        if self.lost:
+            with self.node.lock:  # they were not hits after all
+                self.node.counters.hits -= self.lost
+                self.node.counters.misses += self.lost
+                self.node.counters.lost += self.lost
+        self._begins = np.zeros((len(self.layers), self.keys), np.uint32)
+        self._lengths = np.zeros((len(self.layers), self.keys), np.uint32)
+
+    def _find_layers(self, begin: int, end: int) -> None:
+        for index in range(begin, end):
+            value = self.records[index]
+            if value is None:
+                continue
+            try:
+                bounds = record.layer_bounds(value)
+            except ShadowServeError:  # it was valid when it was stored: damage, so a miss
+                self.records[index] = None
+                continue
+            there = self.layers < len(bounds) - 1
+            wanted = self.layers[there].astype(np.int64)
+            self._begins[there, index] = bounds[wanted]
+            self._lengths[there, index] = bounds[wanted + 1] - bounds[wanted]
+        if end == self.keys:
+            self.bits = (8 * (self._lengths.sum(1, dtype=np.int64) + 4 * self.keys)).tolist()
+
+    def release(self) -> None:
+        """Release all records. Needs the node's lock."""
+        for held in self._held:
+            if isinstance(held, Item):
+                self.node.store.release(held)
+            else:
+                held.release()
+        self._held, self.records = [], []
+        self._begins = self._lengths = np.zeros((0, 0), np.uint32)
+
+
+class Stream(StreamRecords):
+    """One request: its reply and its place in the schedule.
+
+    Attributes:
+        account: Account of its memory beside the records.
+        ends_s: Deadline, of ``time.monotonic()``.
+        limit: Highest rate in bits per second.
+        head: The first element of the reply.
+        parts: Layers of the reply; those from ``resolved`` on are not resolved.
+        sent: Number of layers that are sent or dropped.
+        partly_sent_bytes: Sent bytes of the layer that is being sent.
+        flow: Its flow in the shaper, once its layers are known.
+        is_active: Its layers are being sent.
+        has_link_share: Its flow is in the shaper.
+        error: Error reply for all layers that are not resolved; empty for none.
+        is_ended: All its parts are resolved.
+        abort_s: When its connection is aborted if it has not sent all; 0.0 for never.
     """
 
     def __init__(
@@ -195,163 +330,52 @@ class Stream:
         account: Account,
         wake: Callable[[], None],
     ) -> None:
-        self.node, self.session, self.account = node, session, account
-        self.tenant, self._share = session.tenant, session.share
-        self.keys = len(names)
-        self.layers = np.array(layers, np.uint16)
-        self._names = b"".join(names)
-        self._name_ends = np.cumsum([len(name) for name in names], dtype=np.uint32)
+        super().__init__(node, session, names, layers, wake)
+        self.account = account
+        self._share = session.share
         self.limit, self.window_s, self.ends_s = inf, WINDOW_S_MIN, inf
         self.flow: Flow | None = None
-        self.position = self.given = self.sent = self.taken_bytes = self.reserved_bytes = 0
-        self.abandoned = self.is_ended = self.is_reserved = self.is_active = self.flows = False
-        self.cut_s = 0.0
+        self.resolved = self.sent = self.partly_sent_bytes = 0
+        self.abandoned = self.is_ended = self.is_active = self.has_link_share = False
+        self.abort_s = 0.0
         self.error = b""
-        self.reads = 0
-        self.lost = 0  # reads that failed
-        self.sized_bytes = self._kept_bytes = 0
-        self._looks_for_layers = False
-        self._held: list[Item | Lease] = []
-        self.records: list[bytes | memoryview | None] = []
-        self._begins: npt.NDArray[np.uint32] = np.zeros((0, 0), np.uint32)
-        self._lengths = self._begins
-        self.bits: list[int] = []
         self._unread_s, self._unread_bits = 0.0, 0
-        self._wake = wake
         self.head = _Part(node, 16 * self.keys, self)
         self.parts = [_Part(node, 4 * self.keys, self) for _ in layers]
 
     @property
     def share(self) -> int:
-        """Whose share of memory it uses."""
+        """The tenant whose share of memory it uses."""
         return self._share
 
-    # ---- Told by others, with the node's lock held or not
+    # ---- Called by connections
 
-    def leave(self) -> None:
-        """Take note that nobody wants the rest of it."""
+    def on_abandoned(self) -> None:
+        """Record that the client has disconnected."""
         self.abandoned = True
         self._wake()
 
-    def note_sent(self) -> None:
-        """Take note that a layer is sent, or dropped; with the node's lock held."""
+    def on_sent(self) -> None:
+        """Record that a layer is sent or dropped. Needs the node's lock."""
         if not self.abandoned and not self.error and self.bits:
             self.node.counters.layers_sent += 1
             self.node.counters.layer_bytes_sent += self.bits[self.sent] // 8
         self.sent += 1
-        self.taken_bytes = 0
+        self.partly_sent_bytes = 0
         self._wake()
 
-    # ---- By the thread of all streams, some keys at a time
-
-    def _address(self, place: int) -> tuple[int, bytes]:
-        begin = int(self._name_ends[place - 1]) if place else 0
-        return self.tenant, self._names[begin : int(self._name_ends[place])]
-
-    def go_on(self) -> None:
-        """Go through some more keys; when ``position`` is behind the last, all of them are done.
-
-        First, the bytes of the records are added up. Once there is room for them they are held, if they are in memory,
-        else they are read. Once they are there, it is found out where their layers are.
-        """
-        begin, end = self.position, min(self.position + ENTRIES_PER_HOLD, self.keys)
-        if self._looks_for_layers:
-            self._plan(begin, end)
-        else:
-            with self.node.lock:
-                if self.is_reserved:
-                    self._gather(begin, end)
-                else:
-                    self._add_up(begin, end)
-        self.position = end
-
-    def _add_up(self, begin: int, end: int) -> None:
-        for place in range(begin, end):
-            item = self.node.store.peek(self._address(place))
-            self.sized_bytes += 0 if item is None else item.length
-
-    def reserve(self) -> None:
-        """Take note that there is room for what was added up."""
-        self.is_reserved, self.reserved_bytes, self.position = True, self.sized_bytes, 0
-        self.records = [None] * self.keys
-
-    def _gather(self, begin: int, end: int) -> None:
-        for place in range(begin, end):
-            self._take(place)
-
-    def _take(self, place: int) -> None:
-        store, address = self.node.store, self._address(place)
-        item = store.peek(address)
-        if item is not None and self._kept_bytes + item.length > self.reserved_bytes:
-            item = None  # there is more than was added up: it has been stored since, and that was too late
-            self.node.counters.misses += 1
-        else:
-            self.node.store.client = self.session.id  # so that a cold read has the turn of this client
-            item = self.node.read(address)
-        if item is None or not item.head_bytes:
-            return
-        self._kept_bytes += item.length
-        if item.value is not None:
-            store.hold(item)
-            self._held.append(item)
-            self.records[place] = item.value
-            return
-        self.reads += 1
-
-        def done(lease: Lease | None) -> None:
-            if lease is None:
-                self.lost += 1
-            else:
-                self._held.append(lease)
-                self.records[place] = lease.view
-            with _reads_lock:
-                self.reads -= 1
-                ended = not self.reads
-            if ended:
-                self._wake()
-
-        store.read(item, 0, item.length, done)
-
-    def begin_plan(self) -> None:
-        """Prepare to look at each record, now that all of them are in memory."""
-        self._names, self._name_ends, self.position = b"", np.zeros(0, np.uint32), 0
-        self._looks_for_layers = True
-        if self.lost:
-            with self.node.lock:  # they were no hits after all
-                self.node.counters.hits -= self.lost
-                self.node.counters.misses += self.lost
-                self.node.counters.lost += self.lost
-        self._begins = np.zeros((len(self.layers), self.keys), np.uint32)
-        self._lengths = np.zeros((len(self.layers), self.keys), np.uint32)
+    # ---- Called by the thread of all streams
 
     @property
-    def is_planned(self) -> bool:
-        """Whether it is known where all layers are."""
-        return self.flow is not None
+    def has_layout(self) -> bool:
+        """True when the layers of all records are known."""
+        return bool(self.bits)
 
-    def _plan(self, begin: int, end: int) -> None:
-        for place in range(begin, end):
-            value = self.records[place]
-            if value is None:
-                continue
-            try:
-                bounds = record.layer_bounds(value)
-            except ShadowServeError:  # it was checked when it was stored; so it is damage, and a miss
-                self.records[place] = None
-                continue
-            there = self.layers < len(bounds) - 1
-            wanted = self.layers[there].astype(np.int64)
-            self._begins[there, place] = bounds[wanted]
-            self._lengths[there, place] = bounds[wanted + 1] - bounds[wanted]
-        if end < self.keys:
-            return
-        self.bits = (8 * (self._lengths.sum(1, dtype=np.int64) + 4 * self.keys)).tolist()
+    def begin_reply(self) -> None:
+        """Create the flow, and resolve the first element: the number of bytes that follow for each key."""
         layer_bytes = sum(self.bits) / 8 / len(self.layers)
         demand = Demand(layer_bytes, self.window_s, len(self.layers))
         self.flow = Flow(demand, self.limit, self.tenant, self.session.weight)
-
-    def begin_reply(self) -> None:
-        """Give the reply's beginning: of each key how many bytes follow."""
         null = b"_\r\n" if self.session.protocol == 3 else b"$-1\r\n"
         totals = self._lengths.sum(0, dtype=np.int64).tolist()
         answer = [encode_array_header(1 + len(self.layers)), encode_array_header(self.keys)]
@@ -360,61 +384,54 @@ class Stream:
         ]
         self.head.resolve([b"".join(answer)])
 
-    def layer(self, number: int) -> Outgoing:
-        """Return a layer: the lengths of its pieces, 32 bits each, and the pieces, in the order of the keys."""
+    def layer(self, number: int) -> ValueSlice:
+        """Return a layer: the lengths of its pieces as 32-bit numbers, then the pieces in the order of the keys."""
         lengths = self._lengths[number]
         table = lengths.astype("<u4").tobytes()
         size = self.bits[number] // 8
-        places = np.flatnonzero(lengths)
-        front = encode_bulk_header(size) + table + (b"" if len(places) else _TAIL)
-        return _Layer(self, front, places, self._begins[number][places], lengths[places])
+        indices = np.flatnonzero(lengths)
+        front = encode_bulk_header(size) + table + (b"" if len(indices) else _TAIL)
+        return _Layer(self, front, indices, self._begins[number][indices], lengths[indices])
 
-    def give(self) -> None:
+    def resolve_next(self) -> None:
         """Give the next layer to the connection."""
-        layer = self.layer(self.given)
-        self.given += 1
-        self.parts[self.given - 1].resolve([layer])
+        layer = self.layer(self.resolved)
+        self.resolved += 1
+        self.parts[self.resolved - 1].resolve([layer])
 
     def end(self) -> None:
-        """Answer the error to what is not given: to all of it, or in place of each layer; else nothing."""
+        """Resolve the remaining parts: with the error, once for a reply that has not begun, or else empty."""
         self.is_ended, self.is_active = True, False
         front = self.error
         if self.head.parts is None:
             self.head.failed = bool(front)
             self.head.resolve([front])
             front = b""
-        while self.given < len(self.parts):
-            self.given += 1
-            self.parts[self.given - 1].resolve([_Layer(self, front, _NONE, _NONE, _NONE)])
+        while self.resolved < len(self.parts):
+            self.resolved += 1
+            self.parts[self.resolved - 1].resolve([_Layer(self, front, _NONE, _NONE, _NONE)])
 
     def release(self) -> None:
-        """Let go of everything; with the node's lock held."""
-        for held in self._held:
-            if isinstance(held, Item):
-                self.node.store.release(held)
-            else:
-                held.release()
-        self._held, self.records = [], []
-        self._begins = self._lengths = np.zeros((0, 0), np.uint32)
+        super().release()
         self.account.close()
 
     def next_bits(self) -> int:
-        """Return the bits of the next layer; 0 while the connection has enough, or all of them."""
-        if self.given == len(self.parts) or self.given - self.sent >= _AHEAD:
+        """Return the size in bits of the next layer; 0 while the connection has enough layers, or all."""
+        if self.resolved == len(self.parts) or self.resolved - self.sent >= _AHEAD:
             return 0
-        return self.bits[self.given]
+        return self.bits[self.resolved]
 
     def pace(self, now_s: float, after_s: float) -> float:
-        """Return how many bits a second the client takes while there is something to take; infinite if not known yet.
+        """Return the bits per second that the client reads while there are unsent layers; infinite if not known yet.
 
         Args:
-            now_s: the time.
-            after_s: for how long there must have been something without a break.
+            now_s: Present time.
+            after_s: How long there must have been unsent layers before the rate counts.
         """
-        if self.given == self.sent or not self.bits:
+        if self.resolved == self.sent or not self.bits:
             self._unread_s = 0.0
             return inf
-        taken = sum(self.bits[: self.sent]) + 8 * self.taken_bytes
+        taken = sum(self.bits[: self.sent]) + 8 * self.partly_sent_bytes
         if not self._unread_s:
             self._unread_s, self._unread_bits = now_s, taken
         elapsed_s = now_s - self._unread_s
@@ -422,8 +439,8 @@ class Stream:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more of it is to be given."""
-        return self.abandoned or bool(self.error) or self.given == len(self.parts)
+        """True if no more layers are to be resolved."""
+        return self.abandoned or bool(self.error) or self.resolved == len(self.parts)
 
 
 _reads_lock: Final = threading.Lock()

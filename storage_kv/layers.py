@@ -1,18 +1,22 @@
-"""A whole prefix in one request, answered layer by layer (KV.LAYERS).
+"""Replies to KV.LAYERS: the records of a prefix, layer by layer. One thread works on all of them.
 
-A request is a :class:`Stream`: which records it wants, which layers of them, in which order. One thread does the work
-of all streams, so that no client's thread looks a thousand keys up or waits for when a layer may go. It finds what
-there is, holds what is in memory, has the rest read with one read an object, and waits for these: layer 0 needs all of
-them, and before anything is sent it is clear which chunks are there. Then it gives layer after layer to the connection,
-when the shaper says so, as one part that points to where the records are: nothing is copied, unless the pieces are
-small.
+A request is a :class:`Stream`. Its states and the queues that hold it here::
 
-What streams keep in memory counts against their tenant's share. Those for which there is no room wait, in turn by
-tenant, then by client (turns.py), before they have taken anything; and the thread works on some keys of each tenant in
-turn. A layer is given when the one before the last has been sent: a client that does not read holds up itself.
+    _new -> _working: add up the sizes of its records
+         -> _waiting: until its tenant may keep that many bytes in memory
+         -> _working: hold records in memory, start to read the others
+         -> _reading: until all reads have ended
+         -> _working: find the layers in each record
+         -> _active:  send layer after layer, when the shaper allows it
+         -> _ending:  until the connection has sent all of it; then it is released
 
-A stream ends. What could not be sent within ``layers_timeout_s`` is refused before anything is sent, and what is late
-all the same is answered with an error; so is a client that takes less than ``layers_bits_per_s_min``.
+Layer 0 needs all records, and the reply begins with their sizes, so everything is read before anything is sent. A layer
+is one part of the reply that points to the records: only small pieces are copied. It is resolved when the layer before
+the last has been sent, so a client that does not read delays only itself.
+
+Tenants take turns, then clients (fair_queue.py), for work on some keys and for room in memory. A stream that cannot be
+sent within ``layers_timeout_s`` is refused at once. One that takes longer, or whose client reads more slowly than
+``layers_bits_per_s_min``, ends with an error.
 """
 
 import logging
@@ -26,113 +30,115 @@ from typing import Final
 from shadowserve.pool.volume.changes import BusyError, Ticket
 from shadowserve.resp import encode_error
 from storage_kv.access.limits import RateLimiter
-from storage_kv.access.memory import Account, Bound
+from storage_kv.access.memory import Account, MemoryBudget
+from storage_kv.fair_queue import FairQueue
 from storage_kv.layer_stream import WINDOW_S_MIN, Stream, memory_of
-from storage_kv.node import CommandError, Node, Part
+from storage_kv.node import Node
+from storage_kv.reply import CommandError, Part
 from storage_kv.session import Session
 from storage_kv.shaper import Link, Shaper
-from storage_kv.turns import Turns
-
-__all__ = ["KEYS_MAX", "LAYERS_MAX", "LayerStreams"]
 
 _log = logging.getLogger(__name__)
 
 KEYS_MAX: Final = 8192
-"""Of one request: 128K tokens in chunks of 16."""
+"""Keys in one request: 128K tokens in chunks of 16."""
 LAYERS_MAX: Final = 1024
-"""Of one request; a record has 65,535 at most, and a model some hundred."""
-_OF_TENANT_MAX: Final = 256
-"""Streams of one tenant that keep records in memory at one time: each costs the thread some microseconds a layer."""
-_LOOK_S: Final = 1.0
-"""How often is looked for streams that are late or slow."""
-_PACED_S: Final = 5.0
-"""For which a client may take nothing, or less than the least rate."""
-_LAST_WORDS_S: Final = 5.0
-"""For a client that has been answered an error in place of layers to take what was given before; then it is cut."""
+"""Layers in one request; a model has about a hundred."""
+_STREAMS_OF_TENANT_MAX: Final = 256
+"""Streams of one tenant that keep records in memory: each costs the thread some microseconds a layer."""
+_CHECK_INTERVAL_S: Final = 1.0
+"""Interval of the checks for late and slow streams."""
+_PACE_S: Final = 5.0
+"""Time for which a client may read more slowly than the lowest rate."""
+_ERROR_GRACE_S: Final = 5.0
+"""Time for a client to read what was sent before an error; then its connection is aborted."""
 
 
 class _Room:
-    """Waits for room in a tenant's share of what may be lent, for whichever of its streams is next."""
+    """Waits for room in a tenant's share of the lent budget, for the tenant's next stream."""
 
     moved_bytes = 0
 
-    def __init__(self, lent: Bound, share: int, wake: Callable[[], None]) -> None:
+    def __init__(self, lent: MemoryBudget, share: int, wake: Callable[[], None]) -> None:
         self._account = Account(lent, self, share)
         self._wake = wake
         self._waits = False
 
     def admits(self, size: int) -> bool:
-        """Return whether there is room now; else the thread is woken when there may be. With the node's lock held."""
+        """Return True if there is room; otherwise wake the thread when there may be. Needs the node's lock."""
         if not self._waits:
             self._waits = not self._account.admit(size)
         return not self._waits
 
-    def on_memory(self) -> None:
+    def on_room(self) -> None:
         self._waits = False
         self._wake()
 
-    def end_for_memory(self, held_bytes: int) -> None:
-        """Do nothing: it holds nothing itself."""
+    def evict(self, held_bytes: int) -> None:
+        """Do nothing: it holds nothing."""
 
 
 class LayerStreams:
-    """All streams of a node, and the thread that serves them."""
+    """All streams of a node, and their thread.
+
+    Attributes:
+        others: Rates of all other replies.
+    """
 
     def __init__(self, node: Node) -> None:
-        """Begin nothing before :meth:`start`."""
         self._node = node
         self._shaper = Shaper(self._link)
         self.others = self._shaper.others
         self._changed = threading.Condition()
         self._has_changed = self._stopped = False
         self._new: list[Stream] = []
-        self._working: Turns[Stream] = Turns()  # their keys are gone through, some at a time
-        self._waiting: Turns[Stream] = Turns()  # for room
-        self._rooms: dict[int, _Room] = {}  # of tenants of which a stream has waited for room
-        self._reading: list[Stream] = []  # what they want is on its way
-        self._lines: dict[int, deque[Stream]] = {}  # of each session, in the order of its requests
+        self._working: FairQueue[Stream] = FairQueue()
+        self._waiting: FairQueue[Stream] = FairQueue()
+        self._rooms: dict[int, _Room] = {}  # by tenant
+        self._reading: list[Stream] = []
+        self._lines: dict[int, deque[Stream]] = {}  # streams of each session, in the order of its requests
         self._active: list[Stream] = []
         self._ending: list[Stream] = []
-        self._of_tenant: dict[int, int] = {}  # how many streams keep records in memory
+        self._of_tenant: dict[int, int] = {}  # number of streams with records in memory
         self._admitted = self._unadmitted = 0
-        self._looked_s = 0.0
+        self._checked_s = 0.0
         self._thread = threading.Thread(target=self._run, name="layers", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """End, once no connection is served any more."""
+        """End the thread. No connection may be served any more."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
         self._thread.join()
 
-    def begin(
+    def open(
         self, session: Session, names: Sequence[bytes], layers: Sequence[int], limit: float, window_s: float
     ) -> list[Part]:
-        """Return the parts of a reply to a request for layers of records; with the node's lock held.
+        """Start a request for layers of records; return the parts of its reply. Needs the node's lock.
 
         Args:
-            session: whose it is.
-            names: of the records, in the order of the prefix.
-            layers: numbers, in the order in which they are wanted.
-            limit: bits a second at most; infinite for no limit.
-            window_s: seconds that the client computes with each layer.
+            session: Session of the client.
+            names: Names of the records in the order of the prefix.
+            layers: Numbers of the layers in the order of sending.
+            limit: Highest rate in bits per second; infinite for none.
+            window_s: Seconds that the client computes with each layer.
 
         Raises:
-            CommandError: its tenant would hold more memory than it may.
-            BusyError: other tenants hold so much that there is no room yet.
+            CommandError: Its tenant would exceed its share of memory.
+            BusyError: There is no room yet because of other tenants.
         """
         memory, size = self._node.memory, memory_of(names, len(layers))
         used, used_max = memory.used_by(session.share), memory.share(session.share)
         if used + size > used_max:
-            # To wait would not do: what waits is held as well, and what it waits for might be held by such as wait.
+            # Waiting could deadlock: waiting requests hold memory too.
             raise CommandError(
-                f"OOM this request takes {size} bytes of memory, and its tenant holds {used} of {used_max} "
+                f"OOM this request needs {size} bytes of memory, and its tenant holds {used} of {used_max} "
                 "(clients_memory_bytes_max): ask for fewer keys or layers, or try again"
             )
-        account = session.admit(size)
+        account = session.hooks.admit(size)
         if account is None:
             raise BusyError("no memory for a request for layers", Ticket())
         stream = Stream(self._node, session, names, layers, account, self._wake)
@@ -147,12 +153,12 @@ class LayerStreams:
 
     @property
     def active(self) -> int:
-        """Requests that are being answered."""
+        """Number of requests that are being answered."""
         return self._admitted
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for others to end."""
+        """Number of requests that wait for others to end."""
         return len(self._new) + self._unadmitted
 
     def _wake(self) -> None:
@@ -182,23 +188,23 @@ class LayerStreams:
                 self._working.add(stream.tenant, stream.session.id, stream)
                 self._lines.setdefault(stream.session.id, deque()).append(stream)
             self._unadmitted += len(new)
-            del new  # or they would be kept for as long as nothing happens
+            del new  # keeps no reference to them while the thread waits
             try:
                 wait_s = self._step()
-            except Exception:  # a bug of ours, and not in one stream's work: no client may be left waiting
+            except Exception:  # a bug outside of one stream's work: no client may wait forever
                 self._fail_all()
                 wait_s = 0.0
         with self._node.lock:
-            for stream in [*new, *self._alive()]:
-                if not stream.reads:  # what is on its way still ends in the stream, and the process ends soon
+            for stream in [*new, *self._all()]:
+                if not stream.reads:  # running reads still write to the stream; the process ends soon
                     stream.release()
 
-    def _alive(self) -> list[Stream]:
-        """Return all streams but those that have come since the last step."""
+    def _all(self) -> list[Stream]:
+        """Return all streams except new ones."""
         return [*self._working, *self._waiting, *self._reading, *self._active, *self._ending]
 
-    def _does(self, stream: Stream, work: Callable[[], object]) -> bool:
-        """Return whether some of a stream's work was done; a bug of ours costs this stream alone."""
+    def _run_step(self, stream: Stream, work: Callable[[], object]) -> bool:
+        """Do some work of a stream; return True if it succeeded. A bug costs only this stream."""
         try:
             work()
         except Exception:
@@ -206,86 +212,90 @@ class LayerStreams:
         return not stream.error
 
     def _fail(self, streams: Sequence[Stream]) -> None:
-        """Take note that streams cannot be gone on with, within the handling of an error."""
+        """Fail streams because of the exception that is being handled."""
         _log.exception("layers_failed")
         for stream in streams:
-            stream.error = encode_error("ERR KV.LAYERS failed, and the server's log says why: ask for the records")
+            stream.error = encode_error(
+                "ERR KV.LAYERS failed because of a bug; the server's log has the details. Request the records with GET"
+            )
         with self._node.lock:
             self._node.counters.layer_streams_failed += len(streams)
 
     def _fail_all(self) -> None:
-        streams = [stream for stream in self._alive() if not stream.is_ended]
+        streams = [stream for stream in self._all() if not stream.is_ended]
         self._fail(streams)
-        self._working, self._waiting = Turns(), Turns()
+        self._working, self._waiting = FairQueue(), FairQueue()
         self._reading, self._active, self._lines = [], [], {}
         self._shaper.clear()
         for stream in streams:
-            stream.flows = False
-            self._let_go(stream)
+            stream.has_link_share = False
+            self._finish(stream)
 
     def _step(self) -> float:
-        """Do what can be done now; return the seconds until there may be more to do without anybody's word."""
+        """Do the work that is possible now; return the seconds until there may be more without a notification."""
         now_s = time.monotonic()
-        if now_s - self._looked_s >= _LOOK_S:
-            self._looked_s = now_s
-            self._look(now_s)
-        self._end_some()
-        self._work_some()
-        self._admit_some()
+        if now_s - self._checked_s >= _CHECK_INTERVAL_S:
+            self._checked_s = now_s
+            self._check(now_s)
+        self._release_sent()
+        self._work_on_keys()
+        self._admit_waiting()
         for stream in [each for each in self._reading if not each.reads]:
             self._reading.remove(stream)
-            if self._does(stream, stream.begin_plan) and not stream.abandoned:
+            if self._run_step(stream, stream.begin_layout) and not stream.abandoned:
                 self._working.add(stream.tenant, stream.session.id, stream)
             else:
-                self._let_go(stream)
-        wait_s = self._send_some()
+                self._finish(stream)
+        wait_s = self._send_layers()
         if self._working:
             return 0.0
-        return min(wait_s, _LOOK_S) if self._admitted or self._unadmitted or self._ending else inf
+        return min(wait_s, _CHECK_INTERVAL_S) if self._admitted or self._unadmitted or self._ending else inf
 
     # ---- Beginning
 
-    def _work_some(self) -> None:
-        """Go through some keys of a stream of each tenant."""
+    def _work_on_keys(self) -> None:
+        """Work on some keys of one stream of each tenant."""
         for tenant in self._working.tenants():
             stream = self._working.first(tenant)
             assert stream is not None
-            is_done = stream.is_over or not self._does(stream, stream.go_on) or stream.position == stream.keys
-            self._working.charge(tenant, 1, stream.session.weight, takes=is_done)
+            is_done = (
+                stream.is_over or not self._run_step(stream, stream.work_on_keys) or stream.position == stream.keys
+            )
+            self._working.charge(tenant, 1, stream.session.weight, done=is_done)
             if not is_done:
                 continue
             if stream.is_over:
-                self._let_go(stream)
-            elif stream.is_planned:
+                self._finish(stream)
+            elif stream.has_layout:
                 self._begin_flow(stream)
             elif stream.is_reserved:
                 self._reading.append(stream)
             else:
                 self._waiting.add(tenant, stream.session.id, stream)
 
-    def _admit_some(self) -> None:
-        """Begin those that wait, in turn, as far as there is room for what they keep."""
+    def _admit_waiting(self) -> None:
+        """Start waiting streams in turn while there is room for their records."""
         for tenant in self._waiting.tenants():
             while (stream := self._waiting.first(tenant)) is not None:
                 if not (stream.is_over or self._reserve(stream)):
                     break
                 self._waiting.charge(tenant, stream.sized_bytes, stream.session.weight)
                 if stream.is_over:
-                    self._let_go(stream)
+                    self._finish(stream)
                 else:
                     self._working.add(tenant, stream.session.id, stream)
 
     def _reserve(self, stream: Stream) -> bool:
-        """Return whether a stream waits no more: what it keeps is counted, or it has an error."""
+        """Return True if a stream need not wait any more: its records are counted, or it has an error."""
         tenant, lent = stream.tenant, self._node.lent
-        if self._of_tenant.get(tenant, 0) >= _OF_TENANT_MAX:
+        if self._of_tenant.get(tenant, 0) >= _STREAMS_OF_TENANT_MAX:
             return False
         size = stream.sized_bytes
         with self._node.lock:
             size_max = lent.share(stream.share)
             if size > size_max:
-                text = f"OOM these records have {size} bytes, and at most {size_max} are sent at a time"
-                stream.error = encode_error(text + ": ask for fewer keys")
+                text = f"OOM these records have {size} bytes, and at most {size_max} can be sent at a time"
+                stream.error = encode_error(text + ": request fewer keys")
                 return True
             room = self._rooms.get(tenant)
             if room is None:
@@ -302,38 +312,40 @@ class LayerStreams:
     # ---- Sending
 
     def _begin_flow(self, stream: Stream) -> None:
-        """Begin to send a stream whose layers are known, unless it could not be sent in time."""
+        """Start to send a stream whose layers are known, unless it could not be sent in time."""
         limiter = stream.session.limiter
         rate = min(stream.limit, inf if limiter is None else 8 * limiter.bytes_per_s)
         needs_s, left_s = sum(stream.bits) / rate, stream.ends_s - time.monotonic()
         if needs_s > left_s:
-            self._close(stream, f"it takes {needs_s:.1f} s at {rate:.0f} bits a second, and {left_s:.1f} s are left")
-            self._let_go(stream)
-        elif self._does(stream, stream.begin_reply):
+            self._give_up(
+                stream, f"it needs {needs_s:.1f} s at {rate:.0f} bits per second, and {left_s:.1f} s are left"
+            )
+            self._finish(stream)
+        elif self._run_step(stream, stream.begin_reply):
             stream.is_active = True
             self._active.append(stream)
             self._begin_next(stream.session.id)
         else:
-            self._let_go(stream)
+            self._finish(stream)
 
     def _begin_next(self, session: int) -> None:
-        """Let the first of a session's streams that are not over have its part of the link, if it is known."""
+        """Let the first unfinished stream of a session enter the shaper, if its layers are known."""
         line = self._lines.get(session)
         while line and line[0].is_over:
             line.popleft()
         if not line:
             self._lines.pop(session, None)
-        elif line[0].flow is not None and not line[0].flows:
-            line[0].flows = True
+        elif line[0].flow is not None and not line[0].has_link_share:
+            line[0].has_link_share = True
             self._shaper.enter(line[0].flow, time.monotonic())
 
-    def _send_some(self) -> float:
+    def _send_layers(self) -> float:
         while self._active:
             now_s = time.monotonic()
             throttled: dict[RateLimiter, float] = {}
             by_flow = {}
             for stream in self._active:
-                if stream.flows:
+                if stream.has_link_share:
                     assert stream.flow is not None
                     wait_s = self._throttled_s(stream.session.limiter, now_s, throttled)
                     stream.flow.next_bits = 0 if wait_s else stream.next_bits()
@@ -341,18 +353,18 @@ class LayerStreams:
             ready = self._shaper.ready(now_s)
             for flow in ready:
                 self._shaper.spend(flow)
-                self._does(by_flow[flow], by_flow[flow].give)
+                self._run_step(by_flow[flow], by_flow[flow].resolve_next)
             over = [each for each in self._active if each.is_over]
             for stream in over:
                 self._active.remove(stream)
-                self._let_go(stream)
+                self._finish(stream)
             if not ready and not over:
                 throttled_s = min((wait_s for wait_s in throttled.values() if wait_s), default=inf)
                 return min(throttled_s, self._shaper.wait_s(now_s))
         return inf
 
     def _throttled_s(self, limiter: RateLimiter | None, now_s: float, known: dict[RateLimiter, float]) -> float:
-        """Return for how long the rates of a tenant let nothing more be sent."""
+        """Return for how long a tenant must wait because of its rates."""
         if limiter is None:
             return 0.0
         if limiter not in known:
@@ -362,47 +374,47 @@ class LayerStreams:
 
     # ---- The end
 
-    def _look(self, now_s: float) -> None:
-        """Close streams that are late, or whose clients take too little; let go of those that nobody waits for."""
+    def _check(self, now_s: float) -> None:
+        """Fail streams that are late or slow; finish those whose client has disconnected."""
         least = self._node.config.layers_bits_per_s_min
-        for stream in self._alive():
-            if not stream.cut_s:
+        for stream in self._all():
+            if not stream.abort_s:
                 if now_s > stream.ends_s:
-                    self._close(stream, f"it has taken longer than {self._node.config.layers_timeout_s:g} s")
-                elif (pace := stream.pace(now_s, _PACED_S)) < least:
-                    self._close(stream, f"its client takes {pace:.0f} bits a second, and {least:.0f} are the least")
+                    self._give_up(stream, f"it took longer than {self._node.config.layers_timeout_s:g} s")
+                elif (pace := stream.pace(now_s, _PACE_S)) < least:
+                    self._give_up(stream, f"its client reads {pace:.0f} bits per second; the minimum is {least:.0f}")
             if stream.is_over and not stream.is_active:
                 if stream in self._reading:
                     self._reading.remove(stream)
-                self._let_go(stream)  # where it waits, it is passed over when its turn comes
+                self._finish(stream)  # a queue skips it at its turn
 
-    def _close(self, stream: Stream, why: str) -> None:
-        """Give a stream up: what is not given yet is answered with an error, and soon its connection is cut."""
-        stream.error = encode_error(f"TIMEOUT KV.LAYERS is given up: {why}")
-        stream.cut_s = time.monotonic() + _LAST_WORDS_S
+    def _give_up(self, stream: Stream, why: str) -> None:
+        """Answer the rest of a stream with an error; abort its connection if the client does not read that."""
+        stream.error = encode_error(f"TIMEOUT KV.LAYERS has ended: {why}")
+        stream.abort_s = time.monotonic() + _ERROR_GRACE_S
         with self._node.lock:
             self._node.counters.layer_streams_closed += 1
-            self._node.tell("layers_closed", stream.session.address, why)
+            self._node.warn_limited("layers_closed", stream.session.address, why)
 
-    def _let_go(self, stream: Stream) -> None:
-        """End a stream once what it has given is sent; one that has ended is let be."""
+    def _finish(self, stream: Stream) -> None:
+        """Resolve the rest of a stream; it is released when all is sent."""
         if stream.is_ended:
             return
-        if stream.flows:
-            stream.flows = False
+        if stream.has_link_share:
+            stream.has_link_share = False
             assert stream.flow is not None
             self._shaper.leave(stream.flow)
         stream.end()
         self._ending.append(stream)
         self._begin_next(stream.session.id)
 
-    def _end_some(self) -> None:
-        """Release what those that have ended kept."""
+    def _release_sent(self) -> None:
+        """Release streams that are sent; abort connections that do not read an error."""
         now_s = time.monotonic()
         ended = [stream for stream in self._ending if stream.sent == len(stream.parts) and not stream.reads]
         for stream in self._ending:
-            if stream.cut_s and now_s > stream.cut_s and stream.sent < len(stream.parts):
-                stream.session.cut()
+            if stream.abort_s and now_s > stream.abort_s and stream.sent < len(stream.parts):
+                stream.session.hooks.abort()
         if not ended:
             return
         self._ending = [stream for stream in self._ending if stream not in ended]

@@ -1,7 +1,7 @@
-"""The storage server: listens, accepts, watches over time, stops in order.
+"""The storage server: listens, accepts, does periodic work, and stops. ``shadowserve storage`` calls :func:`run`.
 
-Run by ``shadowserve storage`` through :func:`run`. One process: the main thread accepts and keeps time, ``io_threads``
-threads serve clients, others check large records and answer Prometheus.
+The main thread accepts clients and keeps time. ``io_threads`` threads serve clients; others verify large records, drive
+the store, send layers and answer HTTP.
 """
 
 import asyncio
@@ -45,46 +45,44 @@ from storage_kv.config import StorageConfig
 from storage_kv.layers import LayerStreams
 from storage_kv.node import Node
 from storage_kv.operate.operations import Operations
-from storage_kv.operate.reconfigure import Reconfiguration
-from storage_kv.session import Session
-
-__all__ = ["StorageServer", "run"]
+from storage_kv.reconfiguration import Reconfiguration
+from storage_kv.session import ClientInfo, Session
 
 _log = logging.getLogger(__name__)
 
 _BACKLOG: Final = 511  # as Redis; Linux rounds to a power of two
 _ACCEPTS_PER_TURN: Final = 64
-_WATCH_INTERVAL_S: Final = 0.1  # of expiry, ten times a second as Redis, and of standing clients
-_BREATH_S: Final = 0.001  # between two parts of long work, so that who waits for the lock gets it
+_WATCH_INTERVAL_S: Final = 0.1  # expiry, ten times a second as Redis, and stalled clients
+_BREATH_S: Final = 0.001  # between two steps of long work, so that other threads get the lock
 _REFUSED_LINGER_S: Final = 0.5
 _REFUSED_LINGERING_MAX: Final = 128
-_KEEPALIVE_S: Final = 300  # as Redis: finds clients whose machine has vanished
-_DESCRIPTORS_RESERVED: Final = 320  # of devices, probes, and what else is open
-_LEAVING_MAX: Final = 64  # connections that make way for others, at one time
+_KEEPALIVE_S: Final = 300  # as Redis: detects clients whose machine has failed
+_DESCRIPTORS_RESERVED: Final = 320  # for devices, HTTP and files
+_LEAVING_MAX: Final = 64  # evicted connections that may still be open
 
 _LOOPBACK_SEND_BYTES: Final = 512 << 10
-"""Of the kernel's send buffer towards clients of the same machine. Left alone it grows to 4 MiB and falls out of the
-CPU's caches between the copy into it and the copy out of it: measured, GET of 32 MiB runs at half the speed and a
-third more CPU time. Towards other machines the kernel chooses, since there the buffer must cover the round trip."""
+"""Kernel send buffer for clients of the same machine. By default it grows to 4 MiB and leaves the CPU's caches between
+the two copies: GET of 32 MiB then has half the speed and takes a third more CPU time. For other machines the kernel
+chooses, because the buffer must cover the round trip."""
 
 _DENIED: Final = (
-    "DENIED this server is in protected mode: it has no password and accepts clients of its own machine only. To use "
-    "it from others, set SHADOWSERVE_STORAGE_PASSWORD on the server and send AUTH; or, on a network that you trust "
-    "entirely, set protected_mode to false."
+    "DENIED this server is in protected mode: it has no password and accepts only clients of its own machine. To use "
+    "it from other machines, set SHADOWSERVE_STORAGE_PASSWORD on the server and send AUTH; or, on a fully trusted "
+    "network, set protected_mode to false."
 )
 
 
 def _tier_below(config: StorageConfig, s3: S3Config) -> ColdTier:
     below = ColdTier(s3)
     for name, limits in config.tenants.items():
-        below.set_quota(name, limits.bytes_max, limits.keys_max)  # before the first list is divided among tenants
+        below.set_quota(name, limits.bytes_max, limits.keys_max)  # before the first listing
     return below
 
 
 class StorageServer:
     """A server in a running event loop.
 
-    Use: ``await start()``, then ``await wait_stopped()``; ``request_stop()`` from a signal handler ends the latter.
+    Call ``await start()``, then ``await wait_stopped()``; ``request_stop()`` from a signal handler ends the latter.
     """
 
     def __init__(
@@ -93,12 +91,12 @@ class StorageServer:
         store: Pool | None = None,
         load: Callable[[], StorageConfig] | None = None,
     ) -> None:
-        """Make a server that does not listen yet.
+        """Create a server that does not listen yet.
 
         Args:
-            config: the configuration.
-            store: what holds the values; by default the configured one.
-            load: reads the configuration again; None where it cannot be.
+            config: The configuration.
+            store: Store of the values; by default the configured one.
+            load: Reads the configuration again; None if that is impossible.
         """
         audit = AuditLog(config.audit_log, config.audit_log_bytes_max)
         users = Users(config, BY_FULL_NAME)
@@ -125,21 +123,21 @@ class StorageServer:
 
     @property
     def _lets_anyone_in(self) -> bool:
-        """Whether a client needs neither a password nor a certificate."""
+        """True if clients need neither a password nor a certificate."""
         return self.node.users.anyone_enters and not self.node.config.tls_client_ca
 
     @property
     def metrics_port(self) -> int | None:
         return self.operations.metrics_port
 
-    def _follow_connections_max(self, config: StorageConfig) -> None:
-        self._connections_max = _raise_descriptor_limit(config.connections_max)
+    def _follow_connections_max(self, old: StorageConfig, new: StorageConfig) -> None:
+        self._connections_max = _raise_descriptor_limit(new.connections_max)
 
     async def start(self) -> None:
         """Listen, and accept clients.
 
         Raises:
-            ConfigurationError: an address cannot be listened on, or the store not be started.
+            ConfigurationError: An address is not available, or the store cannot start.
         """
         config = self.node.config
         self._loop = asyncio.get_running_loop()
@@ -154,7 +152,7 @@ class StorageServer:
     async def _start_serving(self, config: StorageConfig) -> None:
         if config.tls_cert:
             self._certificates = Certificates(config)
-            self.node.certificate_expires_s = self._certificates.expires
+            self.node.server.certificate_expires_s = self._certificates.expires_s
         self._connections_max = _raise_descriptor_limit(config.connections_max)
         try:
             self._listeners = await self._listen(config.host, config.port)
@@ -163,9 +161,9 @@ class StorageServer:
             if error.errno == errno.EADDRINUSE:
                 advice = "stop what listens there (ss -ltnp), perhaps another server, or choose another port"
             raise ConfigurationError(f"cannot listen on {config.host} port {config.port}: {error}; {advice}") from error
-        self.node.port = self.addresses[0][1]
+        self.node.server.port = self.addresses[0][1]
         try:
-            # In another thread, since recovering what devices hold may take seconds; nobody is accepted meanwhile.
+            # In another thread: recovery of devices may take seconds. No client is accepted meanwhile.
             await self._loop.run_in_executor(None, self.operations.recover)
         except BaseException:
             self._close_listeners()
@@ -185,22 +183,22 @@ class StorageServer:
             self._warn()
 
     def _warn(self) -> None:
-        """Tell of what a server that other machines reach lacks."""
+        """Warn if other machines can reach the server without a password or TLS."""
         config = self.node.config
         if self._lets_anyone_in:
-            fate = "refused" if config.protected_mode else "let in without a password"
-            _log.warning("no_password host=%s clients_of_other_machines=%r", config.host, fate)
+            effect = "refused" if config.protected_mode else "accepted without a password"
+            _log.warning("no_password host=%s clients_of_other_machines=%r", config.host, effect)
         if not config.tls_cert:
             _log.warning(
-                "no_tls host=%s hint='passwords and values cross the network in the clear: tls_cert, tls_key'",
+                "no_tls host=%s hint='passwords and values cross the network in the clear: set tls_cert and tls_key'",
                 config.host,
             )
 
     def _start_io_threads(self, count: int) -> None:
         try:
             for number in range(count):
-                self._io_threads.append(IoThread(number, self.node, self.workers, self._note_end))
-                self.operations.watch(f"io thread {number}", self._io_threads[-1].hand)
+                self._io_threads.append(IoThread(number, self.node, self.workers, self._on_client_closed))
+                self.operations.watch(f"io thread {number}", self._io_threads[-1].call_soon)
         except OSError as error:
             for thread in self._io_threads:
                 thread.stop()
@@ -212,7 +210,7 @@ class StorageServer:
             raise ConfigurationError(f"cannot start {count} threads: {error}; choose fewer io_threads") from error
 
     async def _listen(self, host: str, port: int) -> list[socket.socket]:
-        """Bind every address of ``host``; with port 0 all get the one that the first was given."""
+        """Bind every address of ``host``; with port 0 all use the port of the first."""
         found = await self._loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         listeners: list[socket.socket] = []
         try:
@@ -239,7 +237,7 @@ class StorageServer:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # Out of descriptors or memory. The listener stays readable: pause, or the loop would spin.
+                # No descriptors or memory. The listener stays readable, so pause, or the loop would spin.
                 _log.error("accept_failed error=%r retry_s=1", str(error))
                 self._loop.remove_reader(listener)
                 self._loop.call_later(1.0, self._resume_accepting, listener)
@@ -256,13 +254,13 @@ class StorageServer:
         if node.config.protected_mode and self._lets_anyone_in and not is_loopback(address[0]):
             with node.lock:
                 node.counters.connections_denied += 1
-                node.tell("client_denied", join_address(*address[:2]), "protected mode")
+                node.warn_limited("client_denied", join_address(*address[:2]), "protected mode")
             self._refuse(sock, _DENIED)
             return
         with node.lock:
-            has_place = self._make_place()
-            node.counters.connections_rejected += not has_place
-        if not has_place:
+            has_slot = self._ensure_slot()
+            node.counters.connections_rejected += not has_slot
+        if not has_slot:
             self._refuse(sock, "ERR max number of clients reached")
             return
         with node.lock:
@@ -271,59 +269,60 @@ class StorageServer:
             _tune(sock, loopback=is_loopback(address[0]))
             local = sock.getsockname()
             transport = self._transport(sock)
-        except OSError:  # it has gone already
+        except OSError:  # the client has disconnected
             sock.close()
             return
         session = Session(
             next(self._session_ids),
             address=join_address(*address[:2]),
-            local_address=join_address(*local[:2]),
-            file_descriptor=transport.socket.fileno(),
+            info=ClientInfo(join_address(*local[:2]), transport.socket.fileno()),
         )
         with node.lock:
             node.sessions[session.id] = session
             node.begin(session)
             thread = min(self._io_threads, key=lambda thread: thread.clients)
             thread.clients += 1
-        thread.adopt(transport, session)
+        thread.serve(transport, session)
 
-    def _make_place(self) -> bool:
-        """Return whether there is a place for one more; a stranger may have to make it. With the node's lock held."""
+    def _ensure_slot(self) -> bool:
+        """Return True if one more client may connect; may evict an unauthenticated one. Needs the node's lock."""
         node = self.node
-        places = node.places
+        slots = node.slots
         if node.users.anyone_enters:
-            if not node.has_place(node.users.default.tenant):
+            if not node.slots.has_free(node.users.default.tenant):
                 return False
-        elif places.strangers >= node.config.strangers_max:
-            self._displace()
+        elif slots.unauthenticated >= node.config.unauthenticated_max:
+            self._evict_unauthenticated()
         if len(node.sessions) < self._connections_max:
             return True
-        # Those who make way are gone a moment later. So many may be on their way out that there are descriptors left.
-        taken = places.strangers + sum(places.by_tenant.values())
-        if taken >= self._connections_max and not self._displace():
+        # An evicted connection closes a moment later; their number is limited by the spare descriptors.
+        taken = slots.unauthenticated + sum(slots.by_tenant.values())
+        if taken >= self._connections_max and not self._evict_unauthenticated():
             return False
         return len(node.sessions) < self._connections_max + _LEAVING_MAX
 
-    def _displace(self) -> bool:
-        """End the stranger who is to make way; return whether there was one."""
-        session = self.node.places.give_way()
+    def _evict_unauthenticated(self) -> bool:
+        """End the oldest unauthenticated client; return False if there is none."""
+        session = self.node.slots.evict_oldest()
         if session is None:
             return False
-        self.node.counters.strangers_displaced += 1
-        self.node.tell("client_displaced", session.address, "newcomers needed its place, and it had not authenticated")
+        self.node.counters.unauthenticated_evicted += 1
+        self.node.warn_limited(
+            "client_displaced", session.address, "newcomers needed its place, and it had not authenticated"
+        )
         session.closing = True
-        session.cut()
+        session.hooks.abort()
         return True
 
     def _transport(self, sock: socket.socket) -> Transport:
         if self._certificates is None:
             return PlainTransport(sock)
         context = self._certificates.context()
-        self.node.certificate_expires_s = self._certificates.expires
+        self.node.server.certificate_expires_s = self._certificates.expires_s
         return TlsTransport(sock, context)
 
     def _refuse(self, sock: socket.socket, text: str) -> None:
-        """Send one error and close, a little later: at once, a reset might overtake the error."""
+        """Send an error and close a little later: at once, a reset might overtake the error."""
         try:
             sock.send(encode_error(text))
             sock.shutdown(socket.SHUT_WR)
@@ -340,8 +339,8 @@ class StorageServer:
         self._refused.discard(sock)
         sock.close()
 
-    def _note_end(self) -> None:
-        """Pass the word, from any thread, that a connection has ended."""
+    def _on_client_closed(self) -> None:
+        """Handle the end of a connection, from any thread."""
         self._loop.call_soon_threadsafe(self._end_if_empty)
 
     def _end_if_empty(self) -> None:
@@ -356,16 +355,16 @@ class StorageServer:
             while self._sweep() == ENTRIES_PER_HOLD:
                 await asyncio.sleep(_BREATH_S)
             for thread in self._io_threads:
-                thread.watch()
+                thread.check_time()
             with self.node.lock:
-                for bound in (self.node.memory, self.node.lent):
-                    bound.press(self.node.config.stall_timeout_s, _WATCH_INTERVAL_S)
-            self._tell_incidents(time.monotonic())
+                for budget in (self.node.memory, self.node.lent):
+                    budget.close_slow_holder(self.node.config.stall_timeout_s, _WATCH_INTERVAL_S)
+            self._log_repeated(time.monotonic())
 
-    def _tell_incidents(self, now_s: float) -> None:
+    def _log_repeated(self, now_s: float) -> None:
         with self.node.lock:
-            repeated = self.node.incidents.due(now_s)
-            self.node.audit.tell_repeats(now_s)
+            repeated = self.node.log_limiter.due(now_s)
+            self.node.audit.write_repeats(now_s)
         for event, address, times, reason in repeated:
             _log.warning(event + "_again address=%s times=%d last_reason=%r", address, times, reason)
 
@@ -376,7 +375,7 @@ class StorageServer:
     # ---- Stopping
 
     def request_stop(self) -> None:
-        """Make wait_stopped() go on; called again, it cuts the waiting for replies short."""
+        """End wait_stopped(); a second call aborts all connections."""
         if self._stop_requested.is_set():
             self._cut_short.set()
             for thread in self._io_threads:
@@ -384,7 +383,7 @@ class StorageServer:
         self._stop_requested.set()
 
     async def wait_stopped(self) -> None:
-        """Serve until request_stop(), go on for ``drain_delay_s`` while probes are told, then stop."""
+        """Serve until request_stop() and for ``drain_delay_s`` more, while /readyz fails, then stop."""
         await self._stop_requested.wait()
         self.operations.draining()
         delay_s = self.node.config.drain_delay_s
@@ -395,7 +394,7 @@ class StorageServer:
         await self.stop()
 
     async def stop(self) -> None:
-        """Stop accepting, let replies under way finish within ``shutdown_timeout_s``, close everything."""
+        """Stop accepting, finish replies within ``shutdown_timeout_s``, and close everything."""
         self._stop_requested.set()
         self.operations.draining()
         self._close_listeners()
@@ -416,17 +415,19 @@ class StorageServer:
             await asyncio.gather(self._watcher, return_exceptions=True)
         await self._loop.run_in_executor(None, self.operations.close)
         self.workers.stop()
-        threads, self._io_threads = self._io_threads, []  # a second signal finds none to hurry
+        threads, self._io_threads = self._io_threads, []  # a second signal finds no threads
         for thread in threads:
             thread.stop()
-        self._tell_incidents(math.inf)
+        self._log_repeated(math.inf)
         if self._streams is not None:
             await self._loop.run_in_executor(None, self._streams.stop)
-        # Nobody can ask for anything any more. What has been acknowledged is durable; this makes the next start quick.
+        # No client is left. Acknowledged writes are durable already; this makes the next start quick.
         if self._store_thread is not None:
             drain_s = self.node.config.shutdown_timeout_s
             if not await self._loop.run_in_executor(None, self._store_thread.stop, drain_s):
-                _log.error("store_left timeout_s=%g hint='a device does not answer'", drain_s)
+                _log.error(
+                    "store_left timeout_s=%g hint='a device does not answer: the process ends without it'", drain_s
+                )
         await self._loop.run_in_executor(None, self.node.audit.close)
 
     def _close_listeners(self) -> None:
@@ -448,7 +449,7 @@ def _tune(sock: socket.socket, *, loopback: bool) -> None:
 
 
 def _raise_descriptor_limit(connections: int) -> int:
-    """Raise the limit of open files for ``connections``; return for how many it suffices."""
+    """Raise the limit of open files; return the number of connections that it allows."""
     wanted = connections + _DESCRIPTORS_RESERVED
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -470,7 +471,7 @@ async def _serve(config: StorageConfig, load: Callable[[], StorageConfig] | None
         loop.add_signal_handler(number, server.request_stop)
     loop.add_signal_handler(signal.SIGHUP, server.operations.reload)
     await server.start()
-    # The line that whoever started this process waits for; with port 0 it is the only place that tells the port.
+    # Programs that start this one wait for this line; with port 0 it is how they learn the port.
     print(f"ready {join_address(*server.addresses[0])}", flush=True)
     _log.info(
         "ready address=%s metrics_port=%s memory_budget_bytes=%d password=%s tls=%s",
@@ -485,18 +486,20 @@ async def _serve(config: StorageConfig, load: Callable[[], StorageConfig] | None
 
 
 def run(config: StorageConfig, load: Callable[[], StorageConfig] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, then stop in order and return. Needs the main thread.
+    """Serve until SIGTERM or SIGINT. Needs the main thread.
 
-    ``load`` reads the configuration again, for SIGHUP.
+    Prints ``ready HOST:PORT`` on standard output when clients can connect; logs go to standard error.
 
-    Prints ``ready HOST:PORT`` on standard output once clients can connect; logs go to standard error.
+    Args:
+        config: The configuration.
+        load: Reads the configuration again, for SIGHUP.
 
     Raises:
-        ConfigurationError: an address cannot be listened on, a core not be used, or the machine has less memory.
+        ConfigurationError: An address, a core or the memory is not available.
     """
     check_memory({"memory_budget_bytes": int(config.memory_budget_bytes)})
     confine(chosen_cores("cores", config.cores))
     configure_logging(config.log_level, config.log_format)
-    # Items are containers to the collector, and there may be millions, none in a cycle: look at them rarely.
+    # There may be millions of items, none in a reference cycle: collect rarely.
     gc.set_threshold(50_000, 20, 100)
     asyncio.run(_serve(config, load))

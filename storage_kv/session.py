@@ -1,4 +1,4 @@
-"""What a storage node remembers of one client: everything but its socket."""
+"""The state of one client that commands read and change: everything except its socket."""
 
 import time
 from collections import deque
@@ -8,24 +8,22 @@ from typing import Final, TypeAlias
 
 from shadowserve.pool.terms import DEFAULT_TENANT, Address
 from storage_kv.access.limits import RateLimiter
-from storage_kv.access.memory import STRANGERS, Account
+from storage_kv.access.memory import UNAUTHENTICATED, Account
 from storage_kv.access.rules import User
 
-__all__ = ["Argument", "Session", "Transaction"]
-
 Argument: TypeAlias = bytes | memoryview
-"""Of a command. Values that were received in place are memoryviews, all else is bytes."""
+"""An argument of a command: a memoryview for a value that was received in place, otherwise bytes."""
 
 
 @dataclass(slots=True)
 class Transaction:
-    """What a client has sent since MULTI.
+    """The commands of a client since MULTI.
 
     Attributes:
-        commands: with their arguments, in order; none any more once it has failed.
-        arguments: of all of them.
-        size_bytes: of these.
-        failed: a command could not be queued, so that EXEC will execute none.
+        commands: Arguments of each command, in order; empty once the transaction has failed.
+        arguments: Number of all arguments.
+        size_bytes: Size of all arguments.
+        failed: A command could not be queued, so EXEC executes none.
     """
 
     commands: list[list[Argument]] = field(default_factory=list)
@@ -35,7 +33,7 @@ class Transaction:
 
     @property
     def held_bytes(self) -> int:
-        """About what it makes the node hold, Python's own of each argument included."""
+        """Approximate memory use, Python's own of each argument included."""
         return self.size_bytes + 64 * self.arguments
 
     def fail(self) -> None:
@@ -43,137 +41,145 @@ class Transaction:
         self.commands, self.arguments, self.size_bytes = [], 0, 0
 
 
-class Session:
-    """One client: what it said about itself, and what it may do.
+@dataclass(slots=True)
+class Watch:
+    """The keys of WATCH.
 
     Attributes:
-        id: unique in the process, as CLIENT ID.
-        protocol: 2 or 3.
-        closing: the connection ends when what has been answered so far is sent.
-        replies: False after CLIENT REPLY OFF.
-        finish: ends its connection, soon, once what it has been answered is sent; from any thread.
-        cut: ends its connection, soon, as it is; from any thread.
-        admit: counts so many bytes that a request holds for longer than its command is executed, in an account of
-            their own; None where there is no room, and its connection hears when there may be. With the node's lock.
-        user: whose rules hold for it; of a connection that has not authenticated, the default user.
-        tenant: id of the tenant whose keys it sees; nothing that the client sends can change it but AUTH.
-        limiter: of its tenant; None for no limits.
-        weight: of its tenant, where several share something.
-        pause_until_s: nothing more is read or executed before, by ``time.monotonic()``; 0.0 for no pause.
-        pause_holds_replies: and what has been answered is not sent before.
-        skip: commands whose replies are still to be dropped, CLIENT REPLY SKIP itself included.
-        transaction: what MULTI has begun; None outside of it.
-        executing: what EXEC has left to execute, before anything else that the client has sent.
-        executing_bytes: what that held when EXEC came.
-        watched: the keys of WATCH, qualified, and whether each was there.
-        watch_failed: one of them has been changed since.
-        place: tenant among whose places it is counted; None where it is not.
-        stranger_since_s: when it began not to be authenticated.
+        existed: Qualified keys, and whether each existed.
+        failed: One of them has changed since.
     """
 
-    __slots__ = (
-        "address",
-        "admit",
-        "authenticated",
-        "closing",
-        "created_s",
-        "cut",
-        "executing",
-        "executing_bytes",
-        "file_descriptor",
-        "finish",
-        "id",
-        "last_command",
-        "last_command_s",
-        "library_name",
-        "library_version",
-        "local_address",
-        "name",
-        "limiter",
-        "no_evict",
-        "pause_holds_replies",
-        "pause_until_s",
-        "pending_output_bytes",
-        "place",
-        "protocol",
-        "replies",
-        "skip",
-        "stranger_since_s",
-        "tenant",
-        "transaction",
-        "user",
-        "watch_failed",
-        "watched",
-        "weight",
-    )
+    existed: dict[Address, bool] = field(default_factory=dict)
+    failed: bool = False
 
-    def __init__(
-        self, id: int, *, address: str, local_address: str, file_descriptor: int, authenticated: bool = False
-    ) -> None:
-        """Make the session of a client that has just connected; Node.begin() says whose it is.
 
-        Without that, it may do nothing or, ``authenticated``, everything, as the default tenant.
-        """
-        self.id = id
-        self.address = address
-        self.local_address = local_address
-        self.file_descriptor = file_descriptor
-        self.created_s = self.last_command_s = time.monotonic()
-        self.pending_output_bytes = 0
-        self.closing = False
-        self.last_command = "NULL"
-        self.library_name = b""
-        self.library_version = b""
-        self.finish: Callable[[], None] = lambda: None
-        self.cut: Callable[[], None] = lambda: None
-        self.admit: Callable[[int], Account | None] = lambda size: None
-        self.pause_until_s = 0.0
-        self.pause_holds_replies = False
-        self.user = _ANYTHING if authenticated else _NOTHING
-        self.authenticated = authenticated
-        self.limiter: RateLimiter | None = None
-        self.weight = 1.0
-        self.executing: deque[list[Argument]] = deque()
-        self.executing_bytes = 0
-        self.place: str | None = None
-        self.stranger_since_s = self.created_s
-        self.reset()
+@dataclass(slots=True)
+class ClientInfo:
+    """What CLIENT LIST shows of a client, and when it was last active. Times are of ``time.monotonic()``."""
+
+    local_address: str
+    file_descriptor: int
+    created_s: float = field(default_factory=time.monotonic)
+    last_command: str = "NULL"
+    last_active_s: float = field(default_factory=time.monotonic)
+    unauthenticated_since_s: float = field(default_factory=time.monotonic)
+    pending_output_bytes: int = 0
+    name: bytes = b""
+    library_name: bytes = b""
+    library_version: bytes = b""
+    no_evict: bool = False
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _admit_nothing(size: int) -> Account | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionHooks:
+    """Calls from a session to its connection.
+
+    Attributes:
+        finish: Ends the connection when its replies are sent; from any thread.
+        abort: Ends the connection without sending its replies; from any thread.
+        admit: Counts bytes that a request holds for longer than its command is executed, in an account of their own.
+            Returns None where there is no room; the connection is notified when there may be. Needs the node's lock.
+    """
+
+    finish: Callable[[], None] = _do_nothing
+    abort: Callable[[], None] = _do_nothing
+    admit: Callable[[int], Account | None] = _admit_nothing
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One client. Node.begin() sets its user; before, it may do nothing or, if ``authenticated``, everything.
+
+    Attributes:
+        id: Unique in the process; CLIENT ID.
+        address: Address and port of the client.
+        info: Fields of CLIENT LIST.
+        hooks: Calls to its connection; no-ops while there is none.
+        protocol: 2 or 3.
+        closing: No more commands are executed; the connection ends when the replies are sent.
+        replies: False after CLIENT REPLY OFF.
+        skip: Number of commands whose replies are still to be dropped, CLIENT REPLY SKIP included.
+        user: The authenticated user, or the default user.
+        authenticated: The client may run commands.
+        tenant: Id of the tenant whose keys it sees; only AUTH changes it.
+        limiter: Rate limiter of its tenant; None for no limits.
+        weight: Share weight of its tenant.
+        pause_until_s: Nothing is read or executed before this time of ``time.monotonic()``; 0.0 for no pause.
+        pause_holds_replies: No replies are sent during the pause either.
+        transaction: Commands since MULTI; None outside of it.
+        executing: Commands that EXEC has yet to execute, before any other command of the client.
+        executing_bytes: Size of the commands at EXEC.
+        watch: Keys of WATCH.
+        slot_tenant: Tenant whose connection slot it uses; None for none.
+    """
+
+    id: int
+    address: str
+    info: ClientInfo = field(default_factory=lambda: ClientInfo("", -1))
+    authenticated: bool = False
+    hooks: ConnectionHooks = ConnectionHooks()
+    protocol: int = 2
+    closing: bool = False
+    replies: bool = True
+    skip: int = 0
+    user: User = field(init=False)
+    tenant: int = DEFAULT_TENANT
+    limiter: RateLimiter | None = None
+    weight: float = 1.0
+    pause_until_s: float = 0.0
+    pause_holds_replies: bool = False
+    transaction: Transaction | None = None
+    executing: deque[list[Argument]] = field(default_factory=deque)
+    executing_bytes: int = 0
+    watch: Watch = field(default_factory=Watch)
+    slot_tenant: str | None = None
+
+    def __post_init__(self) -> None:
+        self.user = _UNRESTRICTED if self.authenticated else _FORBIDDEN
 
     @property
     def share(self) -> int:
-        """Whose share of memory it uses."""
-        return self.tenant if self.authenticated else STRANGERS
+        """The tenant whose share of memory it uses."""
+        return self.tenant if self.authenticated else UNAUTHENTICATED
 
     @property
     def user_name(self) -> bytes:
-        """Name of the user, for logs; of a connection that has not authenticated, none."""
+        """Name of the user, for logs; empty for a client that has not authenticated."""
         return self.user.name if self.authenticated else b""
 
     @property
     def queued_bytes(self) -> int:
-        """About what commands hold that wait for EXEC, or that it has yet to execute."""
+        """Approximate memory of the commands that wait for EXEC, or that EXEC has yet to execute."""
         if self.transaction is not None:
             return self.transaction.held_bytes
         return self.executing_bytes if self.executing else 0
 
     def reset(self) -> None:
-        """Return to the state of a new connection but for the user, as RESET does."""
-        self.name = b""
+        """Return to the state of a new connection, except for the user: RESET."""
+        self.info.name = b""
+        self.info.no_evict = False
         self.protocol = 2
         self.replies = True
         self.skip = 0
-        self.no_evict = False
         self.tenant = DEFAULT_TENANT
-        self.transaction: Transaction | None = None
-        self.watched: dict[Address, bool] = {}
-        self.watch_failed = False
+        self.transaction = None
+        self.watch = Watch()
 
     def qualify(self, argument: Argument) -> Address:
-        """Return what the engine calls a client's key."""
+        """Return the address in the store of a key as the client names it."""
         return self.tenant, bytes(argument)
 
 
-_NOTHING: Final = User(b"default")
-_ANYTHING: Final = User(b"default")
+_FORBIDDEN: Final = User(b"default")
+_UNRESTRICTED: Final = User(b"default")
 for _rule in (b"allkeys", b"allcommands"):
-    _ANYTHING.apply(_rule, {})
+    _UNRESTRICTED.apply(_rule, {})

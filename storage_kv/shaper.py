@@ -1,39 +1,36 @@
-"""When the next layer of which request may be sent: weighted deficit round-robin, without clock and without I/O.
+"""Schedules layers on the link: weighted deficit round-robin, without clock and without I/O.
 
-Tenants share the link by their weights, whatever each of them asks for; what one does not use is the others'. Each flow
-earns credit at its rate and spends it on whole layers. Rates are those of a policy (egress.py) among the flows of a
-tenant, made anew for each epoch: a request that ends early leaves what it had unused until then, and one that comes has
-nothing until then, unless nobody has anything. So a request's layers come at times that can be relied on.
+Tenants share the link by their weights; what one does not use goes to the others. Each flow earns credit at its rate
+and spends it on whole layers. A policy (egress.py) sets the rates of a tenant's flows at the start of each epoch: what
+a finished request leaves stays unused until then, and a new request waits until then unless there is no other. So the
+times of layers are predictable.
 
-All other replies (``Others``) share the link with the flows, each client counting as one flow of its tenant, and are
-held to their part by debts, one for each client: a client that was sent more than it has earned executes nothing until
-it has, and no other waits for that.
+All other replies (``Others``) share the link too. Each of their clients counts as one flow of its tenant, and has a
+debt of its own: a client that was sent more than it has earned executes nothing until the debt is paid.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Final, Protocol
 
 from storage_kv.egress import Demand, Policy, allocate, fill
 
-__all__ = ["Flow", "Link", "Others", "Sender", "Shaper"]
-
 _OTHERS_SHARE_MIN: Final = 1 / 20
-"""Of the link, for clients of whom nothing was known when the epoch began."""
+"""Share of the link for clients that were not active before the epoch."""
 _BURST_S: Final = 0.05
-"""What others may save up, in seconds of their rate."""
+"""Limit of the credit of other replies, in seconds of their rate."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What is shared, and how.
+    """The link and how it is shared.
 
     Attributes:
-        bits_per_s: that the link carries; 0 for no bound.
-        policy: who gets how much.
-        margin_bits_per_s: by which caps are raised.
-        epoch_s: for which rates hold.
+        bits_per_s: Capacity; 0 for no limit.
+        policy: Policy of a tenant's requests.
+        margin_bits_per_s: Amount by which caps are raised.
+        epoch_s: Time for which rates hold.
     """
 
     bits_per_s: float
@@ -43,12 +40,12 @@ class Link:
 
 
 class Sender(Protocol):
-    """A client that is sent something.
+    """A client with replies that are no layers.
 
     Attributes:
-        id: unique.
-        tenant: whose part of the link it uses.
-        weight: of that tenant.
+        id: Unique number.
+        tenant: Tenant whose share of the link it uses.
+        weight: Weight of that tenant.
     """
 
     id: int
@@ -56,78 +53,72 @@ class Sender(Protocol):
     weight: float
 
 
+@dataclass(slots=True, eq=False)
 class Flow:
-    """One request's layers.
+    """The layers of one request.
 
     Attributes:
-        demand: what it still needs.
-        limit: bits a second that it asked for at most; infinite for none.
-        tenant: whose part of the link it uses.
-        weight: of that tenant.
-        rate: bits a second that it gets in this epoch.
-        credit: bits that it has earned.
-        next_bits: of the layer that is to be sent next; 0 while none may be.
+        demand: What remains to be sent.
+        limit: Highest rate in bits per second; infinite for none.
+        tenant: Tenant whose share of the link it uses.
+        weight: Weight of that tenant.
+        rate: Rate in this epoch in bits per second.
+        credit: Earned bits.
+        next_bits: Size of the next layer; 0 while none may be sent.
     """
 
-    __slots__ = ("credit", "demand", "limit", "next_bits", "rate", "tenant", "weight")
-
-    def __init__(self, demand: Demand, limit: float, tenant: int = 0, weight: float = 1.0) -> None:
-        self.demand = demand
-        self.limit = limit
-        self.tenant = tenant
-        self.weight = weight
-        self.rate = self.credit = 0.0
-        self.next_bits = 0
+    demand: Demand
+    limit: float
+    tenant: int = 0
+    weight: float = 1.0
+    rate: float = 0.0
+    credit: float = 0.0
+    next_bits: int = 0
 
 
+@dataclass(slots=True)
 class _Client:
-    """What one client of other replies has earned, in bits: less than nothing is a debt."""
+    """The credit of one client of other replies in bits; below zero it is a debt."""
 
-    __slots__ = ("credit", "filled_s")
-
-    def __init__(self, credit: float, filled_s: float) -> None:
-        self.credit = credit
-        self.filled_s = filled_s
+    credit: float
+    filled_s: float
 
     def earn(self, rate: float, now_s: float) -> float:
-        """Add what time has brought at a rate, and return what there is."""
+        """Add the credit since the last call; return the credit."""
         earned = rate * max(0.0, now_s - self.filled_s)
         self.filled_s = now_s
         self.credit = min(self.credit + earned, rate * _BURST_S)
         return self.credit
 
 
+@dataclass(slots=True)
 class _Tenant:
     """The other replies of one tenant.
 
     Attributes:
-        share: of what all others may take.
-        active: clients that were sent something in this epoch, or had to wait.
-        count: how many these were in the epoch before.
-        clients: those that have a credit or a debt.
-        left: the debts of clients that have gone: the next newcomer's, or a client would be rid of its debt by
-            connecting anew.
+        share: Share of the rate of all other replies.
+        active: Clients that were sent something in this epoch, or had to wait.
+        count: Number of active clients in the previous epoch.
+        clients: Clients with a credit or a debt.
+        left: Debts of disconnected clients, inherited by the next new one; otherwise reconnecting would clear a debt.
     """
 
-    __slots__ = ("active", "clients", "count", "left", "share", "weight")
-
-    def __init__(self) -> None:
-        self.share = 1.0
-        self.weight = 1.0
-        self.active: set[int] = set()
-        self.count = 1
-        self.clients: dict[int, _Client] = {}
-        self.left = _Client(0.0, 0.0)
+    share: float = 1.0
+    weight: float = 1.0
+    active: set[int] = field(default_factory=set)
+    count: int = 1
+    clients: dict[int, _Client] = field(default_factory=dict)
+    left: _Client = field(default_factory=lambda: _Client(0.0, 0.0))
 
 
 class Others:
-    """The part of the link that is left to replies that are no layers.
+    """The part of the link for replies that are no layers.
 
-    Used with the node's lock held, but for what the shaper does, which replaces things and changes none.
+    Needs the node's lock, except what the shaper does: it replaces values and changes none in place.
 
     Attributes:
-        rate: bits a second that they may take; infinite while nothing is sent by layers, or the link has no bound.
-        epoch_s: after which one that waits is to ask again, so that the next epoch knows of it.
+        rate: Their rate in bits per second; infinite while there are no layers to send, or the link has no limit.
+        epoch_s: Longest wait, so that the next epoch counts a waiting client as active.
     """
 
     __slots__ = ("_tenants", "epoch_s", "rate")
@@ -152,37 +143,37 @@ class Others:
         return tenant, client, rate / tenant.count
 
     def charge(self, session: "Sender", sent_bytes: int, now_s: float) -> None:
-        """Take note of what a client was sent."""
+        """Charge a client for sent bytes."""
         if self.rate != inf:
             tenant, client, _ = self._client(session, now_s)
             tenant.active.add(session.id)
             client.credit -= 8 * sent_bytes
 
     def wait_s(self, session: "Sender", now_s: float) -> float:
-        """Return for how long a client is to wait, since it was sent more than it has earned; then it asks again."""
+        """Return how long a client must wait because of its debt, before it calls this again; 0.0 for not at all."""
         if self.rate == inf:
             return 0.0
         tenant, client, rate = self._client(session, now_s)
         credit = client.earn(rate, now_s)
-        if credit > -1.0:  # less than a bit is what rounding leaves
+        if credit > -1.0:  # less than a bit is a rounding error
             return 0.0
         tenant.active.add(session.id)
         return min(-credit / rate, self.epoch_s)
 
     def leave(self, session: "Sender") -> None:
-        """Forget a client that has gone, but for its debt."""
+        """Remove a client; its debt stays with the tenant."""
         tenant = self._tenants.get(session.tenant)
         if tenant is not None and (client := tenant.clients.pop(session.id, None)) is not None:
             tenant.active.discard(session.id)
             tenant.left.credit += min(0.0, client.credit)
 
     def clear(self) -> None:
-        """Forget all debts: nothing is shared."""
+        """Clear all debts: the link is not shared."""
         self.rate = inf
         self._tenants = {}
 
     def begin_epoch(self, epoch_s: float) -> dict[int, tuple[int, float]]:
-        """Return how many clients of each tenant were active in the epoch that ends, and the tenant's weight."""
+        """Return the number of active clients in the previous epoch and the weight, by tenant."""
         self.epoch_s = epoch_s
         active = {number: tenant for number, tenant in list(self._tenants.items()) if tenant.active}
         weights = sum(tenant.weight for tenant in active.values())
@@ -198,12 +189,12 @@ class Shaper:
     """The flows of one link.
 
     Attributes:
-        others: all other replies.
-        flows: those that have entered, and not left.
+        others: All other replies.
+        flows: Present flows.
     """
 
     def __init__(self, link: Callable[[], Link]) -> None:
-        """``link`` is asked at the beginning of each epoch: it may change."""
+        """``link`` is called at the start of each epoch."""
         self._link = link
         self.others = Others()
         self.flows: list[Flow] = []
@@ -211,28 +202,28 @@ class Shaper:
         self._earned_s = 0.0
 
     def enter(self, flow: Flow, now_s: float) -> None:
-        """Add a flow; where the link is shared it has a rate from the next epoch on."""
+        """Add a flow. On a shared link it gets a rate at the next epoch."""
         self._advance(now_s)
         if not self._link().bits_per_s:
             flow.rate = flow.limit
         self.flows.append(flow)
 
     def leave(self, flow: Flow) -> None:
-        """Take a flow out; what it had is given to others in the next epoch."""
+        """Remove a flow. Its rate goes to others at the next epoch."""
         self.flows.remove(flow)
         if not self.flows:
             self.clear()
 
     def clear(self) -> None:
-        """Take all flows out."""
+        """Remove all flows."""
         self.flows = []
         self.others.clear()
         self._epoch_ends_s = -inf
 
     def ready(self, now_s: float) -> list[Flow]:
-        """Return the flows that may send a layer now, those first that could have the longest; and let time pass.
+        """Return the flows that may send a layer now, those with most excess credit first.
 
-        The caller sends a layer of each, calls :meth:`spend`, and asks again.
+        The caller sends a layer of each, calls :meth:`spend`, and calls this again.
         """
         self._advance(now_s)
         if now_s >= self._epoch_ends_s or not any(flow.rate for flow in self.flows):
@@ -241,19 +232,19 @@ class Shaper:
         return sorted(found, key=lambda flow: flow.next_bits - flow.credit)
 
     def spend(self, flow: Flow) -> None:
-        """Take what a layer costs off a flow's credit: the one that was to be sent next."""
+        """Charge a flow for its next layer."""
         flow.credit -= flow.next_bits
         flow.demand = flow.demand._replace(layers_left=max(1, flow.demand.layers_left - 1))
 
     def wait_s(self, now_s: float) -> float:
-        """Return the seconds until ready() may have more to say; infinite if nothing but the flows can change that."""
+        """Return the seconds until ready() may return more flows; infinite if only a change of the flows can."""
         waits = [(flow.next_bits - flow.credit) / flow.rate for flow in self.flows if flow.next_bits and flow.rate]
         if any(flow.next_bits for flow in self.flows):
             waits.append(self._epoch_ends_s - now_s)
         return max(0.0, min(waits, default=inf))
 
     def _advance(self, now_s: float) -> None:
-        """Let flows earn what time has brought: a layer's worth at most, so that a slow reader saves nothing up."""
+        """Add the credit since the last call: at most one layer's, so that a slow reader saves none."""
         elapsed_s, self._earned_s = now_s - self._earned_s, now_s
         for flow in self.flows:
             most = max(flow.next_bits, 8 * flow.demand.layer_bytes)
@@ -286,7 +277,7 @@ class Shaper:
                 count, _ = others.get(number, (0, 0.0))
                 self._share_among(own, link, share * len(own) / (len(own) + count))
         used = sum(flow.rate for flow in flows)
-        if not others and used < link.bits_per_s:  # all have what they need; the rest shortens first layers
+        if not others and used < link.bits_per_s:  # all demands are met; the rest makes first layers faster
             for flow in flows:
                 flow.rate = min(flow.limit, flow.rate * link.bits_per_s / used)
             used = sum(flow.rate for flow in flows)
@@ -294,7 +285,7 @@ class Shaper:
 
     @staticmethod
     def _share_among(flows: list[Flow], link: Link, budget: float) -> None:
-        """Give the flows of one tenant their rates."""
+        """Set the rates of the flows of one tenant."""
         rates = allocate(link.policy, [flow.demand for flow in flows], budget, link.margin_bits_per_s)
         for flow, rate in zip(flows, rates, strict=True):
             flow.rate = min(flow.limit, rate)

@@ -1,9 +1,9 @@
-"""The audit log: one line of JSON for each event, in a file that is begun anew when it is large.
+"""The audit log: a line of JSON for each event, in a file that is rotated by size.
 
-What is in it: who authenticated or did not, what was denied, what administrators did. What is not: keys, values,
-passwords. A thread of its own writes, so that a slow disk holds up nobody; where the disk is gone or too slow, lines
-are dropped and counted, and serving goes on. What any client may cause as often as it likes has some lines a minute
-and then a count, so that nobody can push out what others did.
+It holds authentications, failed ones too, denials, and commands of administrators. It never holds keys, values or
+passwords. A thread writes it, so a slow disk delays no client; lines that cannot be written are dropped and counted.
+Events that any client can cause are limited to some lines a minute and then counted, so that they cannot crowd out
+others.
 """
 
 import json
@@ -16,9 +16,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, Protocol
 
 from shadowserve.incidents import Incidents
-from storage_kv.access.attempts import caller_of
-
-__all__ = ["AuditLog", "Audited"]
+from storage_kv.access.authentication_throttle import network_of
 
 _log = logging.getLogger(__name__)
 
@@ -27,37 +25,35 @@ _RETRY_S: Final = 5.0
 _LINE_BYTES_MAX: Final = 2048
 _TEXT_MAX: Final = 256
 _LINES_PER_MINUTE: Final = 64
-"""Of one event and one address, before the rest of it is counted."""
+"""Lines of one event and one network; further ones are counted."""
 
 
 class Audited(Protocol):
-    """What the log says of a session."""
+    """A session."""
 
     @property
-    def address(self) -> str:
-        """Of the client."""
+    def address(self) -> str: ...
 
     @property
-    def user_name(self) -> bytes:
-        """Of its user."""
+    def user_name(self) -> bytes: ...
 
 
 class AuditLog:
-    """Writes to a file, or nowhere.
+    """Writes events to a file, or drops them if there is none.
 
     Attributes:
-        written: lines.
-        lost: lines that could not be written.
+        written: Number of written lines.
+        lost: Number of lines that could not be written.
     """
 
     def __init__(self, path: str = "", bytes_max: int = 64 << 20) -> None:
-        """Open the log; no path makes one that writes nothing. A file that cannot be opened is tried again later."""
+        """Open the log; an empty path writes nothing. A file that cannot be opened is tried again later."""
         self._path = path
         self._bytes_max = bytes_max
         self._lines: queue.Queue[bytes | None] = queue.Queue(_LINES_WAITING_MAX)
         self._file: int | None = None
         self._failed_s: float | None = None
-        self._repeats = Incidents(_LINES_PER_MINUTE, alike=True)
+        self._limiter = Incidents(_LINES_PER_MINUTE, alike=True)
         self.written = 0
         self.lost = 0
         self._thread: threading.Thread | None = None
@@ -75,26 +71,26 @@ class AuditLog:
         each: bool = False,
         **details: Any,
     ) -> None:
-        """Log an event; never waits. To be called with the node's lock held, as all but close() are.
+        """Log an event without waiting. Needs the node's lock, like all methods except close().
 
         Args:
             event: ``authentication``, ``denied``, ``command``, ``tls``, ...
-            session: whose it is.
+            session: Session of the client.
             outcome: ``ok``, ``failed``, ``denied``...
-            user: that was asked for, where it is not the session's.
-            each: it has a line however many there are: only administrators can cause it.
-            details: texts or numbers; neither keys nor values nor passwords.
+            user: Name of the requested user; by default the session's.
+            each: Write a line for each event: only administrators can cause it.
+            details: Texts or numbers; never keys, values or passwords.
         """
         if self._thread is None:
             return
         who = _text(session.user_name if user is None else user)
-        kind = f"{event} {_text(session.user_name)}"  # of whoever it is known to be: anybody can claim any name
-        if each or self._repeats.note(kind, caller_of(session.address), who, time.monotonic()):
+        kind = f"{event} {_text(session.user_name)}"  # the authenticated user: a client can claim any name
+        if each or self._limiter.note(kind, network_of(session.address), who, time.monotonic()):
             self._queue(event, user=who, address=session.address, outcome=outcome, **details)
 
-    def tell_repeats(self, now_s: float) -> None:
-        """Log what had no line of its own, where its minute is over by ``time.monotonic()``."""
-        for kind, address, times, last_user in self._repeats.due(now_s):
+    def write_repeats(self, now_s: float) -> None:
+        """Log the counts of limited events whose minute is over."""
+        for kind, address, times, last_user in self._limiter.due(now_s):
             self._queue(kind.partition(" ")[0], user=last_user, address=address, outcome="repeated", times=times)
 
     def _queue(self, event: str, **details: Any) -> None:
@@ -109,12 +105,12 @@ class AuditLog:
             self.lost += 1
 
     def close(self) -> None:
-        """Write what waits, and end."""
+        """Write the queued lines and end."""
         if self._thread is not None:
             try:
                 self._lines.put(None, timeout=1.0)
             except queue.Full:
-                return  # the disk stands still; the thread ends with the process
+                return  # the disk does not answer; the thread ends with the process
             self._thread.join(timeout=5.0)
             self._thread = None
 
@@ -127,14 +123,14 @@ class AuditLog:
                 self.lost += 1
                 self._close_file()
                 if self._failed_s is None:
-                    _log.error("audit_log_failed file=%s error=%r lines='lost, and counted'", self._path, str(error))
+                    _log.error("audit_log_failed file=%s error=%r", self._path, str(error))
                 self._failed_s = time.monotonic()
         self._close_file()
 
     def _append(self, line: bytes) -> None:
         if self._file is None:
             if self._failed_s is not None and time.monotonic() - self._failed_s < _RETRY_S:
-                raise OSError("not tried again yet")
+                raise OSError("the file is retried later")
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             if self._failed_s is not None:
                 _log.info("audit_log_recovered file=%s lost=%d", self._path, self.lost)

@@ -1,8 +1,8 @@
-"""How fast a tenant's clients may go: token buckets that go into debt.
+"""Rate limits of a tenant: token buckets that may go into debt.
 
-A command is executed first and charged after: what it moves is known only then. A bucket below zero makes the client
-wait until the debt is earned back. Nothing is queued here: the client's connection is not read, so that its own
-buffers fill and it waits. A tenant's clients share its buckets.
+A command is charged after its execution, when its bytes are known. While a bucket is below zero the tenant's clients
+wait. Nothing is queued: their connections are not read, so their own buffers fill. A tenant's clients share its
+buckets.
 """
 
 from math import inf
@@ -10,41 +10,39 @@ from typing import Final
 
 from storage_kv.config import TenantLimits
 
-__all__ = ["RateLimiter"]
-
 _BURST_S: Final = 1.0
-"""What may be saved up, in seconds of the rate."""
+"""Size of a bucket, in seconds of its rate."""
 
 
 class RateLimiter:
-    """The buckets of one tenant; used with the node's lock held.
+    """The buckets of one tenant. Needs the node's lock.
 
     Attributes:
-        limits: whether there are any.
-        bytes_per_s: what its clients may move together; infinite for no limit.
-        commands: that were charged.
-        moved_bytes: that were charged, received and sent.
-        throttled: how often a client had to wait.
+        has_limits: The tenant has a rate limit.
+        bytes_per_s: Byte rate of all its clients; infinite for no limit.
+        commands: Number of charged commands.
+        moved_bytes: Number of charged bytes, received and sent.
+        throttled: Number of times that a client had to wait.
     """
 
-    __slots__ = ("_buckets", "_filled_s", "bytes_per_s", "commands", "limits", "moved_bytes", "throttled")
+    __slots__ = ("_buckets", "_filled_s", "bytes_per_s", "commands", "has_limits", "moved_bytes", "throttled")
 
     def __init__(self, limits: TenantLimits, now_s: float) -> None:
-        """Make full buckets.
+        """Create full buckets.
 
         Args:
-            limits: of the tenant.
-            now_s: by the clock that all calls use.
+            limits: Limits of the tenant.
+            now_s: Time of the clock that all calls use.
         """
         rates = (limits.commands_per_s, limits.bytes_per_s)
         self._buckets = [[float(rate), rate * _BURST_S] if rate else None for rate in rates]
         self._filled_s = now_s
         self.bytes_per_s = float(limits.bytes_per_s or inf)
-        self.limits = any(self._buckets)
+        self.has_limits = any(self._buckets)
         self.commands = self.moved_bytes = self.throttled = 0
 
     def charge(self, commands: int, moved_bytes: int) -> None:
-        """Take what has been used, perhaps more than there is."""
+        """Subtract what was used, maybe below zero."""
         self.commands += commands
         self.moved_bytes += moved_bytes
         for bucket, used in zip(self._buckets, (commands, moved_bytes), strict=True):
@@ -52,7 +50,7 @@ class RateLimiter:
                 bucket[1] -= used
 
     def wait_s(self, now_s: float) -> float:
-        """Return how many seconds it takes until all debts are earned back; 0.0 without any."""
+        """Return the seconds until no bucket is below zero; 0.0 for none."""
         elapsed_s, self._filled_s = max(0.0, now_s - self._filled_s), now_s
         wait_s = 0.0
         for bucket in self._buckets:

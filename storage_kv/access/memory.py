@@ -1,148 +1,145 @@
-"""How much the clients of a node may make it hold: one, those of one tenant, and all of them together.
+"""Budgets of the memory that clients make a node hold: per client, per tenant, and in all.
 
-There are two bounds. One is of memory that clients cost beside the values that are stored: requests on their way in,
-and replies that are copied out and not taken yet. The other is of stored values that cannot go because they are being
-sent. Both are kept with the node's lock held, where commands are executed.
+There are two budgets. One is for memory beside the stored values: requests that arrive, and copied replies that wait.
+The other is for stored values that cannot be evicted because they are being sent. The node's lock protects both.
 
-What is large is admitted before it is received; where there is no room, its client waits and is not read. What is
-small is counted as soon as it is there; where that is too much, the client that holds most is closed, of the tenant
-that holds most, as Redis' ``maxmemory-clients`` does. Where somebody waits, those are closed who would not be done
-within ``stall_timeout_s`` at the pace that they have kept: who dribbles keeps nobody waiting.
+A large amount is admitted before it is received; where there is no room, its client waits and is not read. A small
+amount is counted as soon as it is there. If that exceeds the budget, the client that holds most is closed, of the
+tenant that holds most, as Redis' ``maxmemory-clients`` does. While a client waits for room, the budget closes clients
+that at their pace so far would not be done within ``stall_timeout_s``.
 
-A tenant has no more than half where there are several, and strangers, who have yet to authenticate, a sixteenth. The
-last eighth is for tenants that hold no more than their part of it, so that two with half each keep no third waiting.
+Where there are several tenants, each may hold half. All unauthenticated clients together may hold a sixteenth. The last
+eighth is for tenants that hold no more than their part of it, so that two tenants with half each do not block a third.
 """
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
-__all__ = ["STRANGERS", "Account", "Bound", "Client"]
+UNAUTHENTICATED: Final = -1
+"""Stands for the tenant of clients that have not authenticated."""
 
-STRANGERS: Final = -1
-"""The tenant of those who have yet to authenticate."""
-
-_STRANGERS_SHARE: Final = 16
+_UNAUTHENTICATED_SHARE: Final = 16
 _TENANT_SHARE: Final = 2
 _RESERVED_SHARE: Final = 8
-_PACED_SHARE: Final = 6
-"""Of the patience, for which a client is looked at until its pace is known; and a second at least."""
+_PACE_SHARE: Final = 6
+"""A client's pace is known after this fraction of the timeout, at least a second."""
 
 
 class Client(Protocol):
-    """What is told to the owner of an account; called with the node's lock held, in any thread."""
+    """Owner of an account. Called with the node's lock held, in any thread."""
 
     @property
     def moved_bytes(self) -> int:
-        """Received and sent while it held anything."""
+        """Bytes received and sent while it held memory."""
 
-    def on_memory(self) -> None:
+    def on_room(self) -> None:
         """Try again: there may be room."""
 
-    def end_for_memory(self, held_bytes: int) -> None:
-        """End, soon: others need what this one holds."""
+    def evict(self, held_bytes: int) -> None:
+        """End soon: others need the memory that this one holds."""
 
 
+@dataclass(slots=True, eq=False)
 class Account:
-    """What one client holds of one bound.
+    """The bytes that one client holds of one budget.
 
     Attributes:
-        held: bytes, which may be others', too.
-        tenant: whose share they count against.
-        client: whose account it is; None of a closed one, or neither would be freed without a full collection.
-        closed: nothing is counted any more.
-        woken: it has waited, and it is its turn.
-        ticks: how often it was looked at since somebody waits.
-        began: what its client had moved when it was first looked at.
+        budget: The budget.
+        client: The owner; None once it is closed, so that the two form no reference cycle.
+        tenant: Tenant whose share they count against.
+        held: Number of bytes; several accounts may share stored values.
+        closed: Nothing is counted any more.
+        is_next: It has waited, and it is its turn.
+        ticks: Number of pace checks since a client waits.
+        start_moved_bytes: Its client's moved bytes at the first pace check.
     """
 
-    __slots__ = ("began", "bound", "client", "closed", "held", "tenant", "ticks", "woken")
+    budget: "MemoryBudget"
+    client: Client | None
+    tenant: int
+    held: int = 0
+    closed: bool = False
+    is_next: bool = False
+    ticks: int = 0
+    start_moved_bytes: int = 0
 
-    def __init__(self, bound: "Bound", client: Client, tenant: int) -> None:
-        self.bound = bound
-        self.client: Client | None = client
-        self.tenant = tenant
-        self.held = 0
-        self.closed = self.woken = False
-        self.ticks = 0
-        self.began = 0
-
-    def settle(self, held: int) -> None:
-        """Say how much it holds now."""
+    def set_held(self, held: int) -> None:
+        """Set the number of bytes."""
         if not self.closed and held != self.held:
-            self.bound.change(self, held)
+            self.budget.change(self, held)
 
     def admit(self, more: int) -> bool:
-        """Count so much more, if there is room; else its client is told when to try again."""
-        return self.bound.admit(self, more)
+        """Count more bytes if there is room; otherwise its client is notified when to try again."""
+        return self.budget.admit(self, more)
 
-    def pass_on(self, other: "Account", size: int) -> None:
-        """Have another account of the same bound and tenant hold some of what this one does."""
-        self.bound.pass_on(self, other, size)
+    def transfer(self, other: "Account", size: int) -> None:
+        """Move bytes to another account of the same budget and tenant."""
+        self.budget.transfer(self, other, size)
 
     def move(self, tenant: int) -> None:
-        """Make what it holds, and will hold, another tenant's."""
+        """Count its bytes against another tenant."""
         held = self.held
-        self.settle(0)
+        self.set_held(0)
         self.tenant = tenant
-        self.settle(held)
+        self.set_held(held)
 
     def close(self) -> None:
-        self.settle(0)
+        self.set_held(0)
         self.closed = True
         self.client = None
 
 
-class Bound:
-    """A number of bytes that all accounts together stay within.
+class MemoryBudget:
+    """A number of bytes that all accounts together must not exceed.
 
-    What is ours is what the accounts hold. What is not, stored values, is pinned beside that, and counts once however
-    many hold it.
+    A budget of own memory counts what accounts hold. A budget of stored values counts pins: a value counts once,
+    however many clients it is sent to.
 
     Attributes:
-        used: bytes.
-        is_tight: so much is used that it has to be looked at who uses it.
-        waiting: accounts that wait for room.
+        used: Number of counted bytes.
+        is_tight: More than a sixteenth is used, so admission needs checks.
     """
 
-    def __init__(self, bytes_max: Callable[[], int], tenants: Callable[[], int], *, is_ours: bool) -> None:
-        """Nothing is held of it yet.
+    def __init__(self, bytes_max: Callable[[], int], tenants: Callable[[], int], *, is_own_memory: bool) -> None:
+        """Create a budget of which nothing is used.
 
         Args:
-            bytes_max: the bound, which may change.
-            tenants: how many tenants share it; 1 where there is only one.
-            is_ours: what is beyond the bound must go at once; else it is waited until it does.
+            bytes_max: Returns the present size of the budget.
+            tenants: Returns the number of tenants that share it; 1 for a single one.
+            is_own_memory: Excess is freed at once by closing clients; otherwise clients wait.
         """
         self._bytes_max = bytes_max
         self._tenants = tenants
-        self._is_ours = is_ours
+        self._is_own_memory = is_own_memory
         self._by_tenant: dict[int, int] = {}
         self._holders: set[Account] = set()
         self._queues: dict[int, deque[tuple[Account, int]]] = {}
-        self._pins: dict[int, list[int]] = {}  # how often, how many bytes, whose
+        self._pins: dict[int, list[int]] = {}  # count, size, tenant
         self.used = 0
         self.is_tight = False
 
     @property
     def waiting(self) -> int:
-        """How many accounts wait for room."""
+        """Number of accounts that wait for room."""
         return sum(map(len, self._queues.values()))
 
     def share(self, tenant: int) -> int:
-        """Return how much one tenant may hold."""
+        """Return how many bytes one tenant may hold."""
         bytes_max = self._bytes_max()
-        if tenant == STRANGERS:
-            return bytes_max // _STRANGERS_SHARE
+        if tenant == UNAUTHENTICATED:
+            return bytes_max // _UNAUTHENTICATED_SHARE
         return bytes_max // _TENANT_SHARE if self._tenants() > 1 else bytes_max
 
     def used_by(self, tenant: int) -> int:
-        """Return how much one tenant holds."""
+        """Return how many bytes one tenant holds."""
         return self._by_tenant.get(tenant, 0)
 
     def has_room(self, tenant: int, more: int) -> bool:
-        """Return whether a tenant may hold so much more. Alone, anything may be held that fits the whole."""
+        """Return True if a tenant may hold more bytes. A tenant that holds nothing may exceed its share once."""
         bytes_max = self._bytes_max()
-        if self.used + more <= bytes_max // _STRANGERS_SHARE:  # most often
+        if self.used + more <= bytes_max // _UNAUTHENTICATED_SHARE:  # most often
             return True
         held = self._by_tenant.get(tenant, 0)
         if held and held + more > self.share(tenant):
@@ -153,26 +150,26 @@ class Bound:
         return self.used + more <= bytes_max
 
     def _admits(self, tenant: int, more: int, promised: int = 0) -> bool:
-        """Return whether somebody may hold so much more beside what others have been promised.
+        """Return True if a tenant may hold more bytes beside those promised to others.
 
-        What is stored may be larger than this bound, and can be sent all the same, alone.
+        A stored value larger than the budget can be sent too, alone.
         """
-        is_alone = not (self._is_ours or self.used or promised)
+        is_alone = not (self._is_own_memory or self.used or promised)
         return is_alone or self.has_room(tenant, promised + more)
 
     def is_open(self, tenant: int) -> bool:
-        """Return whether a tenant may hold more, and nobody of it waits to."""
+        """Return True if a tenant may hold more and none of its clients waits."""
         return not self.is_tight or (tenant not in self._queues and self.has_room(tenant, 1))
 
     @property
-    def typical(self) -> int:
-        """How large what is pinned is, on average."""
+    def mean_pin_bytes(self) -> int:
+        """Mean size of the pinned values."""
         return self.used // max(1, len(self._pins))
 
-    # ---- Holding
+    # ---- Counting
 
     def change(self, account: Account, held: int) -> None:
-        """Take note of what an account holds; see :meth:`Account.settle`."""
+        """See :meth:`Account.set_held`."""
         more = held - account.held
         account.held = held
         if held:
@@ -180,13 +177,13 @@ class Bound:
         else:
             self._holders.discard(account)
             account.ticks = 0
-        if self._is_ours:
+        if self._is_own_memory:
             self._use(account.tenant, more)
             if more > 0 and not self.has_room(account.tenant, 0):
-                self._relieve(account.tenant)
+                self._close_largest_holders(account.tenant)
 
-    def pass_on(self, giver: Account, taker: Account, size: int) -> None:
-        """Have one account hold some of what another one does; see :meth:`Account.pass_on`."""
+    def transfer(self, giver: Account, taker: Account, size: int) -> None:
+        """See :meth:`Account.transfer`."""
         giver.held -= size
         taker.held += size
         self._holders.add(taker)
@@ -196,15 +193,15 @@ class Bound:
 
     def _use(self, tenant: int, more: int) -> None:
         self.used += more
-        self.is_tight = self.used > self._bytes_max() // _STRANGERS_SHARE
+        self.is_tight = self.used > self._bytes_max() // _UNAUTHENTICATED_SHARE
         total = self._by_tenant[tenant] = self._by_tenant.get(tenant, 0) + more
         if not total:
             del self._by_tenant[tenant]
         if more < 0 and self._queues:
-            self._wake()
+            self._notify()
 
     def pin(self, key: int, size: int, tenant: int) -> None:
-        """Count something of somebody else's that is kept; once, however often it is pinned."""
+        """Count a stored value that is kept in memory; once, however often it is pinned."""
         pinned = self._pins.get(key)
         if pinned is None:
             self._pins[key] = [1, size, tenant]
@@ -219,45 +216,45 @@ class Bound:
             del self._pins[key]
             self._use(pinned[2], -pinned[1])
 
-    def _relieve(self, tenant: int) -> None:
-        """Close those who hold most until what all, and one tenant, hold is within the bounds."""
+    def _close_largest_holders(self, tenant: int) -> None:
+        """Close the largest holders until the whole, and one tenant, are within their limits."""
         while self.used > self._bytes_max():
-            self._end(self._largest(max(self._by_tenant, key=self._by_tenant.__getitem__)))
-        while self._by_tenant.get(tenant, 0) > self.share(tenant) and self._count(tenant) > 1:
-            self._end(self._largest(tenant))
+            self._evict(self._largest(max(self._by_tenant, key=self._by_tenant.__getitem__)))
+        while self._by_tenant.get(tenant, 0) > self.share(tenant) and self._count_holders(tenant) > 1:
+            self._evict(self._largest(tenant))
 
-    def _count(self, tenant: int) -> int:
+    def _count_holders(self, tenant: int) -> int:
         return sum(account.tenant == tenant for account in self._holders)
 
     def _largest(self, tenant: int) -> Account:
         return max((account for account in self._holders if account.tenant == tenant), key=lambda each: each.held)
 
-    def _end(self, account: Account) -> None:
+    def _evict(self, account: Account) -> None:
         held, client = account.held, account.client
         account.close()
         if client is not None:
-            client.end_for_memory(held)
+            client.evict(held)
 
     # ---- Waiting
 
     def admit(self, account: Account, more: int) -> bool:
-        """Count more for an account if there is room, else put it into the queue; see :meth:`Account.admit`."""
-        woken, account.woken = account.woken, False
+        """See :meth:`Account.admit`; an account without room enters the queue of its tenant."""
+        is_next, account.is_next = account.is_next, False
         queue = self._queues.get(account.tenant)
-        if (woken or not queue) and self._admits(account.tenant, more):
-            if self._is_ours:
-                account.settle(account.held + more)
+        if (is_next or not queue) and self._admits(account.tenant, more):
+            if self._is_own_memory:
+                account.set_held(account.held + more)
             return True
         if queue is None:
             queue = self._queues[account.tenant] = deque()
-        if woken:
+        if is_next:
             queue.appendleft((account, more))
         else:
             queue.append((account, more))
         return False
 
-    def _wake(self) -> None:
-        """Tell those for whom there is room, first come first served in each tenant, the one with least first."""
+    def _notify(self) -> None:
+        """Notify the accounts for which there is room: in order within a tenant, the tenant with least bytes first."""
         promised = 0
         for tenant in sorted(self._queues, key=lambda each: self._by_tenant.get(each, 0)):
             queue = self._queues[tenant]
@@ -267,32 +264,32 @@ class Bound:
                     if not self._admits(tenant, more, promised):
                         break
                     promised += more
-                    account.woken = True
-                    account.client.on_memory()
+                    account.is_next = True
+                    account.client.on_room()
                 queue.popleft()
             if not queue:
                 del self._queues[tenant]
 
-    def press(self, patience_s: float, tick_s: float) -> None:
-        """Where somebody waits, close one who holds much and gets on too slowly; to be called every ``tick_s``.
+    def close_slow_holder(self, timeout_s: float, tick_s: float) -> None:
+        """While a client waits for room, close one that holds much and is too slow. Call it every ``tick_s``.
 
         Args:
-            patience_s: within which whoever holds something must be done with it, at the pace so far.
-            tick_s: time between two calls.
+            timeout_s: Time within which a client must be done with what it holds, at its pace so far.
+            tick_s: Time between two calls.
         """
         if not self._queues:
             return
-        self._wake()
-        paced_ticks = max(1.0, patience_s / _PACED_SHARE) / tick_s
+        self._notify()
+        pace_ticks = max(1.0, timeout_s / _PACE_SHARE) / tick_s
         slow: list[Account] = []
         for account in self._holders:
             assert account.client is not None
             moved = account.client.moved_bytes
             if not account.ticks:
-                account.began = moved
+                account.start_moved_bytes = moved
             account.ticks += 1
-            pace = (moved - account.began) / (account.ticks * tick_s)
-            if account.ticks > paced_ticks and account.held > pace * patience_s:
+            pace = (moved - account.start_moved_bytes) / (account.ticks * tick_s)
+            if account.ticks > pace_ticks and account.held > pace * timeout_s:
                 slow.append(account)
         if slow and self._queues:
-            self._end(max(slow, key=lambda each: (self._by_tenant.get(each.tenant, 0), each.held)))
+            self._evict(max(slow, key=lambda each: (self._by_tenant.get(each.tenant, 0), each.held)))

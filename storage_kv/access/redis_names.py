@@ -1,12 +1,9 @@
-"""Names of Redis' commands that have no command here, so that a users file which was written for Redis can be read.
+"""Names of Redis' commands that do not exist here. Rules may name them, so that Redis' users files can be read.
 
-A rule may name them: it allows or denies what cannot be done here. Source: COMMAND LIST of Redis 7.0, and what Redis
-7.2 to 8.0 and Valkey 8 have added.
+Source: COMMAND LIST of Redis 7.0, and the additions of Redis 7.2 to 8.0 and Valkey 8.
 """
 
 from typing import Final
-
-__all__ = ["ELSEWHERE"]
 
 _NAMES: Final = """
 append asking bgrewriteaof bgsave bitcount bitfield bitfield_ro bitop bitpos blmove blmpop blpop brpop brpoplpush
@@ -51,4 +48,4 @@ _SUBCOMMANDS: Final = {
 ELSEWHERE: Final = frozenset(_NAMES.split()) | {
     f"{command}|{subcommand}" for command, text in _SUBCOMMANDS.items() for subcommand in text.split()
 }
-"""Lower case; of subcommands ``xgroup|create``."""
+"""Full names in lower case: ``xgroup|create``."""

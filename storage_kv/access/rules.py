@@ -1,8 +1,7 @@
-"""One user, and the rules that say what it may do: Redis' ACL rules, with ``tenant=NAME`` beside them.
+"""A user and its rules: Redis' ACL rules, and ``tenant=NAME``.
 
-A rule is a word: ``on``, ``>password``, ``~pattern``, ``+@read``. Rules are applied in order, and for each command the
-last that speaks of it decides; they are kept as they were given, as Redis has done since 7.2 (7.0 rewrites them).
-Selectors, ``(...)``, are refused: nothing here needs a second set of rules in one user.
+A rule is a word: ``on``, ``>password``, ``~pattern``, ``+@read``. Rules are applied in order; for each command the last
+matching rule decides. They are kept as given, as Redis does since 7.2. Selectors, ``(...)``, are not supported.
 """
 
 import hashlib
@@ -15,13 +14,11 @@ from storage_kv.access.redis_names import ELSEWHERE
 from storage_kv.config import is_tenant_name
 from storage_kv.glob import Glob
 
-__all__ = ["CATEGORIES", "Described", "RuleError", "User", "check_name", "hash_password", "parse_line"]
-
 CATEGORIES: Final = (
     *("keyspace", "read", "write", "set", "sortedset", "list", "hash", "string", "bitmap", "hyperloglog", "geo"),
     *("stream", "pubsub", "admin", "fast", "slow", "blocking", "dangerous", "connection", "transaction", "scripting"),
 )
-"""All that Redis 7.0 knows, in its order; some have no command here."""
+"""ACL categories of Redis 7.0, in its order; some have no command here."""
 
 _HASH: Final = re.compile(rb"[0-9a-f]{64}")
 _PATTERN: Final = re.compile(rb"%([RW]+)~", re.IGNORECASE)
@@ -46,11 +43,11 @@ _BAD_TENANT: Final = "The name of a tenant must be 1 to 128 visible ASCII charac
 
 
 class RuleError(ValueError):
-    """A rule that cannot be applied; the message is Redis' reason."""
+    """An invalid rule; the message is that of Redis."""
 
 
 class Described(Protocol):
-    """What rules need to know of a command."""
+    """The part of a command that rules decide by."""
 
     @property
     def full_name(self) -> str:
@@ -58,19 +55,19 @@ class Described(Protocol):
 
     @property
     def parent(self) -> str:
-        """Name of the command that it is a subcommand of; empty for none."""
+        """Name of a subcommand's command; otherwise empty."""
 
     @property
     def categories(self) -> Collection[str] | None:
-        """Of :data:`CATEGORIES`; None for none."""
+        """Some of :data:`CATEGORIES`."""
 
     @property
     def open_to_all(self) -> bool:
-        """Whether no rule can forbid it: whoever may not authenticate could never be let in."""
+        """No rule can forbid it: unauthenticated clients need it to authenticate."""
 
 
 def hash_password(password: bytes) -> bytes:
-    """Return the SHA-256 of a password in lower-case hexadecimal: all that is kept of it."""
+    """Return the SHA-256 of a password in lower-case hexadecimal."""
     return hashlib.sha256(password).hexdigest().encode()
 
 
@@ -87,7 +84,7 @@ _CHANGING_USERS: Final = _Command("acl|setuser", "acl", ("admin", "slow", "dange
 
 @dataclass(slots=True)
 class _KeyPattern:
-    """Keys that may be read, written or both."""
+    """A pattern of keys that may be read, written or both."""
 
     text: bytes
     access: frozenset[str]
@@ -101,15 +98,15 @@ class _KeyPattern:
 
 @dataclass(slots=True)
 class User:
-    """A user. Changed in place, so that its sessions follow; see :meth:`copy` for changes that may fail halfway.
+    """A user. It is changed in place so that its sessions follow; apply changes that may fail to a copy().
 
     Attributes:
-        name: any bytes but spaces and null characters.
-        enabled: whether one can authenticate as it.
-        no_password: any password will do.
+        name: Any bytes except spaces and null characters.
+        enabled: Clients can authenticate as it.
+        no_password: Any password is accepted.
         passwords: SHA-256 in hexadecimal, in the order given.
-        tenant: whose keys it sees; empty for the default tenant.
-        unrestricted: whether it may do everything, which spares every check.
+        tenant: Name of its tenant; empty for the default tenant.
+        unrestricted: It may do everything, so no checks are needed.
     """
 
     name: bytes
@@ -127,10 +124,10 @@ class User:
     _rules: list[tuple[bool, str]] = field(default_factory=list)
     _decided: dict[str, bool] = field(default_factory=dict)
 
-    # ---- Asking
+    # ---- Permissions
 
     def may_run(self, command: Described) -> bool:
-        """Return whether the rules allow a command, whatever its keys."""
+        """Return True if the rules allow a command, with any keys."""
         if command.open_to_all:
             return True
         known = self._decided.get(command.full_name)
@@ -146,42 +143,40 @@ class User:
         return self._all_commands
 
     def may_use(self, key: bytes, access: Collection[str]) -> bool:
-        """Return whether a key may be read (``R``) and written (``W``), as ``access`` asks; it may ask for neither."""
+        """Return True if the user has an access, letters of ``RW``, to a key."""
         if self._all_keys:
             return True
         return any(pattern.access.issuperset(access) and pattern.glob.matches(key) for pattern in self._patterns)
 
     @property
     def is_operator(self) -> bool:
-        """Whether it may change users, itself included, and so do everything: it runs the server, for all tenants."""
+        """True if it may change users, and so can do everything: an administrator of all tenants."""
         return self.unrestricted or self.may_run(_CHANGING_USERS)
 
     def names_beyond(self, commands: Collection[str]) -> set[str]:
-        """Return the commands that its rules name and that are not among ``commands``: Redis has them."""
+        """Return the commands in its rules that are not among ``commands``: they exist only in Redis."""
         return {rule for _, rule in self._rules if not rule.startswith("@") and rule not in commands}
 
-    # ---- Describing
+    # ---- Description
 
     @property
     def flags(self) -> list[str]:
-        """As ACL GETUSER shows them."""
+        """Flags of ACL GETUSER."""
         found = ["on" if self.enabled else "off"]
         found += ["nopass"] if self.no_password else []
         return [*found, self._sanitize] if self._sanitize else found
 
     @property
     def keys_text(self) -> bytes:
-        """The patterns of keys."""
         return b"~*" if self._all_keys else b" ".join(pattern.describe() for pattern in self._patterns)
 
     @property
     def channels_text(self) -> bytes:
-        """The patterns of channels; there are none here, but a file of Redis' may have them."""
+        """The patterns of channels, which a file of Redis may have; there are no channels here."""
         return b"&*" if self._all_channels else b" ".join(b"&" + channel for channel in self._channels)
 
     @property
     def commands_text(self) -> bytes:
-        """The rules on commands."""
         rules = [f"{'+' if allows else '-'}{rule}" for allows, rule in self._rules]
         return " ".join(["+@all" if self._all_commands else "-@all", *rules]).encode()
 
@@ -196,7 +191,7 @@ class User:
         parts += [b"tenant=" + self.tenant.encode()] if self.tenant else []
         return b" ".join(parts)
 
-    # ---- Changing
+    # ---- Changes
 
     def copy(self) -> "User":
         other = User(self.name)
@@ -204,7 +199,7 @@ class User:
         return other
 
     def become(self, other: "User") -> None:
-        """Take over another's rules, which must not be changed afterwards."""
+        """Copy all rules of another user."""
         for slot in self.__slots__:
             if slot != "name":
                 setattr(self, slot, getattr(other, slot))
@@ -289,7 +284,7 @@ class User:
         is_known = rule[1:] in CATEGORIES if rule.startswith("@") else rule in commands or rule in ELSEWHERE
         if not is_known:
             raise RuleError(_UNKNOWN)
-        # What an earlier rule says of the same command, or of its subcommands, has no effect any more.
+        # Earlier rules for the same command or its subcommands have no effect any more.
         self._rules = [
             (allowed, other) for allowed, other in self._rules if other != rule and not other.startswith(f"{rule}|")
         ]
@@ -307,7 +302,7 @@ def _has_space(text: bytes) -> bool:
 
 
 def _simple_rules() -> dict[bytes, Mapping[str, object]]:
-    """Return what rules of a fixed word set."""
+    """Return the attributes that each rule of a fixed word sets."""
     no_passwords: dict[str, object] = {"no_password": False, "passwords": []}
     no_keys: dict[str, object] = {"_all_keys": False, "_patterns": []}
     no_channels: dict[str, object] = {"_all_channels": False, "_channels": []}
@@ -341,7 +336,7 @@ _SIMPLE: Final = _simple_rules()
 
 
 def check_name(name: bytes) -> None:
-    """Raise RuleError unless a user may be called so."""
+    """Raise RuleError for an invalid name of a user."""
     if not name or _has_space(name):
         raise RuleError("Usernames can't contain spaces or null characters")
 
@@ -350,7 +345,7 @@ def parse_line(line: bytes) -> tuple[bytes, Sequence[bytes]] | None:
     """Return the name and the rules of a line of a users file; None for an empty line or a comment.
 
     Raises:
-        RuleError: it is no such line.
+        RuleError: The line is invalid.
     """
     words = line.split()
     if not words or words[0].startswith(b"#"):

@@ -1,7 +1,7 @@
-"""The users of a storage node: who they are, whether a password is theirs, and what was denied to them.
+"""The users of a storage node, their passwords, and the log of denials.
 
-Passwords are kept as SHA-256. They are compared in constant time, against something of the same length where there is
-no such user, so that an answer's time tells neither whether a user exists nor how much of a password is right.
+Passwords are kept as SHA-256 and compared in constant time, against a random hash where there is no such user. So the
+time of an answer shows neither whether a user exists nor how much of a password is right.
 """
 
 import hmac
@@ -18,8 +18,6 @@ from shadowserve.errors import ConfigurationError
 from storage_kv.access.rules import Described, RuleError, User, check_name, hash_password, parse_line
 from storage_kv.config import StorageConfig
 
-__all__ = ["DEFAULT_USER", "Denial", "DenialLog", "Users", "read_users"]
-
 DEFAULT_USER: Final = b"default"
 
 _log = logging.getLogger(__name__)
@@ -32,10 +30,10 @@ _FRESH_DEFAULT: Final = (b"on", b"nopass", b"~*", b"&*", b"+@all")
 
 
 def read_users(path: str, commands: Mapping[str, Described]) -> dict[bytes, User]:
-    """Return the users in a file.
+    """Read a users file.
 
     Raises:
-        ConfigurationError: the file cannot be read, or lines of it not be used; all of them are named.
+        ConfigurationError: The file cannot be read or has invalid lines; the message lists all of them.
     """
     try:
         with open(path, "rb") as file:
@@ -71,34 +69,34 @@ def _read_line(line: bytes, commands: Mapping[str, Described], found: dict[bytes
         try:
             user.apply(rule, commands)
         except RuleError as error:
-            # A password in clear must not come back in a message, nor in the log that it goes to.
+            # A clear-text password must not appear in messages and logs.
             shown = ">..." if rule[:1] in (b">", b"<") else rule.decode("utf-8", "backslashreplace")
             raise RuleError(f"in '{shown}' of user {name.decode('utf-8', 'backslashreplace')}: {error}") from None
     found[name] = user
 
 
 class Users:
-    """All users; used with the node's lock held.
+    """All users. Needs the node's lock.
 
     Attributes:
-        by_name: all of them, the default user included.
-        default: the user of connections that have not authenticated, once it needs no password.
-        denials: what ACL LOG shows.
+        by_name: Users by name, the default user included.
+        default: User of new connections if it needs no password.
+        denials: Entries of ACL LOG.
     """
 
     def __init__(self, config: StorageConfig, commands: Mapping[str, Described]) -> None:
-        """Make the users that are configured.
+        """Create the configured users.
 
         Args:
-            config: its ``password`` is the default user's; its ``users_file`` has the others.
-            commands: by their full names, those that there are.
+            config: ``password`` is the default user's; ``users_file`` has the others.
+            commands: Existing commands by full name.
 
         Raises:
-            ConfigurationError: the users file cannot be used.
+            ConfigurationError: The users file is invalid.
         """
         self._config = config
         self._commands = commands
-        self._nobody = hash_password(secrets.token_bytes(32))
+        self._no_password_hash = hash_password(secrets.token_bytes(32))
         self.denials = DenialLog()
         self.default = User(DEFAULT_USER)
         self.by_name: dict[bytes, User] = {DEFAULT_USER: self.default}
@@ -108,10 +106,10 @@ class Users:
             self.load()
 
     def _configured_default(self) -> User:
-        """Return the default user where no file defines it.
+        """Return the default user if no file defines it.
 
-        With a users file it is off unless it has a password: a file that names who may come in, and silently lets in
-        everybody else, would be a trap.
+        With a users file it is off unless it has a password: a file that lists the users must not let in everybody
+        else.
         """
         password = self._config.password.get_secret_value().encode()
         user = User(DEFAULT_USER)
@@ -126,31 +124,27 @@ class Users:
 
     @property
     def file(self) -> str:
-        """Path of the users file; empty without one."""
         return self._config.users_file
 
     @property
     def anyone_enters(self) -> bool:
-        """Whether a connection is the default user's without a password."""
+        """True if new connections belong to the default user without a password."""
         return self.default.enabled and self.default.no_password
 
     def authenticate(self, name: bytes, password: bytes) -> User | None:
-        """Return the user if the password is its own; the same work is done where there is no such user."""
+        """Return the user of a name and password, or None; takes the same time for unknown users."""
         user = self.by_name.get(name)
         given = hash_password(password)
         accepted = user is not None and user.no_password
-        for known in (user.passwords if user is not None else None) or (self._nobody,):
+        for known in (user.passwords if user is not None else None) or (self._no_password_hash,):
             accepted |= hmac.compare_digest(given, known)
         return user if user is not None and user.enabled and accepted else None
 
     def set_user(self, name: bytes, rules: Iterable[bytes]) -> bool:
-        """Apply rules to a user, made if there is none: all of them or, on an error, none.
-
-        Returns:
-            Whether it now belongs to another tenant.
+        """Apply all rules to a new or existing user or, on an error, none; return True if its tenant has changed.
 
         Raises:
-            RuleError: a rule cannot be applied; its arguments are the reason and the rule.
+            RuleError: A rule is invalid; its arguments are the reason and the rule.
         """
         check_name(name)
         present = self.by_name.get(name)
@@ -168,17 +162,17 @@ class Users:
         return moved
 
     def remove(self, name: bytes) -> User | None:
-        """Remove a user other than the default one; return it if there was one."""
+        """Remove a user; return it, or None."""
         return self.by_name.pop(name, None)
 
     def load(self) -> list[User]:
-        """Read the users file anew; users that stay are changed in place.
+        """Read the users file again; existing users are changed in place.
 
         Returns:
-            Users whose sessions must end: those that are gone, or belong to another tenant.
+            Users whose sessions must end: those that are removed or belong to another tenant now.
 
         Raises:
-            ConfigurationError: the file cannot be used; nothing has changed.
+            ConfigurationError: The file is invalid; nothing has changed.
         """
         found = read_users(self.file, self._commands)
         found.setdefault(DEFAULT_USER, self._default_from_configuration)
@@ -194,11 +188,11 @@ class Users:
         return ended
 
     def describe(self) -> list[bytes]:
-        """Return all users, in the order of their names, as lines of a users file."""
+        """Return all users in the order of their names as lines of a users file."""
         return [self.by_name[name].describe() for name in sorted(self.by_name)]
 
     def saving(self) -> Callable[[], None]:
-        """Return what writes the users file, in any thread: as the users are now, all of it or nothing."""
+        """Return a function that writes the present users to the file atomically, in any thread."""
         path, lines = self.file, self.describe()
 
         def save() -> None:
@@ -219,13 +213,13 @@ class Users:
 
 @dataclass(slots=True)
 class Denial:
-    """What was denied, how often.
+    """An entry of ACL LOG.
 
     Attributes:
         reason: ``auth``, ``command`` or ``key``.
-        object: the command, or the key.
-        client: as CLIENT INFO tells of it.
-        context: ``toplevel``, or ``multi`` for within a transaction.
+        object: The command or the key.
+        client: Line of CLIENT INFO.
+        context: ``toplevel``, or ``multi`` within a transaction.
     """
 
     reason: str
@@ -236,22 +230,20 @@ class Denial:
     count: int = 1
     at_s: float = field(default_factory=time.monotonic)
 
+    def is_same(self, other: "Denial") -> bool:
+        same = self.reason == other.reason and self.object == other.object
+        return same and self.user == other.user and self.context == other.context
+
 
 class DenialLog:
-    """The last denials, the newest first, repeated ones in one entry: what ACL LOG shows."""
+    """The last denials, the newest first; a repeated denial is counted in its entry."""
 
     def __init__(self) -> None:
         self.entries: deque[Denial] = deque(maxlen=_DENIALS_MAX)
 
     def add(self, denial: Denial) -> None:
-        what = (denial.reason, denial.object, denial.user, denial.context)
         for entry in self.entries:
-            if (
-                entry.reason,
-                entry.object,
-                entry.user,
-                entry.context,
-            ) == what and denial.at_s - entry.at_s < _SAME_DENIAL_S:
+            if entry.is_same(denial) and denial.at_s - entry.at_s < _SAME_DENIAL_S:
                 denial.count += entry.count
                 self.entries.remove(entry)
                 break

@@ -1,3 +1,1 @@
 """The clients of the storage node: their sockets, the threads that serve them, and TLS."""
-
-__all__: list[str] = []

@@ -1,7 +1,4 @@
-"""The server's TLS context, made of the configured files, and made again when they change.
-
-Connections keep the context that they began with.
-"""
+"""The server's TLS context, made of the configured files and again when they change. Open connections keep theirs."""
 
 import logging
 import ssl
@@ -11,8 +8,6 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.tls import Renewed, read_authorities, read_key_pair
 from storage_kv.config import StorageConfig
 
-__all__ = ["Certificates"]
-
 _log = logging.getLogger(__name__)
 
 _CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
@@ -20,24 +15,24 @@ _CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
 
 class Certificates:
-    """What the server shows its clients, and by whom theirs must be signed.
+    """The server's certificate, and the authorities of its clients' certificates.
 
     Attributes:
-        expires: when the certificate in use does, in seconds since 1970.
+        expires_s: Expiry of the certificate in use, Unix time.
     """
 
     def __init__(self, config: StorageConfig) -> None:
         """Read the files.
 
         Raises:
-            ConfigurationError: one of them cannot be used; the message names key, file and reason.
+            ConfigurationError: One of them cannot be used; the message names key, file and reason.
         """
         self._config = config
-        self.expires = 0.0
+        self.expires_s = 0.0
         self._files = Renewed((config.tls_cert, config.tls_key, config.tls_client_ca), self._make, _unusable)
 
     def context(self) -> ssl.SSLContext:
-        """Return the context for a new connection, made anew if a file has changed."""
+        """Return the context for a new connection."""
         return self._files.current()
 
     def _make(self) -> ssl.SSLContext:
@@ -54,11 +49,13 @@ class Certificates:
                 context.load_verify_locations(cadata=authorities.decode("ascii", "replace"))
                 context.verify_mode = ssl.CERT_REQUIRED
         except (OSError, ValueError) as error:  # SSLError is an OSError
-            raise ConfigurationError(f"tls_cert, tls_key, tls_client_ca: OpenSSL does not take them: {error}") from None
-        self.expires = pair.expires.timestamp()
+            raise ConfigurationError(
+                f"tls_cert, tls_key, tls_client_ca: OpenSSL cannot use these files: {error}"
+            ) from None
+        self.expires_s = pair.expires.timestamp()
         _log.info("certificate_read file=%s expires=%s", config.tls_cert, f"{pair.expires:%Y-%m-%dT%H:%MZ}")
         return context
 
 
 def _unusable(error: ConfigurationError) -> None:
-    _log.error("certificates_unusable use='those before' reason=%r", str(error))
+    _log.error("certificates_unusable in_use='the previous ones' reason=%r", str(error))

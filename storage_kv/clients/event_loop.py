@@ -1,12 +1,10 @@
-"""Readiness of many sockets in one thread, and functions handed over from others.
+"""Readiness of many sockets in one thread, and functions handed over from other threads.
 
-Why not asyncio's loop: for each event it makes handles, contexts and lists, and to begin and to end waiting for room in
-a socket it goes through two layers of tables. A reply of 2 MiB has five events. What connections need of a loop is no
-more than this file.
+asyncio's loop makes handles, contexts and lists for each event, and goes through two layers of tables to begin and to
+end waiting for a writable socket. A reply of 2 MiB has five events. Connections need no more of a loop than this file.
 
-What a loop has to do is in lanes, one for each tenant that has clients here. With one lane, all goes in the order in
-which it comes. With several, each has a millisecond or a call in turn, whatever waits in the others: a tenant's two
-thousand busy clients are two thousand in its own lane.
+Work is queued in lanes, one for each tenant that has clients here. A single lane runs in order of arrival. Several
+lanes take turns of a millisecond or one call, however much waits in the others.
 """
 
 import functools
@@ -15,73 +13,71 @@ import itertools
 import logging
 import os
 import select
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
-
-__all__ = ["READ", "WRITE", "EventLoop", "Lane"]
 
 _log = logging.getLogger(__name__)
 
 READ: Final = select.EPOLLIN
 WRITE: Final = select.EPOLLOUT
 _EVENTS_PER_TURN: Final = 64
-"""Of sockets; what they have answered is sent when all of them have been dealt with, so it is not for long."""
+"""Limit of socket events in a turn; replies are sent at its end, so this bounds their delay."""
 _TURN_S: Final = 0.001
-"""Of a lane, where there are several: for events, and as long again for what they have left to be done soon."""
+"""Turn of one of several lanes: for events, and as long again for functions to be called soon."""
 
 
+@dataclass(slots=True, eq=False)
 class Lane:
-    """What waits to be done for the clients of one tenant; changed in the loop's thread.
+    """Queued work for the clients of one tenant; used in the loop's thread.
 
     Attributes:
-        tenant: whose clients they are.
-        clients: how many have entered.
-        events: of descriptors, which have not been handled.
-        soon: functions to be called.
+        tenant: Tenant of the clients.
+        clients: Number of clients in the lane.
+        events: Unhandled events by descriptor.
+        soon: Functions to be called.
     """
 
-    __slots__ = ("clients", "events", "soon", "tenant")
-
-    def __init__(self, tenant: int) -> None:
-        self.tenant = tenant
-        self.clients = 0
-        self.events: OrderedDict[int, int] = OrderedDict()
-        self.soon: deque[Callable[[], None]] = deque()
+    tenant: int
+    clients: int = 0
+    events: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    soon: deque[Callable[[], None]] = field(default_factory=deque)
 
 
 class EventLoop:
-    """Waits for sockets and calls their handlers, in the one thread that calls ``run()``.
+    """Waits for sockets and calls their handlers, in the thread that calls ``run()``.
 
-    All methods but ``call_threadsafe()`` belong to that thread.
+    All methods except ``call_threadsafe()`` belong to that thread.
     """
 
     def __init__(self) -> None:
-        """Make a loop that does not run yet.
+        """Create a loop that does not run yet.
 
         Raises:
-            OSError: no descriptors are left.
+            OSError: The process has no descriptors left.
         """
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._lane_of: dict[int, Lane] = {}
         self._lanes: dict[int, Lane] = {}
-        self._ready: dict[Lane, None] = {}  # that have something to be done, the one whose turn it is first
+        self._ready: dict[Lane, None] = {}  # lanes with work, the next one first
         self._soon: deque[Callable[[], None]] = deque()
         self._handed: deque[tuple[Callable[[], None], Lane | None]] = deque()
         self._later: list[tuple[float, int, Callable[[], None], Lane | None]] = []
-        self._later_numbers = itertools.count()  # two of the same time are in the order of their calls
+        self._later_numbers = itertools.count()  # order of calls at the same time
         self._stopped = False
         try:
-            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         except OSError:
             self._epoll.close()
             raise
-        self.add(self._wake, READ, self._on_wake)
+        self.add(self._waker, READ, self._on_wake)
 
     def enter(self, tenant: int) -> Lane:
-        """Return the lane of a tenant, for one more of its clients."""
+        """Add a client to the lane of its tenant; return the lane."""
         lane = self._lanes.get(tenant)
         if lane is None:
             lane = self._lanes[tenant] = Lane(tenant)
@@ -89,7 +85,7 @@ class EventLoop:
         return lane
 
     def move(self, descriptor: int, old: Lane, tenant: int) -> Lane:
-        """Return the lane of another tenant, which a client enters, with its descriptor, from an old one."""
+        """Move a client and its events to the lane of another tenant; return that lane."""
         lane = self.enter(tenant)
         if descriptor in self._lane_of:
             self._lane_of[descriptor] = lane
@@ -101,24 +97,24 @@ class EventLoop:
         return lane
 
     def leave(self, lane: Lane) -> None:
-        """Take note that a client has left; what it has to be done still is."""
+        """Remove a client from its lane; work that is queued in it is still done."""
         lane.clients -= 1
         if not lane.clients:
             del self._lanes[lane.tenant]
 
     def add(self, descriptor: int, events: int, handler: Callable[[int], None], lane: Lane | None = None) -> None:
-        """Call ``handler`` with what there is whenever there is one of ``events`` (READ, WRITE), an error or an end."""
+        """Call ``handler`` with the present events while one of ``events``, an error or a hang-up is present."""
         self._epoll.register(descriptor, events)
         self._handlers[descriptor] = handler
         if lane is not None:
             self._lane_of[descriptor] = lane
 
     def modify(self, descriptor: int, events: int) -> None:
-        """Wait for other events of a descriptor that was added."""
+        """Wait for other events of an added descriptor."""
         self._epoll.modify(descriptor, events)
 
     def remove(self, descriptor: int) -> None:
-        """Wait for a descriptor no more; before it is closed. Events that have been collected are dropped."""
+        """Stop waiting for a descriptor, before it is closed. Its collected events are dropped."""
         del self._handlers[descriptor]
         lane = self._lane_of.pop(descriptor, None)
         if lane is not None:
@@ -134,28 +130,28 @@ class EventLoop:
             self._ready[lane] = None
 
     def call_at(self, time_s: float, function: Callable[[], None], lane: Lane | None = None) -> None:
-        """Call ``function`` once ``time.monotonic()`` has reached ``time_s``; it cannot be taken back."""
+        """Call ``function`` when ``time.monotonic()`` has reached ``time_s``; it cannot be cancelled."""
         heapq.heappush(self._later, (time_s, next(self._later_numbers), function, lane))
 
     def call_threadsafe(self, function: Callable[[], None], lane: Lane | None = None) -> None:
-        """Call ``function`` in the loop's thread, soon; from any thread, until the loop is closed."""
+        """Call ``function`` soon in the loop's thread; from any thread, until the loop is closed."""
         self._handed.append((function, lane))
-        os.eventfd_write(self._wake, 1)
+        os.eventfd_write(self._waker, 1)
 
     def run(self) -> None:
         handlers, soon, handed, later, ready = self._handlers, self._soon, self._handed, self._later, self._ready
         while not self._stopped:
-            patience_s: float = 0 if soon or handed or ready else -1
-            if later and patience_s:
-                patience_s = max(0, later[0][0] - time.monotonic())
+            timeout_s: float = 0 if soon or handed or ready else -1
+            if later and timeout_s:
+                timeout_s = max(0, later[0][0] - time.monotonic())
             if len(self._lanes) > 1 or ready:
-                self._collect(patience_s)
+                self._collect(timeout_s)
             else:
-                handler = None  # or what it belongs to would be kept for as long as nothing happens
-                for descriptor, events in self._epoll.poll(patience_s, _EVENTS_PER_TURN):
-                    handler = handlers.get(descriptor)  # none if a handler before it has removed this one
+                handler = None  # keeps no reference to a connection while the loop waits
+                for descriptor, events in self._epoll.poll(timeout_s, _EVENTS_PER_TURN):
+                    handler = handlers.get(descriptor)  # None if an earlier handler has removed it
                     if handler is not None:
-                        try:  # as _guarded() does: this is where most calls are made
+                        try:  # inlined _guarded(): the hot path
                             handler(events)
                         except Exception:
                             _log.exception("callback_failed function=%r", handler)
@@ -165,7 +161,7 @@ class EventLoop:
             while handed:
                 self.call_soon(*handed.popleft())
             function: Callable[[], None] | None = None
-            for _ in range(len(soon)):  # what these add has its turn after the next events
+            for _ in range(len(soon)):  # functions that these add run after the next events
                 function = soon.popleft()
                 try:
                     function()
@@ -176,9 +172,9 @@ class EventLoop:
                 for lane in list(ready):
                     self._serve(lane)
 
-    def _collect(self, patience_s: float) -> None:
-        """Put what has happened into the lanes."""
-        for descriptor, events in self._epoll.poll(patience_s, max(_EVENTS_PER_TURN, len(self._handlers))):
+    def _collect(self, timeout_s: float) -> None:
+        """Put new events into the lanes."""
+        for descriptor, events in self._epoll.poll(timeout_s, max(_EVENTS_PER_TURN, len(self._handlers))):
             lane = self._lane_of.get(descriptor)
             if lane is not None:
                 lane.events[descriptor] = events
@@ -187,7 +183,7 @@ class EventLoop:
                 _guarded(functools.partial(handler, events))
 
     def _serve(self, lane: Lane) -> None:
-        """Give a lane its turn."""
+        """Run one turn of a lane."""
         events, soon, handlers = lane.events, lane.soon, self._handlers
         ends_s = time.monotonic() + _TURN_S
         while events:
@@ -206,20 +202,56 @@ class EventLoop:
             self._ready.pop(lane, None)
 
     def _on_wake(self, events: int) -> None:
-        os.eventfd_read(self._wake)
+        os.eventfd_read(self._waker)
 
     def stop(self) -> None:
-        """Let ``run()`` return at the end of this turn."""
+        """End ``run()`` after this turn."""
         self._stopped = True
 
     def close(self) -> None:
-        """Give the descriptors back, once nothing runs or calls the loop any more."""
+        """Close the descriptors. No thread may use the loop any more."""
         self._epoll.close()
-        os.close(self._wake)
+        os.close(self._waker)
+
+
+class Signal:
+    """Runs a step in a loop when any thread sends the signal, until disconnect(); the loop may be closed after that.
+
+    Attributes:
+        lane: Lane in which the step runs.
+    """
+
+    __slots__ = ("_is_sent", "_lock", "_loop", "_step", "lane")
+
+    def __init__(self, loop: EventLoop, lane: Lane, step: Callable[[], None]) -> None:
+        self._loop = loop
+        self.lane = lane
+        self._step: Callable[[], None] | None = step
+        self._lock = threading.Lock()
+        self._is_sent = False
+
+    def send(self, _: object = None) -> None:
+        """Run the step soon; several sends before it runs count as one."""
+        with self._lock:
+            if self._step is not None and not self._is_sent:
+                self._is_sent = True
+                self._loop.call_threadsafe(self._run, self.lane)
+
+    def disconnect(self) -> None:
+        """Run nothing any more."""
+        with self._lock:
+            self._step = None
+
+    def _run(self) -> None:
+        with self._lock:
+            self._is_sent = False
+            step = self._step
+        if step is not None:
+            step()
 
 
 def _guarded(function: Callable[[], None]) -> None:
-    """Call a function; a bug in it must not end the thread."""
+    """Call a function; an exception must not end the thread."""
     try:
         function()
     except Exception:

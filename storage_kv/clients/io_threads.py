@@ -1,12 +1,12 @@
-"""The threads that serve clients, so that one core is not the ceiling of a server that mostly copies into sockets.
+"""The threads that serve clients, so that a server that mostly copies into sockets uses several cores.
 
-Some facts. Sending and receiving a large value is one system call after another, for which Python lets go of its
-interpreter lock: in a GET of 2 MiB, about nine tenths of the time. Commands themselves take microseconds. So event
-loops in threads share the copying among cores, and commands are executed one at a time, under the node's lock.
-Processes would need the values in shared memory and a protocol between them for the same gain.
+Sending and receiving a large value is a series of system calls, for which Python releases its interpreter lock: nine
+tenths of the time of a GET of 2 MiB. A command itself takes microseconds. So event loops in threads copy side by side,
+and commands run one at a time, under the node's lock. Processes would need the values in shared memory and a protocol
+between them for the same gain.
 
-A connection belongs to one thread for its life: everything that it does is done there. The main thread accepts, keeps
-time and stops; it passes the word on with :meth:`IoThread.each`.
+A connection belongs to one thread for its life: everything that it does runs there. The main thread accepts, keeps time
+and stops; it reaches connections through :meth:`IoThread.each`.
 """
 
 import os
@@ -23,41 +23,37 @@ from storage_kv.clients.workers import Workers
 from storage_kv.node import Node
 from storage_kv.session import Session
 
-__all__ = ["IoThread", "threads_for"]
-
 _AUTOMATIC_MAX: Final = 4
 
 
 def threads_for(configured: int) -> int:
-    """Return how many threads to start: as many as configured or, for 0, half of this process's cores, at most four."""
+    """Return the number of threads: as configured or, for 0, half of this process's cores, 1 to 4."""
     return configured or max(1, min(_AUTOMATIC_MAX, len(os.sched_getaffinity(0)) // 2))
 
 
 class IoThread:
-    """A thread with an event loop, and the connections that it drives.
+    """A thread with an event loop and the connections that it serves.
 
     Attributes:
-        node: the node that they serve.
-        workers: threads for work that is too long for an event loop.
-        clients: connections given to it that have not ended; read and changed with the node's lock held.
+        clients: Number of its open connections; needs the node's lock.
     """
 
-    def __init__(self, number: int, node: Node, workers: Workers, on_forgotten: Callable[[], None]) -> None:
-        """Start thread ``number``; ``stop()`` ends it.
+    def __init__(self, number: int, node: Node, workers: Workers, on_closed: Callable[[], None]) -> None:
+        """Start the thread; ``stop()`` ends it.
 
         Args:
-            number: for its name.
-            node: the node to serve.
-            workers: threads for work that is too long for an event loop.
-            on_forgotten: called in this thread after a connection's end.
+            number: Number in its name.
+            node: The node to serve.
+            workers: Threads for long work.
+            on_closed: Called in this thread after a connection's end.
 
         Raises:
-            OSError: no descriptors or threads are left.
+            OSError: No descriptors or threads are left.
         """
-        self.node = node
-        self.workers = workers
         self.clients = 0
-        self._on_forgotten = on_forgotten
+        self._node = node
+        self._workers = workers
+        self._on_closed = on_closed
         self._connections: dict[Session, Connection] = {}
         self._loop = EventLoop()
         # A daemon, so that an error in the main thread ends the process and not only the accepting.
@@ -68,42 +64,41 @@ class IoThread:
             self._loop.close()
             raise OSError(str(error)) from error
 
-    def adopt(self, transport: Transport, session: Session) -> None:
-        """Serve a new client, already counted in ``clients``, from its non-blocking socket until its end."""
-        self._loop.call_threadsafe(lambda: self._adopt(transport, session))
+    def serve(self, transport: Transport, session: Session) -> None:
+        """Serve a new client, which ``clients`` includes already, until its end."""
+        self._loop.call_threadsafe(lambda: self._serve(transport, session))
 
-    def _adopt(self, transport: Transport, session: Session) -> None:
+    def _serve(self, transport: Transport, session: Session) -> None:
         kind = SecureConnection if transport.is_secure else Connection
-        self._connections[session] = kind(self, transport, session, self._loop)
+        self._connections[session] = kind(self._node, self._workers, self._remove, transport, session, self._loop)
+
+    def _remove(self, session: Session) -> None:
+        self._connections.pop(session, None)
+        with self._node.lock:
+            self.clients -= 1
+            self._node.sessions.pop(session.id, None)
+            self._node.slots.leave(session)
+        self._on_closed()
 
     def each(self, action: Callable[[Connection], None]) -> None:
-        """Have ``action`` done with every connection, soon, in this thread."""
+        """Call ``action`` soon for every connection, in this thread."""
         self._loop.call_threadsafe(lambda: self._each(action))
-
-    def hand(self, function: Callable[[], None]) -> None:
-        """Have a function called soon, in this thread."""
-        self._loop.call_threadsafe(function)
-
-    def watch(self) -> None:
-        """Have connections ended that have stood still for too long."""
-        if self.clients:
-            self.each(lambda connection: connection.check_time(time.monotonic()))
-
-    def stop(self) -> None:
-        """End the thread when it has done everything that it was asked for."""
-        self._loop.call_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def forget(self, session: Session) -> None:
-        """Take note that a client's connection has ended."""
-        self._connections.pop(session, None)
-        with self.node.lock:
-            self.clients -= 1
-            self.node.sessions.pop(session.id, None)
-            self.node.places.leave(session)
-        self._on_forgotten()
 
     def _each(self, action: Callable[[Connection], None]) -> None:
         for connection in list(self._connections.values()):
             action(connection)
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """Call a function soon, in this thread."""
+        self._loop.call_threadsafe(function)
+
+    def check_time(self) -> None:
+        """End connections that have stood still for too long."""
+        if self.clients:
+            self.each(lambda connection: connection.check_time(time.monotonic()))
+
+    def stop(self) -> None:
+        """End the thread after the functions that it was given."""
+        self._loop.call_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

@@ -1,27 +1,46 @@
-"""What a client is to be sent, in order, while some of it is not known yet."""
+"""The replies of one client that have not been sent, in order, while parts of them are not known yet."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Final
 
-from storage_kv.clients.gather import gather
 from storage_kv.clients.transport import Transport
-from storage_kv.node import Node, Outgoing, Part, Pending, Ready
+from storage_kv.node import Node
+from storage_kv.reply import DeferredReply, Part, Ready, ValueSlice
 from storage_kv.session import Session
 
-__all__ = ["Replies"]
+_IOVEC_MAX: Final = 64
+"""Number of buffers in one sendmsg(); far below Linux's 1,024, and enough to make the call's own cost negligible."""
+
+
+def iovec_of(parts: Iterable[Ready], offset: int) -> list[bytes | memoryview]:
+    """Return the first buffers of parts that wait to be sent, without the first ``offset`` bytes."""
+    iovec: list[bytes | memoryview] = []
+    for part in parts:
+        if isinstance(part, bytes):
+            iovec.append(memoryview(part)[offset:] if offset else part)
+        else:
+            buffers = part.buffers(offset, _IOVEC_MAX - len(iovec))
+            iovec += buffers
+            if part.is_layer and sum(map(len, buffers)) < part.size - offset:
+                break
+        offset = 0
+        if len(iovec) >= _IOVEC_MAX:
+            break
+    return iovec
 
 
 class Replies:
-    """The replies of one client that have not been sent; used with the node's lock held, but for send_to().
+    """A queue of reply parts. Needs the node's lock, except send_to().
 
     Attributes:
-        out: what may be sent.
-        out_bytes: of it, less what is sent of its first part.
-        lent_bytes: of both, those of stored values, in memory or on their way there: they are not ours.
-        layer_bytes: that were sent of layers, ever.
-        pendings: parts in ``waiting`` that are pending.
-        waiting: what may not be sent yet; the first of it is pending.
-        waiting_bytes: about how many they are.
+        out: Parts that may be sent.
+        out_bytes: Size of ``out`` without the sent bytes of its first part.
+        waiting: Parts that may not be sent yet; the first of them is deferred.
+        waiting_bytes: Approximate size of ``waiting``.
+        deferred: Number of deferred parts in ``waiting``.
+        lent_bytes: Bytes of stored values in both queues, in memory or expected.
+        layer_bytes: Bytes of layers that were ever sent.
     """
 
     __slots__ = (
@@ -29,33 +48,33 @@ class Replies:
         "_notify",
         "_offset",
         "_session",
+        "deferred",
         "layer_bytes",
         "lent_bytes",
         "out",
         "out_bytes",
-        "pendings",
         "waiting",
         "waiting_bytes",
     )
 
     def __init__(self, node: Node, session: Session, notify: Callable[[], None]) -> None:
-        """Make an empty queue; ``notify`` is called, from any thread, when advance() may find that more is known."""
+        """``notify`` is called from any thread when advance() may move parts."""
         self._node = node
         self._session = session
         self._notify = notify
-        self._offset = 0  # bytes of the first part that are sent
+        self._offset = 0  # sent bytes of the first part
         self.out: deque[Ready] = deque()
         self.out_bytes = 0
         self.lent_bytes = 0
         self.layer_bytes = 0
         self.waiting: deque[Part] = deque()
         self.waiting_bytes = 0
-        self.pendings = 0
+        self.deferred = 0
 
-    # ---- Coming
+    # ---- Adding
 
     def extend(self, parts: list[Part]) -> None:
-        """Append parts, joining the small ones and holding the items of the others."""
+        """Append parts: small ones are joined, stored values are held."""
         small: list[bytes] = []
         for part in parts:
             if isinstance(part, bytes):
@@ -64,8 +83,8 @@ class Replies:
             if small:
                 self.append(b"".join(small))
                 small = []
-            if isinstance(part, Pending):
-                self._wait_for(part)
+            if isinstance(part, DeferredReply):
+                self._append_deferred(part)
             else:
                 part.hold(self._node.store)
                 self.append(part)
@@ -73,11 +92,8 @@ class Replies:
             self.append(b"".join(small))
 
     def append(self, part: Ready) -> None:
-        """Append a part that is held already, if it has to be."""
-        if isinstance(part, bytes):
-            size = len(part)
-        else:
-            size = self._pin(part)
+        """Append bytes, or a stored value that is held already."""
+        size = len(part) if isinstance(part, bytes) else self._pin(part)
         if self.waiting:
             self.waiting.append(part)
             self.waiting_bytes += size
@@ -85,30 +101,30 @@ class Replies:
             self.out.append(part)
             self.out_bytes += size
 
-    def _pin(self, part: Outgoing) -> int:
-        """Count a stored value that is to be sent, or a part of it; return how many bytes are to be sent."""
+    def _pin(self, part: ValueSlice) -> int:
+        """Count a slice of a stored value as lent; return its size."""
         size = part.size
         self.lent_bytes += size
-        self._node.lent.pin(part.pinned, part.pinned_bytes, self._session.share)
+        self._node.lent.pin(part.pin_key, part.pinned_bytes, self._session.share)
         return size
 
-    def _wait_for(self, pending: Pending) -> None:
-        self.waiting.append(pending)
-        self.waiting_bytes += pending.expects
-        self.lent_bytes += pending.expects
-        if pending.is_lent:  # it counts before it is in memory
-            self._node.lent.pin(id(pending), pending.expects, self._session.share)
-        self.pendings += 1
-        if pending.parts is None:
-            pending.attach(self._notify)
+    def _append_deferred(self, part: DeferredReply) -> None:
+        self.waiting.append(part)
+        self.waiting_bytes += part.expected_bytes
+        self.lent_bytes += part.expected_bytes
+        if part.is_lent:  # counted before it is in memory
+            self._node.lent.pin(id(part), part.expected_bytes, self._session.share)
+        self.deferred += 1
+        if part.parts is None:
+            part.attach(self._notify)
         self.advance()
 
     def advance(self) -> None:
-        """Move what is known by now from what waits to what may be sent."""
+        """Move the parts that are known now from ``waiting`` to ``out``."""
         waiting = self.waiting
         while waiting:
             first = waiting[0]
-            if not isinstance(first, Pending):
+            if not isinstance(first, DeferredReply):
                 size = len(first) if isinstance(first, bytes) else first.size
                 self.waiting_bytes -= size
                 self.out_bytes += size
@@ -116,36 +132,36 @@ class Replies:
             elif first.parts is None:
                 return
             else:
-                self.pendings -= 1
-                self.waiting_bytes -= first.expects
-                self.lent_bytes -= first.expects
-                self._count(first)
-                self.out.extend(first.parts)
-                for part in first.parts:
-                    self.out_bytes += len(part) if isinstance(part, bytes) else self._pin(part)
-                if first.is_lent:
-                    self._node.lent.unpin(id(first))
+                self._move_resolved(first, first.parts)
             waiting.popleft()
 
-    def _count(self, pending: Pending) -> None:
+    def _move_resolved(self, deferred: DeferredReply, parts: list[Ready]) -> None:
         counters = self._node.counters
-        if pending.lost:  # it was not a hit after all
+        if deferred.lost:  # it was not a hit after all
             counters.hits -= 1
             counters.misses += 1
             counters.lost += 1
-        counters.errors += pending.failed
+        counters.errors += deferred.failed
+        self.deferred -= 1
+        self.waiting_bytes -= deferred.expected_bytes
+        self.lent_bytes -= deferred.expected_bytes
+        self.out.extend(parts)
+        for part in parts:
+            self.out_bytes += len(part) if isinstance(part, bytes) else self._pin(part)
+        if deferred.is_lent:
+            self._node.lent.unpin(id(deferred))
 
-    # ---- Going
+    # ---- Sending
 
-    def send_to(self, transport: Transport, whole: list[Outgoing]) -> int:
-        """Send as much as the transport takes at a time, not all if it is much; return how many bytes.
+    def send_to(self, transport: Transport, sent_slices: list[ValueSlice]) -> int:
+        """Send as much as the transport takes in one call; return the number of bytes.
 
         Args:
-            transport: where to.
-            whole: parts of values that have been sent are added to it, to be released.
+            transport: Transport of the client.
+            sent_slices: Receives the slices that are sent completely; the caller releases them.
 
         Raises:
-            OSError: BlockingIOError where the kernel has no room, others where the client is gone.
+            OSError: BlockingIOError where the kernel has no room, others where the client has disconnected.
         """
         out = self.out
         first = out[0]
@@ -156,44 +172,43 @@ class Replies:
                 self.out_bytes = 0
                 return sent
         else:
-            sent = transport.sendmsg(gather(out, self._offset))
-        self._consume(sent, whole)
+            sent = transport.sendmsg(iovec_of(out, self._offset))
+        self._remove_sent(sent, sent_slices)
         return sent
 
-    def _consume(self, sent: int, whole: list[Outgoing]) -> None:
-        """Take ``sent`` bytes off the front."""
+    def _remove_sent(self, sent: int, sent_slices: list[ValueSlice]) -> None:
+        """Remove ``sent`` bytes from the front."""
         self.out_bytes -= sent
         sent += self._offset
-        out, begun = self.out, self._offset
+        out, begin = self.out, self._offset
         while out:
             first = out[0]
             size = len(first) if isinstance(first, bytes) else first.size
             if not isinstance(first, bytes) and first.is_layer:
-                self.layer_bytes += min(sent, size) - begun
-            begun = 0
+                self.layer_bytes += min(sent, size) - begin
+            begin = 0
             if sent < size:
                 break
             sent -= size
             out.popleft()
             if not isinstance(first, bytes):
                 self.lent_bytes -= size
-                whole.append(first)
+                sent_slices.append(first)
         self._offset = sent
 
     @property
-    def is_cut(self) -> bool:
-        """Whether the first part has been sent in part: the kernel was full."""
+    def is_partly_sent(self) -> bool:
+        """True if some bytes of the first part are sent: the kernel's buffer was full."""
         return self._offset > 0
 
     def drop(self) -> None:
+        """Release everything; nothing more is sent."""
         for queue in (self.out, self.waiting):
             for part in queue:
-                if isinstance(part, Outgoing):
-                    self._node.lent.unpin(part.pinned)
-                elif isinstance(part, Pending) and part.is_lent:
+                if isinstance(part, ValueSlice):
+                    self._node.lent.unpin(part.pin_key)
+                elif isinstance(part, DeferredReply) and part.is_lent:
                     self._node.lent.unpin(id(part))
-        self._node.drop(self.out)
-        self._node.drop(self.waiting)
-        self.out.clear()
-        self.waiting.clear()
-        self.out_bytes = self.waiting_bytes = self.lent_bytes = self.pendings = 0
+            self._node.drop(queue)
+            queue.clear()
+        self.out_bytes = self.waiting_bytes = self.lent_bytes = self.deferred = 0

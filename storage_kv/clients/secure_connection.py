@@ -1,140 +1,135 @@
-"""A client's connection through TLS: the handshake, and waiting for the other direction.
+"""A client's connection through TLS: the handshake, and reads and writes that wait for the other direction.
 
-A handshake is driven by readiness like everything else, and has ``authentication_timeout_s`` in all. Later, reading may
-have to wait for room to write and the reverse, and bytes that are decrypted already are published by nobody.
+The loop's readiness drives the handshake like everything else; it may take ``authentication_timeout_s``. Later, a read
+may have to wait until the socket is writable and the reverse, and the kernel does not report decrypted bytes that wait
+in OpenSSL.
 """
 
 import contextlib
 import socket
 import ssl
 import time
-from typing import Final
+from typing import ClassVar, Final
 
 from shadowserve.resp import encode_error
-from storage_kv.clients.acceptor import Acceptor
 from storage_kv.clients.connection import Connection
-from storage_kv.clients.event_loop import READ, WRITE, EventLoop
-from storage_kv.clients.requests import limits_of
-from storage_kv.clients.transport import PlainClientError, Transport
-from storage_kv.session import Session
-
-__all__ = ["SecureConnection"]
+from storage_kv.clients.event_loop import READ, WRITE
+from storage_kv.clients.request_body import limits_of
+from storage_kv.clients.transport import PlainClientError
+from storage_kv.clients.watched_socket import CLOSED, HANDSHAKE, LINGERING, OPEN, Phase
 
 _TLS_ONLY: Final = encode_error("ERR this server speaks TLS only: connect with TLS (redis-cli --tls)")
 
 _REASONS: Final = {
-    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "the client shows no certificate, and tls_client_ca wants one",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "the client has sent no certificate, and tls_client_ca requires one",
     "UNSUPPORTED_PROTOCOL": "the client's newest TLS is older than 1.2",
     "NO_SHARED_CIPHER": "the client and this server have no cipher in common",
-    "TLSV1_ALERT_UNKNOWN_CA": "the client does not trust this server's certificate: give it the authority's",
+    "TLSV1_ALERT_UNKNOWN_CA": "the client does not trust this server's certificate: give the client the CA file",
     "SSLV3_ALERT_BAD_CERTIFICATE": "the client does not accept this server's certificate",
     "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "the client does not accept this server's certificate",
-    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "the client finds this server's certificate expired: renew it",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "this server's certificate has expired: renew it",
 }
-"""OpenSSL's reasons, those that are worth translating."""
+"""OpenSSL's reasons in plain words."""
 
 
 class SecureConnection(Connection):
     """A connection that begins with a handshake."""
 
-    __slots__ = ("_shaking_hands", "_wanted")
+    __slots__ = ("_wanted",)  # directions that the connection waits for; its socket may wait for the other one
 
-    def __init__(self, acceptor: Acceptor, transport: Transport, session: Session, loop: EventLoop) -> None:
-        self._shaking_hands = True
-        self._wanted = 0  # what the connection waits for; what its socket does may be the other direction
-        super().__init__(acceptor, transport, session, loop)
+    first_phase: ClassVar[Phase] = HANDSHAKE
 
     def _on_event(self, events: int) -> None:
-        """Do what the connection waits for; what cannot be done yet shows when it is tried."""
+        """Read and write as wanted, whatever the event; a call that would block says so."""
         wanted = self._wanted
-        if self._shaking_hands:
-            self._guarded(self._shake_hands)
+        if self._phase is HANDSHAKE:
+            self._guarded(self._continue_handshake)
             return
         if wanted & READ:
-            self._guarded(self._on_lingering if self._lingering else self._on_readable)
-        if wanted & WRITE and not self._closed:
+            self._guarded(self._on_lingering if self._phase is LINGERING else self._on_readable)
+        if wanted & WRITE and self._phase is not CLOSED:
             self._guarded(self._on_writable)
 
     def _update_interest(self) -> None:
         transport = self._transport
         self._wanted = wanted = self._interest_now()
-        if self._shaking_hands:
+        if self._phase is HANDSHAKE:
             self._watch(WRITE if transport.read_wants_write else READ)
             return
-        if wanted & READ and not self._scheduled and transport.pending():
-            self._scheduled = True
-            self._loop.call_soon(self._take_turn, self._lane)
+        if wanted & READ and not self._is_turn_scheduled and transport.pending():
+            self._is_turn_scheduled = True
+            self._loop.call_soon(self._run_scheduled_turn, self._lane)
         crossed = WRITE if wanted & READ and transport.read_wants_write else 0
         self._watch(wanted | crossed | (READ if wanted & WRITE and transport.write_wants_read else 0))
 
-    def _after_step(self) -> None:
-        super()._after_step()
-        if not self._closed:  # what is waited for may be the same, and the transport's direction another
+    def _send_and_wait(self) -> None:
+        super()._send_and_wait()
+        if self._phase is not CLOSED:  # the wanted directions may be the same, and the transport's another
             self._update_interest()
 
-    def _take_turn(self) -> None:
-        if self._more or not (self._wanted & READ and self._transport.pending()):
-            super()._take_turn()
+    def _run_scheduled_turn(self) -> None:
+        if self._executor.has_input or not (self._wanted & READ and self._transport.pending()):
+            super()._run_scheduled_turn()
             return
-        self._scheduled = False
-        if not self._closed:
-            self._guarded(self._on_lingering if self._lingering else self._on_readable)
-        if not self._closed and not self._lingering:
-            self._guarded(self._after_step)  # not in the next turn, before which there may be events
+        self._is_turn_scheduled = False
+        if self._phase is not CLOSED:
+            self._guarded(self._on_lingering if self._phase is LINGERING else self._on_readable)
+        if self._phase is OPEN:
+            self._guarded(self._send_and_wait)  # at once: events may come before the next turn
 
-    def _shake_hands(self) -> None:
+    def _continue_handshake(self) -> None:
         try:
-            over = self._transport.shake_hands()
+            is_done = self._transport.shake_hands()
         except PlainClientError:
-            self._fail("the client does not speak TLS", _TLS_ONLY)
+            self._fail_handshake("the client does not speak TLS", _TLS_ONLY)
             return
         except OSError as error:
-            self._fail(_reason(error))
+            self._fail_handshake(_reason(error))
             return
-        if over:
-            self._shaking_hands = False
-            self._last_progress_s = time.monotonic()
+        if is_done:
+            self._phase = OPEN
+            self.session.info.last_active_s = time.monotonic()
             name = self._transport.user_name() if self._node.config.tls_users == "cn" else ""
             if name:
                 with self._node.lock:
                     self._node.admit_by_certificate(self.session, name)
-                    self._reader.limits = limits_of(self._node, self.session)
+                    self._executor.reader.limits = limits_of(self._node, self.session)
         self._update_interest()
 
-    def _fail(self, reason: str, answer: bytes = b"") -> None:
-        """Count it, tell of it where it is news, send ``answer`` in the clear, if any, and end."""
+    def _fail_handshake(self, reason: str, answer: bytes = b"") -> None:
+        """Count and log the failure, send ``answer`` in the clear, and end."""
         node = self._node
         with node.lock:
             node.counters.tls_failures += 1
-            node.tell("tls_failed", self.session.address, reason)
+            node.warn_limited("tls_failed", self.session.address, reason)
             node.audit.write("tls", self.session, outcome="failed", reason=reason)
         self.session.closing = True
-        self._shaking_hands = False
+        self._phase = OPEN
         with contextlib.suppress(OSError):
-            if answer:  # past TLS, into an empty buffer of the kernel's
-                socket.socket.send(self._socket, answer)
-        self._linger()  # so that the client sees the answer, or the alert that OpenSSL has sent
+            if answer:  # past OpenSSL, into an empty kernel buffer
+                socket.socket.send(self._transport.socket, answer)
+        self._linger()  # so that the client receives the answer, or the alert that OpenSSL has sent
 
     def finish(self) -> None:
-        """Execute nothing more; end when what is under way has been answered and sent."""
-        if self._shaking_hands:
+        """Execute nothing more; end when the replies are sent."""
+        if self._phase is HANDSHAKE:
             self.abort()
         else:
             super().finish()
 
     def check_time(self, now_s: float) -> None:
         """End the connection if it has stood still for longer than the configuration allows."""
-        if not self._shaking_hands:
+        if self._phase is not HANDSHAKE:
             super().check_time(now_s)
-        elif now_s - self.session.created_s > self._node.config.authentication_timeout_s:
-            self._fail("the client has not finished the handshake in time")
+        elif now_s - self.session.info.created_s > self._node.config.authentication_timeout_s:
+            self._fail_handshake("the client has not finished the handshake in time")
 
 
 def _reason(error: OSError) -> str:
-    """Return in words why a handshake failed."""
+    """Return why a handshake failed, in plain words."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the client's certificate is not accepted: {error.verify_message}"
     if isinstance(error, ssl.SSLEOFError | ConnectionError):
-        return "the client has hung up"
+        return "the client has disconnected"
     reason = str(getattr(error, "reason", "") or "")
     return _REASONS.get(reason, reason.lower().replace("_", " ") or str(error))

@@ -1,12 +1,11 @@
-"""Bytes to and from a client's socket, in the clear or through TLS; connections do not tell the two apart.
+"""Bytes to and from a client's socket, in the clear or through TLS, behind one interface.
 
-Some facts. Python's ``SSLSocket`` encrypts at most one record, 16 KiB, in each call (OpenSSL's partial writes, which
-CPython switches on), and has no gathering send. It holds decrypted bytes that the kernel no longer publishes. Reading
-may have to wait for room to write and the reverse: TLS 1.3 changes its keys in the middle of a connection.
+Python's ``SSLSocket`` encrypts at most one record of 16 KiB in each call and has no gathering send. It holds decrypted
+bytes that the kernel does not report. A read may have to wait until the socket is writable, and the reverse: TLS 1.3
+changes its keys in the middle of a connection.
 
-Consequence: the plain transport is the socket's own methods, nothing in between. The TLS transport goes on until it has
-filled a buffer, emptied a gather or must wait, joins only small parts into one record, and encrypts large ones from
-the memory that they are stored in.
+So the plain transport is the socket's own methods. The TLS transport repeats calls until a buffer is full, an iovec is
+sent, or it must wait. It joins only small parts into one record, and encrypts large parts from where they are stored.
 """
 
 import contextlib
@@ -15,30 +14,28 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
-__all__ = ["PlainClientError", "PlainTransport", "TlsTransport", "Transport"]
-
 _Socket: TypeAlias = socket.socket
 
 _RECORD_BYTES: Final = 16 << 10
-"""Plaintext of a TLS record at most."""
+"""Limit of the plaintext in a TLS record."""
 _JOINED_PART_BYTES_MAX: Final = 4 << 10
-"""Parts below this are joined into one record; larger ones are sent from where they are."""
+"""Smaller parts are joined into one record; larger ones are sent from where they are."""
 _BYTES_PER_CALL_MAX: Final = 512 << 10
-"""Read or sent in one call at most, so that one client of a fast network does not keep the thread to itself."""
+"""Limit of one call, so that a client with a fast network does not block the other clients of its thread."""
 _HANDSHAKE_RECORD: Final = 0x16
 
 
 class PlainClientError(ConnectionError):
-    """A client that begins without TLS where TLS is spoken."""
+    """A client does not begin with TLS, and this server requires it."""
 
 
 class Transport(Protocol):
-    """What a connection does with its socket. All calls raise BlockingIOError where they would have to wait.
+    """A non-blocking socket. Calls raise BlockingIOError where they would have to wait.
 
     Attributes:
-        is_secure: whether this is TLS.
-        read_wants_write: reading has stopped until the socket can be written.
-        write_wants_read: writing has stopped until the socket can be read.
+        is_secure: It uses TLS.
+        read_wants_write: A read continues when the socket is writable.
+        write_wants_read: A write continues when the socket is readable.
     """
 
     is_secure: bool
@@ -46,32 +43,32 @@ class Transport(Protocol):
     write_wants_read: bool
 
     def recv_into(self, view: memoryview, /) -> int:
-        """Read into ``view``; return how many bytes, 0 at the client's end."""
+        """Read into ``view``; return the number of bytes, 0 at the end of the stream."""
 
     def recv(self, size_max: int, /) -> bytes:
-        """Return what has arrived, of ``size_max`` bytes at most; nothing at the client's end."""
+        """Return at most ``size_max`` received bytes; empty at the end of the stream."""
 
     def send(self, data: bytes, /) -> int:
-        """Send what the kernel takes; return how many bytes."""
+        """Send what the kernel takes; return the number of bytes."""
 
     def sendmsg(self, parts: Sequence[bytes | memoryview], /) -> int:
-        """Send parts in order, as far as the kernel takes them; return how many bytes."""
+        """Send buffers in order, as far as the kernel takes them; return the number of bytes."""
 
     @property
     def socket(self) -> _Socket:
-        """What is to be closed at the end."""
+        """The socket to close at the end."""
 
     def pending(self) -> int:
-        """Return how many bytes can be read without the kernel publishing any."""
+        """Return the number of readable bytes that the kernel does not report."""
 
     def shake_hands(self) -> bool:
-        """Go on with the handshake; return whether it is over. Raises OSError where it has failed."""
+        """Continue the handshake; return True when it is done. Raises OSError if it has failed."""
 
     def end(self) -> None:
-        """Send nothing more. What comes is read in the clear from now on, to be dropped."""
+        """Close the sending side. Further input is read in the clear, to be dropped."""
 
     def user_name(self) -> str:
-        """Return whom the client's certificate names: its common name or first DNS name; empty for none."""
+        """Return the user named by the client's certificate: its common name or first DNS name; empty for none."""
 
 
 class PlainTransport:
@@ -88,11 +85,9 @@ class PlainTransport:
         self.is_secure = self.read_wants_write = self.write_wants_read = False
 
     def pending(self) -> int:
-        """Return 0: what is there, the kernel publishes."""
         return 0
 
     def shake_hands(self) -> bool:
-        """Return True: there is nothing to agree on."""
         return True
 
     def end(self) -> None:
@@ -103,39 +98,35 @@ class PlainTransport:
 
 
 class TlsTransport:
-    """A socket under TLS.
+    """A socket under TLS."""
 
-    Attributes:
-        socket: the one to close at the end: wrapping has taken the descriptor from the one that was given.
-    """
-
-    __slots__ = ("_begun", "is_secure", "read_wants_write", "socket", "write_wants_read")
+    __slots__ = ("_is_tls", "is_secure", "read_wants_write", "socket", "write_wants_read")
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext) -> None:
-        """Take a non-blocking socket over; its handshake is still to come.
+        """Wrap a non-blocking socket, before its handshake. The wrapper owns the descriptor.
 
         Raises:
-            OSError: the client has gone already; the socket is closed.
+            OSError: The client has disconnected; the socket is closed.
         """
         self.socket = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        self._begun = False
+        self._is_tls = False
         self.is_secure = True
         self.read_wants_write = self.write_wants_read = False
 
     def shake_hands(self) -> bool:
-        """Go on with the handshake; return whether it is over.
+        """Continue the handshake; return True when it is done.
 
         Raises:
-            PlainClientError: the client does not speak TLS.
-            OSError: the handshake has failed, or the client is gone.
+            PlainClientError: The client does not speak TLS.
+            OSError: The handshake has failed, or the client has disconnected.
         """
         self.read_wants_write = False
-        if not self._begun:
+        if not self._is_tls:
             with contextlib.suppress(BlockingIOError):
                 first = socket.socket.recv(self.socket, 1, socket.MSG_PEEK)
                 if first and first[0] != _HANDSHAKE_RECORD:
                     raise PlainClientError
-                self._begun = True
+                self._is_tls = True
         try:
             self.socket.do_handshake()
         except ssl.SSLWantReadError:
@@ -146,11 +137,10 @@ class TlsTransport:
         return True
 
     def pending(self) -> int:
-        """Return how many decrypted bytes wait to be read."""
         return self.socket.pending()
 
     def recv_into(self, view: memoryview, /) -> int:
-        """Fill ``view`` as far as records have arrived; 0 at the client's end."""
+        """Fill ``view`` from the records that have arrived."""
         self.read_wants_write = False
         size = 0
         limit = min(len(view), _BYTES_PER_CALL_MAX)
@@ -167,7 +157,6 @@ class TlsTransport:
         return size
 
     def recv(self, size_max: int, /) -> bytes:
-        """Return what has arrived, of ``size_max`` bytes at most; nothing at the client's end."""
         self.read_wants_write = False
         pieces: list[bytes] = []
         size = 0
@@ -179,7 +168,7 @@ class TlsTransport:
                 pieces.append(piece)
                 size += len(piece)
                 if len(piece) < _RECORD_BYTES and not self.socket.pending():
-                    break  # a short record is the last of what the client had to say, mostly: spare the system call
+                    break  # a short record is mostly the last one: save the system call
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             if not pieces:
                 self.read_wants_write = isinstance(error, ssl.SSLWantWriteError)
@@ -187,14 +176,13 @@ class TlsTransport:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def send(self, data: bytes, /) -> int:
-        """Encrypt and send, as far as the kernel takes it."""
         return self.sendmsg((data,))
 
     def sendmsg(self, parts: Sequence[bytes | memoryview], /) -> int:
-        """Encrypt and send parts in order, as far as the kernel takes them.
+        """Encrypt and send buffers in order.
 
-        OpenSSL, once it has had to wait, wants to see the same bytes again, or the same and more. What waits for a
-        client is only ever added to at its end, and parts are joined from the front, so it does.
+        After a wait, OpenSSL requires the same bytes again, or the same and more. Replies are only appended, and parts
+        are joined from the front, so the bytes are the same.
         """
         self.write_wants_read = False
         total = 0
@@ -219,13 +207,11 @@ class TlsTransport:
         return total
 
     def end(self) -> None:
-        """Say that nothing more comes, in TLS and in TCP."""
-        with contextlib.suppress(OSError):  # the client's own end is not waited for
+        with contextlib.suppress(OSError):  # the client's close_notify is not awaited
             self.socket.unwrap()
         self.socket.shutdown(socket.SHUT_WR)
 
     def user_name(self) -> str:
-        """Return whom the client's certificate names: its common name or first DNS name; empty for none."""
         certificate: dict[str, Any] = dict(self.socket.getpeercert() or {})
         for relative in certificate.get("subject", ()):
             for field, value in relative:
@@ -235,7 +221,7 @@ class TlsTransport:
 
 
 def _next_record(parts: Sequence[bytes | memoryview], number: int) -> tuple[bytes | memoryview, int]:
-    """Return what is to be encrypted together, beginning with part ``number``, and of how many parts it is made."""
+    """Return the bytes to encrypt together, from part ``number`` on, and the number of parts in them."""
     first = parts[number]
     if len(first) >= _JOINED_PART_BYTES_MAX or number + 1 == len(parts):
         return first, 1

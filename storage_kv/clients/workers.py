@@ -1,14 +1,12 @@
-"""Threads for work that is too long for an event loop: the check of a large record. Tenants take turns (turns.py)."""
+"""Threads for work that is too long for an event loop: verifying a large record. Tenants take turns (fair_queue.py)."""
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, NamedTuple
 
+from storage_kv.fair_queue import FairQueue
 from storage_kv.session import Session
-from storage_kv.turns import Turns
-
-__all__ = ["Workers"]
 
 
 class _Work(NamedTuple):
@@ -18,14 +16,10 @@ class _Work(NamedTuple):
 
 
 class Workers:
-    """A few threads, and what waits for them.
-
-    A tenant has no more than its turns, however much it has waiting; a client no more than its own of these.
-    """
+    """A pool of threads with one fair queue: tenants take turns, and clients take turns within their tenant."""
 
     def __init__(self, count: int) -> None:
-        """Start so many threads."""
-        self._turns: Turns[_Work] = Turns()
+        self._queue: FairQueue[_Work] = FairQueue()
         self._changed = threading.Condition()
         self._stopped = False
         self._threads: Final = [
@@ -35,21 +29,21 @@ class Workers:
             thread.start()
 
     def submit(self, session: Session, function: Callable[[], Any]) -> "Future[Any]":
-        """Have a function called for a client, and return what it will return."""
+        """Call a function in a thread, on behalf of a client."""
         future: Future[Any] = Future()
         with self._changed:
             if not self._stopped:
-                self._turns.add(session.tenant, session.id, _Work(function, future, session.weight))
+                self._queue.add(session.tenant, session.id, _Work(function, future, session.weight))
                 self._changed.notify()
                 return future
         future.cancel()
         return future
 
     def stop(self) -> None:
-        """End when what has begun is done; what has not is cancelled."""
+        """Finish running work, cancel waiting work, and end."""
         with self._changed:
             self._stopped = True
-            waiting, self._turns = list(self._turns), Turns()
+            waiting, self._queue = list(self._queue), FairQueue()
             self._changed.notify_all()
         for work in waiting:
             work.future.cancel()
@@ -59,18 +53,18 @@ class Workers:
     def _run(self) -> None:
         while (work := self._next()) is not None:
             _do(work)
-            del work  # or what it was of would be kept for as long as nothing happens
+            del work  # keeps no reference to its arguments while the thread waits
 
     def _next(self) -> _Work | None:
         with self._changed:
-            while not self._turns and not self._stopped:
+            while not self._queue and not self._stopped:
                 self._changed.wait()
             if self._stopped:
                 return None
-            tenant = self._turns.tenants()[0]
-            work = self._turns.first(tenant)
+            tenant = self._queue.tenants()[0]
+            work = self._queue.first(tenant)
             assert work is not None
-            self._turns.charge(tenant, 1, work.weight)
+            self._queue.charge(tenant, 1, work.weight)
             return work
 
 

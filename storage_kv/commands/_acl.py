@@ -1,4 +1,4 @@
-"""ACL: users and what they may do, with the replies and errors of Redis."""
+"""ACL: users and their permissions, with the replies and errors of Redis."""
 
 import logging
 import secrets
@@ -7,26 +7,12 @@ from typing import Any, Final, NoReturn
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.resp import Map, SetReply, Value, encode, encode_bulk, encode_null
-from storage_kv.access.rules import CATEGORIES, RuleError
+from storage_kv.access.rules import RuleError
 from storage_kv.access.users import DEFAULT_USER, Denial
 from storage_kv.commands._arguments import OK, as_integer, quote
-from storage_kv.node import CommandError, More, Node, Reply
+from storage_kv.node import Node
+from storage_kv.reply import CommandError, Continuation, Reply
 from storage_kv.session import Argument, Session
-
-__all__ = [
-    "categories",
-    "deluser",
-    "genpass",
-    "getuser",
-    "list_",
-    "load",
-    "log",
-    "save",
-    "setuser",
-    "users",
-    "whoami",
-    "wrong_arguments",
-]
 
 _log = logging.getLogger(__name__)
 
@@ -34,14 +20,13 @@ _PASSWORD_BITS: Final = 256
 _PASSWORD_BITS_MAX: Final = 4096
 _LOG_ENTRIES: Final = 10
 _NO_FILE: Final = (
-    "ERR This Redis instance is not configured to use an ACL file. You may want to specify users via the ACL SETUSER "
-    "command and then issue a CONFIG REWRITE (assuming you have a Redis configuration file set) in order to store "
-    "users in the Redis configuration."
+    "ERR this server has no users file: set users_file in its configuration and restart it. Users that ACL SETUSER "
+    "creates without one are lost at the next restart"
 )
 
 
 def wrong_arguments(arguments: list[Argument]) -> NoReturn:
-    """Raise what Redis answers to a subcommand with too many arguments."""
+    """Raise Redis' error for a subcommand with too many arguments."""
     name = quote(arguments[1])
     raise CommandError(f"ERR unknown subcommand or wrong number of arguments for '{name}'. Try ACL HELP.")
 
@@ -52,17 +37,17 @@ def whoami(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def list_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ACL LIST: a line of the users file for each."""
+    """ACL LIST: users as lines of a users file."""
     return encode(list(node.users.describe()), session.protocol)
 
 
 def users(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ACL USERS: their names."""
+    """ACL USERS: names."""
     return encode(list[Value](sorted(node.users.by_name)), session.protocol)
 
 
 def getuser(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ACL GETUSER name; a user of a tenant has the field ``tenant`` at the end."""
+    """ACL GETUSER name; the field ``tenant`` follows Redis' fields if the user has one."""
     user = node.users.by_name.get(bytes(arguments[2]))
     if user is None:
         return encode_null(session.protocol)
@@ -79,7 +64,7 @@ def getuser(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def setuser(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ACL SETUSER name [rule ...]: all of them, or none and an error."""
+    """ACL SETUSER name [rule ...]: applies all rules, or none and answers an error."""
     name = bytes(arguments[2])
     try:
         moved = node.users.set_user(name, map(bytes, arguments[3:]))
@@ -94,7 +79,7 @@ def setuser(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def deluser(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ACL DELUSER name [name ...]: their sessions end."""
+    """ACL DELUSER name [name ...]: their connections end."""
     names = [bytes(name) for name in arguments[2:]]
     removed = []
     for name in names:
@@ -119,13 +104,8 @@ def genpass(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     return encode_bulk(secrets.token_hex((digits + 1) // 2)[:digits].encode())
 
 
-def categories(session: Session) -> bytes:
-    """ACL CAT: all categories."""
-    return encode([name.encode() for name in CATEGORIES], session.protocol)
-
-
 def log(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ACL LOG [count | RESET]: what was denied last."""
+    """ACL LOG [count | RESET]: the last denials."""
     if len(arguments) > 3:
         wrong_arguments(arguments)
     count = _LOG_ENTRIES
@@ -150,7 +130,7 @@ def _describe(entry: Denial) -> Value:
 
 
 def load(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ACL LOAD: read the users file anew; all of it, or nothing and an error."""
+    """ACL LOAD: reads the users file again; applies all of it, or nothing and answers an error."""
     if not node.users.file:
         raise CommandError(_NO_FILE)
     try:
@@ -163,7 +143,7 @@ def load(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def save(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ACL SAVE: write the users file, in another thread: a disk may be slow."""
+    """ACL SAVE: writes the users file, in another thread because a disk may be slow."""
     if not node.users.file:
         raise CommandError(_NO_FILE)
     write = node.users.saving()
@@ -183,4 +163,4 @@ def save(node: Node, session: Session, arguments: list[Argument]) -> Reply:
             )
         return OK
 
-    return More([], finish, work)
+    return Continuation([], finish, work)

@@ -1,4 +1,4 @@
-"""Reading arguments, and replies that several commands share."""
+"""Parsing of arguments, and replies that several commands share."""
 
 import threading
 from collections.abc import Callable
@@ -7,30 +7,27 @@ from typing import Final, NoReturn
 from shadowserve.pool.terms import ENTRIES_PER_HOLD, Item, Lease
 from shadowserve.pool.volume.changes import OutOfBudgetError, Ticket
 from shadowserve.resp import encode_bulk_header, encode_error, parse_integer
-from storage_kv.node import REFERENCE_BYTES_MIN, CommandError, More, Node, Outgoing, Part, Pending, Ready, Reply
-
-__all__ = [
-    "KEYS_AT_A_TIME",
-    "OK",
-    "OUT_OF_MEMORY",
-    "OldValue",
-    "as_integer",
-    "bulk_of",
-    "in_turns",
-    "quote",
-    "settled",
-    "syntax_error",
-]
+from storage_kv.node import Node
+from storage_kv.reply import (
+    REFERENCE_BYTES_MIN,
+    CommandError,
+    Continuation,
+    DeferredReply,
+    Part,
+    Ready,
+    Reply,
+    ValueSlice,
+)
 
 OK: Final = b"+OK\r\n"
 OUT_OF_MEMORY: Final = "OOM command not allowed when used memory > 'maxmemory'."
 
 KEYS_AT_A_TIME: Final = ENTRIES_PER_HOLD
-"""That one command works on before it lets others have the node's lock."""
+"""Number of keys that one command handles before it releases the node's lock."""
 
 
 def as_integer(argument: bytes | memoryview) -> int:
-    """Return a 64-bit integer argument."""
+    """Return a 64-bit integer; raise CommandError for anything else."""
     number = parse_integer(bytes(argument)) if len(argument) <= 20 else None
     if number is None:
         raise CommandError("ERR value is not an integer or out of range")
@@ -38,145 +35,144 @@ def as_integer(argument: bytes | memoryview) -> int:
 
 
 def syntax_error() -> NoReturn:
-    """Raise what Redis answers to options that do not fit together."""
+    """Raise Redis' error for options that do not fit together."""
     raise CommandError("ERR syntax error")
 
 
-def in_turns(step: Callable[[], Reply | None]) -> Reply:
-    """Return the reply of a command that is executed in steps, between which others have the node's lock.
+def in_steps(step: Callable[[], Reply | None]) -> Reply:
+    """Return the reply of a command that runs in steps, between which the node's lock is free.
 
     Args:
-        step: does some of the work; returns the reply when all of it is done. BusyError: it is to be called again
-            later, and has done nothing since the last step that was whole. The first step may raise it only if it has
-            done nothing at all.
+        step: Does some of the work; returns the reply when all is done. May raise BusyError if it must be called again
+            later; it has done nothing then.
     """
     reply = step()
-    return More([], lambda _: in_turns(step)) if reply is None else reply
+    return Continuation([], lambda _: in_steps(step)) if reply is None else reply
 
 
 def quote(argument: bytes | memoryview, length_max: int = 1024) -> str:
-    """Return an argument for an error text, shortened, in any bytes but a null, where Redis' strings end."""
+    """Return an argument for an error text, up to its first null byte and shortened."""
     return bytes(argument[:length_max]).partition(b"\0")[0].decode("utf-8", "surrogateescape")
 
 
 def bulk_of(
-    node: Node, item: Item, begin: int = 0, end: int | None = None, *, missing: bytes = b"$-1\r\n", head: bytes = b""
+    node: Node, item: Item, begin: int = 0, end: int | None = None, *, missing: bytes = b"$-1\r\n", prefix: bytes = b""
 ) -> bytes | list[Part]:
-    """Return the reply with the bytes ``[begin, end)`` of an item's value: copied if small, else by reference.
+    """Return a bulk reply of the bytes ``[begin, end)`` of a value: copied if small, otherwise by reference.
 
     Args:
-        node: the node.
-        item: what get() or read() has just returned.
-        begin: first byte.
-        end: behind the last byte; None for the value's end.
-        missing: the reply if the value is not in memory, and cannot be read either.
-        head: what precedes the bulk if it is not missing.
+        node: The node.
+        item: Item that get() or read() has just returned.
+        begin: First byte.
+        end: End of the bytes; None for the value's end.
+        missing: Reply if the value can be read neither from memory nor from a device.
+        prefix: Bytes before the bulk; not sent with ``missing``.
     """
     size = (item.length if end is None else end) - begin
     value = item.value
     if value is None:
-        return [_read(node, item, begin, begin + size, missing, head)] if size else head + b"$0\r\n\r\n"
+        return [_read(node, item, begin, begin + size, missing, prefix)] if size else prefix + b"$0\r\n\r\n"
     if size < REFERENCE_BYTES_MIN:
         if size != item.length:
             value = value[begin : begin + size]
-        return b"%b$%d\r\n%b\r\n" % (head, size, value if isinstance(value, bytes) else bytes(value))
+        return b"%b$%d\r\n%b\r\n" % (prefix, size, value if isinstance(value, bytes) else bytes(value))
     view = value if isinstance(value, memoryview) else memoryview(value)
-    return [head + encode_bulk_header(size), Outgoing(view[begin : begin + size], item), b"\r\n"]
+    return [prefix + encode_bulk_header(size), ValueSlice(view[begin : begin + size], item), b"\r\n"]
 
 
-def _read(node: Node, item: Item, begin: int, end: int, missing: bytes, head: bytes) -> Pending:
-    """Return the part for the bytes ``[begin, end)``, which are on their way from a device."""
-    pending = Pending(node, end - begin)
+def _read(node: Node, item: Item, begin: int, end: int, missing: bytes, prefix: bytes) -> DeferredReply:
+    """Return a deferred reply with the bytes ``[begin, end)``, read from a device."""
+    deferred = DeferredReply(node.lock, node.store, end - begin)
 
     def done(lease: Lease | None) -> None:
-        pending.lost = lease is None
-        pending.resolve([missing] if lease is None else _bulk(lease, head))
+        deferred.lost = lease is None
+        deferred.resolve([missing] if lease is None else _bulk(lease, prefix))
 
     node.store.read(item, begin, end, done)
-    return pending
+    return deferred
 
 
-def _bulk(lease: Lease, head: bytes = b"") -> list[Ready]:
-    return [head + encode_bulk_header(len(lease.view)), Outgoing(lease.view, lease), b"\r\n"]
+def _bulk(lease: Lease, prefix: bytes = b"") -> list[Ready]:
+    return [prefix + encode_bulk_header(len(lease.view)), ValueSlice(lease.view, lease), b"\r\n"]
 
 
-def settled(node: Node, ticket: Ticket | None, operation: str, reply: bytes) -> bytes | list[Part]:
-    """Return ``reply`` for when a change is durable, or the error for the client whose command it was."""
+def when_durable(node: Node, ticket: Ticket | None, operation: str, reply: bytes) -> bytes | list[Part]:
+    """Return ``reply`` when a change is durable, or an error if it could not be made so."""
     if ticket is None:
         return reply
-    pending = Pending(node, len(reply))
+    deferred = DeferredReply(node.lock, node.store, len(reply))
 
     def done(error: Exception | None) -> None:
-        pending.failed = error is not None
-        pending.resolve([reply if error is None else _write_error(operation, error)])
+        deferred.failed = error is not None
+        deferred.resolve([reply if error is None else _write_error(operation, error)])
 
     ticket.then(done)
-    return [pending]
+    return [deferred]
 
 
 def _write_error(operation: str, error: Exception) -> bytes:
-    """Return the reply for a change that could not be made durable."""
+    """Return the error reply for a change that could not be made durable."""
     if isinstance(error, OutOfBudgetError):
         return encode_error(OUT_OF_MEMORY)
     return encode_error(f"IOERR {operation} failed: {error}")
 
 
 class OldValue:
-    """The value that SET GET and GETDEL answer: taken before it is replaced, sent when what replaces it is durable."""
+    """The previous value that SET GET and GETDEL answer: held before its replacement, sent when that is durable."""
 
     def __init__(self, node: Node, item: Item, operation: str, missing: bytes) -> None:
-        """Take the value of ``item``: hold it, or begin to read it. It has to be sent with ``reply()``.
+        """Hold the value of ``item``, or start to read it. ``reply()`` must be called.
 
         Args:
-            node: the node.
-            item: what get() has just returned.
-            operation: what replaces the value, for errors.
-            missing: the reply if the value cannot be read.
+            node: The node.
+            item: Item that get() has just returned.
+            operation: The replacing command, for errors.
+            missing: Reply if the value cannot be read.
         """
         self._operation = operation
-        self._pending = Pending(node, item.length)
+        self._deferred = DeferredReply(node.lock, node.store, item.length)
         self._lock = threading.Lock()
-        self._missing = 2  # of: the value, and the change's fate
+        self._unknown = 2  # the value, and the result of the change
         self._parts: list[Ready] = [missing]
         self._error: Exception | None = None
         if item.value is not None:
-            part = Outgoing(memoryview(item.value), item)
+            part = ValueSlice(memoryview(item.value), item)
             part.hold(node.store)
             self._parts = [encode_bulk_header(item.length), part, b"\r\n"]
-            self._step()
+            self._resolve_if_known()
         elif item.length:
             node.store.read(item, 0, item.length, self._on_read)
         else:
             self._parts = [b"$0\r\n\r\n"]
-            self._step()
+            self._resolve_if_known()
 
     def reply(self, ticket: Ticket | None) -> list[Part]:
-        """Return the part that is the value when ``ticket`` is settled."""
+        """Return the part with the value, known when ``ticket`` has ended."""
         if ticket is None:
-            self._step()
+            self._resolve_if_known()
         else:
-            ticket.then(self._on_settled)
-        return [self._pending]
+            ticket.then(self._on_durable)
+        return [self._deferred]
 
     def _on_read(self, lease: Lease | None) -> None:
-        self._pending.lost = lease is None
+        self._deferred.lost = lease is None
         if lease is not None:
             self._parts = _bulk(lease)
-        self._step()
+        self._resolve_if_known()
 
-    def _on_settled(self, error: Exception | None) -> None:
+    def _on_durable(self, error: Exception | None) -> None:
         self._error = error
-        self._step()
+        self._resolve_if_known()
 
-    def _step(self) -> None:
+    def _resolve_if_known(self) -> None:
         with self._lock:
-            self._missing -= 1
-            if self._missing:
+            self._unknown -= 1
+            if self._unknown:
                 return
         parts = self._parts
         if self._error is not None:
-            # Of the value nothing is sent, but it has to be let go of.
-            self._pending.failed = True
+            # The value is not sent, but must be released: empty slices do that.
+            self._deferred.failed = True
             parts = [_write_error(self._operation, self._error)]
-            parts += [Outgoing(part.view[:0], part.source) for part in self._parts if isinstance(part, Outgoing)]
-        self._pending.resolve(parts)
+            parts += [ValueSlice(part.view[:0], part.source) for part in self._parts if isinstance(part, ValueSlice)]
+        self._deferred.resolve(parts)

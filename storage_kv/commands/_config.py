@@ -1,7 +1,7 @@
-"""CONFIG: what the node was told, and telling it something else while it runs.
+"""CONFIG: shows and changes the configuration of a running node.
 
-Parameters have Redis's names where Redis has them, for clients and habits, and beside those our own keys, as in
-``configs/storage.yaml``. Secrets are not shown and not set.
+Parameters are the keys of ``configs/storage.yaml`` and, for Redis clients, Redis' names of the same. Secrets are
+neither shown nor changed.
 """
 
 import json
@@ -15,19 +15,19 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.resp import Map, Value, encode
 from storage_kv.commands._arguments import OK, quote, syntax_error
 from storage_kv.config import LIVE, StorageConfig
+from storage_kv.counters import Counters
 from storage_kv.glob import Glob
-from storage_kv.node import CommandError, Counters, Node, Reply
+from storage_kv.node import Node
+from storage_kv.reply import CommandError, Reply
 from storage_kv.session import Argument, Session
-
-__all__ = ["config_get", "config_resetstat", "config_rewrite", "config_set"]
 
 _MEMORY: Final = re.compile(r"(\d+)(b|kb?|mb?|gb?)?", re.IGNORECASE)
 _FACTORS: Final = {"k": 1000, "kb": 1 << 10, "m": 1000**2, "mb": 1 << 20, "g": 1000**3, "gb": 1 << 30}
-_LEVELS: Final = {"debug": "DEBUG", "verbose": "INFO", "notice": "INFO", "warning": "WARNING"}
+_LEVELS: Final = {"debug": "debug", "verbose": "info", "notice": "info", "warning": "warning"}
 
 
 class _UnfitError(Exception):
-    """A value that a parameter cannot take; the message is Redis's."""
+    """An invalid value of a parameter; the message is that of Redis."""
 
 
 def _memory(text: str) -> int:
@@ -56,18 +56,18 @@ _REDIS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "maxmemory": ("memory_budget_bytes", _memory),
     "timeout": ("idle_timeout_s", _number),
 }
-"""Redis's name of a parameter that can change: our key, and how its value is read."""
+"""Redis' names of changeable parameters: the key here, and the parser of its value."""
 
 
 def _parameters(node: Node) -> dict[bytes, object]:
-    """What CONFIG GET can show."""
+    """Return all parameters of CONFIG GET."""
     config = node.config
     own = {
         key.encode(): _shown(getattr(config, key))
         for key, field in type(config).model_fields.items()
         if field.repr and field.annotation is not SecretStr
     }
-    written = config.log_level.replace("ERROR", "WARNING")
+    written = config.log_level.replace("error", "warning")
     level = next(name for name, ours in reversed(_LEVELS.items()) if ours == written)
     return own | {
         b"appendonly": "no",
@@ -77,7 +77,7 @@ def _parameters(node: Node) -> dict[bytes, object]:
         b"maxclients": config.connections_max,
         b"maxmemory": int(config.memory_budget_bytes),
         b"maxmemory-policy": "allkeys-lru",
-        b"port": node.port,
+        b"port": node.server.port,
         b"proto-max-bulk-len": int(config.bulk_bytes_max),
         b"protected-mode": "yes" if config.protected_mode else "no",
         b"save": "",
@@ -96,10 +96,10 @@ def _shown(value: Any) -> str:
 
 def config_get(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """CONFIG GET pattern [pattern ...]."""
-    found: dict[bytes, bytes] = {}  # each parameter but once, and how it is spelt
+    found: dict[bytes, bytes] = {}  # each parameter once, and its spelling in the reply
     parameters = _parameters(node)
     for pattern in map(bytes, arguments[2:]):
-        if pattern.lower() in parameters:  # no pattern but a name: comes back as it was spelt
+        if pattern.lower() in parameters:  # a name and no pattern: returned as spelled
             found.setdefault(pattern.lower(), pattern)
             continue
         glob = Glob(pattern, ignore_case=True)
@@ -112,7 +112,7 @@ def config_get(node: Node, session: Session, arguments: list[Argument]) -> Reply
 
 
 def config_set(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CONFIG SET parameter value [parameter value ...]: all of them or none."""
+    """CONFIG SET parameter value [parameter value ...]: changes all of them or none."""
     if len(arguments) % 2:
         syntax_error()
     values: dict[str, Any] = {}
@@ -132,7 +132,7 @@ def config_set(node: Node, session: Session, arguments: list[Argument]) -> Reply
 
 
 def _read(node: Node, name: str, argument: Argument, text: str) -> tuple[str, Any]:
-    """Return the key of ours that a parameter stands for, and the value that ``text`` does."""
+    """Return the key of a parameter, and the parsed value."""
     if name.encode() not in _parameters(node):
         raise CommandError(f"ERR Unknown option or number of arguments for CONFIG SET - '{quote(argument)}'")
     try:
@@ -152,7 +152,7 @@ def _refused(name: str, why: str) -> CommandError:
 
 
 def config_rewrite(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CONFIG REWRITE: refused, since a server that could write its configuration could be made to."""
+    """CONFIG REWRITE: refused, because a client could misuse a server that can write its configuration."""
     raise CommandError(
         "ERR CONFIG REWRITE is not supported: the server does not write its configuration file. Change the file, then "
         "send the server SIGHUP to read it again"
@@ -160,6 +160,6 @@ def config_rewrite(node: Node, session: Session, arguments: list[Argument]) -> R
 
 
 def config_resetstat(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CONFIG RESETSTAT: the node's counters start anew. The store's, which Prometheus reads too, do not."""
+    """CONFIG RESETSTAT: resets the node's counters, not those of the store."""
     node.counters = Counters()
     return OK

@@ -1,40 +1,21 @@
 """Commands on the connection itself."""
 
 import time
+from collections.abc import Callable
 from typing import Final
 
 from shadowserve.resp import Map, SimpleString, Value, Verbatim, encode, encode_bulk, encode_null
 from storage_kv.access.users import Denial
 from storage_kv.commands._arguments import OK, as_integer, quote, syntax_error
-from storage_kv.node import CommandError, Node, Reply
+from storage_kv.node import Node, end_session
+from storage_kv.reply import CommandError, Reply
 from storage_kv.session import Argument, Session
 
-__all__ = [
-    "REDIS_VERSION",
-    "auth",
-    "client_getname",
-    "client_id",
-    "client_info",
-    "client_kill",
-    "client_list",
-    "client_no_evict",
-    "client_reply",
-    "client_setinfo",
-    "client_setname",
-    "describe_client",
-    "echo",
-    "hello",
-    "ping",
-    "quit_",
-    "reset",
-    "select",
-]
-
 REDIS_VERSION: Final = "7.0.15"
-"""The Redis whose replies ours equal. Clients choose what they send by it."""
+"""Version of Redis whose replies this server gives; clients choose their commands by it."""
 
 _NAME_BYTES_MAX: Final = 256
-"""Of what a client calls itself, or its library: it is kept as long as the connection, and listed."""
+"""Size limit of a client's name and its library's: they are kept and listed."""
 
 _NOT_AUTHENTICATED_HELLO = (
     "NOAUTH HELLO must be called with the client already authenticated, otherwise the HELLO AUTH <user> <pass> "
@@ -77,7 +58,7 @@ def hello(node: Node, session: Session, arguments: list[Argument]) -> Reply:
             credentials = (bytes(arguments[position + 1]), bytes(arguments[position + 2]))
             position += 3
         elif option == b"SETNAME" and position + 1 < len(arguments):
-            session.name = _checked_name(arguments[position + 1])
+            session.info.name = _checked_name(arguments[position + 1])
             position += 2
         else:
             raise CommandError(f"ERR Syntax error in HELLO option '{quote(arguments[position])}'")
@@ -106,25 +87,27 @@ def auth(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def _authenticate(node: Node, session: Session, name: bytes, password: bytes, command: bytes) -> None:
-    """Bind the session to a user and its tenant, or raise CommandError. After failures, the answer is held back."""
+    """Bind the session to a user and its tenant, or raise CommandError. After failures, the reply is delayed."""
     now_s = time.monotonic()
-    if node.attempts.refused(session.address, now_s):
+    if node.auth_throttle.is_refused(session.address, now_s):
         node.counters.authentication_failures += 1
         node.audit.write("authentication", session, outcome="refused", user=name, reason="too many failures")
         session.closing = True
         raise CommandError("ERR too many failed authentications from this address, try again later")
     user = node.users.authenticate(name, password)
-    until_s = node.attempts.wait_until(session.address, now_s, accepted=user is not None)
+    until_s = node.auth_throttle.answer_at(session.address, now_s, accepted=user is not None)
     session.pause_until_s, session.pause_holds_replies = until_s, until_s > 0
     if user is None:
         node.counters.authentication_failures += 1
         node.users.denials.add(Denial("auth", command, name[:_NAME_BYTES_MAX], describe_client(session).strip()))
         node.audit.write("authentication", session, outcome="failed", user=name)
-        node.tell("authentication_failed", session.address, f"wrong password of user {quote(name, 64)}")
+        node.warn_limited("authentication_failed", session.address, f"wrong password of user {quote(name, 64)}")
         raise CommandError(_WRONG_PASSWORD)
-    if user.tenant != session.place and not node.has_place(user.tenant):
+    if user.tenant != session.slot_tenant and not node.slots.has_free(user.tenant):
         node.counters.connections_rejected += 1
-        node.audit.write("authentication", session, outcome="refused", user=name, reason="no place for its tenant")
+        node.audit.write(
+            "authentication", session, outcome="refused", user=name, reason="no connection slot for its tenant"
+        )
         session.closing = True
         raise CommandError("ERR max number of clients of this tenant reached")
     node.bind(session, user)
@@ -138,9 +121,8 @@ def quit_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def reset(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """RESET: the connection is as new."""
-    node.unwatch(session)
-    node.publications.leave(session.id)
+    """RESET: return to the state of a new connection."""
+    node.leave(session)
     session.reset()
     node.begin(session)
     return b"+RESET\r\n"
@@ -173,13 +155,13 @@ def client_id(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 def client_setname(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """CLIENT SETNAME name."""
-    session.name = _checked_name(arguments[2])
+    session.info.name = _checked_name(arguments[2])
     return OK
 
 
 def client_getname(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """CLIENT GETNAME."""
-    return encode_bulk(session.name) if session.name else encode_null(session.protocol)
+    return encode_bulk(session.info.name) if session.info.name else encode_null(session.protocol)
 
 
 def client_setinfo(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -190,33 +172,33 @@ def client_setinfo(node: Node, session: Session, arguments: list[Argument]) -> R
     if not _is_printable(text):
         raise CommandError(f"ERR {option.decode()} cannot contain spaces, newlines or special characters.")
     if option == b"lib-name":
-        session.library_name = text
+        session.info.library_name = text
     else:
-        session.library_version = text
+        session.info.library_version = text
     return OK
 
 
 def describe_client(session: Session) -> bytes:
-    """Return what CLIENT INFO says of a session."""
-    now = time.monotonic()
+    """Return the line of CLIENT INFO."""
+    now, info = time.monotonic(), session.info
     user = session.user.name.decode(errors="replace")
     transaction = session.transaction
-    flags = ("x" if transaction is not None else "") + ("e" if session.no_evict else "")
+    flags = ("x" if transaction is not None else "") + ("e" if info.no_evict else "")
     queued, queued_bytes = -1 if transaction is None else len(transaction.commands), session.queued_bytes
     text = (
-        f"id={session.id} addr={session.address} laddr={session.local_address} fd={session.file_descriptor} "
-        f"name={session.name.decode()} age={int(now - session.created_s)} idle={int(now - session.last_command_s)} "
+        f"id={session.id} addr={session.address} laddr={info.local_address} fd={info.file_descriptor} "
+        f"name={info.name.decode()} age={int(now - info.created_s)} idle={int(now - info.last_active_s)} "
         f"flags={flags or 'N'} db=0 sub=0 psub=0 ssub=0 multi={queued} qbuf=0 qbuf-free=0 argv-mem=0 "
-        f"multi-mem={queued_bytes} rbs=0 rbp=0 obl=0 oll=0 omem={session.pending_output_bytes} "
-        f"tot-mem={session.pending_output_bytes + queued_bytes} events=r cmd={session.last_command} user={user} "
-        f"redir=-1 resp={session.protocol} lib-name={session.library_name.decode()} "
-        f"lib-ver={session.library_version.decode()}\n"
+        f"multi-mem={queued_bytes} rbs=0 rbp=0 obl=0 oll=0 omem={info.pending_output_bytes} "
+        f"tot-mem={info.pending_output_bytes + queued_bytes} events=r cmd={info.last_command} user={user} "
+        f"redir=-1 resp={session.protocol} lib-name={info.library_name.decode()} "
+        f"lib-ver={info.library_version.decode()}\n"
     )
     return text.encode()
 
 
-def _sessions_seen_by(node: Node, session: Session) -> list[Session]:
-    """Return the sessions of the own tenant; all of them to those who run the server. Those that are ended are gone."""
+def _visible_sessions(node: Node, session: Session) -> list[Session]:
+    """Return the open sessions of the own tenant; operators see all."""
     found = node.open_sessions()
     if session.user.is_operator:
         return found
@@ -224,7 +206,7 @@ def _sessions_seen_by(node: Node, session: Session) -> list[Session]:
 
 
 def _is_normal(kind: Argument) -> bool:
-    """Return whether a type of clients is the one that there is."""
+    """Return True for the only type of clients that exists here; raise CommandError for an unknown one."""
     name = bytes(kind).lower()
     if name not in (b"normal", b"master", b"replica", b"slave", b"pubsub"):
         raise CommandError(f"ERR Unknown client type '{quote(kind)}'")
@@ -232,8 +214,8 @@ def _is_normal(kind: Argument) -> bool:
 
 
 def client_list(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CLIENT LIST [TYPE type | ID id [id ...]]: of the own tenant, but for those who run the server."""
-    chosen = _sessions_seen_by(node, session)
+    """CLIENT LIST [TYPE type | ID id [id ...]]: of the own tenant; operators see all."""
+    chosen = _visible_sessions(node, session)
     if len(arguments) > 2:
         option = bytes(arguments[2]).upper()
         if option == b"TYPE" and len(arguments) == 4:
@@ -258,7 +240,7 @@ def client_kill(node: Node, session: Session, arguments: list[Argument]) -> Repl
 
     The filters are ID, TYPE, ADDR, LADDR and USER; SKIPME no includes the client itself.
     """
-    chosen = _sessions_seen_by(node, session)
+    chosen = _visible_sessions(node, session)
     if len(arguments) == 3:
         address = quote(arguments[2])
         chosen = [other for other in chosen if other.address == address]
@@ -267,37 +249,44 @@ def client_kill(node: Node, session: Session, arguments: list[Argument]) -> Repl
     else:
         chosen = _filtered(node, session, chosen, arguments[2:])
     for other in chosen:
-        other.closing = True  # at once: its thread may be about to execute a command that has come already
-        other.finish()
+        end_session(other)
     return OK if len(arguments) == 3 else b":%d\r\n" % len(chosen)
 
 
 def _filtered(node: Node, session: Session, chosen: list[Session], filters: list[Argument]) -> list[Session]:
-    """Return the sessions that all of CLIENT KILL's filters let through."""
+    """Return the sessions that match all filters of CLIENT KILL."""
     skips_own = True
     for position in range(0, len(filters), 2):
         if position + 1 == len(filters):
             syntax_error()
         name, value = bytes(filters[position]).upper(), filters[position + 1]
-        if name == b"ID":
-            wanted = _client_id(value)
-            chosen = [other for other in chosen if other.id == wanted]
-        elif name == b"TYPE":
-            chosen = chosen if _is_normal(value) else []
-        elif name == b"ADDR":
-            chosen = [other for other in chosen if other.address == quote(value)]
-        elif name == b"LADDR":
-            chosen = [other for other in chosen if other.local_address == quote(value)]
-        elif name == b"USER":
-            user = node.users.by_name.get(bytes(value))
-            if user is None or not (session.user.is_operator or user.tenant == session.user.tenant):
-                raise CommandError(f"ERR No such user '{quote(value)}'")
-            chosen = [other for other in chosen if other.user is user]
-        elif name == b"SKIPME" and bytes(value).lower() in (b"yes", b"no"):
+        if name == b"SKIPME" and bytes(value).lower() in (b"yes", b"no"):
             skips_own = bytes(value).lower() == b"yes"
         else:
-            syntax_error()
+            matches = _filter(node, session, name, value)
+            chosen = [other for other in chosen if matches(other)]
     return [other for other in chosen if other is not session or not skips_own]
+
+
+def _filter(node: Node, session: Session, name: bytes, value: Argument) -> Callable[[Session], bool]:
+    """Return the predicate of one filter of CLIENT KILL."""
+    text = quote(value)
+    if name == b"ID":
+        wanted = _client_id(value)
+        return lambda other: other.id == wanted
+    if name == b"TYPE":
+        is_normal = _is_normal(value)
+        return lambda other: is_normal
+    if name == b"ADDR":
+        return lambda other: other.address == text
+    if name == b"LADDR":
+        return lambda other: other.info.local_address == text
+    if name == b"USER":
+        user = node.users.by_name.get(bytes(value))
+        if user is None or not (session.user.is_operator or user.tenant == session.user.tenant):
+            raise CommandError(f"ERR No such user '{text}'")
+        return lambda other: other.user is user
+    syntax_error()
 
 
 def _client_id(argument: Argument) -> int:
@@ -316,11 +305,11 @@ def client_info(node: Node, session: Session, arguments: list[Argument]) -> Repl
 
 
 def client_no_evict(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CLIENT NO-EVICT ON | OFF: accepted for clients that ask; clients are never evicted here."""
+    """CLIENT NO-EVICT ON | OFF: recorded, without effect."""
     option = bytes(arguments[2]).upper()
     if option not in (b"ON", b"OFF"):
         syntax_error()
-    session.no_evict = option == b"ON"
+    session.info.no_evict = option == b"ON"
     return OK
 
 

@@ -6,40 +6,21 @@ from collections.abc import Callable, Sequence
 from shadowserve.pool.terms import Address
 from shadowserve.pool.volume.changes import Ticket
 from shadowserve.resp import encode, encode_array_header, encode_bulk
-from storage_kv.commands._arguments import KEYS_AT_A_TIME, OK, as_integer, in_turns, quote, settled, syntax_error
+from storage_kv.commands._arguments import KEYS_AT_A_TIME, OK, as_integer, in_steps, quote, syntax_error, when_durable
 from storage_kv.glob import Glob
-from storage_kv.node import CommandError, Node, Reply
+from storage_kv.node import Node
+from storage_kv.reply import CommandError, Reply
 from storage_kv.session import Argument, Session
-
-__all__ = [
-    "dbsize",
-    "delete",
-    "exists",
-    "expire",
-    "expireat",
-    "expiretime",
-    "flush",
-    "keys",
-    "persist",
-    "pexpire",
-    "pexpireat",
-    "pexpiretime",
-    "pttl",
-    "scan",
-    "touch",
-    "ttl",
-    "type_",
-]
 
 _TIME_MS_MIN, _TIME_MS_MAX = -(1 << 63), (1 << 63) - 1
 _CURSOR = re.compile(rb"(?:([+-]?)0*([0-9]{1,20}))?")
 _PATTERN_BYTES_MAX = 1 << 10
 _LISTING_BYTES_MAX = 16 << 20
-"""Of what KEYS answers: some 200,000 keys of chunks. Who has more may read them with SCAN, a page at a time."""
+"""Size limit of the reply to KEYS: about 200,000 keys of chunks. SCAN lists any number, a page at a time."""
 
 
 class _Count:
-    """How many of a command's keys something is true of, which is found out of some at a time."""
+    """Counts the keys of a command that pass a test, some keys in each step."""
 
     def __init__(
         self, node: Node, session: Session, names: Sequence[Argument], test: Callable[[Address], bool]
@@ -59,34 +40,34 @@ class _Count:
 
 
 def exists(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """EXISTS key [key ...]: how many of them are there, repeated ones counted repeatedly."""
-    return in_turns(
+    """EXISTS key [key ...]: a repeated key counts repeatedly."""
+    return in_steps(
         _Count(node, session, arguments[1:], lambda key: node.read(key, touch=False, lookup=True) is not None)
     )
 
 
 def touch(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """TOUCH key [key ...]: as EXISTS, and a use of each."""
-    return in_turns(_Count(node, session, arguments[1:], lambda key: node.read(key, lookup=True) is not None))
+    """TOUCH key [key ...]: as EXISTS, and counts as a use of each."""
+    return in_steps(_Count(node, session, arguments[1:], lambda key: node.read(key, lookup=True) is not None))
 
 
 def delete(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """DEL key [key ...], UNLINK likewise: memory is freed by the last reply that uses it.
+    """DEL key [key ...], UNLINK likewise. Memory is freed when the last reply that uses it is sent.
 
-    That a key is absent is a promise, too: another's removal of it may not be durable yet, or it may lie on a device
-    that is gone, while those that are left have not noted that.
+    It waits also for absent keys, because a reply promises that they stay absent: another client's removal may not be
+    durable yet, or the key was on a device that was given up, and the others have not logged that yet.
     """
     removed = _Count(node, session, arguments[1:], node.store.remove)
     tickets: list[Ticket] = []
 
     def step() -> Reply | None:
         reply = removed()
-        # In each turn: what has failed by the next one would be told to whoever asks first.
+        # In each step: a later barrier may not report the failures of an earlier step.
         if (ticket := node.store.barrier()) is not None:
             tickets.append(ticket)
-        return None if reply is None else settled(node, Ticket.of(*tickets) if tickets else None, "DEL", reply)
+        return None if reply is None else when_durable(node, Ticket.of(*tickets) if tickets else None, "DEL", reply)
 
-    return in_turns(step)
+    return in_steps(step)
 
 
 def expire(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -120,11 +101,11 @@ def _expire(node: Node, session: Session, arguments: list[Argument], unit_ms: in
     item = node.store.peek(key)
     if item is None or not allowed(item.expires_at_ms, time_ms) or not node.store.set_expiry(key, time_ms):
         return b":0\r\n"
-    return settled(node, node.store.barrier(), name.upper(), b":1\r\n")
+    return when_durable(node, node.store.barrier(), name.upper(), b":1\r\n")
 
 
 def _expire_condition(options: list[Argument]) -> Callable[[int | None, int], bool]:
-    """Return the test of (present expiry, new expiry) that EXPIRE's options ask for."""
+    """Return the test of (present expiry, new expiry) for EXPIRE's options."""
     given = set()
     for option in options:
         name = bytes(option).upper()
@@ -149,7 +130,7 @@ def _expire_condition(options: list[Argument]) -> Callable[[int | None, int], bo
 
 
 def _expiry_ms(node: Node, session: Session, key: Argument) -> int:
-    """Return the Unix time in milliseconds when ``key`` expires; -1 without expiry, -2 if absent."""
+    """Return the Unix time in milliseconds at which a key expires; -1 without expiry, -2 if absent."""
     item = node.read(session.qualify(key), touch=False, lookup=True)
     if item is None:
         return -2
@@ -157,7 +138,7 @@ def _expiry_ms(node: Node, session: Session, key: Argument) -> int:
 
 
 def _remaining_ms(node: Node, session: Session, key: Argument) -> int:
-    """Return the milliseconds that ``key`` has left; -1 without expiry, -2 if absent."""
+    """Return the remaining milliseconds of a key; -1 without expiry, -2 if absent."""
     time_ms = _expiry_ms(node, session, key)
     return time_ms if time_ms < 0 else max(time_ms - node.clock_ms(), 0)
 
@@ -191,7 +172,7 @@ def persist(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     if item is None or item.expires_at_ms is None:
         return b":0\r\n"
     node.store.set_expiry(key, None)
-    return settled(node, node.store.barrier(), "PERSIST", b":1\r\n")
+    return when_durable(node, node.store.barrier(), "PERSIST", b":1\r\n")
 
 
 def type_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -228,16 +209,14 @@ def scan(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def _glob(pattern: Argument) -> Glob:
-    """Compile a pattern that many keys will be compared with."""
+    """Compile a pattern of limited size."""
     if len(pattern) > _PATTERN_BYTES_MAX:
-        raise CommandError(
-            f"ERR pattern is too long: {len(pattern)} bytes, and at most {_PATTERN_BYTES_MAX} are allowed"
-        )
+        raise CommandError(f"ERR pattern is too long: {len(pattern)} bytes, at most {_PATTERN_BYTES_MAX} are allowed")
     return Glob(bytes(pattern))
 
 
 def _cursor(text: bytes) -> int:
-    """Return a cursor as Redis' strtoul() reads it: maybe empty, or negative, which counts from the end of 64 bits."""
+    """Parse a cursor as Redis' strtoul() does: it may be empty or negative, modulo 64 bits."""
     match = _CURSOR.fullmatch(text.partition(b"\0")[0])
     number = 0 if match is None else int(match[2] or 0)
     if match is None or number >= 1 << 64:
@@ -246,8 +225,8 @@ def _cursor(text: bytes) -> int:
 
 
 def keys(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KEYS pattern: found some at a time, so that others are served meanwhile, and each but once."""
-    return in_turns(_Listing(node, session, bytes(arguments[1])))
+    """KEYS pattern: each matching key once, found in steps."""
+    return in_steps(_Listing(node, session, bytes(arguments[1])))
 
 
 def _all(name: bytes) -> bool:
@@ -255,7 +234,7 @@ def _all(name: bytes) -> bool:
 
 
 class _Listing:
-    """The keys of a tenant that match a pattern."""
+    """Lists the keys of a tenant that match a pattern."""
 
     def __init__(self, node: Node, session: Session, pattern: bytes) -> None:
         self._node = node
@@ -275,7 +254,7 @@ class _Listing:
         self._bytes += len(self._parts[-1])
         if self._bytes > _LISTING_BYTES_MAX:
             raise CommandError(
-                f"ERR KEYS finds more than {_LISTING_BYTES_MAX >> 20} MiB of keys, use SCAN or a narrower pattern"
+                f"ERR KEYS matches more than {_LISTING_BYTES_MAX >> 20} MiB of keys: use SCAN or a narrower pattern"
             )
         return None if self._cursor else [encode_array_header(len(seen)), *self._parts]
 
@@ -286,9 +265,9 @@ def dbsize(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def flush(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """FLUSHDB and FLUSHALL [ASYNC | SYNC]: what the tenant has; FLUSHALL of those who run the server, what all have."""
+    """FLUSHDB and FLUSHALL [ASYNC | SYNC]: the tenant's keys; FLUSHALL of an operator, the keys of all."""
     if len(arguments) > 2 or (len(arguments) == 2 and bytes(arguments[1]).upper() not in (b"ASYNC", b"SYNC")):
         syntax_error()
     everything = bytes(arguments[0]).upper() == b"FLUSHALL" and session.user.is_operator
     node.store.clear(None if everything else session.tenant)
-    return settled(node, node.store.barrier(), "FLUSHALL", OK)
+    return when_durable(node, node.store.barrier(), "FLUSHALL", OK)

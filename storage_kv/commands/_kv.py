@@ -1,17 +1,16 @@
-"""Our own commands; their names begin with ``KV.``."""
+"""ShadowServe's own commands; their names begin with ``KV.``."""
 
 from math import inf
 from typing import Final
 
-from shadowserve.pool.terms import DEFAULT_TENANT, Address, Item, PinShareError
+from shadowserve.pool.terms import Address, Item, PinShareError
 from shadowserve.resp import Map, Value, encode, encode_array_header, encode_null
-from storage_kv.commands._arguments import KEYS_AT_A_TIME, as_integer, bulk_of, in_turns, settled, syntax_error
+from storage_kv.commands._arguments import KEYS_AT_A_TIME, as_integer, bulk_of, in_steps, syntax_error, when_durable
 from storage_kv.layers import KEYS_MAX, LAYERS_MAX
-from storage_kv.node import CommandError, More, Node, Part, Reply
-from storage_kv.publications import NAME_BYTES_MAX, SECONDS_MAX, TooManyPublishedError
+from storage_kv.node import Node
+from storage_kv.pending_keys import NAME_BYTES_MAX, SECONDS_MAX, TooManyPendingError
+from storage_kv.reply import CommandError, Continuation, Part, Reply
 from storage_kv.session import Argument, Session
-
-__all__ = ["publish", "published", "layers", "meta", "pin", "pins", "prefetch", "unpin"]
 
 _LAYERS_TEXT_BYTES_MAX: Final = 16 << 10
 _LAYER_MAX: Final = 65_535
@@ -20,17 +19,17 @@ _WINDOW_US_MAX: Final = 3_600 * 10**6
 
 
 def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KV.META key [key ...]: of each record its length and its head; nil where there is none.
+    """KV.META key [key ...]: length and header of each record; nil where there is none.
 
-    Of a record in the bucket alone, in place of its head, after how many milliseconds it is expected here: at least 1,
-    and as if it and those before it were asked for now. One round trip tells a reader everything about a whole prefix
-    that it needs before it fetches bodies, and the bucket is asked for nothing. Counts as a use of each record found.
+    For a record that only the bucket has, an integer replaces the header: in how many milliseconds the record can be
+    here if it and those before it are requested now, at least 1. So one round trip gives a reader all that it needs
+    before it fetches bodies, and the bucket is not read. Counts as a use of each record found.
     """
     null = encode_null(session.protocol)
     node.counters.meta_keys += len(arguments) - 1
     cold_bytes = 0
 
-    def head(item: Item | None) -> bytes | list[Part]:
+    def header(item: Item | None) -> bytes | list[Part]:
         nonlocal cold_bytes
         if item is None or not item.head_bytes:
             return null
@@ -38,17 +37,17 @@ def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
             cold_bytes += item.length
             expected_ms = max(1, round(1e3 * (node.store.expected_s(cold_bytes) or 0)))
             return b"*2\r\n:%d\r\n:%d\r\n" % (item.length, expected_ms)
-        return bulk_of(node, item, 0, item.head_bytes, missing=null, head=b"*2\r\n:%d\r\n" % item.length)
+        return bulk_of(node, item, 0, item.head_bytes, missing=null, prefix=b"*2\r\n:%d\r\n" % item.length)
 
     items = (node.read(session.qualify(key), lookup=True) for key in arguments[1:])
-    return More.of([encode_array_header(len(arguments) - 1)], items, head)
+    return Continuation.of([encode_array_header(len(arguments) - 1)], items, header)
 
 
 def prefetch(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KV.PREFETCH key [key ...]: begins to bring records from the bucket; returns how many of them are on their way.
+    """KV.PREFETCH key [key ...]: starts to read records from the bucket; returns how many of them are being read.
 
-    In their order, and no more than the bucket brings in a second or so: a client that wants the rest asks again. Waits
-    for nothing.
+    It starts them in order, as many as the bucket delivers in about a second; a client repeats it for the rest. It
+    waits for nothing.
     """
     names, position, count = arguments[1:], 0, 0
 
@@ -64,40 +63,41 @@ def prefetch(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         position += KEYS_AT_A_TIME
         return b":%d\r\n" % count if position >= len(names) else None
 
-    return in_turns(step)
+    return in_steps(step)
 
 
 def layers(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KV.LAYERS layers rate window key [key ...]: parts of all records of a prefix, layer after layer.
+    """KV.LAYERS layers rate window key [key ...]: the records of a prefix, layer by layer.
 
-    ``layers`` are numbers and ranges with commas between, in the order in which they are wanted: ``0-31``, or
-    ``5,0-4``. ``rate`` is how many bits a second are wanted at most, 0 for no limit, and no less than
-    ``layers_bits_per_s_min``; ``window`` for how many microseconds the client computes with each layer, 0 if not known.
+    ``layers`` are numbers and ranges, separated by commas, in the order of sending: ``0-31``, or ``5,0-4``. ``rate`` is
+    the highest rate in bits per second, 0 for no limit; not below ``layers_bits_per_s_min``. ``window`` is the
+    microseconds that the client computes with each layer, 0 if unknown.
 
-    Answers an array. First an array with, for each key, how many bytes of its record follow in all, nil where there is
-    none. Then a bulk for each layer: of each key the length of its piece, 32 bits with the lowest byte first, 0 where
-    there is none, and behind these the pieces, in the order of the keys.
+    The reply is an array. Its first element is an array with the number of bytes that follow for each key, nil where
+    there is no record. Then follows a bulk for each layer: the length of each key's piece as 32-bit little-endian
+    numbers, 0 for none, then the pieces in the order of the keys.
     """
     if node.streams is None:
         raise CommandError("ERR the server is starting or stopping: try again")
     wanted = _layer_numbers(arguments[1])
     rate, window_us = as_integer(arguments[2]), as_integer(arguments[3])
     if not 0 <= rate <= _BITS_PER_S_MAX or not 0 <= window_us <= _WINDOW_US_MAX:
-        raise CommandError("ERR invalid rate or window in 'kv.layers' command: bits a second, microseconds")
+        raise CommandError("ERR invalid rate (bits per second) or window (microseconds) in 'kv.layers' command")
     least = node.config.layers_bits_per_s_min
     if rate and rate < least:
         raise CommandError(
-            f"ERR a rate of {rate} bits a second is too low in 'kv.layers' command: at least {least:.0f} "
+            f"ERR a rate of {rate} bits per second is too low in 'kv.layers' command: at least {least:.0f} "
             "(layers_bits_per_s_min), or 0 for no limit"
         )
     if len(arguments) - 4 > KEYS_MAX:
         raise CommandError(f"ERR KV.LAYERS takes at most {KEYS_MAX} keys, got {len(arguments) - 4}")
     names = [bytes(name) for name in arguments[4:]]
-    return node.streams.begin(session, names, wanted, rate or inf, window_us / 1e6)
+    parts: list[Part] = node.streams.open(session, names, wanted, rate or inf, window_us / 1e6)
+    return parts
 
 
 def _layer_numbers(argument: Argument) -> list[int]:
-    """Return the numbers of layers that a text names, in its order, each at most once."""
+    """Parse a list of layers; each may occur once."""
     error = CommandError(
         f"ERR invalid layers in 'kv.layers' command: numbers and ranges such as 0-31 or 5,0-4, each layer once, "
         f"at most {LAYERS_MAX} of them"
@@ -120,60 +120,60 @@ def _layer_numbers(argument: Argument) -> list[int]:
 
 
 def publish(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KV.PUBLISH milliseconds key [key ...]: says that they will be stored over this or another connection; 0 ends it.
+    """KV.PUBLISH milliseconds key [key ...]: marks keys as pending: this or another connection will store them.
 
-    Answers how many of them are published now, or were till now. A key that is there needs no publication and gets
-    none. At the first keys for which there is no room the rest is left as it is, and the reply is an error.
+    0 milliseconds ends it. Returns how many keys are pending now or, with 0, were so before. A key that exists does not
+    become pending. Where there is no room for more keys the rest stays unchanged, and the reply is an error.
     """
     lasts_ms = as_integer(arguments[1])
     if not 0 <= lasts_ms <= 1000 * SECONDS_MAX:
         raise CommandError(f"ERR invalid time in 'kv.publish' command: 0 to {1000 * SECONDS_MAX} milliseconds")
     if any(len(name) > NAME_BYTES_MAX for name in arguments[2:]):
-        raise CommandError(f"ERR a key that is published has at most {NAME_BYTES_MAX} bytes")
+        raise CommandError(f"ERR a pending key has at most {NAME_BYTES_MAX} bytes")
     names, position, count = arguments[2:], 0, 0
 
     def step() -> Reply | None:
         nonlocal position, count
         keys = [session.qualify(name) for name in names[position : position + KEYS_AT_A_TIME]]
         if not lasts_ms:
-            count += node.publications.withdraw(session.id, keys)
+            count += node.pending_keys.withdraw(session.id, keys)
         else:
             keys = [key for key in keys if node.store.peek(key) is None]
             now_ms = node.clock_ms()
             try:
-                node.publications.publish(session.id, keys, now_ms, now_ms + lasts_ms)
-            except TooManyPublishedError as error:
-                raise CommandError(f"OOM {error}. Of this command's keys {count} are published") from None
+                node.pending_keys.add(session.id, keys, now_ms, now_ms + lasts_ms)
+            except TooManyPendingError as error:
+                raise CommandError(f"OOM {error}. {count} of this command's keys are pending") from None
             count += len(keys)
         position += KEYS_AT_A_TIME
         return b":%d\r\n" % count if position >= len(names) else None
 
-    return in_turns(step)
+    return in_steps(step)
 
 
-def published(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KV.PUBLISHED key [key ...]: for how many milliseconds more each is published; 0 where it is not, or is there."""
+def pending(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """KV.PENDING key [key ...]: for how many more milliseconds each is pending; 0 if it is not, or exists."""
     now_ms = node.clock_ms()
 
-    def left(key: Address) -> bytes:
-        until_ms = node.publications.until_ms(key, now_ms)
+    def remaining_ms(key: Address) -> bytes:
+        until_ms = node.pending_keys.until_ms(key, now_ms)
         if until_ms and node.store.peek(key) is not None:
-            node.publications.settle(key)
+            node.pending_keys.discard(key)
             until_ms = 0
         return b":%d\r\n" % max(0, until_ms - now_ms)
 
-    return More.of([encode_array_header(len(arguments) - 1)], map(session.qualify, arguments[1:]), left)
+    return Continuation.of([encode_array_header(len(arguments) - 1)], map(session.qualify, arguments[1:]), remaining_ms)
 
 
 def pin(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KV.PIN seconds key [key ...]: how many of them are there, and will not be evicted for so long; 0 unpins.
+    """KV.PIN seconds key [key ...]: protects keys from eviction; 0 seconds unpins. Returns how many of them exist.
 
-    Pins count against shares. At the first key beyond one the rest is left as it is, and the reply is an error.
+    Pins count against shares. At the first key that exceeds one the rest stays unchanged, and the reply is an error.
     """
     seconds, seconds_max = as_integer(arguments[1]), node.config.pin_max_s
     if not 0 <= seconds <= seconds_max:
         raise CommandError(f"ERR invalid pin time in 'kv.pin' command: 0 to {seconds_max} seconds (pin_max_s)")
-    return in_turns(_Pinning(node, session, arguments[2:], seconds))
+    return in_steps(_Pinning(node, session, arguments[2:], seconds))
 
 
 class _Pinning:
@@ -193,15 +193,15 @@ class _Pinning:
             try:
                 self._found += store.pin(self._session.qualify(name), self._until_ms)
             except PinShareError as error:
-                raise CommandError(f"OOM {error}. Of this command's keys {self._found} are pinned") from None
+                raise CommandError(f"OOM {error}. {self._found} of this command's keys are pinned") from None
         self._position = end
         if end < len(self._names):
             return None
-        return settled(self._node, store.barrier() if self._found else None, "KV.PIN", b":%d\r\n" % self._found)
+        return when_durable(self._node, store.barrier() if self._found else None, "KV.PIN", b":%d\r\n" % self._found)
 
 
 def unpin(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KV.UNPIN [TENANT name | ALL]: ends all pins of the own tenant, or of others; returns how many these were."""
+    """KV.UNPIN [TENANT name | ALL]: ends all pins of the own tenant, or of others; returns their number."""
     tenant: int | None = session.tenant
     if len(arguments) > 1:
         tenant = _other_tenant(node, session, arguments)
@@ -214,13 +214,13 @@ def unpin(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         count += some
         if some:
             return None
-        return settled(node, node.store.barrier() if count else None, "KV.UNPIN", b":%d\r\n" % count)
+        return when_durable(node, node.store.barrier() if count else None, "KV.UNPIN", b":%d\r\n" % count)
 
-    return in_turns(step)
+    return in_steps(step)
 
 
 def pins(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KV.PINS [TENANT name]: keys and bytes that the own tenant has pinned, and may; to operators, of each tenant."""
+    """KV.PINS [TENANT name]: keys and bytes pinned by the own tenant, and its limit; operators see each tenant."""
     store = node.store
     tenants = [session.tenant]
     if len(arguments) > 1:
@@ -238,15 +238,15 @@ def pins(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def _other_tenant(node: Node, session: Session, arguments: list[Argument]) -> int | None:
-    """Return the tenant that ``TENANT name`` names, or None for ``ALL``; only operators may."""
+    """Return the tenant of ``TENANT name``, or None for ``ALL``; operators only."""
     words = [bytes(argument) for argument in arguments[1:]]
     if not (len(words) == 1 and words[0].upper() == b"ALL") and not (len(words) == 2 and words[0].upper() == b"TENANT"):
         syntax_error()
     if not session.user.is_operator:
-        raise CommandError("NOPERM pins of other tenants are for users with the category @admin")
+        raise CommandError("NOPERM only users with the category @admin may use pins of other tenants")
     if len(words) == 1:
         return None
     name = words[1].decode("utf-8", "replace")
     if name and name not in node.config.tenants and all(name != user.tenant for user in node.users.by_name.values()):
         raise CommandError("ERR there is no such tenant")
-    return node.store.tenant(name) if name else DEFAULT_TENANT
+    return node.tenant_id(name)

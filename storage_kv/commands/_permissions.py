@@ -1,22 +1,21 @@
-"""Whether a user may execute a command, and what happens where it may not."""
+"""Checks the permission of a user to execute a command."""
 
 from collections.abc import Sequence
 from typing import Final
 
 from storage_kv.access.rules import User
+from storage_kv.commands._command import Command
 from storage_kv.commands._connection import describe_client
-from storage_kv.commands._table import Command
-from storage_kv.node import CommandError, Node
+from storage_kv.node import Node
+from storage_kv.reply import CommandError
 from storage_kv.session import Argument, Session
 
-__all__ = ["check", "forbidden"]
-
 _SHOWN_BYTES_MAX: Final = 256
-"""Of a key that is denied: ACL LOG keeps it."""
+"""Limit of a denied key's bytes in ACL LOG."""
 
 
-def forbidden(user: User, command: Command, arguments: Sequence[Argument]) -> tuple[str, bytes] | None:
-    """Return what a user may not do of a command: ``("command", name)``, ``("key", key)``, or None."""
+def find_denial(user: User, command: Command, arguments: Sequence[Argument]) -> tuple[str, bytes] | None:
+    """Return ``("command", name)`` or ``("key", key)`` if a user may not execute a command; otherwise None."""
     if not user.may_run(command):
         return "command", command.full_name.encode()
     access = command.access_of(arguments)
@@ -29,12 +28,12 @@ def forbidden(user: User, command: Command, arguments: Sequence[Argument]) -> tu
 def check(node: Node, session: Session, command: Command, arguments: Sequence[Argument]) -> None:
     """Raise CommandError if the session's user may not execute a command.
 
-    Keys are checked before any of them is looked up, so that the answer is the same whether they exist.
+    Keys are checked before any of them is looked up, so that the answer does not depend on their existence.
     """
-    found = forbidden(session.user, command, arguments)
-    if found is None:
+    denial = find_denial(session.user, command, arguments)
+    if denial is None:
         return
-    reason, what = found
+    reason, what = denial
     node.deny(session, reason, what, describe_client(session).strip())
     node.audit.write("denied", session, outcome="denied", command=command.full_name, reason=reason)
     if reason == "command":

@@ -1,23 +1,32 @@
-"""INFO: what the server is and has done, by sections as Redis's."""
+"""INFO: sections as in Redis, and ShadowServe's own."""
 
 import dataclasses
+import os
 import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, islice
 from typing import Final
+from urllib.parse import quote
 
 from shadowserve import __version__
 from shadowserve.resp import Verbatim, encode
 from storage_kv.commands._connection import REDIS_VERSION
-from storage_kv.commands._tenants import tenant_fields
-from storage_kv.node import Node, Reply
+from storage_kv.config import TenantLimits
+from storage_kv.metric_table import ARENA, DEVICE, Row, View, info_fields
+from storage_kv.node import Node
+from storage_kv.reply import Reply
 from storage_kv.session import Argument, Session
 
-__all__ = ["info"]
-
 _Fields = list[tuple[str, object]]
+
+_TENANTS_SHOWN_MAX: Final = 256
+"""Limit of the tenants in INFO: about 3 ms of the node's lock."""
+_PLAIN: Final = "".join(map(chr, range(33, 127))).translate(dict.fromkeys(map(ord, "%,=")))
+"""Characters of a tenant's name that need no percent-encoding in a list of pairs."""
 
 
 def _human(size: int) -> str:
@@ -30,24 +39,38 @@ def _human(size: int) -> str:
 
 
 def _resident_bytes() -> int:
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:  # not Linux: the peak is the best there is
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def _table_fields(section: str, node: Node) -> _Fields:
+    """Return the fields of a section that come from the table of metrics."""
+    return [(name, _number(value)) for name, value in info_fields(section, View.of(node))]
+
+
+def _number(value: float | None) -> float:
+    return int(value) if value is None or isinstance(value, bool) else value  # type: ignore[arg-type]
+
+
+def _counts(found: Mapping[str, int]) -> str:
+    return ",".join(f"{name}={count}" for name, count in sorted(found.items()))
+
+
+def _pairs(pairs: Mapping[str, object]) -> str:
+    return ",".join(f"{key}={value}" for key, value in pairs.items())
 
 
 def _info_server(node: Node) -> _Fields:
-    uptime_s = int(time.monotonic() - node.started_s)
+    uptime_s = int(time.monotonic() - node.server.started_s)
     return [
         ("redis_version", REDIS_VERSION),
         ("redis_mode", "standalone"),
         ("os", f"{platform.system()} {platform.release()} {platform.machine()}"),
         ("arch_bits", 64 if sys.maxsize > 1 << 32 else 32),
         ("multiplexing_api", "epoll"),
-        ("process_id", node.process_id),
+        ("process_id", os.getpid()),
         ("run_id", node.run_id),
-        ("tcp_port", node.port),
+        ("tcp_port", node.server.port),
         ("server_time_usec", time.time_ns() // 1000),
         ("uptime_in_seconds", uptime_s),
         ("uptime_in_days", uptime_s // 86400),
@@ -57,50 +80,31 @@ def _info_server(node: Node) -> _Fields:
 
 
 def _info_clients(node: Node) -> _Fields:
+    largest = max((session.info.pending_output_bytes for session in node.sessions.values()), default=0)
     return [
         ("connected_clients", len(node.open_sessions())),
-        ("maxclients", node.config.connections_max),
-        ("client_recent_max_output_buffer", max((s.pending_output_bytes for s in node.sessions.values()), default=0)),
+        *_table_fields("Clients", node),
+        ("client_recent_max_output_buffer", largest),
         ("blocked_clients", 0),
     ]
 
 
 def _info_memory(node: Node) -> _Fields:
-    seen = node.store.statistics()
-    resident = _resident_bytes()
+    store, resident = node.store.statistics(), _resident_bytes()
     return [
-        ("used_memory", seen.used_bytes),
-        ("used_memory_human", _human(seen.used_bytes)),
+        *_table_fields("Memory", node),
+        ("used_memory_human", _human(store.used_bytes)),
         ("used_memory_rss", resident),
         ("used_memory_rss_human", _human(resident)),
-        ("used_memory_peak", seen.peak_bytes),
-        ("used_memory_peak_human", _human(seen.peak_bytes)),
-        ("maxmemory", seen.budget_bytes),
-        ("maxmemory_human", _human(seen.budget_bytes)),
+        ("used_memory_peak_human", _human(store.peak_bytes)),
+        ("maxmemory_human", _human(store.budget_bytes)),
         ("maxmemory_policy", "allkeys-lru"),
-        ("mem_fragmentation_ratio", f"{resident / seen.used_bytes if seen.used_bytes else 0:.2f}"),
+        ("mem_fragmentation_ratio", f"{resident / store.used_bytes if store.used_bytes else 0:.2f}"),
     ]
 
 
 def _info_stats(node: Node) -> _Fields:
-    counters, seen = node.counters, node.store.statistics()
-    return [
-        ("total_connections_received", counters.connections),
-        ("total_commands_processed", counters.commands),
-        ("total_net_input_bytes", counters.input_bytes),
-        ("total_net_output_bytes", counters.output_bytes),
-        ("rejected_connections", counters.connections_rejected),
-        ("expired_keys", seen.expired_keys),
-        ("evicted_keys", seen.evicted_keys),
-        ("keyspace_hits", counters.hits),
-        ("keyspace_misses", counters.misses),
-        ("lookup_hits", counters.lookup_hits),
-        ("lookup_misses", counters.lookup_misses),
-        ("total_error_replies", counters.errors),
-        ("acl_access_denied_auth", counters.authentication_failures),
-        ("acl_access_denied_cmd", counters.denied_commands),
-        ("acl_access_denied_key", counters.denied_keys),
-    ]
+    return _table_fields("Stats", node)
 
 
 def _info_cpu(node: Node) -> _Fields:
@@ -121,61 +125,24 @@ def _info_cluster(node: Node) -> _Fields:
 
 
 def _info_keyspace(node: Node, tenant: int | None = None) -> _Fields:
-    seen = node.store.statistics(tenant)
-    return [("db0", f"keys={seen.keys},expires={seen.expiring_keys},avg_ttl=0")] if seen.keys else []
+    store = node.store.statistics(tenant)
+    return [("db0", f"keys={store.keys},expires={store.expiring_keys},avg_ttl=0")] if store.keys else []
 
 
 def _info_shadowserve(node: Node) -> _Fields:
-    counters, seen = node.counters, node.store.statistics()
+    store = node.store.statistics()
     return [
         ("version", __version__),
         ("engine", node.config.kind),
-        ("records", seen.records),
-        ("record_bytes", seen.record_bytes),
-        ("records_stored", counters.records_stored),
-        ("records_kept", counters.records_kept),
-        ("records_refused", counters.records_refused),
-        ("meta_keys", counters.meta_keys),
-        ("layer_streams", counters.layer_streams),
-        ("layer_streams_failed", counters.layer_streams_failed),
-        ("layer_streams_closed", counters.layer_streams_closed),
-        ("layer_streams_active", node.streams.active if node.streams else 0),
-        ("layer_streams_waiting", node.streams.waiting if node.streams else 0),
-        ("layers_sent", counters.layers_sent),
-        ("layer_bytes_sent", counters.layer_bytes_sent),
-        ("lost_values", counters.lost),
-        ("evicted_bytes", seen.evicted_bytes),
-        ("evictions", _counts(seen.evictions)),
-        ("lost_objects", _counts(seen.lost)),
-        ("held_bytes", seen.held_bytes),
-        ("pinned_keys", seen.pinned_keys),
-        ("pinned_bytes", seen.pinned_bytes),
-        ("pinned_bytes_max", int(node.config.pin_share * seen.budget_bytes)),
-        ("connections_denied", counters.connections_denied),
-        ("idle_clients_closed", counters.idle_clients),
-        ("stalled_clients_closed", counters.stalled_clients),
-        ("protocol_errors", counters.protocol_errors),
-        ("http_requests_refused", counters.http_refused),
-        ("strangers_closed", counters.strangers_closed),
-        ("strangers_displaced", counters.strangers_displaced),
-        ("greedy_clients_closed", counters.greedy_clients),
-        ("clients_memory_bytes", node.memory.used),
-        ("clients_memory_bytes_max", node.config.clients_memory_bytes),
-        ("lent_bytes", node.lent.used),
-        ("memory_waits", node.memory.waiting + node.lent.waiting),
-        ("tls_failures", counters.tls_failures),
-        ("throttled", counters.throttled),
-        ("audit_lines", node.audit.written),
-        ("audit_lines_lost", node.audit.lost),
+        *_table_fields("ShadowServe", node),
+        ("pinned_bytes_max", int(node.config.pin_share * store.budget_bytes)),
+        ("evictions", _counts(store.evictions)),
+        ("lost_objects", _counts(store.lost)),
     ]
 
 
-def _counts(found: Mapping[str, int]) -> str:
-    return ",".join(f"{name}={count}" for name, count in sorted(found.items()))
-
-
 def _info_commandstats(node: Node) -> _Fields:
-    """Redis's lines. Time is that of the sample, scaled to all calls."""
+    """Redis' lines. The time is that of the sample, scaled to all calls."""
     return [
         (
             f"cmdstat_{name}",
@@ -198,42 +165,63 @@ def _info_latencystats(node: Node) -> _Fields:
 
 
 def _info_devices(node: Node) -> _Fields:
-    seen = node.store.statistics()
-    fields: _Fields = [
-        ("writing_bytes", seen.writing_bytes),
-        ("reads_pending", seen.waiting_reads),
-        ("busy_refusals", node.counters.busy),
-        ("quarantined_bytes", seen.quarantined_bytes),
-        ("scrub_bytes", seen.scrubbed_bytes),
-        ("scrub_rotten", seen.scrub_rotten),
-    ]
-    for number, device in enumerate(seen.devices):
-        shown = {
-            "name": device.name,
-            "healthy": int(device.healthy),
-            "capacity_bytes": device.capacity_bytes,
-            "used_bytes": device.used_bytes,
-            "read_bytes": device.read_bytes,
-            "written_bytes": device.written_bytes,
-            "errors": device.errors,
-            "queue_depth": device.reading,
-        }
+    store = node.store.statistics()
+    fields = _table_fields("Devices", node)
+    for number, device in enumerate(store.devices):
+        pairs = {"name": device.name} | _row_pairs(DEVICE, "device_", device)
         for kind, histogram in sorted(device.latencies.items()):
-            shown[f"{kind}_p99_usec"] = round(histogram.quantile_ns(0.99) / 1000)
-        fields.append((f"device{number}", ",".join(f"{key}={value}" for key, value in shown.items())))
-    if seen.memory_bytes:
-        shown = {"name": "memory", "capacity_bytes": seen.memory_bytes, "used_bytes": seen.memory_used_bytes}
-        fields.append(("arena0", ",".join(f"{key}={value}" for key, value in shown.items())))
+            pairs[f"{kind}_p99_usec"] = round(histogram.quantile_ns(0.99) / 1000)
+        fields.append((f"device{number}", _pairs(pairs)))
+    if store.memory_bytes:
+        fields.append(("arena0", _pairs({"name": "memory"} | _row_pairs(ARENA, "arena_", store))))
     return fields
 
 
+def _row_pairs(rows: Iterable[Row], prefix: str, source: object) -> dict[str, object]:
+    values = {row.name.removeprefix(prefix): row.value(source) for row in rows}
+    return {name: _number(value) for name, value in values.items() if value is not None}
+
+
 def _info_s3(node: Node) -> _Fields:
-    seen = node.store.statistics().cold
-    if seen is None:
+    bucket = node.store.statistics().cold
+    if bucket is None:
         return []
-    fields = {item.name: getattr(seen, item.name) for item in dataclasses.fields(seen)}
+    fields = {item.name: getattr(bucket, item.name) for item in dataclasses.fields(bucket)}
     shown = [(name, _counts(value) if isinstance(value, Mapping) else value) for name, value in fields.items()]
-    return [("up", int(seen.up)), *shown]
+    return [("up", int(bucket.up)), *shown]
+
+
+def _info_tenants(node: Node) -> _Fields:
+    """Return a field for each tenant: those with limits, then those with clients, then others by their ids."""
+    known = node.store.tenants()
+    clients = Counter(session.user.tenant for session in node.sessions.values())
+    names = (name for name in dict.fromkeys(chain(node.config.tenants, clients, known)) if name in known)
+    fields: _Fields = [("tenants_known", len(known))]
+    for number, name in enumerate(islice(names, _TENANTS_SHOWN_MAX)):
+        fields.append((f"tenant{number}", _pairs(_tenant_pairs(node, name, known[name], clients[name]))))
+    return fields
+
+
+def _tenant_pairs(node: Node, name: str, tenant: int, clients: int) -> dict[str, object]:
+    """Return the values of a tenant, and those limits that it has."""
+    store = node.store.statistics(tenant)
+    limits = node.config.tenants.get(name, TenantLimits())
+    pairs: dict[str, object] = {
+        "name": quote(name, safe=_PLAIN),
+        "clients": clients,
+        "keys": store.keys,
+        "used_bytes": store.used_bytes,
+        "pinned_keys": store.pinned_keys,
+        "evicted_keys": store.evicted_keys,
+    }
+    for key in ("keys_max", "bytes_max", "commands_per_s", "bytes_per_s"):
+        limit = getattr(limits, key)
+        if limit:
+            pairs[key] = f"{limit:g}" if isinstance(limit, float) else int(limit)
+    limiter = node.limiters.get(name)
+    if limiter is not None and limiter.has_limits:
+        pairs |= {"commands": limiter.commands, "bytes": limiter.moved_bytes, "throttled": limiter.throttled}
+    return pairs
 
 
 _SECTIONS: Final[dict[str, Callable[[Node], _Fields]]] = {
@@ -250,20 +238,20 @@ _SECTIONS: Final[dict[str, Callable[[Node], _Fields]]] = {
 }
 
 _SECTIONS_OF_TENANTS: Final = frozenset({"Server", "Persistence", "Replication", "Cluster", "Keyspace"})
-"""Those that tell nothing of what others do."""
+"""Sections that users without @admin see: they show nothing of other tenants."""
 
 _SECTIONS_ON_DEMAND: Final[dict[str, Callable[[Node], _Fields]]] = {
     "Commandstats": _info_commandstats,
     "Latencystats": _info_latencystats,
     "Devices": _info_devices,
     "S3": _info_s3,
-    "Tenants": tenant_fields,
+    "Tenants": _info_tenants,
 }
-"""Those that come when they are named, or all are asked for: they are long."""
+"""Long sections, shown only by name or with ``all``."""
 
 
 def info(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """INFO [section ...]; users who do not run the server see what concerns them, and their own tenant's keys."""
+    """INFO [section ...]; users without @admin see some sections, and their own tenant's keys."""
     wanted = {bytes(argument).decode("utf-8", "replace").lower() for argument in arguments[1:]}
     sections = _SECTIONS | _SECTIONS_ON_DEMAND
     if wanted & {"all", "everything"}:

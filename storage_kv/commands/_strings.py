@@ -7,7 +7,7 @@ from typing import NamedTuple
 from shadowserve import record
 from shadowserve.errors import RecordError
 from shadowserve.keys import KEY_BYTES
-from shadowserve.pool.terms import KEY_BYTES_MAX
+from shadowserve.pool.terms import KEY_BYTES_MAX, Address, Item
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
 from shadowserve.resp import encode_array_header, encode_bulk_header, encode_null
 from storage_kv.commands._arguments import (
@@ -17,37 +17,22 @@ from storage_kv.commands._arguments import (
     OldValue,
     as_integer,
     bulk_of,
-    in_turns,
-    settled,
+    in_steps,
     syntax_error,
+    when_durable,
 )
-from storage_kv.node import CommandError, More, Node, Part, Reply
+from storage_kv.node import Node
+from storage_kv.reply import CommandError, Continuation, Part, Reply
 from storage_kv.session import Argument, Session
 
-__all__ = [
-    "get",
-    "getdel",
-    "getex",
-    "getrange",
-    "getset",
-    "mget",
-    "mset",
-    "msetnx",
-    "psetex",
-    "set_",
-    "setex",
-    "setnx",
-    "strlen",
-]
-
 _VERIFY_INLINE_BYTES_MAX = 128 << 10
-"""Checking this much takes about 0.1 ms: less than handing it to another thread and back would disturb."""
+"""Larger records are verified in another thread. This size takes about 0.1 ms, less than two thread switches cost."""
 
 _EXPIRY_UNITS = {b"EX": (1000, True), b"PX": (1, True), b"EXAT": (1000, False), b"PXAT": (1, False)}
 _MAGIC = record.MAGIC
 _TIME_MS_MAX = (1 << 63) - 1
 _SMALL_HEADERS = tuple(encode_bulk_header(size) for size in range(1024))
-"""Of bulks; formatting one takes longer than all the rest of GET."""
+"""Headers of small bulks; formatting one takes longer than the rest of GET."""
 
 
 def get(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -56,13 +41,13 @@ def get(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     if item is None:
         return encode_null(session.protocol)
     value = item.value
-    if isinstance(value, bytes) and len(value) < len(_SMALL_HEADERS):  # most often, and worth no more calls
+    if isinstance(value, bytes) and len(value) < len(_SMALL_HEADERS):  # most often; no further calls
         return b"".join((_SMALL_HEADERS[len(value)], value, b"\r\n"))
     return bulk_of(node, item, missing=encode_null(session.protocol))
 
 
 def getrange(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """GETRANGE key start end: both inclusive, negative ones count from the end."""
+    """GETRANGE key start end: both inclusive; negative positions count from the end."""
     start, end = as_integer(arguments[2]), as_integer(arguments[3])
     item = node.read(session.qualify(arguments[1]))
     if item is None or (start < 0 and end < 0 and start > end):
@@ -89,19 +74,19 @@ def mget(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         item = node.read(session.qualify(key))
         return null if item is None else bulk_of(node, item, missing=null)
 
-    return More.of([encode_array_header(len(arguments) - 1)], iter(arguments[1:]), value)
+    return Continuation.of([encode_array_header(len(arguments) - 1)], iter(arguments[1:]), value)
 
 
 @dataclass(slots=True)
 class _SetOptions:
-    """The options of SET and GETEX; of those that concern expiry only one, but that one any number of times.
+    """The options of SET and GETEX. Only one of the options about expiry may be given, but repeatedly.
 
     Attributes:
         condition: NX, XX or empty.
-        returns_old: GET was given.
-        keeps_expiry: KEEPTTL was.
-        ends_expiry: PERSIST was.
-        expiry: the option that was given, and its argument.
+        returns_old: GET is given.
+        keeps_expiry: KEEPTTL is given.
+        ends_expiry: PERSIST is given.
+        expiry: The given expiry option and its argument.
     """
 
     condition: bytes = b""
@@ -153,16 +138,16 @@ def _expiry_time(node: Node, option: bytes, argument: Argument, command: str) ->
 def set_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """SET key value [NX | XX] [GET] [EX seconds | PX ms | EXAT time | PXAT ms-time | KEEPTTL].
 
-    A value that begins like a record must be the valid record of its key, and then never changes any more: setting
-    another record of the same key answers OK and keeps the first, its expiry included.
+    A value that begins like a record must be the valid record of its key. A record never changes: setting another
+    record of the same key answers OK and keeps the first one and its expiry.
     """
     key, value = _checked(arguments[1]), arguments[2]
-    if len(arguments) == 3 and value[:4] != _MAGIC:  # most often, and worth no more calls
+    if len(arguments) == 3 and value[:4] != _MAGIC:  # most often; no further calls
         try:
             ticket = node.store.put((session.tenant, key), value)
         except OutOfBudgetError:
             raise CommandError(OUT_OF_MEMORY) from None
-        return OK if ticket is None else settled(node, ticket, "SET", OK)
+        return OK if ticket is None else when_durable(node, ticket, "SET", OK)
     options = _SetOptions.parse(arguments[3:])
     expires_at_ms = options.expires_at_ms(node, "set")
     answers = _Answers(
@@ -238,18 +223,18 @@ def _checked(key: Argument) -> bytes:
     return bytes(key)
 
 
-class _Chunk(NamedTuple):
-    """What the store is told of a record: the length of its head, and the name of the chunk before it."""
+class _RecordInfo(NamedTuple):
+    """The length of a record's header, and the key of the chunk before it; for other values zero and empty."""
 
     head_bytes: int
     parent: bytes
 
 
-_NO_CHUNK = _Chunk(0, b"")
+_NO_RECORD = _RecordInfo(0, b"")
 
 
-def _verify(key: bytes, value: Argument) -> "_Chunk | str":
-    """Return what the store is told of a valid record of ``key``, or what is wrong with it. Runs in any thread."""
+def _verify(key: bytes, value: Argument) -> "_RecordInfo | str":
+    """Verify a record of ``key``; return its description, or an error text. Runs in any thread."""
     try:
         name = bytes.fromhex(key[3:].decode("ascii")) if key.startswith(b"kv:") else b""
     except ValueError:
@@ -257,14 +242,14 @@ def _verify(key: bytes, value: Argument) -> "_Chunk | str":
     if len(name) != KEY_BYTES or key[3:] != name.hex().encode():
         return "its key is not 'kv:' and 64 lower-case hexadecimal digits"
     try:
-        head = record.verify(value, name)
+        header = record.verify(value, name)
     except RecordError as error:
         return str(error)
-    return _Chunk(head.head_length, head.parent)
+    return _RecordInfo(header.head_length, header.parent)
 
 
 class _Answers(NamedTuple):
-    """What a command answers that has stored, or has not; an old value comes before either if it is asked for."""
+    """The replies of a writing command whose condition is met or not; ``returns_old`` prefers the previous value."""
 
     met: bytes
     unmet: bytes = b""
@@ -272,7 +257,7 @@ class _Answers(NamedTuple):
 
 
 class _Write(NamedTuple):
-    """What is to be stored, whether, and what is answered."""
+    """The arguments of a writing command."""
 
     node: Node
     session: Session
@@ -286,42 +271,50 @@ class _Write(NamedTuple):
 
 
 def _put(write: _Write) -> Reply:
-    """Check a value if it is a record, at once or in another thread, and store it."""
+    """Verify a value if it is a record, at once or in another thread, and store it."""
     key, value = write.key, write.value
     if value[:4] != _MAGIC:
-        return _store(write, _NO_CHUNK)
+        return _store(write, _NO_RECORD)
     if len(value) <= _VERIFY_INLINE_BYTES_MAX:
         return _store(write, _accepted(write.node, _verify(key, value)))
-    return More([], lambda verdict: _store(write, _accepted(write.node, verdict)), lambda: _verify(key, value))
+    return Continuation([], lambda verdict: _store(write, _accepted(write.node, verdict)), lambda: _verify(key, value))
 
 
-def _accepted(node: Node, verdict: "_Chunk | str") -> _Chunk:
+def _accepted(node: Node, verdict: "_RecordInfo | str") -> _RecordInfo:
     if isinstance(verdict, str):
         node.counters.records_refused += 1
         raise CommandError(f"ERR record refused, nothing was stored: {verdict}")
     return verdict
 
 
-def _store(write: _Write, chunk: _Chunk) -> bytes | list[Part]:
+def _store(write: _Write, chunk: _RecordInfo) -> bytes | list[Part]:
     node, session, answers = write.node, write.session, write.answers
     store, name, null = node.store, session.qualify(write.key), encode_null(session.protocol)
-    # With GET the old value is the answer, which is a use of it, whether it is replaced or not.
+    # With GET the previous value is the reply, which counts as a use, whether it is replaced or not.
     old = node.read(name) if answers.returns_old else store.peek(name)
-    unmet = bool(write.condition) and (write.condition == b"NX") == (old is not None)
-    # One that lies in the bucket alone is stored, so that the next reader finds it here.
-    keeps_record = not unmet and old is not None and chunk.head_bytes > 0 and old.head_bytes > 0 and not old.is_cold
-    if keeps_record:
-        store.get(name)  # counts as a use: somebody still computes it
-        node.counters.records_kept += 1
-    if unmet or keeps_record:
+    if write.condition and (write.condition == b"NX") == (old is not None):
         if answers.returns_old:
             return null if old is None else bulk_of(node, old, missing=null)
-        # The record was stored by another, maybe just now: this client, too, is told OK when that is durable.
-        return answers.unmet if unmet else settled(node, store.settling(name), write.operation, answers.met)
+        return answers.unmet
+    # A record that only the bucket has is stored again, so that the next reader finds it here.
+    if old is not None and chunk.head_bytes and old.head_bytes and not old.is_cold:
+        store.get(name)  # counts as a use: a client has just computed it
+        node.counters.records_kept += 1
+        if answers.returns_old:
+            return bulk_of(node, old, missing=null)
+        # Another client stored the record, maybe just now: the reply waits until that is durable.
+        return when_durable(node, store.settling(name), write.operation, answers.met)
+    return _replace(write, chunk, name, old)
+
+
+def _replace(write: _Write, chunk: _RecordInfo, name: Address, old: Item | None) -> bytes | list[Part]:
+    """Store a value in place of an old one."""
+    node, answers, old_value = write.node, write.answers, None
     expires_at_ms = old.expires_at_ms if write.keeps_expiry and old is not None else write.expires_at_ms
-    old_value = OldValue(node, old, write.operation, null) if answers.returns_old and old is not None else None
+    if answers.returns_old and old is not None:
+        old_value = OldValue(node, old, write.operation, encode_null(write.session.protocol))
     try:
-        ticket = store.put(
+        ticket = node.store.put(
             name, write.value, head_bytes=chunk.head_bytes, expires_at_ms=expires_at_ms, parent=chunk.parent
         )
     except (OutOfBudgetError, BusyError) as error:
@@ -330,35 +323,34 @@ def _store(write: _Write, chunk: _Chunk) -> bytes | list[Part]:
         if isinstance(error, BusyError):
             raise
         raise CommandError(OUT_OF_MEMORY) from None
-    if chunk.head_bytes:
-        node.counters.records_stored += 1
+    node.counters.records_stored += chunk.head_bytes > 0
     if old_value is not None:
         return old_value.reply(ticket)
-    return settled(node, ticket, write.operation, answers.met)
+    return when_durable(node, ticket, write.operation, answers.met)
 
 
 # ---- Several at a time
 
 
 def mset(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """MSET key value [key value ...]: many of them not all at once, but in order.
+    """MSET key value [key value ...]: stores many pairs in order, in several steps.
 
-    Records are checked before anything is stored. If memory ends in between, the first ones are stored.
+    Records are verified before anything is stored. If memory runs out in between, the first pairs are stored.
     """
     pairs = _pairs(arguments, "mset")
-    return _checked_pairs(node, pairs, lambda chunks: in_turns(_Puts(node, session, pairs, chunks, "MSET", OK)))
+    return _checked_pairs(node, pairs, lambda chunks: in_steps(_Puts(node, session, pairs, chunks, "MSET", OK)))
 
 
 def msetnx(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """MSETNX key value [key value ...]: stores nothing if any of the keys is there."""
+    """MSETNX key value [key value ...]: stores nothing if any of the keys exists."""
     pairs = _pairs(arguments, "msetnx")
-    if len(pairs) > KEYS_AT_A_TIME:  # all of them at once or none, so not in turns
+    if len(pairs) > KEYS_AT_A_TIME:  # all or none, so in one step
         raise CommandError(f"ERR MSETNX takes at most {KEYS_AT_A_TIME} keys, got {len(pairs)}: use SET with NX")
 
-    def store(chunks: Sequence[_Chunk]) -> Reply:
+    def store(chunks: Sequence[_RecordInfo]) -> Reply:
         if any(node.store.peek(session.qualify(key)) is not None for key, _ in pairs):
             return b":0\r\n"
-        return in_turns(_Puts(node, session, pairs, chunks, "MSETNX", b":1\r\n"))
+        return in_steps(_Puts(node, session, pairs, chunks, "MSETNX", b":1\r\n"))
 
     return _checked_pairs(node, pairs, store)
 
@@ -370,29 +362,29 @@ def _pairs(arguments: list[Argument], name: str) -> list[tuple[bytes, Argument]]
 
 
 def _checked_pairs(
-    node: Node, pairs: Sequence[tuple[bytes, Argument]], store: Callable[[Sequence[_Chunk]], Reply]
+    node: Node, pairs: Sequence[tuple[bytes, Argument]], store: Callable[[Sequence[_RecordInfo]], Reply]
 ) -> Reply:
-    """Check the values that are records, at once or in another thread, and go on with what is known of each."""
+    """Verify the values that are records, at once or in another thread, then call ``store``."""
 
-    def verify() -> list[_Chunk | str]:
-        return [_verify(key, value) if value[:4] == _MAGIC else _NO_CHUNK for key, value in pairs]
+    def verify() -> list[_RecordInfo | str]:
+        return [_verify(key, value) if value[:4] == _MAGIC else _NO_RECORD for key, value in pairs]
 
-    def finish(verdicts: Sequence[_Chunk | str]) -> Reply:
+    def finish(verdicts: Sequence[_RecordInfo | str]) -> Reply:
         return store([_accepted(node, verdict) for verdict in verdicts])
 
     record_bytes = sum(len(value) for _, value in pairs if value[:4] == _MAGIC)
-    return finish(verify()) if record_bytes <= _VERIFY_INLINE_BYTES_MAX else More([], finish, verify)
+    return finish(verify()) if record_bytes <= _VERIFY_INLINE_BYTES_MAX else Continuation([], finish, verify)
 
 
 class _Puts:
-    """Several values that are stored one after the other, some at a time."""
+    """Stores several values in order, some in each step."""
 
     def __init__(
         self,
         node: Node,
         session: Session,
         pairs: Sequence[tuple[bytes, Argument]],
-        chunks: Sequence[_Chunk],
+        chunks: Sequence[_RecordInfo],
         operation: str,
         reply: bytes,
     ) -> None:
@@ -418,10 +410,10 @@ class _Puts:
         if self._position < len(self._pairs):
             return None
         ticket = Ticket.of(*self._tickets) if self._tickets else None
-        return settled(self._node, ticket, self._operation, self._reply)
+        return when_durable(self._node, ticket, self._operation, self._reply)
 
-    def _store(self, key: bytes, value: Argument, chunk: _Chunk) -> None:
-        """Store one, but a record in place of a record."""
+    def _store(self, key: bytes, value: Argument, chunk: _RecordInfo) -> None:
+        """Store one value, unless it is a record over a record."""
         store, name, counters = self._node.store, self._session.qualify(key), self._node.counters
         old = store.peek(name) if chunk.head_bytes else None
         if old is not None and old.head_bytes and not old.is_cold:

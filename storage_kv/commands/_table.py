@@ -1,156 +1,240 @@
-"""The shape of a row in the command table, and what COMMAND tells of it."""
+"""The rows of the command table, in the order of COMMAND. See :class:`~storage_kv.commands._command.Command`."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Any, Final
 
-from shadowserve.resp import Map, SetReply, SimpleString, Value
-from storage_kv.access.rules import CATEGORIES
-from storage_kv.node import Node, Reply
-from storage_kv.session import Argument, Session
+from storage_kv.commands import (
+    _acl,
+    _config,
+    _connection,
+    _introspection,
+    _keys,
+    _kv,
+    _server,
+    _strings,
+    _transactions,
+)
+from storage_kv.commands._command import TABLE as TABLE
+from storage_kv.commands._command import Command, Handler
 
-__all__ = ["Command", "Handler"]
+_PLAIN: Final = "noscript loading stale"
+_ADMIN: Final = f"admin {_PLAIN}"
+_CONNECTION: Final = f"{_PLAIN} fast"
+_ONE_KEY: Final = (1, 1, 1)
+_ALL_KEYS: Final = (1, -1, 1)
+_PAIRS: Final = (1, -1, 2)
 
-Handler: TypeAlias = Callable[[Node, Session, list[Argument]], Reply]
-
-_GROUPS: Final = {
-    "string": ("string",),
-    "generic": ("keyspace",),
-    "connection": ("connection",),
-    "server": (),
-    "transactions": ("transaction",),
-}
-
-
-_VARIABLE: Final = "variable_flags"
-"""Of a command, SET, that does more to its key with an option."""
-
-_KEY_NOTES: Final = {
-    "getex": b"RW and UPDATE because it changes the TTL",
-    "set": b"RW and ACCESS due to the optional `GET` argument",
-}
+_SUMMED: Final = "request_policy:multi_shard response_policy:agg_sum"
+_UNORDERED: Final = "nondeterministic_output_order"
+_VARYING: Final = "nondeterministic_output"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Command:
-    """One command, or one subcommand of one.
+def _row(
+    name: str, arity: int, flags: str, handler: Handler, since: str, summary: str, *, tips: str = ""
+) -> dict[str, Any]:
+    """Return the fields of a subcommand that differ from its command's."""
+    row = {"name": name, "arity": arity, "flags": flags, "handler": handler, "since": since, "summary": summary}
+    return row | {"tips": tips}
 
-    Attributes:
-        name: lower case.
-        arity: number of arguments, the name included (for a subcommand, its command's too); -n means n or more.
-        flags: as Redis names them; ``no_auth`` is what unauthenticated clients may call.
-        categories: of ACLs, beside those that follow from the flags; None for that of the group.
-        keys: first key's position, last key's (negative from the end), step; zeros for none.
-        values: where its values are, likewise: these may be large, all other arguments not.
-        key_flags: what it does to its keys, in Redis' words, in its order. Asking whether a key is there is no access.
-        tips: for clients of clusters, as Redis names them.
-        access: what that is for ACLs: of ``R`` and ``W``.
-        lends: its reply may be stored values.
-        since: version of Redis that brought it; of ShadowServe for ours.
+
+def _container(
+    name: str,
+    arity: int,
+    flags: str,
+    handler: Handler,
+    since: str,
+    group: str,
+    summary: str,
+    *rows: dict[str, Any],
+    categories: tuple[str, ...] = (),
+    tips: str = "",
+) -> Command:
+    """Return a command with subcommands, to which HELP is added.
+
+    Subcommands have the categories of the command or, if it has none, those of the group.
     """
-
-    name: str
-    arity: int
-    flags: str
-    summary: str
-    since: str
-    group: str
-    handler: Handler
-    keys: tuple[int, int, int] = (0, 0, 0)
-    values: tuple[int, int, int] = (0, 0, 0)
-    key_flags: str = ""
-    tips: str = ""
-    subcommands: Sequence["Command"] = ()
-    parent: str = ""
-    categories: Collection[str] | None = None
-    full_name: str = field(init=False)
-    open_to_all: bool = field(init=False)
-    is_audited: bool = field(init=False)
-    access: str = field(init=False)
-    lends: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "full_name", f"{self.parent}|{self.name}" if self.parent else self.name)
-        flags = self.flags.split()
-        object.__setattr__(self, "open_to_all", "no_auth" in flags)
-        object.__setattr__(self, "categories", tuple(self._categories(flags)))
-        object.__setattr__(self, "access", _access(self.key_flags))
-        object.__setattr__(self, "lends", self.group == "string" and "R" in self.access)
-        flushes = "write" in flags and "dangerous" in (self.categories or ())
-        object.__setattr__(self, "is_audited", "admin" in flags or flushes)
-
-    def _categories(self, flags: Sequence[str]) -> Iterator[str]:
-        """Yield the categories of ACLs, in Redis' order."""
-        found = set(_GROUPS[self.group] if self.categories is None else self.categories)
-        found |= {"read"} if "readonly" in flags else set()
-        found |= {"write"} if "write" in flags else set()
-        found |= {"admin", "dangerous"} if "admin" in flags else set()
-        found.add("fast" if "fast" in flags else "slow")
-        return (category for category in CATEGORIES if category in found)
-
-    def keys_of(self, arguments: Sequence[Argument]) -> Sequence[Argument]:
-        first, last, step = self.keys
-        if not first:
-            return ()
-        return arguments[first : last + 1 if last >= 0 else len(arguments) + last + 1 : step]
-
-    def takes_value(self, position: int) -> bool:
-        """Return whether the argument there is a value."""
-        first, last, step = self.values
-        return bool(first) and first <= position <= (last if last >= 0 else position) and not (position - first) % step
-
-    def flags_of_keys(self, arguments: Sequence[Argument]) -> str:
-        """Return what the command, with these arguments, does to its keys, in Redis' words."""
-        if not self.key_flags.endswith(_VARIABLE):
-            return self.key_flags
-        returns_old = any(bytes(option[:4]).upper() == b"GET" for option in arguments[3:])
-        return "RW access update" if returns_old else "OW update"
-
-    def access_of(self, arguments: Sequence[Argument]) -> str:
-        """Return what the command, with these arguments, does to its keys, of ``R`` and ``W``."""
-        return _access(self.flags_of_keys(arguments)) if self.key_flags.endswith(_VARIABLE) else self.access
-
-    def describe(self) -> Value:
-        """Return what COMMAND INFO says: ten elements, as since Redis 7."""
-        return [
-            self.full_name.encode(),
-            self.arity,
-            _words(self.flags),
-            *self.keys,
-            SetReply([SimpleString(f"@{category}".encode()) for category in self.categories or ()]),
-            SetReply([tip.encode() for tip in self.tips.split()]),
-            SetReply([self._describe_keys()] if self.key_flags else []),
-            SetReply([subcommand.describe() for subcommand in self.subcommands]),
-        ]
-
-    def _describe_keys(self) -> Value:
-        """Return where the keys are among the arguments, and what is done to them."""
-        first, last, step = self.keys
-        # Of a range, Redis counts the last key's position from the first's.
-        found: list[Value] = [b"lastkey", last if last < 0 else last - first, b"keystep", step, b"limit", 0]
-        notes: list[Value] = [b"notes", _KEY_NOTES[self.name]] if self.name in _KEY_NOTES else []
-        return Map([
-            *notes,
-            *(b"flags", _words(self.key_flags)),
-            *(b"begin_search", Map([b"type", b"index", b"spec", Map([b"index", first])])),
-            *(b"find_keys", Map([b"type", b"range", b"spec", Map(found)])),
-        ])  # fmt: skip
-
-    def document(self) -> Value:
-        fields: list[Value] = [b"summary", self.summary.encode(), b"since", self.since.encode()]
-        fields += [b"group", self.group.encode()]
-        if self.subcommands:
-            nested: list[Value] = []
-            for subcommand in self.subcommands:
-                nested += [subcommand.full_name.encode(), subcommand.document()]
-            fields += [b"subcommands", Map(nested)]
-        return Map(fields)
+    help_row = _row("help", 2, "loading stale", _introspection.help, max(since, "5.0.0"), "Returns this text.")
+    subcommands = (Command(parent=name, group=group, categories=categories or None, **row) for row in (*rows, help_row))
+    return Command(
+        name, arity, flags, handler, since, group, summary,
+        categories=categories, tips=tips, subcommands=tuple(subcommands),
+    )  # fmt: skip
 
 
-def _access(key_flags: str) -> str:
-    words = set(key_flags.split())
-    return ("R" if "access" in words else "") + ("W" if words & {"insert", "update", "delete"} else "")
-
-
-def _words(text: str) -> SetReply:
-    return SetReply([SimpleString(word.encode()) for word in text.split()])
+# fmt: off
+TABLE.add(
+    _container("acl", -2, "", _introspection.help, "6.0.0", "server", "A container for access control commands.",
+        _row("cat", -2, _PLAIN, _introspection.acl_cat, "6.0.0",
+             "Lists the categories, or the commands of one category."),
+        _row("deluser", -3, _ADMIN, _acl.deluser, "6.0.0", "Deletes users and ends their connections."),
+        _row("dryrun", -4, _ADMIN, _introspection.acl_dryrun, "7.0.0",
+             "Checks the permission of a user to execute a command."),
+        _row("genpass", -2, _PLAIN, _acl.genpass, "6.0.0", "Generates a password of random hexadecimal digits."),
+        _row("getuser", 3, _ADMIN, _acl.getuser, "6.0.0", "Returns the rules of a user."),
+        _row("list", 2, _ADMIN, _acl.list_, "6.0.0", "Returns the users as lines of a users file."),
+        _row("load", 2, _ADMIN, _acl.load, "6.0.0", "Reads the users file again."),
+        _row("log", -2, _ADMIN, _acl.log, "6.0.0", "Returns the last denials."),
+        _row("save", 2, _ADMIN, _acl.save, "6.0.0", "Writes the users file."),
+        _row("setuser", -3, _ADMIN, _acl.setuser, "6.0.0", "Creates or changes a user."),
+        _row("users", 2, _ADMIN, _acl.users, "6.0.0", "Returns the names of the users."),
+        _row("whoami", 2, _PLAIN, _acl.whoami, "6.0.0", "Returns the user of the connection."),
+    ),
+    Command("auth", -2, f"{_CONNECTION} no_auth allow_busy", _connection.auth, "1.0.0", "connection",
+            "Authenticates the connection."),
+    _container("client", -2, "", _introspection.help, "2.4.0", "connection",
+               "A container for client connection commands.",
+        _row("getname", 2, _PLAIN, _connection.client_getname, "2.6.9", "Returns the name of the connection."),
+        _row("id", 2, _PLAIN, _connection.client_id, "5.0.0", "Returns the unique client ID of the connection."),
+        _row("info", 2, _PLAIN, _connection.client_info, "6.2.0", "Returns information about the connection.",
+             tips=_VARYING),
+        _row("kill", -3, _ADMIN, _connection.client_kill, "2.4.0", "Ends connections, by address or by filters."),
+        _row("list", -2, _ADMIN, _connection.client_list, "2.4.0", "Lists open connections.", tips=_VARYING),
+        _row("no-evict", 3, _ADMIN, _connection.client_no_evict, "7.0.0",
+             "Accepted for compatibility, without effect."),
+        _row("reply", 3, _PLAIN, _connection.client_reply, "3.2.0",
+             "Switches the replies of the connection on, off, or off for the next command."),
+        _row("setinfo", 4, _PLAIN, _connection.client_setinfo, "7.2.0",
+             "Records the name and version of the client's library."),
+        _row("setname", 3, _PLAIN, _connection.client_setname, "2.6.9", "Sets the name of the connection."),
+    ),
+    _container("command", -1, "loading stale", _introspection.command, "2.8.13", "server",
+               "Returns information about all commands.",
+        _row("count", 2, "loading stale", _introspection.command_count, "2.8.13", "Returns the number of commands."),
+        _row("docs", -2, "loading stale", _introspection.command_docs, "7.0.0", "Returns documentation of commands.",
+             tips=_UNORDERED),
+        _row("getkeys", -4, "loading stale", _introspection.command_getkeys, "2.8.13",
+             "Returns the keys among the arguments of a command."),
+        _row("getkeysandflags", -4, "loading stale", _introspection.command_getkeysandflags, "7.0.0",
+             "Returns the keys among the arguments of a command, and their access."),
+        _row("info", -2, "loading stale", _introspection.command_info, "2.8.13", "Returns information about commands.",
+             tips=_UNORDERED),
+        _row("list", -2, "loading stale", _introspection.command_list, "7.0.0", "Returns the names of commands.",
+             tips=_UNORDERED),
+        categories=("connection",), tips=_UNORDERED,
+    ),
+    _container("config", -2, "", _introspection.help, "2.0.0", "server",
+               "A container for server configuration commands.",
+        _row("get", -3, _ADMIN, _config.config_get, "2.0.0", "Returns the values of configuration parameters."),
+        _row("resetstat", 2, _ADMIN, _config.config_resetstat, "2.0.0", "Resets the counters of INFO."),
+        _row("rewrite", 2, _ADMIN, _config.config_rewrite, "2.8.0",
+             "Refused: the server does not write its configuration file."),
+        _row("set", -4, _ADMIN, _config.config_set, "2.0.0",
+             "Changes parameters while the server runs.",
+             tips="request_policy:all_nodes response_policy:all_succeeded"),
+    ),
+    Command("dbsize", 1, "readonly fast", _keys.dbsize, "1.0.0", "server", "Returns the number of keys.",
+            categories=("keyspace",), tips="request_policy:all_shards response_policy:agg_sum"),
+    Command("del", -2, "write", _keys.delete, "1.0.0", "generic", "Deletes keys.", keys=_ALL_KEYS,
+            key_flags="RM delete", tips=_SUMMED),
+    Command("discard", 1, f"{_CONNECTION} allow_busy", _transactions.discard, "2.0.0", "transactions",
+            "Discards the commands since MULTI."),
+    Command("echo", 2, "loading stale fast", _connection.echo, "1.0.0", "connection", "Returns the given string."),
+    Command("exec", 1, "noscript loading stale skip_slowlog", _transactions.exec_, "1.2.0", "transactions",
+            "Executes the commands since MULTI, in order."),
+    Command("exists", -2, "readonly fast", _keys.exists, "1.0.0", "generic", "Counts which of the keys exist.",
+            keys=_ALL_KEYS, key_flags="RO", tips=_SUMMED),
+    Command("expire", -3, "write fast", _keys.expire, "1.0.0", "generic", "Sets the time to live of a key in seconds.",
+            keys=_ONE_KEY, key_flags="RW update"),
+    Command("expireat", -3, "write fast", _keys.expireat, "1.2.0", "generic",
+            "Sets when a key expires, in Unix time in seconds.", keys=_ONE_KEY, key_flags="RW update"),
+    Command("expiretime", 2, "readonly fast", _keys.expiretime, "7.0.0", "generic",
+            "Returns when a key expires, in Unix time in seconds.", keys=_ONE_KEY, key_flags="RO access"),
+    Command("flushall", -1, "write", _keys.flush, "1.0.0", "server", "Removes all keys.",
+            categories=("keyspace", "dangerous"), tips="request_policy:all_shards response_policy:all_succeeded"),
+    Command("flushdb", -1, "write", _keys.flush, "1.0.0", "server", "Removes all keys: there is one database.",
+            categories=("keyspace", "dangerous"), tips="request_policy:all_shards response_policy:all_succeeded"),
+    Command("get", 2, "readonly fast", _strings.get, "1.0.0", "string", "Returns the value of a key.", keys=_ONE_KEY,
+            key_flags="RO access"),
+    Command("getdel", 2, "write fast", _strings.getdel, "6.2.0", "string",
+            "Returns the value of a key, and deletes the key.", keys=_ONE_KEY, key_flags="RW access delete"),
+    Command("getex", -2, "write fast", _strings.getex, "6.2.0", "string",
+            "Returns the value of a key, and changes its time to live.", keys=_ONE_KEY, key_flags="RW access update"),
+    Command("getrange", 4, "readonly", _strings.getrange, "2.4.0", "string", "Returns a part of the value of a key.",
+            keys=_ONE_KEY, key_flags="RO access"),
+    Command("getset", 3, "write denyoom fast", _strings.getset, "1.0.0", "string",
+            "Sets the value of a key, and returns the one before.", keys=_ONE_KEY, values=(2, 2, 1),
+            key_flags="RW access update"),
+    Command("hello", -1, f"{_CONNECTION} no_auth allow_busy", _connection.hello, "6.0.0", "connection",
+            "Chooses the protocol, authenticates, and names the connection."),
+    Command("info", -1, "loading stale", _server.info, "1.0.0", "server",
+            "Returns information about the server by section.", categories=("dangerous",),
+            tips="nondeterministic_output request_policy:all_shards response_policy:special"),
+    Command("keys", 2, "readonly", _keys.keys, "1.0.0", "generic", "Returns the keys that match a pattern.",
+            categories=("keyspace", "dangerous"), tips="request_policy:all_shards nondeterministic_output_order"),
+    Command("kv.publish", -3, "write fast", _kv.publish, "0.1.0", "string",
+            "Marks keys as pending: they will be stored within some milliseconds.", keys=(2, -1, 1),
+            key_flags="OW insert"),
+    Command("kv.pending", -2, "readonly fast", _kv.pending, "0.1.0", "string",
+            "Returns for how many milliseconds more absent keys are pending.", keys=_ALL_KEYS, key_flags="RO"),
+    Command("kv.layers", -5, "readonly", _kv.layers, "0.2.0", "string",
+            "Returns the records of a prefix layer by layer.", keys=(4, -1, 1), key_flags="RO access"),
+    Command("kv.meta", -2, "readonly", _kv.meta, "0.1.0", "string",
+            "Returns the length and the header of each record; nil without one.", keys=_ALL_KEYS,
+            key_flags="RO access"),
+    Command("kv.pin", -3, "write fast", _kv.pin, "0.1.0", "string",
+            "Protects keys from eviction for some seconds; 0 ends it.", keys=(2, -1, 1), key_flags="RW update"),
+    Command("kv.pins", -1, "readonly", _kv.pins, "0.2.0", "server",
+            "Returns how many keys and bytes are pinned, and may be.",
+            categories=("keyspace",)),
+    Command("kv.prefetch", -2, "readonly", _kv.prefetch, "0.2.0", "string",
+            "Begins to bring records from the bucket into the node.", keys=_ALL_KEYS, key_flags="RO access"),
+    Command("kv.unpin", -1, "write", _kv.unpin, "0.2.0", "server", "Ends all pins of the tenant, or of other tenants.",
+            categories=("keyspace",)),
+    Command("mget", -2, "readonly fast", _strings.mget, "1.0.0", "string", "Returns the values of keys.",
+            keys=_ALL_KEYS, key_flags="RO access", tips="request_policy:multi_shard"),
+    Command("mset", -3, "write denyoom", _strings.mset, "1.0.1", "string", "Sets the values of keys.", keys=_PAIRS,
+            values=(2, -1, 2), key_flags="OW update", tips="request_policy:multi_shard response_policy:all_succeeded"),
+    Command("msetnx", -3, "write denyoom", _strings.msetnx, "1.0.1", "string",
+            "Sets the values of keys if none of them exists.", keys=_PAIRS, values=(2, -1, 2), key_flags="OW insert",
+            tips="request_policy:multi_shard response_policy:agg_min"),
+    Command("multi", 1, f"{_CONNECTION} allow_busy", _transactions.multi, "1.2.0", "transactions",
+            "Queues the commands that follow until EXEC."),
+    Command("persist", 2, "write fast", _keys.persist, "2.2.0", "generic", "Removes the time to live of a key.",
+            keys=_ONE_KEY, key_flags="RW update"),
+    Command("pexpire", -3, "write fast", _keys.pexpire, "2.6.0", "generic",
+            "Sets the time to live of a key in milliseconds.", keys=_ONE_KEY, key_flags="RW update"),
+    Command("pexpireat", -3, "write fast", _keys.pexpireat, "2.6.0", "generic",
+            "Sets when a key expires, in Unix time in milliseconds.", keys=_ONE_KEY, key_flags="RW update"),
+    Command("pexpiretime", 2, "readonly fast", _keys.pexpiretime, "7.0.0", "generic",
+            "Returns when a key expires, in Unix time in milliseconds.", keys=_ONE_KEY, key_flags="RO access"),
+    Command("ping", -1, "fast", _connection.ping, "1.0.0", "connection", "Returns PONG, or the given string.",
+            tips="request_policy:all_shards response_policy:all_succeeded"),
+    Command("psetex", 4, "write denyoom", _strings.psetex, "2.6.0", "string",
+            "Sets the value of a key, and its time to live in milliseconds.", keys=_ONE_KEY, values=(3, 3, 1),
+            key_flags="OW update"),
+    Command("pttl", 2, "readonly fast", _keys.pttl, "2.6.0", "generic",
+            "Returns the time to live of a key in milliseconds.", keys=_ONE_KEY, key_flags="RO access", tips=_VARYING),
+    Command("quit", -1, f"{_CONNECTION} no_auth allow_busy", _connection.quit_, "1.0.0", "connection",
+            "Closes the connection."),
+    Command("reset", 1, f"{_CONNECTION} no_auth allow_busy", _connection.reset, "6.2.0", "connection",
+            "Resets the connection."),
+    Command("scan", -2, "readonly", _keys.scan, "2.8.0", "generic", "Iterates over the keys.",
+            tips="nondeterministic_output request_policy:special"),
+    Command("select", 2, "loading stale fast", _connection.select, "1.0.0", "connection",
+            "Chooses the database: there is one, 0."),
+    Command("set", -3, "write denyoom", _strings.set_, "1.0.0", "string",
+            "Sets the value of a key; a record never changes once it is set.", keys=_ONE_KEY, values=(2, 2, 1),
+            key_flags="RW access update variable_flags"),
+    Command("setex", 4, "write denyoom", _strings.setex, "2.0.0", "string",
+            "Sets the value of a key, and its time to live in seconds.", keys=_ONE_KEY, values=(3, 3, 1),
+            key_flags="OW update"),
+    Command("setnx", 3, "write denyoom fast", _strings.setnx, "1.0.0", "string",
+            "Sets the value of a key if it does not exist.", keys=_ONE_KEY, values=(2, 2, 1), key_flags="OW insert"),
+    Command("strlen", 2, "readonly fast", _strings.strlen, "2.2.0", "string",
+            "Returns the length of the value of a key.", keys=_ONE_KEY, key_flags="RO"),
+    Command("substr", 4, "readonly", _strings.getrange, "1.0.0", "string",
+            "Returns a part of the value of a key: an old name of GETRANGE.", keys=_ONE_KEY, key_flags="RO access"),
+    Command("touch", -2, "readonly fast", _keys.touch, "3.2.1", "generic",
+            "Marks keys as used, and counts which of them exist.",
+            keys=_ALL_KEYS, key_flags="RO", tips=_SUMMED),
+    Command("ttl", 2, "readonly fast", _keys.ttl, "1.0.0", "generic", "Returns the time to live of a key in seconds.",
+            keys=_ONE_KEY, key_flags="RO access", tips=_VARYING),
+    Command("type", 2, "readonly fast", _keys.type_, "1.0.0", "generic",
+            "Returns the type of the value of a key: string, or none.", keys=_ONE_KEY, key_flags="RO"),
+    Command("unlink", -2, "write fast", _keys.delete, "4.0.0", "generic", "Deletes keys; the same as DEL here.",
+            keys=_ALL_KEYS, key_flags="RM delete", tips=_SUMMED),
+    Command("unwatch", 1, f"{_CONNECTION} allow_busy", _transactions.unwatch, "2.2.0", "transactions",
+            "Ends all WATCH of the connection."),
+    Command("watch", -2, f"{_CONNECTION} allow_busy", _transactions.watch, "2.2.0", "transactions",
+            "Makes EXEC execute nothing if one of the keys changes.", keys=_ALL_KEYS, key_flags="RO"),
+)
+# fmt: on

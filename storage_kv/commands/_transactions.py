@@ -1,9 +1,9 @@
-"""MULTI and EXEC: a client's commands kept until it says so, then executed in order.
+"""MULTI and EXEC: a client's commands are queued, then executed in order.
 
-EXEC answers the head of an array. What it executes, the connection then treats as though the client had sent it again,
-before everything that came behind: so every bound on what one client may have executed, waiting and held is a bound on
-transactions, too. As many commands as one turn executes, nobody else's come in between, unless the client does not read
-its replies or the store has no room; of a longer transaction the lock is let go of in between.
+EXEC answers an array header. The connection then executes the queued commands as if the client had sent them again
+before all later ones, so every limit on a client's execution, waiting and memory also limits its transactions. A
+transaction that fits into one turn is atomic, unless the client does not read its replies or the store has no room. A
+longer one releases the lock in between.
 """
 
 from collections import deque
@@ -11,14 +11,13 @@ from typing import Final
 
 from shadowserve.resp import encode_array_header
 from storage_kv.commands._arguments import OK
-from storage_kv.commands._table import Command
-from storage_kv.node import CommandError, Node, Reply
+from storage_kv.commands._command import Command
+from storage_kv.node import Node
+from storage_kv.reply import CommandError, Reply
 from storage_kv.session import Argument, Session, Transaction
 
-__all__ = ["EXECUTED_AT_ONCE", "discard", "exec_", "multi", "note_change", "queue", "rejected", "unwatch", "watch"]
-
 EXECUTED_AT_ONCE: Final = frozenset({"multi", "exec", "discard", "watch", "quit", "reset"})
-"""The commands that are not queued in a transaction, as in Redis."""
+"""Commands that a transaction does not queue, as in Redis."""
 
 _QUEUED: Final = b"+QUEUED\r\n"
 _WATCHED_KEYS_MAX: Final = 1_000
@@ -37,10 +36,10 @@ def multi(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def queue(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """Keep a command for EXEC. A transaction may be as much as one request may: its memory is the server's."""
+    """Queue a command for EXEC. A transaction has the size limits of a request."""
     transaction = session.transaction
     assert transaction is not None
-    if transaction.failed:  # it will never be executed
+    if transaction.failed:
         return _QUEUED
     config = node.config
     transaction.arguments += len(arguments)
@@ -56,7 +55,7 @@ def queue(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def rejected(node: Node, session: Session, command: Command, error: CommandError) -> CommandError:
-    """Return the error for a command that is neither executed nor queued: the transaction has failed with it."""
+    """Fail the transaction because of a command that can be neither executed nor queued; return its error."""
     if command.name == "exec" and not command.parent:
         session.transaction = None
         node.unwatch(session)
@@ -76,12 +75,12 @@ def discard(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def exec_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """EXEC: the head of the array; the replies in it are those of the commands that are executed next."""
+    """EXEC: the array header; the next commands' replies are its elements."""
     transaction, session.transaction = session.transaction, None
     if transaction is None:
         raise CommandError("ERR EXEC without MULTI")
-    broken = session.watch_failed or any(
-        (node.store.peek(key) is not None) is not was_there for key, was_there in session.watched.items()
+    broken = session.watch.failed or any(
+        (node.store.peek(key) is not None) is not existed for key, existed in session.watch.existed.items()
     )
     node.unwatch(session)
     if transaction.failed:
@@ -93,13 +92,13 @@ def exec_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def watch(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """WATCH key [key ...]: have EXEC execute nothing if one of them is changed before it."""
+    """WATCH key [key ...]: EXEC executes nothing if one of them has changed."""
     if session.transaction is not None:
         raise CommandError("ERR WATCH inside MULTI is not allowed")
-    keys = {session.qualify(key) for key in arguments[1:]}.union(session.watched)
+    keys = {session.qualify(key) for key in arguments[1:]}.union(session.watch.existed)
     if len(keys) > _WATCHED_KEYS_MAX or sum(len(key) for _, key in keys) > _WATCHED_BYTES_MAX:
         raise CommandError(
-            f"ERR too much is watched: at most {_WATCHED_KEYS_MAX} keys of {_WATCHED_BYTES_MAX >> 20} MiB in all"
+            f"ERR too many watched keys: at most {_WATCHED_KEYS_MAX} keys of {_WATCHED_BYTES_MAX >> 20} MiB in all"
         )
     for key in keys:
         node.watch(session, key)
@@ -112,22 +111,22 @@ def unwatch(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     return OK
 
 
-def note_change(node: Node, session: Session, command: Command, arguments: list[Argument], reply: Reply) -> None:
-    """Tell those who watch the keys of a command that has been executed, or has begun to be.
+def fail_watchers(node: Node, session: Session, command: Command, arguments: list[Argument], reply: Reply) -> None:
+    """Fail the transactions that watch keys of a command that has been executed, or has begun.
 
-    Keys that go - removed, expired, evicted, flushed - EXEC misses itself.
+    EXEC itself checks for removed, expired, evicted and flushed keys.
     """
     words = command.key_flags.split()
     if ("update" in words or "insert" in words) and not _is_unchanged(command, arguments, reply):
-        node.changed(map(session.qualify, command.keys_of(arguments)))
+        node.fail_watchers(map(session.qualify, command.keys_of(arguments)))
 
 
 def _is_unchanged(command: Command, arguments: list[Argument], reply: Reply) -> bool:
-    """Return whether a reply says that nothing has changed; in doubt it does not."""
+    """Return True if a reply shows that nothing has changed."""
     if command.name == "kv.publish":
         return True
     if command.name == "getex" and (len(arguments) == 2 or reply in _NULLS):
         return True
-    if reply in _NULLS:  # unless it is that of an old value that there was not
+    if reply in _NULLS:  # except for a previous value that did not exist
         return "R" not in command.access_of(arguments)
     return reply == _ZERO

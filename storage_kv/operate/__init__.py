@@ -1,3 +1,1 @@
 """What those who run the storage node see and change: metrics, health, and the configuration of a running one."""
-
-__all__: list[str] = []

@@ -1,4 +1,4 @@
-"""What probes are told of the storage node: whether its threads work, and whether it should be sent clients."""
+"""Health and readiness of the storage node."""
 
 import threading
 from collections.abc import Callable
@@ -8,21 +8,19 @@ from typing import Any
 from shadowserve.health import HEALTH_TIMEOUT_S, Check, answers, check
 from storage_kv.node import Node
 
-__all__ = ["Condition"]
-
 
 @dataclass(eq=False)
 class Condition:
-    """How the node is. The server keeps it; probes read it from threads of their own, never from one of its loops.
+    """State of the node for health checks, which run in threads of their own.
 
     Attributes:
-        node: the node.
-        loops: name of each loop or thread that must answer, and how to hand it a function.
-        recovered: the store has found again what it kept; nothing is asked of it before.
-        recovery_s: how long that took.
-        recovered_keys: how many keys there were.
-        listening: the addresses, empty before and after.
-        draining: it has been told to stop.
+        node: The node.
+        loops: Loops and threads that must answer, by name: a function that makes them call a function soon.
+        recovered: The store has recovered its keys.
+        recovery_s: Duration of the recovery.
+        recovered_keys: Number of recovered keys.
+        listening: Listening addresses; empty before and after.
+        draining: The server is stopping.
     """
 
     node: Node
@@ -34,40 +32,42 @@ class Condition:
     draining: bool = False
 
     def health(self, timeout_s: float = HEALTH_TIMEOUT_S) -> list[Check]:
-        """Check that every loop answers and the node's lock comes free, all within one bound."""
+        """Check within ``timeout_s`` that every loop answers and the node's lock becomes free."""
         found: dict[str, Check] = {}
 
-        def ask(name: str, hand: Callable[[Callable[[], None]], Any]) -> None:
+        def check_loop(name: str, hand: Callable[[Callable[[], None]], Any]) -> None:
             found[name] = answers(name, hand, timeout_s)
 
-        # At the same time: one after the other, those that stand still would add up beyond every probe's patience.
-        askers = [threading.Thread(target=ask, args=each, daemon=True) for each in list(self.loops.items())]
-        for asker in askers:
-            asker.start()
+        # In parallel, so that several blocked loops do not exceed a probe's timeout.
+        threads = [threading.Thread(target=check_loop, args=each, daemon=True) for each in list(self.loops.items())]
+        for thread in threads:
+            thread.start()
         free = self.node.lock.acquire(timeout=timeout_s)
         if free:
             self.node.lock.release()
-        for asker in askers:
-            asker.join()
+        for thread in threads:
+            thread.join()
         lock = check("lock", free, "comes free", f"held for more than {timeout_s:g} s")
         return [*(found[name] for name in sorted(found)), lock]
 
     def readiness(self) -> list[Check]:
-        """Check whether clients are served: health, and recovered, listening, not draining, with a healthy device."""
+        """Check that clients are served: healthy, recovered, listening, not draining, with a healthy device."""
         healthy = self.health()
         store = self.node.store.statistics() if self.recovered else None
         devices = () if store is None else store.devices
         bucket = None if store is None else store.cold
-        well = [device.name for device in devices if device.healthy]
+        healthy_devices = [device.name for device in devices if device.healthy]
         return [
             *healthy,
-            check("recovery", self.recovered, "done", "under way"),
+            check("recovery", self.recovered, "done", "in progress"),
             check("listening", bool(self.listening), f"on {self.listening}", "no"),
-            check("draining", not self.draining, "no", "yes: it has been told to stop"),
+            check("draining", not self.draining, "no", "yes: the server is stopping"),
             check(
                 "devices",
-                bool(well) or not devices,
-                f"{len(well)} of {len(devices)} healthy" if devices else "none configured: values are in memory",
+                bool(healthy_devices) or not devices,
+                f"{len(healthy_devices)} of {len(devices)} healthy"
+                if devices
+                else "none configured: values are in memory",
                 f"none of {len(devices)} is healthy",
             ),
             *(Check(f"device {each.name}", False, "out of use", fatal=False) for each in devices if not each.healthy),

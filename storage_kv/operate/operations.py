@@ -1,7 +1,4 @@
-"""What those who operate the server meet: the HTTP endpoint, systemd, and changes of the configuration.
-
-The server tells :class:`Operations` what becomes of it; the rest happens in threads of this one's own.
-"""
+"""The HTTP endpoint, systemd notifications, recovery at the start, and reloading the configuration."""
 
 import logging
 import threading
@@ -18,20 +15,17 @@ from storage_kv.node import Node
 from storage_kv.operate.health import Condition
 from storage_kv.operate.metrics import NodeCollector
 
-__all__ = ["Operations"]
-
 _log = logging.getLogger(__name__)
 
 
 class Operations:
-    """Everything beside the serving.
+    """Operation of a server.
 
     Attributes:
-        condition: what probes are told.
+        condition: State for health checks.
     """
 
     def __init__(self, node: Node) -> None:
-        """Nothing listens yet."""
         self.condition = Condition(node)
         self._node = node
         self._endpoint: Endpoint | None = None
@@ -42,10 +36,10 @@ class Operations:
         return self._endpoint.port if self._endpoint else None
 
     def start(self) -> None:
-        """Serve the HTTP endpoint, if there is to be one: before anything that may take long.
+        """Serve the HTTP endpoint, if configured. Call it before recovery.
 
         Raises:
-            ConfigurationError: its address cannot be listened on.
+            ConfigurationError: Its address is not available.
         """
         config = self._node.config
         if config.metrics_port is None:
@@ -63,18 +57,18 @@ class Operations:
         except OSError as error:
             raise ConfigurationError(
                 f"cannot serve metrics on {config.metrics_host} port {config.metrics_port}: {error}; choose "
-                "another metrics_port, or null for none"
+                "another metrics_port, or none"
             ) from error
 
     def watch(self, name: str, hand: Callable[[Callable[[], None]], Any]) -> None:
-        """Take a loop or thread into the health checks; ``hand`` gives it a function to call soon."""
+        """Add a loop or thread to the health checks; ``hand`` makes it call a function soon."""
         self.condition.loops[name] = hand
 
     def recover(self) -> None:
-        """Start the store, which finds again what it kept: seconds for millions of objects.
+        """Start the store, which recovers its keys: seconds for millions of objects.
 
         Raises:
-            ConfigurationError: a device or folder cannot be used.
+            ConfigurationError: A device cannot be used.
         """
         systemd.notify("STATUS=recovering")
         node, condition = self._node, self.condition
@@ -88,18 +82,18 @@ class Operations:
             _log.info("recovered keys=%d seconds=%.3f", condition.recovered_keys, condition.recovery_s)
 
     def serving(self, where: str) -> None:
-        """Take note that clients can connect."""
+        """Report that clients can connect."""
         self.condition.listening = where
         self._watchdog = Watchdog(self.condition.health)
         systemd.notify("READY=1", f"STATUS=serving on {where}")
 
     def draining(self) -> None:
-        """Take note that the server has been told to stop."""
+        """Report that the server is stopping."""
         self.condition.draining = True
         systemd.notify("STOPPING=1", "STATUS=draining")
 
     def reload(self) -> None:
-        """Read the configuration again, in a thread of its own, and log what has come of it."""
+        """Read the configuration again in another thread, and log the result."""
         threading.Thread(target=self._reload, name="reload", daemon=True).start()
 
     def _reload(self) -> None:
@@ -115,7 +109,7 @@ class Operations:
         systemd.notify("READY=1")
 
     def close(self) -> None:
-        """Stop answering; not in a loop, which the answers wait for."""
+        """Stop the endpoint. Must not run in a loop that health checks wait for."""
         self.condition.listening = ""
         if self._watchdog is not None:
             self._watchdog.close()

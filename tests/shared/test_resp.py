@@ -284,7 +284,7 @@ def test_a_large_bulk_is_received_into_the_callers_buffer() -> None:
 
 def test_misuse_of_the_buffer_interface_is_an_error() -> None:
     reader = ReplyReader()
-    with pytest.raises(RuntimeError, match="without a LargeBulk"):
+    with pytest.raises(RuntimeError, match="must follow a LargeBulk"):
         reader.provide(memoryview(bytearray(1)))
     reader.feed(b"$100000\r\n")
     assert reader.next_value() == LargeBulk(100_000)

@@ -1,4 +1,4 @@
-"""Fixtures of the storage tests; what they are made of is in ``storage_support.py``."""
+"""Fixtures of the storage tests."""
 
 import contextlib
 import shutil
@@ -19,7 +19,7 @@ from storage_support import Child, Client
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Child]]:
-    """Start servers with flags; they end with the test.."""
+    """Start servers with flags; they end with the test."""
     with contextlib.ExitStack() as children:
 
         def start_child(*flags: str, environment: dict[str, str] | None = None) -> Child:
@@ -30,14 +30,14 @@ def start() -> Iterator[Callable[..., Child]]:
 
 @pytest.fixture(scope="session", params=[1, 3], ids=["1 thread", "3 threads"])
 def shared_server(request: pytest.FixtureRequest) -> Iterator[Child]:
-    """A server with the default configuration but for its threads, for tests that leave it as it was."""
+    """A server with the default configuration, for tests that leave it unchanged."""
     with Child("--io-threads", str(request.param)) as child:
         yield child
 
 
 @pytest.fixture
 def client(shared_server: Child) -> Iterator[Client]:
-    """A client of the shared server, whose keys are gone."""
+    """A client of the shared server, without keys."""
     with shared_server.client() as client:
         assert client.call("FLUSHALL") == b"OK"
         yield client
@@ -45,7 +45,7 @@ def client(shared_server: Child) -> Iterator[Client]:
 
 @pytest.fixture(scope="session")
 def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A real redis-server, the reference."""
+    """A redis-server, the reference."""
     program = shutil.which("redis-server")
     assert program, "these tests compare with redis-server: install the system package redis-server"
     port = free_port()
@@ -62,7 +62,7 @@ def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
                 return True
             return False
 
-        wait_for(listens)  # nothing of redis-server can be awaited instead
+        wait_for(listens)  # redis-server reports nothing that could be awaited
         yield port
     finally:
         process.terminate()

@@ -1,4 +1,4 @@
-"""An store as slow as a test wants: reads and writes end when it says so. And a server of it in this process."""
+"""A store whose reads and writes end when a test says so, and a server with it in this process."""
 
 import asyncio
 import threading
@@ -28,7 +28,7 @@ class Away(Item):
 
 
 class SlowStore(MemoryPool):
-    """Values that have to be read, writes that have to be waited for, where the test has said so.
+    """A store with values that must be read and writes that must be awaited, as the test configures.
 
     Attributes:
         away: values are not in memory.
@@ -96,7 +96,7 @@ class SlowStore(MemoryPool):
     # ---- What a test does
 
     def finish_read(self, number: int = 0, *, lost: bool = False) -> None:
-        """End one of the reads under way."""
+        """End one of the running reads."""
         item, start, end, done = self.reads.pop(number)
         if lost:
             done(None)

@@ -1,4 +1,4 @@
-"""What the storage tests are made of: servers as child processes, a plain client, and records."""
+"""Parts of the storage tests: servers as child processes, a plain client, and records."""
 
 import contextlib
 import http.client
@@ -25,7 +25,7 @@ TIMEOUT_S = WAIT_MAX_S
 
 
 class Child:
-    """Our storage server as its own process, on a free port; always ended."""
+    """A storage server in its own process, on a free port; it always ends."""
 
     def __init__(self, *flags: str, environment: dict[str, str] | None = None) -> None:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SHADOWSERVE_")}
@@ -64,12 +64,12 @@ class Child:
         return status
 
     def close_clients(self) -> None:
-        """Close all clients that it has given out."""
+        """Close all clients of :meth:`client`."""
         for client in self._clients:
             client.close()
 
     def kill(self) -> None:
-        """End it whatever it does."""
+        """Kill the process."""
         self.close_clients()
         self.process.kill()
         self.process.wait()
@@ -79,12 +79,12 @@ class Child:
                 stream.close()
 
     def threads(self) -> list[Path]:
-        """Return the folder in /proc of each of its threads."""
+        """Return the folder in /proc of each thread."""
         return list(Path(f"/proc/{self.process.pid}/task").iterdir())
 
     @property
     def metrics_port(self) -> int:
-        """The port of the HTTP endpoint, as the log tells it."""
+        """Port of the HTTP endpoint, from the log."""
 
         def found() -> list[str]:
             return re.findall(r"metrics_port\W+(\d+)", "\n".join(self.log))
@@ -92,21 +92,21 @@ class Child:
         return int(wait_for(found)[0])
 
     def http(self, path: str) -> tuple[int, str]:
-        """Return the status and the text of what the HTTP endpoint says to a GET."""
+        """Return status and text of a GET from the HTTP endpoint."""
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=TIMEOUT_S)) as asked:
             asked.request("GET", path)
             response = asked.getresponse()
             return response.status, response.read().decode()
 
     def samples(self) -> dict[str, float]:
-        """Return the metrics: name and labels to value."""
+        """Return the metrics by name with labels."""
         status, text = self.http("/metrics")
         assert status == 200
         lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, value in lines}
 
     def client(self, host: str = "127.0.0.1", receive_buffer: int | None = None) -> "Client":
-        """Return a client, which is closed with the server if not before."""
+        """Return a client, which is closed with the server."""
         self._clients.append(Client(self.port, host, receive_buffer))
         return self._clients[-1]
 
@@ -118,7 +118,7 @@ class Child:
 
 
 class Client:
-    """A plain blocking client: what it sends and gets is nobody's interpretation."""
+    """A plain blocking client."""
 
     def __init__(self, port: int, host: str = "127.0.0.1", receive_buffer: int | None = None) -> None:
         self.socket = socket.socket()
@@ -159,14 +159,14 @@ class Client:
         return self.receive()
 
     def receive_raw(self, size: int) -> bytes:
-        """Return exactly ``size`` bytes, or fewer before the end of the stream."""
+        """Return ``size`` bytes, or fewer at the end of the stream."""
         found = bytearray()
         while len(found) < size and (data := self.socket.recv(size - len(found))):
             found += data
         return bytes(found)
 
     def receive_to_end(self) -> bytes:
-        """Return everything until the server closes; a reset is no orderly end and raises."""
+        """Return everything until the server closes; a reset raises."""
         found = bytearray()
         while data := self.socket.recv(1 << 16):
             found += data
@@ -185,6 +185,13 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def login(child: Child, name: str, receive_buffer: int | None = None) -> Client:
+    """Return a client that is authenticated as a user whose password is the first letter of its name."""
+    client = child.client(receive_buffer=receive_buffer)
+    assert client.call("AUTH", name, name[0]) == b"OK"
+    return client
 
 
 def make_record(name: bytes, *, body_bytes: int = 4096, fill: int = 0) -> tuple[bytes, bytes]:

@@ -1,4 +1,4 @@
-"""Who may talk to the server: passwords and protected mode."""
+"""Access to the server: passwords and protected mode."""
 
 import subprocess
 from collections.abc import Callable
@@ -14,7 +14,7 @@ PASSWORD = "correct horse"
 
 
 def own_address() -> str:
-    """Return an address of this machine that is no loopback one."""
+    """Return an address of this machine that is not loopback."""
     found = subprocess.run(
         ["hostname", "-I"], capture_output=True, text=True, check=True, timeout=NEVER_S
     ).stdout.split()
@@ -28,7 +28,7 @@ def guarded(start: Callable[..., Child]) -> Child:
     return start(environment={"SHADOWSERVE_STORAGE_PASSWORD": PASSWORD})
 
 
-def test_without_the_password_nothing_but_the_handshake_is_possible(guarded: Child) -> None:
+def test_unauthenticated_clients_can_only_authenticate(guarded: Child) -> None:
     with guarded.client() as client:
         for command in (["GET", "a"], ["PING"], ["INFO"], ["KV.META", "a"], ["CLIENT", "ID"], ["COMMAND"]):
             assert client.call(*command) == b"NOAUTH Authentication required."
@@ -115,7 +115,7 @@ def test_other_machines_are_denied_without_a_password(start: Callable[..., Child
     assert any("no_password" in line for line in child.log) and any("client_denied" in line for line in child.log)
 
 
-def test_other_machines_are_let_in_with_a_password_or_where_told_to(start: Callable[..., Child]) -> None:
+def test_other_machines_connect_with_a_password_or_without_protected_mode(start: Callable[..., Child]) -> None:
     child = start("--host", "0.0.0.0", environment={"SHADOWSERVE_STORAGE_PASSWORD": PASSWORD})
     with child.client(own_address()) as outside:
         assert outside.call("PING") == b"NOAUTH Authentication required."

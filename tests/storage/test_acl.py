@@ -1,4 +1,4 @@
-"""Users: the rules and their parser, passwords, what is denied, and the file that they are kept in."""
+"""Users: rules and their parser, passwords, denials, and the users file."""
 
 import hashlib
 import re
@@ -16,7 +16,7 @@ from storage_support import Child, Client
 from shadowserve.errors import ConfigurationError
 from shadowserve.resp import ErrorReply
 from storage_kv.access import users as module
-from storage_kv.access.attempts import Attempts
+from storage_kv.access.authentication_throttle import AuthenticationThrottle
 from storage_kv.access.rules import CATEGORIES, RuleError, User, parse_line
 from storage_kv.access.users import Users, read_users
 from storage_kv.commands import BY_FULL_NAME, TABLE
@@ -43,8 +43,8 @@ def test_every_command_has_categories_that_redis_knows() -> None:
     assert {"kv.meta"} <= {name for name, command in BY_FULL_NAME.items() if "read" in (command.categories or ())}
 
 
-def test_the_last_rule_that_speaks_of_a_command_decides() -> None:
-    open_to_all = {command.full_name for command in TABLE if command.open_to_all}
+def test_the_last_matching_rule_decides() -> None:
+    open_to_all = {command.full_name for command in TABLE.commands if command.open_to_all}
     assert allowed(user_with()) == open_to_all
     assert allowed(user_with("+@all")) == set(BY_FULL_NAME)
     assert allowed(user_with("+@all", "-@all")) == open_to_all
@@ -62,7 +62,7 @@ def test_the_last_rule_that_speaks_of_a_command_decides() -> None:
     assert allowed(user_with("+client|id")) == open_to_all | {"client|id"}
 
 
-def test_keys_are_read_and_written_as_their_patterns_say() -> None:
+def test_key_patterns_allow_reading_and_writing() -> None:
     user = user_with("~a:*", "%R~r:*", "%W~w:*", "%rw~b:*")
     for key, may in ((b"a:1", "RW"), (b"b:", "RW"), (b"r:1", "R"), (b"w:1", "W"), (b"x", "")):
         for access in ("R", "W", "RW"):
@@ -76,7 +76,7 @@ def test_keys_are_read_and_written_as_their_patterns_say() -> None:
     assert not user.may_use(b"a:1", "")
 
 
-def test_only_who_may_do_everything_is_spared_the_checks() -> None:
+def test_only_unrestricted_users_skip_checks() -> None:
     assert user_with("allkeys", "allcommands").unrestricted
     for rules in (["allkeys", "allcommands", "-flushall"], ["~a*", "allcommands"], ["allkeys", "+@read"], []):
         assert not user_with(*rules).unrestricted
@@ -93,7 +93,7 @@ def test_only_who_may_do_everything_is_spared_the_checks() -> None:
         ("tenant=" + "x" * 129, "tenant"),
     ],
 )  # fmt: skip
-def test_rules_that_cannot_be_applied_change_nothing(rule: str, reason: str) -> None:
+def test_invalid_rules_change_nothing(rule: str, reason: str) -> None:
     user = user_with("on", ">pw", "~a*", "+@read")
     before = user.describe()
     with pytest.raises(RuleError, match=reason):
@@ -117,7 +117,7 @@ WORDS = st.one_of(
 
 
 @given(st.lists(st.one_of(WORDS, st.binary(max_size=12)), max_size=12))
-def test_what_a_user_is_described_as_makes_the_same_user(rules: list[bytes]) -> None:
+def test_the_description_of_a_user_parses_to_the_same_user(rules: list[bytes]) -> None:
     user = User(b"alice")
     for rule in rules:
         try:
@@ -141,7 +141,7 @@ def test_what_a_user_is_described_as_makes_the_same_user(rules: list[bytes]) -> 
 @example(b"user")
 @example(b"user  a on")
 @example(b"user a on\x00")
-def test_any_line_is_a_user_or_an_error(line: bytes) -> None:
+def test_any_line_of_a_users_file_is_a_user_or_an_error(line: bytes) -> None:
     try:
         parsed = parse_line(line)
         for word in parsed[1] if parsed else ():
@@ -150,7 +150,7 @@ def test_any_line_is_a_user_or_an_error(line: bytes) -> None:
         pass
 
 
-def test_the_kept_corpus_of_users_files_is_read_or_refused_as_it_was(tmp_path: Path) -> None:
+def test_the_fuzzing_corpus_of_users_files_still_gives_its_results(tmp_path: Path) -> None:
     kept = sorted(CORPUS.iterdir())
     assert len(kept) >= 8
     for path in kept:
@@ -165,7 +165,7 @@ def test_the_kept_corpus_of_users_files_is_read_or_refused_as_it_was(tmp_path: P
             assert b"users: " + b" ".join(names) == expected, path.name
 
 
-def test_messages_about_a_file_do_not_tell_its_passwords(tmp_path: Path) -> None:
+def test_error_messages_about_a_users_file_show_no_passwords(tmp_path: Path) -> None:
     file = tmp_path / "users.acl"
     file.write_text("user alice on <secret-word\n")
     with pytest.raises(ConfigurationError) as caught:
@@ -173,7 +173,7 @@ def test_messages_about_a_file_do_not_tell_its_passwords(tmp_path: Path) -> None
     assert "secret-word" not in str(caught.value) and f"{file}:1: " in str(caught.value)
 
 
-def test_unknown_users_cost_the_same_calls_as_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_authentication_does_the_same_work_for_unknown_users(monkeypatch: pytest.MonkeyPatch) -> None:
     users = Users(StorageConfig(), BY_FULL_NAME)
     users.set_user(b"alice", [b"on", b">right"])
     users.set_user(b"off", [b">right"])
@@ -198,22 +198,22 @@ def test_unknown_users_cost_the_same_calls_as_known_ones(monkeypatch: pytest.Mon
         assert calls == ["hash", "compare 64 64"], name
 
 
-def test_attempts_after_failures_stand_in_line_right_or_wrong() -> None:
-    attempts = Attempts()
-    assert attempts.wait_until("10.0.0.1:1", 100.0, accepted=True) == 0.0
-    first = attempts.wait_until("10.0.0.1:2", 100.0, accepted=False)
-    second = attempts.wait_until("10.0.0.1:3", 100.0, accepted=True)
+def test_after_failures_all_attempts_of_an_address_are_delayed() -> None:
+    throttle = AuthenticationThrottle()
+    assert throttle.answer_at("10.0.0.1:1", 100.0, accepted=True) == 0.0
+    first = throttle.answer_at("10.0.0.1:2", 100.0, accepted=False)
+    second = throttle.answer_at("10.0.0.1:3", 100.0, accepted=True)
     assert 100.0 < first < second
-    assert attempts.wait_until("10.0.0.2:1", 100.0, accepted=True) == 0.0
-    while not attempts.refused("10.0.0.1:4", 100.0):
-        assert attempts.wait_until("10.0.0.1:4", 100.0, accepted=False) < 100.0 + 10.0
-    assert attempts.wait_until("10.0.0.1:5", 200.0, accepted=True) == 0.0  # forgotten
-    attempts.wait_until("[2001:db8::1]:1", 100.0, accepted=False)
-    assert attempts.wait_until("[2001:db8::2]:1", 100.0, accepted=True) > 100.0  # of the same network
-    assert attempts.wait_until("[::ffff:10.9.9.9]:1", 100.0, accepted=True) == 0.0
+    assert throttle.answer_at("10.0.0.2:1", 100.0, accepted=True) == 0.0
+    while not throttle.is_refused("10.0.0.1:4", 100.0):
+        assert throttle.answer_at("10.0.0.1:4", 100.0, accepted=False) < 100.0 + 10.0
+    assert throttle.answer_at("10.0.0.1:5", 200.0, accepted=True) == 0.0  # forgotten
+    throttle.answer_at("[2001:db8::1]:1", 100.0, accepted=False)
+    assert throttle.answer_at("[2001:db8::2]:1", 100.0, accepted=True) > 100.0  # of the same network
+    assert throttle.answer_at("[::ffff:10.9.9.9]:1", 100.0, accepted=True) == 0.0
     for number in range(10_000):
-        attempts.wait_until(f"10.{number >> 8}.{number & 255}.1:1", 100.0, accepted=False)
-    assert len(attempts._lines) <= 4096
+        throttle.answer_at(f"10.{number >> 8}.{number & 255}.1:1", 100.0, accepted=False)
+    assert len(throttle._queues) <= 4096
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def test_users_of_a_file_do_what_their_rules_say(start: Callable[..., Child], us
         assert client.call("GET", "a:1") == b"NOAUTH Authentication required."
 
 
-def test_changes_hold_at_once_for_clients_that_are_there(start: Callable[..., Child], users_file: Path) -> None:
+def test_changed_rules_apply_to_connected_clients_at_once(start: Callable[..., Child], users_file: Path) -> None:
     child = start("--users-file", str(users_file))
     with child.client() as admin, child.client() as alice:
         assert admin.call("AUTH", "admin", "root") == b"OK" and alice.call("AUTH", "alice", "pa") == b"OK"
@@ -264,7 +264,7 @@ def test_changes_hold_at_once_for_clients_that_are_there(start: Callable[..., Ch
         assert admin.call("ACL", "DELUSER", "default") == b"ERR The 'default' user cannot be removed"
 
 
-def test_the_file_is_saved_and_loaded_whole_or_not_at_all(start: Callable[..., Child], users_file: Path) -> None:
+def test_the_users_file_is_saved_and_loaded_atomically(start: Callable[..., Child], users_file: Path) -> None:
     child = start("--users-file", str(users_file))
     with child.client() as admin:
         assert admin.call("AUTH", "admin", "root") == b"OK"
@@ -290,7 +290,7 @@ def test_the_file_is_saved_and_loaded_whole_or_not_at_all(start: Callable[..., C
     assert [path.name for path in users_file.parent.iterdir()] == ["users.acl"]
 
 
-def test_what_was_denied_is_in_the_log(start: Callable[..., Child], users_file: Path) -> None:
+def test_denials_are_in_acl_log(start: Callable[..., Child], users_file: Path) -> None:
     child = start("--users-file", str(users_file))
     with child.client() as alice, child.client() as admin:
         alice.call("AUTH", "alice", "wrong")
@@ -312,8 +312,8 @@ def test_what_was_denied_is_in_the_log(start: Callable[..., Child], users_file: 
         assert (info["acl_access_denied_cmd"], info["acl_access_denied_key"]) == ("1", "3")
 
 
-def test_too_many_wrong_passwords_are_not_even_looked_at(start: Callable[..., Child]) -> None:
-    """Guesses sent in parallel wait for each other; those that would wait for too long are refused."""
+def test_too_many_attempts_are_refused_without_a_check(start: Callable[..., Child]) -> None:
+    """Parallel attempts are answered one after the other; those that would wait too long are refused."""
     child = start(environment={"SHADOWSERVE_STORAGE_PASSWORD": "right"})
     clients = [child.client() for _ in range(150)]
     for client in clients:
@@ -332,7 +332,7 @@ def test_too_many_wrong_passwords_are_not_even_looked_at(start: Callable[..., Ch
         assert client.call("PING") == b"PONG"
 
 
-def test_a_users_file_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_an_invalid_users_file_is_an_error_at_the_start(tmp_path: Path) -> None:
     file = tmp_path / "users.acl"
     file.write_text("user a on\nuser b +nosuch\nuser a off\nhello\n")
     ran = subprocess.run(
@@ -346,13 +346,13 @@ def test_a_users_file_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path
         assert f"users.acl:{number}: " in ran.stderr
 
 
-def test_without_a_file_there_is_nothing_to_save(shared_server: Child) -> None:
+def test_acl_save_and_load_need_a_users_file(shared_server: Child) -> None:
     with Client(shared_server.port) as client:
         for command in ("SAVE", "LOAD"):
-            assert client.call("ACL", command).startswith(b"ERR This Redis instance is not configured")  # type: ignore[union-attr]
+            assert client.call("ACL", command).startswith(b"ERR this server has no users file")  # type: ignore[union-attr]
 
 
-def test_a_file_that_names_commands_of_redis_is_read_and_the_log_says_so_once(
+def test_a_users_file_with_unknown_redis_commands_is_accepted_and_logged_once(
     start: Callable[..., Child], tmp_path: Path
 ) -> None:
     file = tmp_path / "users.acl"

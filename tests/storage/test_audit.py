@@ -1,4 +1,4 @@
-"""The audit log: what is in it, what never is, and that serving goes on without it."""
+"""The audit log: its content, its limits, and failures of its disk."""
 
 import json
 import socket
@@ -24,7 +24,7 @@ def entries_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_who_came_what_was_denied_and_what_was_changed_is_told(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_authentications_denials_and_changes_are_audited(start: Callable[..., Child], tmp_path: Path) -> None:
     log, users = tmp_path / "audit.log", tmp_path / "users.acl"
     users.write_text(f"user root on >{SECRET} ~* +@all\nuser ann on >{SECRET} ~a* +@read tenant=team-a\n")
     child = start("--audit-log", str(log), "--users-file", str(users))
@@ -56,9 +56,7 @@ def test_who_came_what_was_denied_and_what_was_changed_is_told(start: Callable[.
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-def test_who_is_denied_again_and_again_does_not_push_out_what_others_did(
-    start: Callable[..., Child], tmp_path: Path
-) -> None:
+def test_repeated_denials_do_not_crowd_out_other_events(start: Callable[..., Child], tmp_path: Path) -> None:
     log, users = tmp_path / "audit.log", tmp_path / "users.acl"
     users.write_text(f"user root on >{SECRET} ~* +@all\nuser ann on >{SECRET} ~a* +@read +auth tenant=team-a\n")
     child = start("--audit-log", str(log), "--audit-log-bytes-max", "65536", "--users-file", str(users))
@@ -81,7 +79,7 @@ def test_who_is_denied_again_and_again_does_not_push_out_what_others_did(
     assert len(told) < 100 and sum(entry.get("times", 1) for entry in told) == 2000
 
 
-def test_the_log_is_begun_anew_when_it_is_large(tmp_path: Path) -> None:
+def test_the_audit_log_is_rotated_by_size(tmp_path: Path) -> None:
     path = tmp_path / "audit.log"
     log = AuditLog(str(path), 4096)
     for number in range(100):
@@ -94,7 +92,7 @@ def test_the_log_is_begun_anew_when_it_is_large(tmp_path: Path) -> None:
     assert last["number"] == 99 and last["user"] == "ali\\xffce" and len(last["command"]) == 256
 
 
-def test_a_log_that_cannot_be_written_is_counted_and_serving_goes_on(
+def test_lines_that_cannot_be_written_are_counted_and_serving_continues(
     start: Callable[..., Child], tmp_path: Path
 ) -> None:
     child = start("--audit-log", str(tmp_path / "nowhere" / "audit.log"))
@@ -107,7 +105,7 @@ def test_a_log_that_cannot_be_written_is_counted_and_serving_goes_on(
     assert sum("audit_log_failed" in line for line in child.log) == 1
 
 
-def test_a_full_disk_and_its_return(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_audit_log_recovers_from_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from storage_kv.access import audit
 
     monkeypatch.setattr(audit, "_RETRY_S", 0.0)
@@ -126,7 +124,7 @@ def test_a_full_disk_and_its_return(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     full.close()
 
 
-def test_more_than_the_disk_takes_is_dropped_not_queued(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_lines_beyond_the_disks_speed_are_dropped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import threading
 
     still = threading.Event()
@@ -140,7 +138,7 @@ def test_more_than_the_disk_takes_is_dropped_not_queued(monkeypatch: pytest.Monk
     assert log.written + log.lost == 6000
 
 
-def test_handshakes_that_fail_are_told(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_failed_handshakes_are_audited(start: Callable[..., Child], tmp_path: Path) -> None:
     from test_tls import make_certificates, tls_flags
 
     make_certificates(tmp_path)

@@ -1,4 +1,4 @@
-"""Commands that replace or remove a record that a bucket has: none is acknowledged before the record is gone there."""
+"""Commands that replace or remove a record of a bucket are acknowledged after the bucket has deleted it."""
 
 import json
 import select
@@ -76,7 +76,7 @@ def start_node(
 
 
 def store(client: Client, bucket: FaultyS3, what: str) -> bytes:
-    """Store the record of a command, and wait until the bucket has it in an object of its own; return its key."""
+    """Store the record of a command, wait until the bucket has it in an object of its own, and return its key."""
     key, value = RECORDS[what].keys[0], RECORDS[what].values[0]
     before = len(bucket.objects)
     assert client.call("SET", key, value) == b"OK"
@@ -89,15 +89,17 @@ def in_bucket(bucket: FaultyS3, what: str) -> bool:
     return any(RECORDS[what].values[0] in body for body in list(bucket.objects.values()))
 
 
-def test_the_table_has_every_command_that_writes() -> None:
+def test_every_writing_command_is_covered() -> None:
     covered = {word for what in ALL for word in what.split()}
-    assert {command.name for command in TABLE if "write" in command.flags.split()} - CHANGES_NO_VALUE <= covered
+    assert {
+        command.name for command in TABLE.commands if "write" in command.flags.split()
+    } - CHANGES_NO_VALUE <= covered
 
 
-def test_no_command_is_acknowledged_before_the_bucket_has_let_go_of_what_it_replaces(
+def test_no_command_is_acknowledged_before_the_bucket_has_deleted_the_old_record(
     bucket: FaultyS3, start_node: Callable[[], tuple[Child, Client]]
 ) -> None:
-    """Symptom: SET, GETSET, MSET, SET PX and EXEC were answered first, and a node that was killed served the old."""
+    """Symptom: SET, GETSET, MSET, SET PX and EXEC were answered first, and a killed node served the old record."""
     child, client = start_node()
     other = child.client()
     for what, words in ALL.items():
@@ -132,7 +134,7 @@ def test_no_command_is_acknowledged_before_the_bucket_has_let_go_of_what_it_repl
 def test_a_bucket_that_refuses_makes_an_error_of_each_such_command_again_and_again(
     bucket: FaultyS3, start_node: Callable[[], tuple[Child, Client]], number: signal.Signals
 ) -> None:
-    """Symptom: SET was answered OK while the bucket refused, and the second DEL of a key 0."""
+    """Symptom: SET was answered OK and the second DEL of a key 0 while the bucket refused deletions."""
     child, client = start_node()
     keys = {what: store(client, bucket, what) for what in ALL if what not in ("expire persist", "set xx")}
     bucket.fault = lambda asked: Answer(403, "AccessDenied") if asked.operation == "delete" else None
@@ -154,7 +156,7 @@ def test_a_bucket_that_refuses_makes_an_error_of_each_such_command_again_and_aga
 def test_a_removal_before_the_first_list_waits_for_it(
     bucket: FaultyS3, start_node: Callable[[], tuple[Child, Client]]
 ) -> None:
-    """Symptom: DEL of a node that did not know the bucket yet was answered 0, and the record was found afterwards."""
+    """Symptom: DEL before the first listing was answered 0, and the record was found afterwards."""
     child, client = start_node()
     key = store(client, bucket, "del")
     child.stop(signal.SIGKILL)

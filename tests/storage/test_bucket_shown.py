@@ -1,4 +1,4 @@
-"""What operators see of a bucket: in /readyz, the metrics, ``shadowserve stats``, INFO, the log and at the start."""
+"""A bucket in /readyz, the metrics, ``shadowserve stats``, INFO, the log and errors at the start."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -39,10 +39,10 @@ def stats(child: Child, *flags: str) -> str:
     return done.output
 
 
-def test_a_bucket_is_shown_while_it_answers_while_it_does_not_and_afterwards(
+def test_the_state_of_a_bucket_is_shown_before_during_and_after_an_outage(
     bucket: FaultyS3, start_node: Callable[..., Child]
 ) -> None:
-    """Symptom: the bucket was in neither."""
+    """Symptom: neither showed the bucket."""
     child = start_node()
     client = child.client()
     for key, value in zip(CHAIN.keys, CHAIN.values, strict=True):
@@ -78,7 +78,7 @@ def test_a_node_without_a_bucket_shows_none(start: Callable[..., Child]) -> None
     assert json.loads(stats(child, "--json"))["bucket"] is None
 
 
-def test_a_bucket_that_was_never_listed_says_so(bucket: FaultyS3, start_node: Callable[..., Child]) -> None:
+def test_a_bucket_that_was_never_listed_is_shown_as_such(bucket: FaultyS3, start_node: Callable[..., Child]) -> None:
     bucket.fault = lambda asked: Answer(403, "AccessDenied")
     child = start_node()
     wait_for(lambda: "bucket: away for" in child.http("/readyz")[1])
@@ -86,7 +86,7 @@ def test_a_bucket_that_was_never_listed_says_so(bucket: FaultyS3, start_node: Ca
     assert child.samples()["shadowserve_storage_s3_up"] == 0
 
 
-def test_without_credentials_the_node_does_not_start_and_says_what_to_set(
+def test_missing_credentials_are_an_error_at_the_start(
     start: Callable[..., Child], bucket: FaultyS3, tmp_path: Path
 ) -> None:
     s3 = json.dumps({"bucket": BUCKET, "endpoint": bucket.endpoint})
@@ -94,10 +94,10 @@ def test_without_credentials_the_node_does_not_start_and_says_what_to_set(
         start("--s3", s3, environment={"AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none")})
 
 
-def test_names_that_are_none_of_ours_are_left_alone_counted_and_logged_once(
+def test_foreign_objects_are_left_alone_counted_and_logged_once(
     bucket: FaultyS3, start_node: Callable[..., Child]
 ) -> None:
-    """Symptom: with one such name the node found none of its records, and FLUSHALL was an error."""
+    """Symptom: with one such name the node found no records, and FLUSHALL failed."""
     child = start_node()
     client = child.client()
     for key, value in zip(CHAIN.keys, CHAIN.values, strict=True):

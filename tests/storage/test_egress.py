@@ -1,4 +1,4 @@
-"""Sharing a link among requests that are answered layer by layer: the paper's table, and what must hold for any mix."""
+"""Policies for sharing a link: the paper's table, and properties of any mix of requests."""
 
 from math import inf
 
@@ -41,9 +41,7 @@ def test_the_rates_are_the_papers_of_its_workload(policy: str) -> None:
 
 @policies
 @given(mix=demands, budget=budgets)
-def test_no_mix_gets_more_than_the_link_has_and_every_request_something(
-    policy: str, mix: list[Demand], budget: float
-) -> None:
+def test_rates_fit_the_link_and_every_request_has_one(policy: str, mix: list[Demand], budget: float) -> None:
     rates = allocate(policy, mix, budget, 5e8)
     assert len(rates) == len(mix) and all(rate > 0 for rate in rates)
     assert sum(rates) <= budget * (1 + 1e-9)
@@ -51,7 +49,7 @@ def test_no_mix_gets_more_than_the_link_has_and_every_request_something(
 
 @capped
 @given(mix=demands, budget=budgets)
-def test_a_link_stays_idle_only_where_everybody_has_all_that_helps(
+def test_a_link_is_idle_only_if_all_requests_have_their_cap(
     policy: str, margin: float, mix: list[Demand], budget: float
 ) -> None:
     rates = allocate(policy, mix, budget, margin)
@@ -107,7 +105,7 @@ def test_no_move_of_bandwidth_between_two_requests_shortens_the_layers(
 
 @policies
 @given(mix=demands, budget=budgets, more=st.floats(1.0, 10.0))
-def test_a_faster_link_takes_nothing_from_anybody(policy: str, mix: list[Demand], budget: float, more: float) -> None:
+def test_a_faster_link_lowers_no_rate(policy: str, mix: list[Demand], budget: float, more: float) -> None:
     slow, fast = (allocate(policy, mix, each, 5e8) for each in (budget, budget * more))
     assert all(after >= before * (1 - 1e-9) for before, after in zip(slow, fast, strict=True))
 
@@ -115,21 +113,21 @@ def test_a_faster_link_takes_nothing_from_anybody(policy: str, mix: list[Demand]
 @policies
 @given(mix=demands, budget=budgets, order=st.randoms())
 def test_the_order_of_requests_does_not_matter(policy: str, mix: list[Demand], budget: float, order: object) -> None:
-    places = list(range(len(mix)))
-    order.shuffle(places)  # type: ignore[attr-defined]
+    indices = list(range(len(mix)))
+    order.shuffle(indices)  # type: ignore[attr-defined]
     rates = allocate(policy, mix, budget, 5e8)
-    shuffled = allocate(policy, [mix[place] for place in places], budget, 5e8)
-    assert shuffled == pytest.approx([rates[place] for place in places], rel=1e-9)
+    shuffled = allocate(policy, [mix[index] for index in indices], budget, 5e8)
+    assert shuffled == pytest.approx([rates[index] for index in indices], rel=1e-9)
 
 
-def test_half_as_much_left_is_sent_faster_as_far_as_that_helps() -> None:
+def test_a_request_with_less_left_gets_more_up_to_its_cap() -> None:
     long, short = Demand(1e6, 1e-3, layers_left=32), Demand(1e6, 1e-3, layers_left=16)
     assert allocate("shortest_remaining", [long, short], 9e9) == pytest.approx([0.9e9 + 2.4e9, 0.9e9 + 4.8e9])
     assert allocate("shortest_remaining", [long, short], 16e9, margin=1e9) == pytest.approx([7e9, 9e9])
 
 
 @given(count=st.integers(1, 100), window_s=st.floats(1e-4, 1.0))
-def test_whoever_asks_for_little_again_and_again_keeps_nobody_waiting_for_ever(count: int, window_s: float) -> None:
+def test_repeated_short_requests_do_not_starve_a_long_one(count: int, window_s: float) -> None:
     long, short = Demand(1e8, 0.5, layers_left=80), Demand(1e3, window_s)
     rates = allocate("shortest_remaining", [long, *[short] * count], 1e9)
     assert rates[0] >= 0.2 * 1e9 / (count + 1) * (1 - 1e-9)

@@ -1,4 +1,4 @@
-"""Probes, draining and systemd: what those who run the server are told of it."""
+"""Health checks, draining and systemd notifications."""
 
 import json
 import re
@@ -20,11 +20,11 @@ from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
 from storage_kv.node import Node
 from storage_kv.operate.health import Condition
-from storage_kv.operate.reconfigure import Reconfiguration
+from storage_kv.reconfiguration import Reconfiguration
 
 
 class DeviceEngine:
-    """Nothing but devices, of which some are healthy."""
+    """A store with nothing but devices, some of them healthy."""
 
     def __init__(self, *healthy: bool) -> None:
         self.healthy = healthy
@@ -46,7 +46,7 @@ def failed(found: Condition) -> list[str]:
     return [check.name for check in found.readiness() if check.failed]
 
 
-def test_a_server_that_runs_is_well_and_ready(start: Callable[..., Child]) -> None:
+def test_a_running_server_is_healthy_and_ready(start: Callable[..., Child]) -> None:
     child = start("--metrics-port", "0")
     status, text = child.http("/healthz")
     assert status == 200
@@ -72,7 +72,7 @@ def test_one_healthy_device_is_enough_and_a_lost_one_is_a_warning() -> None:
     assert failed(condition(DeviceEngine(False, False))) == ["devices"]
 
 
-def test_a_loop_or_a_lock_that_stands_still_is_found_out_within_the_bound() -> None:
+def test_a_blocked_loop_or_lock_is_detected_within_the_timeout() -> None:
     found = condition(DeviceEngine())
     found.loops = {"good": lambda call: call(), "stuck": lambda call: None}
     assert [check.name for check in found.health(timeout_s=0.01) if check.failed] == ["stuck"]
@@ -80,7 +80,7 @@ def test_a_loop_or_a_lock_that_stands_still_is_found_out_within_the_bound() -> N
         assert [check.name for check in found.health(timeout_s=0.01) if check.failed] == ["stuck", "lock"]
 
 
-def test_while_draining_clients_are_served_and_probes_say_so(start: Callable[..., Child]) -> None:
+def test_draining_serves_clients_and_fails_readiness(start: Callable[..., Child]) -> None:
     child = start("--metrics-port", "0", "--drain-delay-s", str(NEVER_S))
     assert child.http("/readyz")[0] == 200
     child.process.send_signal(signal.SIGTERM)
@@ -94,7 +94,7 @@ def test_while_draining_clients_are_served_and_probes_say_so(start: Callable[...
     assert child.wait() == 0 and any(" draining delay_s=" in line for line in child.log)
 
 
-def test_what_was_found_again_is_told(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_recovered_keys_are_logged(start: Callable[..., Child], tmp_path: Path) -> None:
     device = json.dumps([{"path": str(tmp_path / "device"), "size": "16 MiB"}])
     flags = ("--devices", device, "--memory-budget-bytes", "8 MiB", "--metrics-port", "0")
     first = start(*flags)
@@ -107,13 +107,13 @@ def test_what_was_found_again_is_told(start: Callable[..., Child], tmp_path: Pat
     assert any(" volume_recovered " in line and " objects=1 " in line for line in second.log)
 
 
-def test_the_delay_ends_by_itself(start: Callable[..., Child]) -> None:
+def test_the_drain_delay_ends(start: Callable[..., Child]) -> None:
     assert start("--drain-delay-s", "0.05").stop() == 0
 
 
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[socket.socket]:
-    """What stands in for systemd: reads what it is told."""
+    """A socket in place of systemd's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
         listener.settimeout(WAIT_MAX_S)
@@ -121,14 +121,14 @@ def manager(tmp_path: Path) -> Iterator[socket.socket]:
 
 
 def told(manager: socket.socket, what: str) -> str:
-    """Return the first message that holds ``what``."""
+    """Return the first message that contains ``what``."""
     while True:
         message = manager.recv(4096).decode()
         if what in message.split("\n"):
             return message
 
 
-def test_systemd_hears_of_readiness_life_reloads_and_the_end(
+def test_systemd_is_notified_of_readiness_watchdog_reloads_and_the_end(
     start: Callable[..., Child], manager: socket.socket
 ) -> None:
     environment = {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "100000"}
@@ -143,7 +143,7 @@ def test_systemd_hears_of_readiness_life_reloads_and_the_end(
     assert child.wait() == 0
 
 
-def test_probes_do_not_wait_for_each_other(start: Callable[..., Child]) -> None:
+def test_health_checks_run_in_parallel(start: Callable[..., Child]) -> None:
     child = start("--metrics-port", "0")
     statuses: list[int] = []
     askers = [threading.Thread(target=lambda: statuses.append(child.http("/readyz")[0])) for _ in range(8)]

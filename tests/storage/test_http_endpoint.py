@@ -1,4 +1,4 @@
-"""The HTTP endpoint towards those who are no probe: slow ones, large ones, and web pages."""
+"""The HTTP endpoint and hostile requests: slow ones, large ones, and web pages."""
 
 import contextlib
 import http.client
@@ -23,16 +23,16 @@ def ask(child: Child, method: str = "GET", path: str = "/healthz", **headers: st
         return asked.getresponse().status
 
 
-def test_those_who_never_finish_their_request_keep_no_probe_out(observed: Child) -> None:
-    """Sixteen of them, and /healthz was answered to nobody: an orchestrator would have restarted the node."""
-    dribblers = [socket.create_connection(("127.0.0.1", observed.metrics_port), TIMEOUT_S) for _ in range(40)]
-    for dribbler in dribblers:
+def test_unfinished_http_requests_do_not_block_probes(observed: Child) -> None:
+    """Symptom: with sixteen of them /healthz did not answer, and an orchestrator would have restarted the node."""
+    slow_clients = [socket.create_connection(("127.0.0.1", observed.metrics_port), TIMEOUT_S) for _ in range(40)]
+    for slow_client in slow_clients:
         with contextlib.suppress(OSError):
-            dribbler.sendall(b"GET /healthz HTTP/1.1\r\nHost: ")
+            slow_client.sendall(b"GET /healthz HTTP/1.1\r\nHost: ")
     for _ in range(5):
         assert ask(observed, Host="localhost") == 200
-    for dribbler in dribblers:
-        dribbler.close()
+    for slow_client in slow_clients:
+        slow_client.close()
 
 
 def test_a_request_has_a_deadline_and_a_size_as_a_whole(observed: Child) -> None:
@@ -57,7 +57,7 @@ def test_a_request_has_a_deadline_and_a_size_as_a_whole(observed: Child) -> None
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:9100", "127.0.0.1.evil.example", "localhost.evil", "["])
-def test_a_web_page_whose_name_leads_here_reads_nothing(observed: Child, host: str) -> None:
+def test_a_web_page_with_dns_rebinding_reads_nothing(observed: Child, host: str) -> None:
     assert ask(observed, path="/metrics", Host=host) == 421
 
 
@@ -68,5 +68,5 @@ def test_probes_of_this_machine_are_answered(observed: Child, host: str) -> None
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "FLUSHALL"])
-def test_nothing_can_be_changed(observed: Child, method: str) -> None:
+def test_the_http_endpoint_changes_nothing(observed: Child, method: str) -> None:
     assert ask(observed, method, Host="localhost") == 501

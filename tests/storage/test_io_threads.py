@@ -1,4 +1,4 @@
-"""Several threads that serve: clients at once against a model, what concerns all of them, and the end under load."""
+"""Several io threads: concurrent clients against a model, limits over all threads, and stopping under load."""
 
 import random
 import signal
@@ -22,12 +22,12 @@ KINDS = ("SET", "GET", "GETRANGE", "DEL", "MGET", "STRLEN", "EXISTS", "SET NX")
 
 
 def value_of(number: int, size: int) -> bytes:
-    """Return a value that tells in each 8 bytes which one it is."""
+    """Return a value whose every 8 bytes identify it."""
     return (number.to_bytes(8, "big") * (size // 8 + 1))[:size]
 
 
 def work_against_a_model(client: Client, prefix: str, seed: int, steps: int) -> None:
-    """Do random commands on keys that nobody else uses; every answer must be the model's."""
+    """Run random commands on keys of its own; every reply must be the model's."""
     chosen = random.Random(seed)
     model: dict[str, bytes] = {}
     for step in range(steps):
@@ -59,21 +59,21 @@ def work_against_a_model(client: Client, prefix: str, seed: int, steps: int) -> 
 
 
 def wait_until_nothing_is_held(client: Client) -> None:
-    """Wait for the threads that have just sent a value's last byte to let go of it."""
-    while client.info()["held_bytes"] != "0":
+    """Wait until the threads have released the values that they have sent."""
+    while client.info()["memory_held_bytes"] != "0":
         pass
 
 
 @pytest.fixture
 def start_threaded() -> Iterator[Callable[..., Child]]:
-    """Start servers with several threads, whatever the fixture ``start`` would give them."""
+    """Start servers with several io threads."""
     with ExitStack() as stack:
         yield lambda *flags: stack.enter_context(Child("--io-threads", str(THREADS), *flags))
 
 
 @pytest.fixture
 def child(start_threaded: Callable[..., Child]) -> Child:
-    """One of them."""
+    """A server with several io threads."""
     return start_threaded("--memory-budget-bytes", "1 GiB", "--shutdown-timeout-s", str(NEVER_S))
 
 
@@ -213,7 +213,7 @@ def test_a_signal_under_load_ends_all_threads_with_whole_replies_only(child: Chi
     assert not [line for line in child.log if "ERROR" in line or "Traceback" in line or "cut_off" in line], child.log
 
 
-def test_a_loop_calls_handlers_and_functions_and_outlives_their_errors(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_event_loop_survives_errors_of_its_handlers(caplog: pytest.LogCaptureFixture) -> None:
     loop = EventLoop()
     here, there = socket.socketpair()
     seen: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Tenants that share a node: what one asks for keeps no other one's requests waiting, and is bounded and counted."""
+"""Tenants that share a node: requests of one do not delay those of another, and are bounded and counted."""
 
 import threading
 from collections.abc import Callable
@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 from machine import NEVER_S, WAIT_MAX_S, wait_for
 from slow_store import Served
-from storage_support import Child, Client
+from storage_support import Child, Client, login
 from test_client_memory import MIB, Weighed
 from test_layers import LAYERS, check, stored
 from test_shaper import MBIT, Run, Sent, shared
 
 from shadowserve.resp import ErrorReply, encode_command
-from storage_kv.access.memory import Account, Bound
+from storage_kv.access.memory import Account, MemoryBudget
 from storage_kv.clients.event_loop import EventLoop
 from storage_kv.clients.workers import Workers
 from storage_kv.egress import Demand
-from storage_kv.publications import Publications
+from storage_kv.fair_queue import FairQueue
+from storage_kv.pending_keys import PendingKeys
 from storage_kv.session import Session
 from storage_kv.shaper import Flow
-from storage_kv.turns import Turns
 
 USERS = """user root on >r ~* &* +@all
 user ann on >a ~* +@all -@admin tenant=a
@@ -33,16 +33,10 @@ PATIENT = ("--memory-budget-bytes", "64 MiB", "--layers-timeout-s", str(NEVER_S)
 
 @pytest.fixture
 def begin(start: Callable[..., Child], tmp_path: Path) -> Callable[..., Child]:
-    """Start a server of several tenants, by default one that gives nobody up."""
+    """Start a server with several tenants, by default with very long timeouts."""
     users = tmp_path / "users.acl"
     users.write_text(USERS)
     return lambda *flags: start("--users-file", str(users), *PATIENT, *flags)
-
-
-def login(child: Child, name: str, receive_buffer: int | None = None) -> Client:
-    client = child.client(receive_buffer=receive_buffer)
-    assert client.call("AUTH", name, name[0]) == b"OK"
-    return client
 
 
 def number_of(client: Client, name: str) -> int:
@@ -52,8 +46,8 @@ def number_of(client: Client, name: str) -> int:
 # ---- KV.LAYERS
 
 
-def test_streams_that_nobody_reads_keep_no_other_tenant_waiting(begin: Callable[..., Child]) -> None:
-    """Six connections stopped all tenants' KV.LAYERS for 75 s."""
+def test_unread_streams_do_not_delay_other_tenants(begin: Callable[..., Child]) -> None:
+    """Symptom: six connections stopped KV.LAYERS of all tenants for 75 s."""
     child = begin("--layers-bits-per-s-min", "0")
     root, ann = login(child, "root"), login(child, "ann")
     records = stored(ann, 4, layer_bytes=64 << 10)
@@ -67,8 +61,8 @@ def test_streams_that_nobody_reads_keep_no_other_tenant_waiting(begin: Callable[
     assert number_of(root, "layer_streams_waiting") > 0, "theirs wait on, for their own tenants' shares"
 
 
-def test_a_tenant_that_is_held_to_its_rate_keeps_no_other_waiting(begin: Callable[..., Child]) -> None:
-    """Without any malice: a tenant at 1 MiB a second made another one wait for 34 s."""
+def test_a_rate_limited_tenant_does_not_delay_others(begin: Callable[..., Child]) -> None:
+    """Symptom: a tenant limited to 1 MiB per second delayed another one for 34 s."""
     child = begin("--tenants", "{b: {bytes_per_s: 1 MiB}}", "--memory-budget-bytes", "128 MiB")
     root, ann = login(child, "root"), login(child, "ann")
     records = stored(ann, 4, layer_bytes=64 << 10)
@@ -83,7 +77,7 @@ def test_a_tenant_that_is_held_to_its_rate_keeps_no_other_waiting(begin: Callabl
 
 
 def test_a_rate_that_is_too_low_or_takes_too_long_is_refused_and_says_why(begin: Callable[..., Child]) -> None:
-    """A rate of one bit a second was taken."""
+    """Symptom: a rate of one bit per second was accepted."""
     child = begin("--layers-timeout-s", "60")
     ann = login(child, "ann")
     records = stored(ann, 4, layer_bytes=256 << 10)
@@ -95,7 +89,7 @@ def test_a_rate_that_is_too_low_or_takes_too_long_is_refused_and_says_why(begin:
     ann = login(late, "ann")
     records = stored(ann, 4, layer_bytes=256 << 10)
     refused = ann.call("KV.LAYERS", "0-3", 10**6, 0, *records)  # 4 MiB take half a minute
-    assert isinstance(refused, ErrorReply) and refused.startswith(b"TIMEOUT KV.LAYERS is given up: it takes 3")
+    assert isinstance(refused, ErrorReply) and refused.startswith(b"TIMEOUT KV.LAYERS has ended: it needs 3")
     check(ann.call("KV.LAYERS", "0-3", 10**9, 0, *records), list(records), records, range(LAYERS))
 
 
@@ -105,7 +99,7 @@ def test_a_stream_that_waits_for_too_long_is_answered_with_an_error(caplog: pyte
         records = stored(client, 2)
         server.store.away = True
         refused = client.call("KV.LAYERS", "0-3", 0, 0, *records)  # the reads never end
-        assert isinstance(refused, ErrorReply) and refused.startswith(b"TIMEOUT KV.LAYERS is given up: it has taken")
+        assert isinstance(refused, ErrorReply) and refused.startswith(b"TIMEOUT KV.LAYERS has ended: it took")
         assert client.call("PING") == b"PONG"
         for _ in records:
             server.store.finish_read()
@@ -113,7 +107,7 @@ def test_a_stream_that_waits_for_too_long_is_answered_with_an_error(caplog: pyte
         assert number_of(client, "layer_streams_closed") == 1
 
 
-def test_a_client_that_takes_layers_too_slowly_is_cut(begin: Callable[..., Child]) -> None:
+def test_a_client_that_reads_layers_too_slowly_is_aborted(begin: Callable[..., Child]) -> None:
     child = begin("--layers-bits-per-s-min", "1e9")
     root, bob = login(child, "root"), login(child, "bob", receive_buffer=4096)
     asked = list(stored(bob, 8, layer_bytes=256 << 10))
@@ -124,8 +118,8 @@ def test_a_client_that_takes_layers_too_slowly_is_cut(begin: Callable[..., Child
         bob.receive()
 
 
-def test_what_requests_for_layers_cost_is_counted_before_it_is_taken(begin: Callable[..., Child]) -> None:
-    """1,000 connections with one request each took a server of 64 MiB to 1,469 MiB, and none of it was counted."""
+def test_memory_of_requests_for_layers_is_counted_before_use(begin: Callable[..., Child]) -> None:
+    """Symptom: 1,000 connections with one request each made a server of 64 MiB use 1,469 MiB, uncounted."""
     flags = ("--clients-memory-bytes-max", "64 MiB", "--layers-bits-per-s-min", "0")
     child = begin("--tenants", "{b: {bytes_max: 16 MiB}}", *flags)
     root, ann, bob = login(child, "root"), login(child, "ann"), login(child, "bob")
@@ -149,11 +143,11 @@ def test_what_requests_for_layers_cost_is_counted_before_it_is_taken(begin: Call
 def test_a_request_for_layers_that_would_take_too_much_is_refused(begin: Callable[..., Child]) -> None:
     child = begin("--clients-memory-bytes-max", "8 MiB")
     refused = login(child, "ann").call("KV.LAYERS", "0-1023", 0, 0, *[b"k%d" % number for number in range(4000)])
-    assert isinstance(refused, ErrorReply) and refused.startswith(b"OOM this request takes")
+    assert isinstance(refused, ErrorReply) and refused.startswith(b"OOM this request needs")
 
 
-def test_arguments_of_a_reply_that_nobody_reads_are_counted(begin: Callable[..., Child]) -> None:
-    """They were counted while they came, and no more once the command was executed."""
+def test_arguments_of_an_unread_reply_are_counted(begin: Callable[..., Child]) -> None:
+    """Symptom: they were counted while they arrived, but not after the command had started."""
     child = begin("--clients-memory-bytes-max", "64 MiB")
     root, bob = login(child, "root"), login(child, "bob", receive_buffer=4096)
     assert bob.call("SET", "a", bytes(15_000)) == b"OK"
@@ -161,11 +155,11 @@ def test_arguments_of_a_reply_that_nobody_reads_are_counted(begin: Callable[...,
     wait_for(lambda: number_of(root, "clients_memory_bytes") > 8 * MIB)
 
 
-# ---- Turns
+# ---- FairQueue
 
 
-def test_tenants_then_clients_take_turns_by_what_they_were_served() -> None:
-    turns: Turns[str] = Turns()
+def test_tenants_and_then_clients_take_turns_by_cost() -> None:
+    turns: FairQueue[str] = FairQueue()
     for number in range(100):
         turns.add(1, 10, f"a{number}")
     turns.add(1, 11, "b")
@@ -181,8 +175,8 @@ def test_tenants_then_clients_take_turns_by_what_they_were_served() -> None:
     assert order[5:] == [f"a{number}" for number in range(2, 100)], "a client's own stay in their order"
 
 
-def test_who_comes_back_has_no_more_turns_than_those_who_stayed() -> None:
-    turns: Turns[int] = Turns()
+def test_a_returning_tenant_gets_no_extra_turns() -> None:
+    turns: FairQueue[int] = FairQueue()
     for number in range(10):
         turns.add(1, 1, number)
     for _ in range(5):
@@ -197,7 +191,7 @@ def test_who_comes_back_has_no_more_turns_than_those_who_stayed() -> None:
 
 
 def test_a_tenant_of_twice_the_weight_has_twice_the_turns() -> None:
-    turns: Turns[int] = Turns()
+    turns: FairQueue[int] = FairQueue()
     for number in range(100):
         turns.add(1, 1, number)
         turns.add(2, 2, number)
@@ -208,8 +202,8 @@ def test_a_tenant_of_twice_the_weight_has_twice_the_turns() -> None:
     assert order.count(2) == 20
 
 
-def test_a_loop_serves_a_tenant_whatever_waits_of_another() -> None:
-    """A thousand busy connections were served before the next event was looked at: a PING waited for a second."""
+def test_an_event_loop_serves_each_tenant_in_turn() -> None:
+    """Symptom: a thousand busy connections were served before the next event, and a PING waited a second."""
     loop = EventLoop()
     crowd, other = loop.enter(1), loop.enter(2)
     served: list[str] = []
@@ -239,11 +233,11 @@ def test_a_loop_serves_a_tenant_whatever_waits_of_another() -> None:
     assert served.index("other") < waiting + 500, "it waited for a part of one turn of the others, not for all of them"
 
 
-def test_the_check_of_a_record_waits_for_no_crowd_of_another_tenant() -> None:
-    """A hundred records of one tenant were checked before the first of another one that came behind them."""
+def test_verifying_a_record_does_not_wait_for_another_tenants_queue() -> None:
+    """Symptom: a hundred records of one tenant were verified before a later one of another tenant."""
     workers, order, go_on = Workers(1), [], threading.Event()
-    crowd = Session(1, address="a", local_address="b", file_descriptor=0)
-    other = Session(2, address="a", local_address="b", file_descriptor=0)
+    crowd = Session(1, address="a")
+    other = Session(2, address="a")
     crowd.tenant, other.tenant = 1, 2
 
     def check_of(name: str) -> Callable[[], None]:
@@ -266,7 +260,7 @@ def test_the_check_of_a_record_waits_for_no_crowd_of_another_tenant() -> None:
 # ---- The link
 
 
-def test_tenants_share_the_link_whatever_each_of_them_asks_for() -> None:
+def test_tenants_share_the_link_whatever_each_requests() -> None:
     run = Run(shared())
     for _ in range(9):
         flow = Flow(Demand(10_000, 0.1, 10_000), inf, tenant=1)
@@ -286,8 +280,8 @@ def test_tenants_share_the_link_whatever_each_of_them_asks_for() -> None:
     assert sum(flow.rate for flow in run.shaper.flows) == pytest.approx(100 * MBIT), "what one leaves others have"
 
 
-def test_a_debt_is_its_clients_own() -> None:
-    """Another tenant's PING waited for 2.8 s, for a debt that was not its own."""
+def test_each_client_has_its_own_debt() -> None:
+    """Symptom: another tenant's PING waited 2.8 s for a debt that was not its own."""
     run = Run(shared())
     others = run.shaper.others
     run.enter(10_000, 0.1, 100_000)
@@ -305,7 +299,7 @@ def test_a_debt_is_its_clients_own() -> None:
     assert others.wait_s(Sent(6, 2), run.now_s) == 0.0
 
 
-def test_a_client_that_asks_for_one_value_at_a_time_is_held_to_its_part_as_well(begin: Callable[..., Child]) -> None:
+def test_a_client_with_one_request_at_a_time_is_limited_too(begin: Callable[..., Child]) -> None:
     child = begin("--egress-bits-per-s", "1e8")
     ann, bob, slow = login(child, "ann"), login(child, "bob"), login(child, "bob", receive_buffer=4096)
     asked = list(stored(slow, 4, layer_bytes=64 << 10))
@@ -334,38 +328,38 @@ def test_a_client_that_asks_for_one_value_at_a_time_is_held_to_its_part_as_well(
 class Holder:
     moved_bytes = 0
 
-    def on_memory(self) -> None: ...
+    def on_room(self) -> None: ...
 
-    def end_for_memory(self, held_bytes: int) -> None: ...
+    def evict(self, held_bytes: int) -> None: ...
 
 
 def test_two_tenants_with_half_each_leave_room_for_a_third() -> None:
-    bound = Bound(lambda: 1600, lambda: 4, is_ours=True)
-    accounts = [Account(bound, Holder(), tenant) for tenant in (1, 2, 3)]
+    budget = MemoryBudget(lambda: 1600, lambda: 4, is_own_memory=True)
+    accounts = [Account(budget, Holder(), tenant) for tenant in (1, 2, 3)]
     assert accounts[0].admit(800) and not accounts[0].admit(10)
     assert accounts[1].admit(600) and not accounts[1].admit(10), "the last eighth is not for those who have much"
     assert accounts[2].admit(50), "its part of that eighth"
     assert not accounts[2].admit(200)
 
 
-# ---- Publications
+# ---- PendingKeys
 
 
-def test_of_thousands_that_publish_a_key_those_few_are_noted_that_last_longest() -> None:
-    """2,000 publishers of a key made another tenant wait for 1.7 s: each look went through all of them."""
-    publications = Publications(lambda: 2)
+def test_only_the_longest_lasting_clients_of_a_pending_key_are_kept() -> None:
+    """Symptom: 2,000 clients of a pending key delayed another tenant for 1.7 s."""
+    pending_keys = PendingKeys(lambda: 2)
     key = (1, b"key")
     for client in range(2000):
-        publications.publish(client, [key], 0, 10_000 + client % 1000)
-    assert publications.until_ms(key, 5000) == 10_999
-    noted = [client for client in range(2000) if publications.withdraw(client, [key])]
+        pending_keys.add(client, [key], 0, 10_000 + client % 1000)
+    assert pending_keys.until_ms(key, 5000) == 10_999
+    noted = [client for client in range(2000) if pending_keys.withdraw(client, [key])]
     assert 2 <= len(noted) <= 8 and {999, 1999} <= set(noted)
-    assert publications.until_ms(key, 5000) == 0
+    assert pending_keys.until_ms(key, 5000) == 0
     for client in range(2000):  # and what a gone one had published makes room for one that is there
-        publications.publish(client, [key], 0, 20_000)
-        publications.leave(client)
-    publications.publish(5000, [key], 0, 15_000)
-    assert publications.until_ms(key, 5000) == 15_000
+        pending_keys.add(client, [key], 0, 20_000)
+        pending_keys.leave(client)
+    pending_keys.add(5000, [key], 0, 15_000)
+    assert pending_keys.until_ms(key, 5000) == 15_000
 
 
 def test_two_tenants_that_publish_all_they_may_leave_room_for_a_third(begin: Callable[..., Child]) -> None:

@@ -1,4 +1,4 @@
-"""Values of many MiB: intact, in pieces, from several clients, and while they are replaced or evicted."""
+"""Large values: whole, in ranges, from several clients, and while they are replaced or evicted."""
 
 import hashlib
 import random
@@ -47,7 +47,7 @@ def test_mget_mixes_large_small_and_absent(client: Client) -> None:
     assert client.call("MGET", "large", "small", "none", "large") == expected
 
 
-def test_large_arguments_of_other_commands_are_taken_as_far_as_they_may_be_large(client: Client) -> None:
+def test_large_arguments_that_are_no_values_are_accepted_up_to_their_limit(client: Client) -> None:
     assert client.call("ECHO", VALUE[:100_000]) == VALUE[:100_000]
     refused = client.call("ECHO", VALUE[: 2 * MIB])
     assert isinstance(refused, ErrorReply) and refused.startswith(b"ERR an argument of 2097152 bytes is too long")
@@ -64,25 +64,25 @@ def test_a_value_being_sent_stays_whole_while_it_is_replaced_and_deleted(shared_
         client.call("SET", "large", VALUE)
         with shared_server.client() as reader:
             reader.send("GET", "large")
-            assert reader.receive_raw(11) == b"$33554432\r\n"  # under way; far more than sockets buffer is left
+            assert reader.receive_raw(11) == b"$33554432\r\n"  # in progress: more is left than sockets buffer
             client.call(*change)
-            assert int(client.info()["held_bytes"]) > len(VALUE)
+            assert int(client.info()["memory_held_bytes"]) > len(VALUE)
             assert reader.receive_raw(len(VALUE) + 2) == VALUE + b"\r\n"
             assert reader.call("PING") == b"PONG"
-        assert int(client.info()["held_bytes"]) == 0
+        assert int(client.info()["memory_held_bytes"]) == 0
 
 
-def test_a_client_that_goes_away_mid_reply_leaves_nothing_held(shared_server: Child, client: Client) -> None:
+def test_a_client_that_disconnects_during_a_reply_releases_its_value(shared_server: Child, client: Client) -> None:
     client.call("SET", "large", VALUE)
     reader = shared_server.client()
     reader.send("GET", "large")
     reader.receive_raw(11)
     client.call("DEL", "large")
-    assert int(client.info()["held_bytes"]) > len(VALUE)
+    assert int(client.info()["memory_held_bytes"]) > len(VALUE)
     client_id = next(line for line in str(client.call("CLIENT", "LIST")).split("\\n") if "cmd=get" in line)
     assert "omem=0 " not in client_id
     reader.close()
-    while int(client.info()["held_bytes"]):  # each round trip lets the server notice
+    while int(client.info()["memory_held_bytes"]):  # each round trip lets the server notice
         pass
     assert client.info()["used_memory"] == "0"
 

@@ -1,4 +1,4 @@
-"""Starting, stopping, configuring and watching the server."""
+"""Starting, stopping and configuring the server."""
 
 import os
 import re
@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,7 +34,7 @@ def test_a_signal_stops_the_server_with_status_0(start: Callable[..., Child], nu
 
 
 @pytest.mark.usefixtures("background")
-def test_in_a_scripts_background_an_interrupt_is_not_for_the_server(start: Callable[..., Child]) -> None:
+def test_an_ignored_interrupt_stays_ignored(start: Callable[..., Child]) -> None:
     child = start()
     assert ignores(child.process.pid, signal.SIGINT)
     child.process.send_signal(signal.SIGINT)
@@ -43,7 +42,7 @@ def test_in_a_scripts_background_an_interrupt_is_not_for_the_server(start: Calla
     assert child.stop(signal.SIGTERM) == 0
 
 
-def test_replies_under_way_are_finished_before_the_end(start: Callable[..., Child]) -> None:
+def test_unfinished_replies_are_sent_before_the_end(start: Callable[..., Child]) -> None:
     child = start("--shutdown-timeout-s", str(NEVER_S))
     value = os.urandom(32 * MIB)
     reader = child.client()
@@ -91,7 +90,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=REPOSITORY)
 
 
-def test_a_port_that_is_taken_is_a_clear_error() -> None:
+def test_a_port_in_use_is_a_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = run("--port", str(taken.getsockname()[1]))
     assert done.returncode == 2 and done.stdout == ""
@@ -109,7 +108,7 @@ def test_a_port_that_is_taken_is_a_clear_error() -> None:
         (["--stall-timeout-s", "0"], "greater than 0"),
     ],
 )
-def test_what_cannot_be_configured_is_refused_before_anything_starts(flags: list[str], message: str) -> None:
+def test_an_invalid_configuration_is_an_error_before_anything_starts(flags: list[str], message: str) -> None:
     done = run(*flags)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
@@ -139,29 +138,7 @@ def test_no_thread_leaves_the_cores_it_was_given(start: Callable[..., Child]) ->
     assert len(allowed) > 1 and allowed == [{core}] * len(allowed)
 
 
-def test_prometheus_metrics_are_served_where_asked_for(start: Callable[..., Child]) -> None:
-    child = start("--metrics-port", "0")
-    match = next(filter(None, (re.search(r"metrics_port=(\d+)", line) for line in child.log)), None)
-    while match is None:  # the log's reader is a thread
-        match = next(filter(None, (re.search(r"metrics_port=(\d+)", line) for line in list(child.log))), None)
-    with child.client() as client:
-        key, value = make_record(b"a" * 32)
-        client.call("SET", key, value)
-        client.call("GET", key)
-        client.call("GET", "none")
-        with urllib.request.urlopen(f"http://127.0.0.1:{match[1]}/metrics", timeout=TIMEOUT_S) as response:
-            text = response.read().decode()
-    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert float(samples["shadowserve_storage_records"]) == 1
-    assert float(samples["shadowserve_storage_hits_total"]) == 1
-    assert float(samples["shadowserve_storage_misses_total"]) == 1
-    assert float(samples["shadowserve_storage_records_stored_total"]) == 1
-    assert float(samples["shadowserve_storage_received_bytes_total"]) > len(value)
-    assert all(name.startswith("shadowserve_storage_") for name in samples)
-    assert child.stop() == 0
-
-
-def test_expired_keys_go_without_being_asked_for(start: Callable[..., Child]) -> None:
+def test_expired_keys_are_removed_without_access(start: Callable[..., Child]) -> None:
     with start().client() as client:
         for number in range(100):
             client.send("SET", f"a{number}", "x", "PX", 50)

@@ -23,11 +23,11 @@ from storage_support import make_record
 from shadowserve.pool import copies, placement
 from shadowserve.pool.pool import Pool
 from shadowserve.resp import CommandReader, encode_command
-from storage_kv.access import attempts
+from storage_kv.access import authentication_throttle
 from storage_kv.clients.connection import Connection
+from storage_kv.clients.event_loop import Signal
 from storage_kv.clients.replies import Replies
 from storage_kv.clients.secure_connection import SecureConnection
-from storage_kv.clients.signal import Signal
 from storage_kv.clients.transport import PlainTransport, TlsTransport
 from storage_kv.server import StorageServer
 from storage_kv.session import Session
@@ -41,7 +41,7 @@ _BOUND = 16
 
 
 class Lasting(Served):
-    """A server of any engine in this process, which can read its configuration again."""
+    """A server in this process, which can read its configuration again."""
 
     server: StorageServer
 
@@ -57,7 +57,7 @@ class Lasting(Served):
 
 
 def _reset(sock: socket.socket) -> None:
-    """Have the socket's end be a reset, as of a client whose process was killed."""
+    """Make the socket's end a reset, like that of a killed client."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
@@ -173,7 +173,7 @@ def without_collector() -> Iterator[None]:
 
 
 def _left() -> Counter[str]:
-    """Return what there is of connections in this process."""
+    """Return the connection objects in this process."""
     return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in _OF_A_CONNECTION)
 
 
@@ -196,16 +196,16 @@ def _check_nothing_is_left(served: Lasting, end: Callable[[socket.socket], None]
 
 
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__.strip("_"))
-def test_of_a_connection_that_has_ended_nothing_waits_for_the_collector(
+def test_an_ended_connection_leaves_no_reference_cycles(
     end: Callable[[socket.socket], None], without_collector: None
 ) -> None:
-    """The session led back to its connection: 6 KB were left of each, and megabytes of a value that came half way."""
+    """Symptom: a cycle kept 6 KB of each connection, and megabytes of a half-received value."""
     with Lasting(io_threads=1) as served:
         _check_nothing_is_left(served, end)
 
 
 @pytest.mark.parametrize("end", TLS_ENDS, ids=lambda end: end.__name__.strip("_"))
-def test_of_a_handshake_that_failed_and_of_tls_nothing_waits_for_the_collector(
+def test_tls_and_failed_handshakes_leave_no_reference_cycles(
     end: Callable[[socket.socket, ssl.SSLContext], None], certificates: Path, without_collector: None
 ) -> None:
     context = ssl.create_default_context(cafile=f"{certificates}/ca.crt")
@@ -218,7 +218,7 @@ def test_of_a_handshake_that_failed_and_of_tls_nothing_waits_for_the_collector(
 
 
 def _sizes(root: object) -> Counter[str]:
-    """Return how much is in the containers that an object leads to, by the attributes that lead there."""
+    """Return the sizes of all containers that can be reached from an object, by attribute path."""
     found: Counter[str] = Counter()
     seen: set[int] = set()
     waiting: deque[tuple[str, object]] = deque([("", root)])
@@ -242,7 +242,7 @@ def _sizes(root: object) -> Counter[str]:
 
 
 def _sizes_at_rest(served: Lasting) -> Counter[str]:
-    """Return the sizes of a server's tables once nothing is under way; none before."""
+    """Return the sizes of a server's tables when it is idle; otherwise nothing."""
     node = served.server.node
     with node.lock:
         disks = node.store._core.disks if isinstance(node.store, Pool) else []
@@ -283,17 +283,21 @@ def _use_new_names(served: Lasting, numbers: range) -> None:
         served.server.node.reconfiguration.reload(served.server.node.lock)
     with node.lock:
         for number in numbers:
-            node.attempts.wait_until(f"10.0.{number >> 8}.{number & 255}:1", float(number), accepted=False)
-            session = Session(0, address=f"client {number}", local_address="", file_descriptor=-1)
+            node.auth_throttle.answer_at(f"10.0.{number >> 8}.{number & 255}:1", float(number), accepted=False)
+            session = Session(0, address=f"client {number}")
             node.deny(session, "key", b"key %d" % number, b"client %d" % number)
 
 
 @pytest.mark.parametrize("engine", ["memory", "pool"])
-def test_names_that_come_once_do_not_add_up(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys, users, clients, commands, addresses: whatever remembers them has a bound, here a small one."""
-    for module, bound in ((placement, "_CHAINS_MAX"), (copies, "_GHOSTS_MAX"), (attempts, "_ADDRESSES_MAX")):
+def test_names_that_occur_once_do_not_accumulate(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of keys, users, clients, commands and addresses are bounded; here the bounds are small."""
+    for module, bound in (
+        (placement, "_CHAINS_MAX"),
+        (copies, "_GHOSTS_MAX"),
+        (authentication_throttle, "_ADDRESSES_MAX"),
+    ):
         monkeypatch.setattr(module, bound, _BOUND)
-    config: dict[str, Any] = {"memory_budget_bytes": 8 << 20, "audit_log": str(tmp_path / "audit"), "engine": engine}
+    config: dict[str, Any] = {"memory_budget_bytes": 8 << 20, "audit_log": str(tmp_path / "audit")}
     if engine == "pool":
         device = {"size": 48 << 20, "objects_max": 64, "bandwidth": 1 << 30}
         config["devices"] = [{**device, "path": str(tmp_path / f"disk{number}")} for number in range(2)]
@@ -308,4 +312,4 @@ def test_names_that_come_once_do_not_add_up(engine: str, tmp_path: Path, monkeyp
     # closes its holes from time to time, as the key index does, goes up and down by less.
     grown = {path: size - found[1][path] for path, size in found[5].items()}
     assert {path: more for path, more in grown.items() if more >= 2 * _NAMES} == {}
-    assert any(path.endswith("attempts._lines") for path in grown), "the walk finds the tables"
+    assert any(path.endswith("auth_throttle._queues") for path in grown), "the walk finds the tables"

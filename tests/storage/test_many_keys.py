@@ -1,4 +1,4 @@
-"""Commands on many keys, and on all of them: others are served in between, and nothing is held without a bound."""
+"""Commands on many or all keys: other clients are served in between, and memory is bounded."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +19,7 @@ MANY = 3 * KEYS_AT_A_TIME + 10
 
 
 class Asked:
-    """Counts what an store is asked for between two times that its lock is free."""
+    """Counts calls to a store between two releases of its lock."""
 
     def __init__(self, served: Served) -> None:
         self.most = self._now = 0
@@ -76,7 +76,7 @@ def pairs(count: int) -> list[str]:
     return [word for number in range(count) for word in (f"k{number}", str(number))]
 
 
-def test_commands_on_many_keys_let_others_have_the_lock(served: Served) -> None:
+def test_commands_on_many_keys_release_the_lock(served: Served) -> None:
     names = [f"k{number}" for number in range(MANY)]
     with served.client() as client:
         asked = Asked(served)
@@ -100,7 +100,7 @@ def test_commands_on_many_keys_let_others_have_the_lock(served: Served) -> None:
         assert asked.most <= KEYS_AT_A_TIME
 
 
-def test_a_question_about_commands_lets_others_have_the_lock(served: Served) -> None:
+def test_commands_about_commands_release_the_lock(served: Served) -> None:
     meter = WorkMeter()
     served.server.node.lock = meter  # type: ignore[assignment]
     questions = {"DOCS": ["client"], "INFO": ["client"], "GETKEYS": ["MSET"], "GETKEYSANDFLAGS": ["MSET"]}
@@ -115,7 +115,7 @@ def test_a_question_about_commands_lets_others_have_the_lock(served: Served) -> 
                 assert words != ["MSET"] or (isinstance(reply, list) and len(reply) == count // 2)
 
 
-def test_keys_are_listed_once_though_others_come_and_go(served: Served) -> None:
+def test_keys_lists_each_key_once_while_others_change(served: Served) -> None:
     store = served.store
     scan, calls = store.scan, 0
     with served.client() as client:
@@ -234,7 +234,7 @@ def test_a_value_whose_removal_does_not_last_is_not_answered(served: Served) -> 
         wait_for(lambda: store.statistics().held_bytes == 0)
 
 
-def test_killed_clients_are_those_that_the_filters_name(start: Callable[..., Child]) -> None:
+def test_client_kill_filters_select_clients(start: Callable[..., Child]) -> None:
     with start() as child, child.client() as admin:
 
         def address_of(client: Client) -> str:
@@ -271,7 +271,7 @@ def test_killed_clients_are_those_that_the_filters_name(start: Callable[..., Chi
         assert admin.call("CLIENT", "KILL", address_of(admin)) == b"OK" and is_gone(admin)
 
 
-def test_what_a_client_calls_itself_is_bounded(client: Client) -> None:
+def test_the_name_of_a_client_is_bounded(client: Client) -> None:
     assert client.call("CLIENT", "SETNAME", "x" * 256) == b"OK"
     for command in (("CLIENT", "SETNAME", "x" * 257), ("HELLO", 2, "SETNAME", "y" * 5_000)):
         refused = client.call(*command)
@@ -283,7 +283,7 @@ def test_what_a_client_calls_itself_is_bounded(client: Client) -> None:
 
 @pytest.mark.parametrize("command", ["MSET", "MSETNX", "SET in MULTI"])
 def test_large_values_are_stored_as_they_were_received(served: Served, command: str) -> None:
-    """They were copied once more, with the lock held."""
+    """Symptom: they were copied once more with the lock held."""
     put = served.store.put
     stored: list[bytes | memoryview] = []
 

@@ -1,4 +1,4 @@
-"""Storage nodes over one bucket, as their clients see them: over a server of the tests' own, and over Ceph itself."""
+"""Storage nodes over one bucket, of a test server and of Ceph."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def faulty() -> Iterator[FaultyS3]:
 
 @pytest.fixture(params=["own", "ceph"])
 def bucket(request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
-    """An endpoint and credentials."""
+    """Endpoint and credentials of a bucket."""
     if request.param == "own":
         return request.getfixturevalue("faulty").endpoint, CREDENTIALS
     return request.getfixturevalue("ceph"), CEPH_CREDENTIALS
@@ -45,7 +45,7 @@ def bucket(request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
 
 @pytest.fixture
 def node(start: Starts, request: pytest.FixtureRequest) -> StartsNodes:
-    """Start a node over a bucket, of whose objects each test has a prefix."""
+    """Start a node over a bucket, with a prefix of its own."""
     prefix = "".join(each if each.isalnum() else "_" for each in request.node.name)
 
     def start_node(endpoint: str, credentials: dict[str, str], *flags: str, **keys: Any) -> tuple[Child, Client]:
@@ -89,7 +89,7 @@ def test_an_empty_node_answers_for_what_another_one_stored(
     assert two.call("DBSIZE") == 24, "what was read stays here"
 
 
-def test_a_killed_node_without_devices_comes_back_with_what_it_had(
+def test_a_killed_node_without_devices_recovers_from_the_bucket(
     bucket: tuple[str, dict[str, str]], node: StartsNodes
 ) -> None:
     child, client = node(*bucket)
@@ -155,7 +155,7 @@ def test_wrong_credentials_or_a_missing_bucket_leave_a_node_that_works_without(
     wait_for(lambda: s3(client)["failed_writes"])
 
 
-def test_a_bucket_that_stands_still_disturbs_no_other_client(faulty: FaultyS3, node: StartsNodes) -> None:
+def test_a_blocked_bucket_does_not_delay_other_clients(faulty: FaultyS3, node: StartsNodes) -> None:
     _, one = node(faulty.endpoint, CREDENTIALS)
     store_chain(one)
     child, two = node(faulty.endpoint, CREDENTIALS, timeout_s=60.0, index_ttl_s=3600.0)
@@ -171,9 +171,7 @@ def test_a_bucket_that_stands_still_disturbs_no_other_client(faulty: FaultyS3, n
     assert two.receive() == CHAIN.values[0]
 
 
-def test_meta_of_what_only_the_bucket_has_tells_length_and_time_and_reads_nothing(
-    faulty: FaultyS3, node: StartsNodes
-) -> None:
+def test_kv_meta_of_cold_records_tells_length_and_time_without_a_read(faulty: FaultyS3, node: StartsNodes) -> None:
     _, one = node(faulty.endpoint, CREDENTIALS)
     store_chain(one)
     _, two = node(faulty.endpoint, CREDENTIALS, index_ttl_s=3600.0)
@@ -190,7 +188,7 @@ def test_meta_of_what_only_the_bucket_has_tells_length_and_time_and_reads_nothin
     assert two.call("KV.META", *CHAIN.keys) == [[len(value), value[:head]] for _, value, head, _ in CHAIN.records]
 
 
-def test_prefetch_brings_what_only_the_bucket_has_and_waits_for_nothing(faulty: FaultyS3, node: StartsNodes) -> None:
+def test_kv_prefetch_reads_cold_records_without_waiting(faulty: FaultyS3, node: StartsNodes) -> None:
     _, one = node(faulty.endpoint, CREDENTIALS)
     store_chain(one)
     assert one.call("KV.PREFETCH", *CHAIN.keys, "plain") == 0
@@ -221,7 +219,7 @@ def test_prefetch_brings_what_only_the_bucket_has_and_waits_for_nothing(faulty: 
     assert child.stop() == 0, "no lease is left"
 
 
-def test_prefetches_take_no_more_than_a_second_of_a_slow_bucket_at_once(faulty: FaultyS3, node: StartsNodes) -> None:
+def test_prefetches_use_at_most_a_second_of_a_slow_bucket(faulty: FaultyS3, node: StartsNodes) -> None:
     _, one = node(faulty.endpoint, CREDENTIALS)
     store_chain(one)
     _, two = node(faulty.endpoint, CREDENTIALS, index_ttl_s=3600.0)
@@ -250,7 +248,7 @@ def test_a_bucket_that_never_answers_is_a_miss_for_its_client(faulty: FaultyS3, 
         gate.set()
 
 
-def test_a_stop_writes_what_waits_and_a_stuck_bucket_does_not_keep_a_node_from_stopping(
+def test_stopping_writes_queued_records_and_does_not_wait_for_a_blocked_bucket(
     faulty: FaultyS3, node: StartsNodes
 ) -> None:
     child, client = node(faulty.endpoint, CREDENTIALS, gather_s=600.0)
@@ -271,7 +269,7 @@ def test_a_node_without_a_bucket_has_nothing_to_prefetch(client: Client) -> None
     assert client.call("KV.PREFETCH", *CHAIN.keys) == 0
 
 
-def test_metrics_tell_of_the_bucket(faulty: FaultyS3, node: StartsNodes) -> None:
+def test_metrics_include_the_bucket(faulty: FaultyS3, node: StartsNodes) -> None:
     child, client = node(faulty.endpoint, CREDENTIALS, "--metrics-port", "0")
     store_chain(client)
     samples = child.samples()
@@ -284,7 +282,7 @@ def test_metrics_tell_of_the_bucket(faulty: FaultyS3, node: StartsNodes) -> None
     assert samples["shadowserve_storage_s3_away"] == 0
 
 
-def test_settings_that_cannot_be_used_are_told_at_the_start(start: Starts, tmp_path: Any) -> None:
+def test_invalid_bucket_settings_are_errors_at_the_start(start: Starts, tmp_path: Any) -> None:
     for keys, words in (
         ({"bucket": "UPPER"}, "s3.bucket"),
         ({"bucket": BUCKET, "endpoint": "minio:9000"}, "s3.endpoint"),

@@ -1,4 +1,4 @@
-"""Other people's clients against our server: what works, and what their users see where it does not."""
+"""Redis and Valkey clients: what works, and the errors where something does not."""
 
 import importlib
 import shutil
@@ -6,8 +6,9 @@ import subprocess
 from typing import Any
 
 import pytest
+import redis
 from machine import WAIT_MAX_S
-from storage_support import Child
+from storage_support import Child, Client
 
 LIBRARIES = ["redis", "valkey"]
 
@@ -24,14 +25,43 @@ def library(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def store(library: Any, protocol: int, shared_server: Child) -> Any:
-    """A client of the library, whose own pools it closes."""
+    """A client of the library."""
     name = {"redis": "Redis", "valkey": "Valkey"}[library.__name__]
     with getattr(library, name)(port=shared_server.port, protocol=protocol) as store:
         assert store.flushall()
         yield store
 
 
-def test_a_pipeline_as_it_is_by_default_is_a_transaction_that_works(store: Any, library: Any) -> None:
+def test_redis_py_reads_writes_and_inspects(shared_server: Child, client: Client, protocol: int) -> None:
+    with redis.Redis(
+        port=shared_server.port, protocol=protocol, client_name="test", health_check_interval=1
+    ) as connection:
+        assert connection.ping() and connection.client_getname() in ("test", b"test")
+        assert connection.set("a", b"1", ex=100) and connection.get("a") == b"1" and connection.ttl("a") == 100
+        assert connection.set("a", b"2", nx=True) is None and connection.exists("a", "b") == 1
+        assert connection.mget("a", "b") == [b"1", None] and connection.getrange("a", 0, -1) == b"1"
+        assert connection.set("b", b"x" * 3_000_000) and connection.get("b") == b"x" * 3_000_000
+        assert sorted(connection.scan_iter(match="*", count=1)) == [b"a", b"b"] and connection.dbsize() == 2
+        with connection.pipeline(transaction=False) as pipeline:
+            for number in range(500):
+                pipeline.set(f"key{number}", number)
+            for number in range(500):
+                pipeline.get(f"key{number}")
+            assert pipeline.execute()[500:] == [b"%d" % number for number in range(500)]
+        assert connection.delete("a", "b") == 2 and connection.type("a") in (b"none", "none")
+        info = connection.info()
+        assert info["redis_version"] == "7.0.15" and info["db0"]["keys"] == 500
+        assert connection.info("shadowserve")["records"] == 0
+        assert "test" in [other["name"] for other in connection.client_list()]
+        assert connection.config_get("maxmemory*")["maxmemory"] == str(4 << 30)
+        assert connection.command_count() == len(connection.command())
+        assert connection.client_id() > 0 and connection.client_info()["resp"] in (protocol, str(protocol))
+        with pytest.raises(redis.exceptions.ResponseError, match="unknown command 'LPUSH'"):
+            connection.lpush("a", 1)
+        assert connection.flushall() and connection.dbsize() == 0
+
+
+def test_a_default_pipeline_is_a_working_transaction(store: Any, library: Any) -> None:
     values = {f"key:{number}": bytes([number]) * 40_000 for number in range(50)}
     with store.pipeline() as pipeline:
         for key, value in values.items():
@@ -48,7 +78,7 @@ def test_a_pipeline_as_it_is_by_default_is_a_transaction_that_works(store: Any, 
         assert pipeline.set("a", "1").get("a").delete("a", "b").execute() == [True, b"1", 1]
 
 
-def test_a_watched_key_that_another_has_set_ends_the_transaction(store: Any, library: Any) -> None:
+def test_a_changed_watched_key_fails_the_transaction(store: Any, library: Any) -> None:
     def double(pipeline: Any) -> None:
         value = int(pipeline.get("n"))
         pipeline.multi()
@@ -67,7 +97,7 @@ def test_a_watched_key_that_another_has_set_ends_the_transaction(store: Any, lib
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_a_caches_clients_call(store: Any) -> None:
+def test_commands_of_cache_clients_work(store: Any) -> None:
     assert store.setex("s", 1000, "v") and store.psetex("s", 1_000_000, "v") and not store.setnx("s", "x")
     assert store.getset("s", "y") == b"v" and store.getex("s", ex=1000) == b"y" and store.getdel("s") == b"y"
     assert store.mset({"a": "1", "b": b"\0" * 70_000}) and not store.msetnx({"a": "2", "c": "3"})
@@ -82,7 +112,7 @@ def test_what_a_caches_clients_call(store: Any) -> None:
     assert store.info("server")["redis_version"].startswith("7.0.") and store.config_get("save") == {"save": ""}
 
 
-def test_what_does_not_work_is_an_error_that_names_it(store: Any, library: Any) -> None:
+def test_unsupported_commands_are_errors_with_their_names(store: Any, library: Any) -> None:
     refused = [
         lambda: store.incr("n"), lambda: store.hset("h", "field", "value"), lambda: store.lpush("l", "x"),
         lambda: store.eval("return 1", 0), lambda: store.publish("channel", "x"), lambda: store.append("a", "x"),
@@ -110,8 +140,7 @@ async def test_asynchronous_clients(name: str, shared_server: Child) -> None:
 
 
 def test_the_parsers_with_and_without_hiredis_read_the_same(shared_server: Child, protocol: int) -> None:
-    """redis-py reads with hiredis where it is installed; without it, by its own parsers."""
-    redis = importlib.import_module("redis")
+    """redis-py parses with hiredis if it is installed, otherwise with its own parsers."""
     assert importlib.import_module("redis.utils").HIREDIS_AVAILABLE
     parsers = importlib.import_module("redis._parsers")
     found = []
@@ -147,6 +176,8 @@ def test_redis_cli(shared_server: Child) -> None:
     assert run(*cli, "-r", "3", "PING") == "PONG\n" * 3
     assert run("redis-cli", "-u", f"redis://127.0.0.1:{shared_server.port}/0", "DBSIZE") == "1002\n"
     assert run(*cli, "CLIENT", "KILL", "ID", "999999") == "0\n"
+    assert run(*cli, "-x", "SET", "b", given="from a pipe") == "OK\n" and run(*cli, "STRLEN", "b") == "11\n"
+    assert "shadowserve_version:" in run(*cli, "INFO", "server")
     assert "GET" in run(*cli, "COMMAND", "DOCS", "GET").upper()
 
 

@@ -1,11 +1,11 @@
-"""Pins: what keeps keys from eviction takes a share and no more, ends soon, and can be seen and ended."""
+"""Pins: bounded by shares and time; operators see and end them."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from storage_support import Child, Client
+from storage_support import Child, Client, login
 
 from shadowserve.resp import ErrorReply
 
@@ -30,13 +30,7 @@ def server(request: pytest.FixtureRequest, start: Callable[..., Child], tmp_path
             f'[{{"path": "{tmp_path}/device", "size": "16 MiB"}}]',
         ],
     }[request.param]
-    return start("--users-file", str(file), "--engine", request.param, *options)
-
-
-def login(child: Child, name: str) -> Client:
-    client = child.client()
-    assert client.call("AUTH", name, name[0]) == b"OK"
-    return client
+    return start("--users-file", str(file), *options)
 
 
 def pinned(client: Client) -> dict[bytes, dict[bytes, Any]]:
@@ -87,7 +81,7 @@ def test_a_pin_is_short_and_longer_ones_are_refused(start: Callable[..., Child])
     assert client.call("CONFIG", "SET", "pin_max_s", 3600) == b"OK" and client.call("KV.PIN", 3600, "a") == 1
     assert client.call("KV.PIN", 0, "a") == 1 and client.call("KV.PIN", 60, "none") == 0
     assert client.call("CONFIG", "SET", "pin_share_of_tenant", 0) == b"OK"
-    assert client.call("KV.PIN", 60, "none", "a").endswith(b"Of this command's keys 0 are pinned")
+    assert client.call("KV.PIN", 60, "none", "a").endswith(b"0 of this command's keys are pinned")
     assert client.call("KV.UNPIN", "ALL", "more").startswith(b"ERR syntax error")
 
 

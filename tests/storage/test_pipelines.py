@@ -1,4 +1,4 @@
-"""Commands that arrive together are answered as the same commands one at a time, whatever is among them."""
+"""Pipelined commands get the same replies as single ones."""
 
 import contextlib
 import socket
@@ -59,7 +59,7 @@ def one_reply(sock: socket.socket) -> bytes:
 
 
 def to_the_end(sock: socket.socket) -> bytes:
-    """Return what comes until the last of all replies, or the connection's end."""
+    """Return the bytes up to the last reply, or to the connection's end."""
     found = bytearray()
     while not found.endswith(END):
         data = sock.recv(1 << 16)
@@ -74,13 +74,13 @@ def ended(commands: Commands) -> list[Sequence[bytes]]:
 
 
 def together(sock: socket.socket, commands: Commands, cuts: Sequence[float] = ()) -> bytes:
-    """Send commands in one piece, or cut at some parts of their length; return the bytes that answer them."""
+    """Send commands in one piece, or cut at fractions of their length; return the replies."""
     data = b"".join(encode_command(*command) for command in ended(commands))
-    places = [0, *sorted(int(cut * len(data)) for cut in cuts), len(data)]
+    bounds = [0, *sorted(int(cut * len(data)) for cut in cuts), len(data)]
 
     def send() -> None:
         with contextlib.suppress(OSError):  # behind QUIT
-            for begin, end in zip(places, places[1:], strict=False):
+            for begin, end in zip(bounds, bounds[1:], strict=False):
                 sock.sendall(data[begin:end])
 
     sender = threading.Thread(target=send)  # a server that is not read from stops reading
@@ -92,7 +92,7 @@ def together(sock: socket.socket, commands: Commands, cuts: Sequence[float] = ()
 
 
 def apart(sock: socket.socket, commands: Commands) -> bytes:
-    """Send each command when the one before it has been answered, if it is."""
+    """Send each command after the reply to the one before it; return the replies."""
     found = b""
     silent = skipped = False
     for command in ended(commands):
@@ -140,7 +140,7 @@ def narrow_server() -> Iterator[Child]:
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(runs=st.lists(RUNS, min_size=1, max_size=12), cuts=st.lists(st.floats(0, 1), max_size=3), protocol=st.booleans())
-def test_together_is_apart_and_as_redis_answers(
+def test_a_pipeline_gets_the_replies_of_single_commands_and_of_redis(
     shared_server: Child, narrow_server: Child, redis_port: int, runs: Any, cuts: list[float], protocol: bool
 ) -> None:
     commands = [list(command) for command, times in runs for _ in range(times if len(command[-1]) <= EDGE else 2)]
@@ -170,7 +170,7 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_together_is_apart(name: str, shared_server: Child, narrow_server: Child) -> None:
+def test_a_pipeline_gets_the_replies_of_single_commands(name: str, shared_server: Child, narrow_server: Child) -> None:
     commands = MIXTURES[name]
     with connected(narrow_server.port) as sock:
         expected = together(sock, commands)
@@ -215,7 +215,9 @@ def test_denials_in_a_pipeline_are_those_of_redis_and_counted_once(
         assert "rejected_calls=10" in client.info("commandstats")["cmdstat_get"]
 
 
-def test_who_authenticates_in_a_pipeline_may_do_so_from_there(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_authentication_within_a_pipeline_applies_to_later_commands(
+    start: Callable[..., Child], tmp_path: Path
+) -> None:
     users = tmp_path / "users.acl"
     users.write_text("user default off\nuser ann on >a ~* +@all\n")
     child = start("--users-file", str(users))
@@ -232,7 +234,7 @@ def test_who_authenticates_in_a_pipeline_may_do_so_from_there(start: Callable[..
 
 
 @pytest.mark.parametrize("quota", ["keys_max: 3", "bytes_max: 2400"])
-def test_a_quota_that_is_used_up_in_a_pipeline(start: Callable[..., Child], quota: str) -> None:
+def test_a_quota_ends_within_a_pipeline(start: Callable[..., Child], quota: str) -> None:
     child = start("--tenants", f"{{'': {{{quota}}}}}", "--pin-share-of-tenant", "1")
     commands = words(
         "SET a 1 ; KV.PIN 100 a ; SET b 1 ; KV.PIN 100 b ; SET c 1 ; *2 SET c 2 ; KV.PIN 100 c ; *2 SET d 1 ; GET d ;"
@@ -281,7 +283,7 @@ def test_a_pipeline_is_counted_as_its_commands_are(start: Callable[..., Child]) 
     assert found[0][1:] == ("calls=135", "calls=208")
 
 
-def test_a_client_that_goes_in_the_middle_has_had_its_whole_commands_executed(shared_server: Child) -> None:
+def test_complete_commands_run_when_a_client_disconnects(shared_server: Child) -> None:
     with connected(shared_server.port) as sock:
         whole = b"".join(encode_command("SET", f"k{number}", "v") for number in range(100))
         sock.sendall(whole + encode_command("SET", "half", "v")[:-3])
@@ -292,12 +294,12 @@ def test_a_client_that_goes_in_the_middle_has_had_its_whole_commands_executed(sh
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    """A server whose store does what the test says."""
+    """A server whose store the test controls."""
     with Served(io_threads=1) as served:
         yield served
 
 
-def test_an_engine_without_room_stops_a_pipeline_where_it_is(served: Served) -> None:
+def test_a_store_without_room_stops_a_pipeline_in_place(served: Served) -> None:
     put, counters = served.store.put, served.server.node.counters
     room: list[Ticket] = []
     is_full = True

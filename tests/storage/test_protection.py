@@ -1,4 +1,4 @@
-"""A server that other machines reach: whom it lets in, what it warns of, and what doctor says."""
+"""A server that other machines can reach: protected mode, warnings, and ``shadowserve doctor``."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def users(tmp_path: Path) -> Path:
     return file
 
 
-def test_users_or_certificates_open_the_address_and_a_default_user_without_password_closes_it(
+def test_protected_mode_depends_on_users_and_certificates(
     start: Callable[..., Child], users: Path, tmp_path: Path
 ) -> None:
     child = start("--host", "0.0.0.0", "--users-file", str(users))
@@ -30,13 +30,13 @@ def test_users_or_certificates_open_the_address_and_a_default_user_without_passw
         assert outside.call("PING") == b"NOAUTH Authentication required."
         assert outside.call("AUTH", "ann", "pa") == b"OK"
         assert outside.call("ACL", "SETUSER", "default", "on", "nopass", "+@all", "~*") == b"OK"
-    with child.client(own_address()) as outside:  # now anybody would be let in: protected mode refuses
+    with child.client(own_address()) as outside:  # protected mode refuses clients without a password
         assert outside.receive_to_end().startswith(b"-DENIED ")
     wait_for(lambda: any("no_tls" in line for line in child.log))
     make_certificates(tmp_path)
     child = start("--host", "0.0.0.0", *tls_flags(tmp_path))
     with child.client(own_address()) as outside:
-        assert outside.receive_to_end().startswith(b"-DENIED ")  # TLS alone tells nobody who comes
+        assert outside.receive_to_end().startswith(b"-DENIED ")  # TLS alone does not identify clients
     assert not any("no_tls" in line for line in child.log)
     child = start("--host", "0.0.0.0", *tls_flags(tmp_path, mutual=True))
     with child.client(own_address()) as outside:

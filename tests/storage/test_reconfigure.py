@@ -1,4 +1,4 @@
-"""Changing the configuration of a server that runs."""
+"""Changing the configuration of a running server."""
 
 import json
 import signal
@@ -17,7 +17,7 @@ from storage_kv.access.users import Users
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import LIVE, StorageConfig
 from storage_kv.node import Node
-from storage_kv.operate.reconfigure import Reconfiguration
+from storage_kv.reconfiguration import Reconfiguration
 
 MIB = 1 << 20
 FAILED = b"ERR CONFIG SET failed (possibly related to argument '%s') - %s"
@@ -57,11 +57,11 @@ def test_fewer_connections_are_let_in_from_then_on(start: Callable[..., Child]) 
 
 
 def test_the_level_and_the_form_of_the_log_follow(start: Callable[..., Child]) -> None:
-    child = start("--log-level", "ERROR")
+    child = start("--log-level", "error")
     with child.client() as client:
         assert get(client, "loglevel") == "warning"
         assert client.call("CONFIG", "SET", "loglevel", "notice", "log_format", "json") == b"OK"
-        assert get(client, "log_level") == "INFO"
+        assert get(client, "log_level") == "info"
         client.socket.sendall(b"*x\r\n")
         client.receive_to_end()
     line = json.loads(wait_for(lambda: child.log)[0])
@@ -119,7 +119,7 @@ def test_errors_are_those_of_redis(client: Client, redis_port: int, arguments: s
         ("stall_timeout_s [", "stall_timeout_s", "is not a YAML value"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_cause(client: Client, arguments: str, name: str, cause: str) -> None:
+def test_invalid_changes_are_refused_with_their_reason(client: Client, arguments: str, name: str, cause: str) -> None:
     said = client.call("CONFIG", "SET", *arguments.split())
     assert isinstance(said, ErrorReply)
     assert said.startswith(f"ERR CONFIG SET failed (possibly related to argument '{name}') - ".encode())
@@ -148,14 +148,14 @@ def test_rewrite_is_refused_with_a_hint(client: Client) -> None:
 
 
 def reload(child: Child, event: str) -> str:
-    """Have the configuration read again; return the line that says what has come of it."""
+    """Reload the configuration; return the log line with the result."""
     known = len(child.log)
     child.process.send_signal(signal.SIGHUP)
     lines: list[str] = wait_for(lambda: [line for line in child.log[known:] if event in line])
     return lines[0]
 
 
-def test_a_signal_has_the_file_read_again(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_sighup_reads_the_file_again(start: Callable[..., Child], tmp_path: Path) -> None:
     path = tmp_path / "storage.yaml"
     path.write_text("storage: {memory_budget_bytes: 8 MiB, stall_timeout_s: 7}\n")
     child = start("--config", str(path), "--connections-max", "9")
@@ -187,23 +187,23 @@ def reconfigured(load: Callable[[], StorageConfig] | None = None) -> tuple[Node,
     return Node(changes, Users(config, BY_FULL_NAME), MemoryPool.open(config), wall_clock_ms), changes
 
 
-def test_where_one_part_cannot_follow_the_others_go_back() -> None:
+def test_if_one_part_cannot_apply_a_change_the_others_roll_back() -> None:
     node, changes = reconfigured()
     seen: list[int] = []
 
-    def refuse(config: StorageConfig) -> None:
+    def refuse(old: StorageConfig, new: StorageConfig) -> None:
         raise ConfigurationError("stall_timeout_s: no")
 
-    changes.follow("connections_max", lambda config: seen.append(config.connections_max))
+    changes.follow("connections_max", lambda old, config: seen.append(config.connections_max))
     changes.follow("stall_timeout_s", refuse)
     with pytest.raises(ConfigurationError, match="no"), node.lock:
         changes.change({"connections_max": 5, "stall_timeout_s": 9})
     assert seen == [5, 10_000] and node.config == StorageConfig()
 
 
-def test_a_server_without_a_way_to_read_again_says_so() -> None:
+def test_reloading_without_a_configuration_is_an_error() -> None:
     node, changes = reconfigured()
-    with pytest.raises(ConfigurationError, match="no configuration to read again"):
+    with pytest.raises(ConfigurationError, match="without a configuration"):
         changes.reload(node.lock)
 
 

@@ -1,7 +1,6 @@
-"""Records: immutable once stored, refused unless they verify, and KV.META, which tells of a whole prefix."""
+"""Records are immutable and verified; KV.META describes them."""
 
 import pytest
-import redis
 from storage_support import Child, Client, make_record
 
 from shadowserve import record
@@ -69,7 +68,7 @@ def faulty_records() -> dict[str, tuple[bytes, bytes]]:
 
 
 @pytest.mark.parametrize("name", faulty_records())
-def test_what_begins_like_a_record_but_is_none_is_refused(client: Client, name: str) -> None:
+def test_an_invalid_record_is_refused(client: Client, name: str) -> None:
     key, value = faulty_records()[name]
     client.call("SET", key, "before")
     refused = int(client.info()["records_refused"])
@@ -107,7 +106,7 @@ def test_others_are_served_while_a_large_record_is_checked(shared_server: Child,
         assert client.receive() == b"OK"
 
 
-def test_a_reply_that_is_not_wanted_is_dropped_for_a_large_record_too(client: Client) -> None:
+def test_a_skipped_reply_is_dropped_for_a_large_record_too(client: Client) -> None:
     key, value = make_record(b"a" * 32, body_bytes=LARGE)
     client.send("CLIENT", "REPLY", "SKIP")
     client.send("SET", key, value)
@@ -115,7 +114,7 @@ def test_a_reply_that_is_not_wanted_is_dropped_for_a_large_record_too(client: Cl
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
-def test_kv_meta_tells_length_and_head_of_each_record_and_nil_of_the_rest(client: Client, protocol: int) -> None:
+def test_kv_meta_returns_length_and_header_of_records_and_nil_otherwise(client: Client, protocol: int) -> None:
     client.call("HELLO", protocol)
     keys = []
     values = []
@@ -152,11 +151,3 @@ def test_kv_meta_needs_a_key_and_counts_as_a_use(client: Client) -> None:
     after = client.info("stats")
     assert int(after["keyspace_hits"]) - int(before["keyspace_hits"]) == 1
     assert int(after["keyspace_misses"]) - int(before["keyspace_misses"]) == 1
-
-
-def test_redis_py_passes_our_own_command_through(shared_server: Child, client: Client) -> None:
-    key, value = make_record(b"a" * 32)
-    with redis.Redis(port=shared_server.port) as connection:
-        connection.set(key, value)
-        ((length, head),) = connection.execute_command("KV.META", key)
-    assert length == len(value) and value.startswith(head) and head.startswith(record.MAGIC)

@@ -1,4 +1,4 @@
-"""Whose layer may be sent when: by a clock that the tests turn."""
+"""The shaper, with a clock that the tests set."""
 
 from dataclasses import dataclass
 from math import inf
@@ -15,7 +15,7 @@ MBIT = 1e6
 
 @dataclass
 class Sent:
-    """A client that is sent replies that are no layers."""
+    """A client with replies that are no layers."""
 
     id: int
     tenant: int = 0
@@ -23,7 +23,7 @@ class Sent:
 
 
 class Run:
-    """A shaper with flows whose layers are sent when it says so."""
+    """A shaper whose layers are sent when it allows them."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -72,7 +72,7 @@ def test_without_a_bound_everything_goes_at_once() -> None:
     assert [run.bits(flow) for flow in flows] == [24e6] * 4
     run.go(0.1)
     late = run.enter(1e6, 0.1, 1)
-    run.go(0.001)  # nobody waits for an epoch where nothing is shared
+    run.go(0.001)  # a link that is not shared has no epochs
     assert run.bits(late) == 8e6
 
 
@@ -95,7 +95,7 @@ def test_layers_come_at_even_times_at_the_policys_rates() -> None:
     assert gaps == pytest.approx([0.032] * len(gaps), rel=1e-3)
 
 
-def test_what_one_leaves_goes_to_others_with_the_next_epoch() -> None:
+def test_the_rate_of_a_finished_request_goes_to_others_at_the_next_epoch() -> None:
     run = Run(shared())
     short, long = run.enter(50_000, 0.1, 10), run.enter(50_000, 0.1, 10_000)
     run.go(0.0801)  # short has just sent its last
@@ -104,7 +104,7 @@ def test_what_one_leaves_goes_to_others_with_the_next_epoch() -> None:
     assert long.rate == 100 * MBIT
 
 
-def test_a_newcomer_gets_its_part_with_the_next_epoch_and_takes_nothing_before() -> None:
+def test_a_new_request_gets_its_rate_at_the_next_epoch() -> None:
     run = Run(shared())
     first = run.enter(10_000, 0.1, 10_000)
     run.go(0.0301)
@@ -115,7 +115,7 @@ def test_a_newcomer_gets_its_part_with_the_next_epoch_and_takes_nothing_before()
     assert first.rate == second.rate == 50 * MBIT
 
 
-def test_a_reader_that_is_slow_saves_up_no_more_than_a_layer() -> None:
+def test_a_slow_reader_saves_at_most_one_layer_of_credit() -> None:
     run = Run(shared())
     flow = run.enter(100_000, 0.1, 10_000)
     run.go(0.1)
@@ -127,7 +127,7 @@ def test_a_reader_that_is_slow_saves_up_no_more_than_a_layer() -> None:
     assert run.bits(flow) - before <= 2 * 800_000
 
 
-def test_what_nobody_needs_shortens_first_layers() -> None:
+def test_unused_capacity_shortens_first_layers() -> None:
     run = Run(shared(100 * MBIT, "stall_opt"))
     flow = run.enter(12_500, 0.1, 10)  # a megabit a second would do
     run.go(0.0011)
@@ -189,7 +189,7 @@ def test_all_layers_are_sent_and_never_more_than_the_link_carries(
         assert total <= 100 * MBIT * (time_s - began_s) * (1 + 1e-6) + largest
 
 
-def test_what_ends_first_is_sent_first_and_the_rest_is_as_soon_at_its_end_as_with_equal_parts() -> None:
+def test_the_shortest_request_is_sent_first_without_delaying_the_last() -> None:
     ends: dict[str, list[float]] = {}
     for policy in ("equal", "shortest_remaining"):
         run = Run(shared(8 * MBIT, policy))
@@ -200,7 +200,7 @@ def test_what_ends_first_is_sent_first_and_the_rest_is_as_soon_at_its_end_as_wit
     assert ends["shortest_remaining"] == pytest.approx([0.13, 0.5], abs=0.04)
 
 
-def test_debts_of_others_end_when_nothing_goes_by_layers() -> None:
+def test_debts_end_when_there_are_no_layers_to_send() -> None:
     others = Others()
     for client in range(1000):
         others.charge(Sent(client), 1 << 30, 1.0)

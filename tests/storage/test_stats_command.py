@@ -72,7 +72,7 @@ def test_as_json_it_is_one_object(server: Child) -> None:
     assert view["devices"] == [] and view["sent_bytes_per_s"] > 0
 
 
-def test_watching_shows_what_happens_between_two_looks(server: Child) -> None:
+def test_watching_shows_rates_between_two_samples(server: Child) -> None:
     done = stats("--port", str(server.port), "--json", "--watch", "--interval", "0.05", "--count", "3")
     views = [json.loads(line) for line in done.output.splitlines()]
     assert len(views) == 3 and views[0]["read_hit_rate"] == 0.75 and views[2]["read_hit_rate"] is None
@@ -117,8 +117,10 @@ def test_it_speaks_tls(start: Callable[..., Child], certificates: Path) -> None:
     assert plain.exit_code == 1 and "speaks TLS only" in plain.output and "--tls-ca" in plain.output
 
 
-def test_a_server_that_hangs_up_on_us_before_we_ask_is_heard(start: Callable[..., Child], certificates: Path) -> None:
-    """Its alert has been read in the turn of the event loop that ended the connecting."""
+def test_a_server_that_disconnects_before_the_first_command_is_an_error(
+    start: Callable[..., Child], certificates: Path
+) -> None:
+    """The server's TLS alert arrives in the turn that completes the connection."""
     child = start(
         *("--tls-cert", str(certificates / "server.crt"), "--tls-key", str(certificates / "server.key")),
         *("--tls-client-ca", str(certificates / "ca.crt")),
@@ -138,7 +140,7 @@ def test_a_server_that_hangs_up_on_us_before_we_ask_is_heard(start: Callable[...
         asyncio.run(ask_as_it_closes())
 
 
-def test_a_tenant_is_shown_no_zeros_but_told_whom_to_ask_as(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_users_without_admin_get_an_error_with_a_hint(start: Callable[..., Child], tmp_path: Path) -> None:
     users = tmp_path / "users.acl"
     users.write_text("user team on >secret ~* +@all -@admin tenant=team\nuser admin on >secret ~* +@all\n")
     where = ("--port", str(start("--users-file", str(users)).port), "--password", "secret", "--user")
@@ -147,7 +149,7 @@ def test_a_tenant_is_shown_no_zeros_but_told_whom_to_ask_as(start: Callable[...,
     assert stats(*where, "admin").exit_code == 0
 
 
-def test_where_nobody_listens_it_says_so() -> None:
+def test_a_refused_connection_is_an_error() -> None:
     done = stats("--port", str(free_port()))
     assert done.exit_code == 1 and "cannot reach the storage server at 127.0.0.1:" in done.output
 
@@ -175,13 +177,13 @@ def test_devices_and_causes_are_read() -> None:
     assert view["evictions"] == {"budget": 0, "quota": 1} and view["arenas"][0]["name"] == "node0"
 
 
-def test_a_restart_in_between_begins_the_rates_anew() -> None:
+def test_a_restart_resets_the_rates() -> None:
     before = Sample({"run_id": "a", "keyspace_hits": "100"}, 10.0)
     after = Sample({"run_id": "b", "keyspace_hits": "20", "uptime_in_seconds": "2"}, 20.0)
     assert after.view(before)["hits_per_s"] == 10.0
 
 
-def test_the_past_is_drawn_as_bars() -> None:
+def test_history_is_drawn_as_bars() -> None:
     watcher = Watcher()
     for hits in (0, 50, 150):
         watcher.step(Sample({"total_commands_processed": str(hits), "run_id": "a"}, hits / 50.0))
@@ -200,7 +202,7 @@ LIMITS = "{team-a: {bytes_max: 1 GiB, keys_max: 100, commands_per_s: 100000, byt
 
 @pytest.fixture
 def shared(start: Callable[..., Child], tmp_path: Path) -> Child:
-    """A server on which one tenant has two thirds, within its limits, and another one, without any, the rest."""
+    """A server where one tenant with limits has two thirds of the bytes, and one without limits the rest."""
     (tmp_path / "users.acl").write_text(USERS)
     child = start("--users-file", str(tmp_path / "users.acl"), "--tenants", LIMITS)
     for user, keys in (("a", 20), ("b", 10)):
@@ -215,7 +217,7 @@ def as_admin(child: Child, *arguments: str) -> Result:
     return stats("--port", str(child.port), "--user", "admin", "--password", "secret", *arguments)
 
 
-def test_an_administrator_sees_what_each_tenant_has_and_may(shared: Child) -> None:
+def test_an_administrator_sees_usage_and_limits_of_each_tenant(shared: Child) -> None:
     view = json.loads(as_admin(shared, "--json").output)
     tenants = {each["name"]: each for each in view["tenants"]}
     assert list(tenants) == ["team-a", "b,x=1%", ""] and view["tenants_known"] == 3
@@ -228,7 +230,7 @@ def test_an_administrator_sees_what_each_tenant_has_and_may(shared: Child) -> No
     assert tenants[""]["clients"] == 1 and "throttled" not in tenants["b,x=1%"]
 
 
-def test_a_table_of_tenants_is_shown_where_there_are_some(shared: Child, server: Child) -> None:
+def test_a_table_of_tenants_is_shown_if_there_are_tenants(shared: Child, server: Child) -> None:
     done = as_admin(shared)
     assert done.exit_code == 0, done.output
     rows = [line.split() for line in done.output.splitlines()]
@@ -245,7 +247,7 @@ def test_a_tenant_does_not_see_the_others(shared: Child) -> None:
         assert b"team-a" not in client.call("INFO", "everything")
 
 
-def test_tenants_that_were_kept_waiting_are_told(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_throttled_tenants_are_shown(start: Callable[..., Child], tmp_path: Path) -> None:
     (tmp_path / "users.acl").write_text(USERS)
     child = start("--users-file", str(tmp_path / "users.acl"), "--tenants", "{team-a: {bytes_per_s: 1 MiB}}")
     with child.client() as client:
@@ -271,7 +273,7 @@ def test_a_tenant_is_still_seen_after_a_restart(start: Callable[..., Child], tmp
 # ---- What a number is of ---------------------------------------------------------------------------------------------
 
 
-def test_each_column_says_what_it_is_and_of_which_time(server: Child) -> None:
+def test_each_column_names_its_value_and_period(server: Child) -> None:
     once = stats("--port", str(server.port)).output
     watched = stats("--port", str(server.port), "--watch", "--interval", "0.05", "--count", "2").output
     assert re.search(r"^ *what +since the start *$", once, re.MULTILINE)
@@ -293,7 +295,7 @@ def test_the_rate_of_a_tenant_is_that_of_the_interval() -> None:
     assert (tenant["used_commands_per_s"], tenant["used_bytes_per_s"], tenant["commands_per_s"]) == (2.0, 100.0, 7)
 
 
-def test_a_server_of_others_is_named_as_one(tmp_path: Path) -> None:
+def test_another_kind_of_server_is_named(tmp_path: Path) -> None:
     """Symptom: against Redis the header was 'shadowserve , ,'."""
     with start_redis(tmp_path) as redis:
         port = redis.address.rpartition(":")[2]

@@ -1,4 +1,4 @@
-"""Tenants: what one has is, for another, not there; and none gets more than its share."""
+"""Tenants: separate keys, rates and quotas."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from machine import wait_for
-from storage_support import Child, Client, make_record
+from storage_support import Child, Client, login, make_record
 
 from shadowserve.clock import wall_clock_ms
 from shadowserve.pool.memory_pool import MemoryPool
@@ -17,7 +17,7 @@ from storage_kv.access.users import Users
 from storage_kv.commands import BY_FULL_NAME, execute
 from storage_kv.config import StorageConfig, TenantLimits
 from storage_kv.node import Node
-from storage_kv.operate.reconfigure import Reconfiguration
+from storage_kv.reconfiguration import Reconfiguration
 from storage_kv.session import Session
 
 USERS = """user root on >r ~* &* +@all
@@ -37,12 +37,6 @@ def users(tmp_path: Path) -> Path:
 @pytest.fixture
 def server(start: Callable[..., Child], users: Path) -> Child:
     return start("--users-file", str(users))
-
-
-def login(child: Child, name: str) -> Client:
-    client = child.client()
-    assert client.call("AUTH", name, name[0]) == b"OK"
-    return client
 
 
 @pytest.fixture
@@ -102,7 +96,7 @@ def test_lists_and_counts_show_the_own_tenant(people: dict[str, Client]) -> None
     assert names(root) == {b"ann", b"amy", b"bob", b"root"}
 
 
-def test_who_flushes_flushes_its_own_unless_it_runs_the_server(people: dict[str, Client]) -> None:
+def test_flushall_removes_the_own_tenants_keys_or_an_operators_all(people: dict[str, Client]) -> None:
     for name in ("ann", "bob", "root"):
         people[name].call("SET", "k", "x")
     assert people["ann"].call("FLUSHALL") == b"OK"
@@ -113,7 +107,7 @@ def test_who_flushes_flushes_its_own_unless_it_runs_the_server(people: dict[str,
     assert people["bob"].call("DBSIZE") == 0
 
 
-def test_a_user_who_changes_tenants_starts_anew(people: dict[str, Client], server: Child) -> None:
+def test_a_user_that_moves_to_another_tenant_must_reconnect(people: dict[str, Client], server: Child) -> None:
     people["ann"].call("SET", "k", "x")
     assert people["root"].call("ACL", "SETUSER", "ann", "tenant=team-b") == b"OK"
     assert people["ann"].receive_to_end() == b""
@@ -121,7 +115,7 @@ def test_a_user_who_changes_tenants_starts_anew(people: dict[str, Client], serve
 
 
 def recorded(execution: Callable[[], object]) -> tuple[list[tuple[str, str]], object]:
-    """Return every function of ours that an execution calls, in order, and what it returns."""
+    """Return every function of this project that an execution calls, in order, with its result."""
     import sys
 
     calls: list[tuple[str, str]] = []
@@ -138,13 +132,13 @@ def recorded(execution: Callable[[], object]) -> tuple[list[tuple[str, str]], ob
     return calls, reply
 
 
-def test_a_foreign_key_takes_the_path_of_an_absent_one(users: Path) -> None:
-    """The same functions in the same order, and the same answer; ``shadowserve bench isolation`` compares the times."""
+def test_another_tenants_key_behaves_like_an_absent_one(users: Path) -> None:
+    """The same functions run in the same order with the same reply; ``shadowserve bench isolation`` compares times."""
     config = StorageConfig(users_file=str(users))
     node = Node(Reconfiguration(config), Users(config, BY_FULL_NAME), MemoryPool.open(config), wall_clock_ms)
     sessions = {}
     for number, name in enumerate((b"ann", b"bob")):
-        sessions[name] = Session(number, address="127.0.0.1:1", local_address="", file_descriptor=0)
+        sessions[name] = Session(number, address="127.0.0.1:1")
         node.bind(sessions[name], node.users.by_name[name])
     assert execute(node, sessions[b"ann"], [b"SET", b"there", b"x"]) == b"+OK\r\n"
     for command in (b"GET %b", b"EXISTS %b", b"STRLEN %b", b"TTL %b", b"MGET %b", b"KV.META %b", b"GETRANGE %b 0 5",
@@ -165,10 +159,10 @@ def test_buckets_go_into_debt_and_earn_it_back() -> None:
     assert limiter.wait_s(100.0) == pytest.approx(2.0)
     assert limiter.wait_s(101.0) == pytest.approx(1.0)
     assert limiter.wait_s(102.5) == 0 and limiter.wait_s(102.0) == 0  # a clock never earns backwards
-    assert not RateLimiter(TenantLimits(keys_max=1), 0.0).limits
+    assert not RateLimiter(TenantLimits(keys_max=1), 0.0).has_limits
 
 
-def test_who_is_beyond_its_rate_waits_and_others_do_not(start: Callable[..., Child], users: Path) -> None:
+def test_a_tenant_beyond_its_rate_waits_and_others_do_not(start: Callable[..., Child], users: Path) -> None:
     child = start(
         "--users-file", str(users), "--tenants", "{team-a: {commands_per_s: 20}, team-b: {bytes_per_s: 4 MiB}}"
     )
@@ -202,13 +196,13 @@ def test_quotas_bound_what_a_tenant_holds_and_only_its_own_is_evicted(start: Cal
 @pytest.mark.parametrize(
     "tenants", ["{a b: {}}", "{a: {bytes: 1}}", "{a: {keys_max: 0}}", "{a: {commands_per_s: -1}}", "[a]"]
 )
-def test_limits_that_make_no_sense_are_refused(tenants: str) -> None:
+def test_invalid_limits_are_refused(tenants: str) -> None:
     with pytest.raises(AssertionError, match="tenants"):
         Child("--tenants", tenants)
 
 
-def test_half_a_million_waits_are_no_queue(start: Callable[..., Child], users: Path) -> None:
-    """A client beyond its rate is not read: what it sends stays in its own buffers, and the server's memory small."""
+def test_waiting_commands_of_a_throttled_client_use_no_memory(start: Callable[..., Child], users: Path) -> None:
+    """A client beyond its rate is not read, so its commands stay in its own buffers."""
     child = start("--users-file", str(users), "--tenants", "{team-a: {commands_per_s: 1}}")
     ann, root = login(child, "ann"), login(child, "root")
     ann.socket.setblocking(False)

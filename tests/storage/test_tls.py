@@ -1,4 +1,4 @@
-"""TLS and mutual TLS: what crosses the wire, who is turned away, and what goes on meanwhile."""
+"""TLS and mutual TLS: values, failures, and other clients meanwhile."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from machine import NEVER_S, WAIT_MAX_S, wait_for
 from storage_support import REPOSITORY, TIMEOUT_S, Child, Client, make_record
 
 from shadowserve.resp import encode_command
-from storage_kv.access.attempts import caller_of
+from storage_kv.access.authentication_throttle import network_of
 
 MIB = 1 << 20
 
@@ -31,16 +31,16 @@ def make_certificates(folder: Path, *arguments: str) -> None:
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An authority, a server's certificate, and those of alice and mallory, of whom the server has not heard."""
+    """Certificates of an authority, a server, alice, and mallory, who is no user."""
     folder = tmp_path_factory.mktemp("certificates")
     make_certificates(folder, "--user", "alice", "--user", "mallory")
     return folder
 
 
 @pytest.fixture(scope="session")
-def strangers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of another authority."""
-    folder = tmp_path_factory.mktemp("strangers")
+def other_authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates of another authority."""
+    folder = tmp_path_factory.mktemp("other_authority")
     make_certificates(folder, "--user", "alice")
     return folder
 
@@ -106,8 +106,8 @@ def test_values_of_any_size_come_back_whole(size: int, client: TlsClient) -> Non
     assert client.receive() == [value, None, value]
 
 
-def test_a_slow_reader_gets_every_byte_of_what_waited(secure: Child, certificates: Path) -> None:
-    """The kernel takes parts of records, again and again: OpenSSL must see the same bytes when it goes on."""
+def test_a_slow_reader_gets_every_byte(secure: Child, certificates: Path) -> None:
+    """The kernel takes parts of records; OpenSSL must get the same bytes when it continues."""
     values = [bytes([number]) * (3 * MIB + 4000 * number) for number in range(8)]
     with TlsClient(secure.port, context_of(certificates), receive_buffer=1 << 14) as client:
         for number, value in enumerate(values):
@@ -150,23 +150,23 @@ def test_replies_in_flight_when_the_server_stops_are_sent(secure: Child, client:
     assert secure.wait() == 0
 
 
-def test_a_plain_client_at_a_tls_port_is_told(secure: Child) -> None:
+def test_a_plain_client_at_a_tls_port_gets_an_error(secure: Child) -> None:
     with secure.client() as client:
         client.send("PING")
         assert client.receive_to_end().startswith(b"-ERR this server speaks TLS only")
     wait_for(lambda: any("tls_failed" in line and "does not speak TLS" in line for line in secure.log))
 
 
-def test_a_client_that_is_turned_away_again_and_again_does_not_fill_the_log(
-    start: Callable[..., Child], certificates: Path, strangers: Path, tmp_path: Path
+def test_repeated_tls_failures_are_logged_with_a_count(
+    start: Callable[..., Child], certificates: Path, other_authority: Path, tmp_path: Path
 ) -> None:
-    """A line or two; what counts, and what audits, has every one of them."""
+    """The log has few lines; the counter and the audit log have every failure."""
     audit_log = tmp_path / "audit.log"
     child = start(*tls_flags(certificates, mutual=True), "--audit-log", str(audit_log))
-    foreign = context_of(certificates, "alice", certificates_of=strangers)
+    foreign = context_of(certificates, "alice", certificates_of=other_authority)
     for _ in range(20):
-        with contextlib.suppress(OSError, EOFError), TlsClient(child.port, foreign) as stranger:
-            stranger.call("PING")  # a server checks its client after the handshake of TLS 1.3
+        with contextlib.suppress(OSError, EOFError), TlsClient(child.port, foreign) as client:
+            client.call("PING")  # a server checks its client after the handshake of TLS 1.3
 
     def failures() -> int:
         with TlsClient(child.port, context_of(certificates, "alice")) as client:
@@ -177,7 +177,7 @@ def test_a_client_that_is_turned_away_again_and_again_does_not_fill_the_log(
     at_once = [line for line in child.log if "tls_failed address=127.0.0.1:" in line]
     later = [line for line in child.log if "tls_failed_again address=127.0.0.1 times=" in line]
     counts = [int(line.partition("times=")[2].partition(" ")[0]) for line in later]
-    assert len(at_once) + sum(counts) == 20, "the end tells what a minute would have told"
+    assert len(at_once) + sum(counts) == 20, "the end logs the remaining count"
     assert len(at_once) + len(later) < 20 and all("not accepted" in line for line in at_once + later)
     assert sum(json.loads(line)["event"] == "tls" for line in audit_log.read_text().splitlines()) == 20
 
@@ -186,12 +186,12 @@ def test_a_client_that_is_turned_away_again_and_again_does_not_fill_the_log(
     ("address", "caller"),
     [("10.0.0.1:7", "10.0.0.1"), ("[2001:db8::1]:7", "2001:db8::"), ("[::ffff:10.0.0.1]:7", "10.0.0.1")],
 )
-def test_a_client_of_ipv6_is_told_apart_by_its_whole_network(address: str, caller: str) -> None:
-    assert caller_of(address) == caller
+def test_an_ipv6_client_is_identified_by_its_network(address: str, caller: str) -> None:
+    assert network_of(address) == caller
 
 
-def test_a_tls_client_at_a_plain_port_is_told(start: Callable[..., Child], certificates: Path) -> None:
-    child = start()  # of its own: of each address a server tells so many reasons at once, and no more
+def test_a_tls_client_at_a_plain_port_is_refused(start: Callable[..., Child], certificates: Path) -> None:
+    child = start()  # of its own: a server limits the log lines of an address
     with pytest.raises(ssl.SSLError) as caught:
         TlsClient(child.port, context_of(certificates))
     assert caught.value.reason == "WRONG_VERSION_NUMBER"
@@ -221,9 +221,7 @@ def test_old_versions_and_renegotiation_are_refused(secure: Child, certificates:
         assert client.call("PING") == b"PONG"
 
 
-def test_a_client_that_never_finishes_its_handshake_holds_up_nobody(
-    start: Callable[..., Child], certificates: Path
-) -> None:
+def test_an_unfinished_handshake_delays_no_other_client(start: Callable[..., Child], certificates: Path) -> None:
     child = start(*tls_flags(certificates), "--authentication-timeout-s", "0.5")
 
     def answered() -> str:
@@ -242,7 +240,7 @@ def test_a_client_that_never_finishes_its_handshake_holds_up_nobody(
     assert int(wait_for(answered)) >= 20
 
 
-def test_garbage_and_clients_that_hang_up_are_counted(secure: Child, certificates: Path) -> None:
+def test_failed_handshakes_are_counted(secure: Child, certificates: Path) -> None:
     for data in (b"\x16\x03\x01\x00\x05hello", b"\x16garbage" * 20, b""):
         with socket.create_connection(("127.0.0.1", secure.port), TIMEOUT_S) as sock:
             sock.sendall(data)
@@ -254,7 +252,7 @@ def test_garbage_and_clients_that_hang_up_are_counted(secure: Child, certificate
         assert client.call("PING") == b"PONG"
 
 
-def test_a_renewed_certificate_is_shown_without_a_restart(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_a_renewed_certificate_is_used_without_a_restart(start: Callable[..., Child], tmp_path: Path) -> None:
     make_certificates(tmp_path)
     child = start(*tls_flags(tmp_path))
 
@@ -274,16 +272,16 @@ def test_a_renewed_certificate_is_shown_without_a_restart(start: Callable[..., C
     wait_for(lambda: any("certificates_unusable" in line for line in child.log))
 
 
-def test_mutual_tls_takes_only_certificates_of_its_authority(
-    start: Callable[..., Child], certificates: Path, strangers: Path
+def test_mutual_tls_accepts_only_certificates_of_its_authority(
+    start: Callable[..., Child], certificates: Path, other_authority: Path
 ) -> None:
     child = start(*tls_flags(certificates, mutual=True))
     with TlsClient(child.port, context_of(certificates, "mallory")) as client:
         assert client.call("PING") == b"PONG" and client.call("ACL", "WHOAMI") == b"default"
-    for context in (context_of(certificates), context_of(certificates, "alice", strangers)):
+    for context in (context_of(certificates), context_of(certificates, "alice", other_authority)):
         with pytest.raises((ssl.SSLError, ConnectionError, EOFError)), TlsClient(child.port, context) as client:
             client.call("PING")  # a server checks its client after the handshake of TLS 1.3
-    wait_for(lambda: any("shows no certificate" in line for line in child.log))
+    wait_for(lambda: any("has sent no certificate" in line for line in child.log))
     wait_for(lambda: any("certificate is not accepted" in line for line in child.log))
 
 
@@ -306,11 +304,11 @@ def test_a_certificate_names_its_user(start: Callable[..., Child], certificates:
     [
         (["--tls-cert", "x"], "tls_cert is given without tls_key"),
         (["--tls-client-ca", "x"], "tls_client_ca is given without tls_cert"),
-        (["--tls-users", "cn"], "tls_users is given without tls_client_ca"),
+        (["--tls-users", "cn"], "tls_users needs tls_client_ca"),
         (["--tls-cert", "none.crt", "--tls-key", "none.key"], "tls_cert: cannot read none.crt"),
     ],
 )
-def test_files_that_cannot_be_used_are_refused_at_the_start(flags: list[str], text: str) -> None:
+def test_invalid_tls_files_are_errors_at_the_start(flags: list[str], text: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "shadowserve_tools", "storage", "--port", "0", *flags],
         capture_output=True,
@@ -321,7 +319,7 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(flags: list[str], te
     assert ran.returncode != 0 and text in ran.stderr
 
 
-def test_layers_of_a_prefix_cross_tls_as_they_are(start: Callable[..., Child], certificates: Path) -> None:
+def test_layers_are_sent_through_tls_unchanged(start: Callable[..., Child], certificates: Path) -> None:
     child = start(*tls_flags(certificates))
     records = [make_record(bytes([number]) * 32, body_bytes=MIB, fill=number) for number in range(1, 7)]
     with contextlib.closing(

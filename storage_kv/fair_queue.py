@@ -1,7 +1,7 @@
-"""The order in which waiting requests go on: by tenant, then by client, whoever was served least goes first.
+"""A fair queue: start-time fair queueing on two levels, tenants and then clients. No clock, no I/O.
 
-This is start-time fair queueing on two levels. A tenant's requests never stand before another tenant's, however many
-they are, and a client's never before those of the same tenant's other clients. No clock, no I/O.
+However many requests a tenant has, they do not delay those of another tenant; nor do a client's those of the other
+clients of its tenant.
 """
 
 from collections import deque
@@ -9,16 +9,14 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
-__all__ = ["Turns"]
-
 T = TypeVar("T")
 
 
 class _Tenant(Generic[T]):
-    """What waits of one tenant.
+    """The items of one tenant.
 
     Attributes:
-        start: what the tenant was served when its next request's turn begins, in units of its weight.
+        start: Virtual start time of the tenant's next item: its cost so far divided by its weight.
     """
 
     __slots__ = ("_clients", "_clock", "_count", "_order", "start")
@@ -26,7 +24,7 @@ class _Tenant(Generic[T]):
     def __init__(self, start: float) -> None:
         self.start = start
         self._clients: dict[int, deque[T]] = {}
-        self._order: list[tuple[float, int, int]] = []  # start, a number that tells equal ones apart, client
+        self._order: list[tuple[float, int, int]] = []  # virtual start time, tie-breaker, client
         self._clock = 0.0
         self._count = 0
 
@@ -44,12 +42,12 @@ class _Tenant(Generic[T]):
     def first(self) -> T:
         return self._clients[self._order[0][2]][0]
 
-    def charge(self, cost: float, *, takes: bool) -> bool:
-        """Charge the first's client, and take the first away if it is over; return whether any is left."""
+    def charge(self, cost: float, *, done: bool) -> bool:
+        """Charge the client of the first item, and remove the item if it is done; return True if items remain."""
         start, _, client = heappop(self._order)
         self._clock = start
         items = self._clients[client]
-        if takes:
+        if done:
             items.popleft()
         if items:
             self._push(start + cost, client)
@@ -62,35 +60,35 @@ class _Tenant(Generic[T]):
             yield from items
 
 
-class Turns(Generic[T]):
-    """What waits, of all tenants."""
+class FairQueue(Generic[T]):
+    """Items of all tenants."""
 
     def __init__(self) -> None:
         self._tenants: dict[int, _Tenant[T]] = {}
         self._clock = 0.0
 
     def add(self, tenant: int, client: int, item: T) -> None:
-        """Let an item wait behind those of the same client."""
+        """Append an item to those of its client."""
         found = self._tenants.get(tenant)
         if found is None:
             found = self._tenants[tenant] = _Tenant(self._clock)
         found.add(client, item)
 
     def tenants(self) -> list[int]:
-        """Return the tenants of which something waits, the one whose turn it is first."""
+        """Return the tenants with items, the next one first."""
         return sorted(self._tenants, key=lambda each: self._tenants[each].start)
 
     def first(self, tenant: int) -> T | None:
-        """Return what is next of a tenant; None without any."""
+        """Return the next item of a tenant; None for none."""
         found = self._tenants.get(tenant)
         return None if found is None else found.first()
 
-    def charge(self, tenant: int, cost: float, weight: float = 1.0, *, takes: bool = True) -> None:
-        """Charge a tenant and the client of what is next of it, and take that away unless it is to have more turns."""
+    def charge(self, tenant: int, cost: float, weight: float = 1.0, *, done: bool = True) -> None:
+        """Charge a tenant and the client of its next item; remove the item unless it needs more turns."""
         found = self._tenants[tenant]
         self._clock = max(self._clock, found.start)
         found.start += cost / weight
-        if not found.charge(cost, takes=takes):
+        if not found.charge(cost, done=done):
             del self._tenants[tenant]
 
     def __bool__(self) -> bool:

@@ -1,4 +1,4 @@
-"""Replies that are not known yet: their order, their limits, their end; and an store that has no room."""
+"""Deferred replies: order, limits and end; and a store without room."""
 
 import socket
 import threading
@@ -18,13 +18,13 @@ LARGE = bytes(range(256)) * 400  # sent by reference
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    """A server whose store does what the test says."""
+    """A server whose store the test controls."""
     with Served(io_threads=2) as served:
         yield served
 
 
 def nothing_arrives(client: Client) -> bool:
-    """Whether there is nothing to be read. True says little at once, and much when something later has happened."""
+    """Return True if nothing can be read yet."""
     client.socket.setblocking(False)
     try:
         return not client.socket.recv(1, socket.MSG_PEEK)
@@ -34,7 +34,7 @@ def nothing_arrives(client: Client) -> bool:
         client.socket.settimeout(60.0)
 
 
-def test_what_is_behind_a_pending_reply_is_executed_and_sent_after_it(served: Served) -> None:
+def test_commands_behind_a_deferred_reply_run_and_are_answered_after_it(served: Served) -> None:
     store = served.store
     with served.client() as client, served.client() as other:
         client.call("SET", "a", LARGE)
@@ -51,7 +51,7 @@ def test_what_is_behind_a_pending_reply_is_executed_and_sent_after_it(served: Se
         wait_for(lambda: store.leases == 0)
 
 
-def test_replies_of_many_keys_mix_what_is_known_and_what_is_not(served: Served) -> None:
+def test_replies_of_many_keys_mix_known_and_deferred_parts(served: Served) -> None:
     store = served.store
     key, record = make_record(b"a" * 32)
     with served.client() as client:
@@ -87,7 +87,7 @@ def test_a_value_that_cannot_be_read_is_a_miss_and_counted_as_one(served: Served
         assert info["keyspace_hits"] == "0" and info["keyspace_misses"] == "3" and info["lost_values"] == "3"
 
 
-def test_a_client_runs_ahead_of_its_reads_only_so_far() -> None:
+def test_commands_ahead_of_deferred_reads_are_bounded() -> None:
     with Served(io_threads=1, read_ahead_bytes_max=10 * len(LARGE)) as served, served.client() as client:
         client.call("SET", "small", "x" * 100)
         client.call("SET", "large", LARGE)
@@ -105,7 +105,7 @@ def test_a_client_runs_ahead_of_its_reads_only_so_far() -> None:
             assert not served.store.reads
 
 
-def test_a_client_that_leaves_gives_back_what_it_waited_for(served: Served) -> None:
+def test_a_disconnected_client_releases_its_deferred_reads(served: Served) -> None:
     store = served.store
     with served.client() as client, served.client() as other:
         client.call("SET", "a", LARGE)
@@ -146,7 +146,7 @@ def test_replies_that_a_client_does_not_want_hold_nothing(served: Served) -> Non
         assert served.store.leases == 0
 
 
-def test_a_device_that_takes_its_time_is_not_the_clients_stall() -> None:
+def test_a_slow_device_does_not_count_as_a_stalled_client() -> None:
     with Served(io_threads=1, stall_timeout_s=0.2, idle_timeout_s=0.2) as served, served.client() as client:
         client.call("SET", "a", LARGE)
         served.store.away = True
@@ -175,8 +175,8 @@ def test_a_write_is_answered_when_it_is_durable(served: Served) -> None:
             assert client.receive() == answer
 
 
-def test_a_removed_key_does_not_return_after_del_has_said_that_it_is_absent(served: Served) -> None:
-    """Another's removal of it may not be durable yet: after a crash it would be there again."""
+def test_a_removed_key_does_not_return_after_the_reply_of_del(served: Served) -> None:
+    """Another client's removal may not be durable yet: after a crash the key would exist again."""
     store = served.store
     with served.client() as client, served.client() as other:
         client.call("SET", "a", "1")
@@ -227,7 +227,7 @@ def test_the_old_value_of_set_get_comes_when_the_new_one_is_durable(served: Serv
             wait_for(lambda: store.leases == 0)
         store.lazy = store.away = False
         client.call("FLUSHALL")
-        assert client.info()["used_memory"] == "0" and client.info()["held_bytes"] == "0"
+        assert client.info()["used_memory"] == "0" and client.info()["memory_held_bytes"] == "0"
 
 
 @pytest.mark.parametrize("size", [100, 8 * MIB])
@@ -269,7 +269,7 @@ def test_a_checked_record_waits_for_room_without_being_checked_again(served: Ser
 
 
 @pytest.mark.parametrize("size", [100, MIB])
-def test_a_client_for_whom_there_is_never_room_is_told_so(size: int) -> None:
+def test_a_client_gets_an_error_after_waiting_too_long_for_room(size: int) -> None:
     with Served(io_threads=1, stall_timeout_s=0.2) as served, served.client() as client:
         served.store.full = True
         client.send("SET", "a", b"v" * size)
@@ -282,7 +282,7 @@ def test_a_client_for_whom_there_is_never_room_is_told_so(size: int) -> None:
             assert other.call("SET", "a", "1") == b"OK"
 
 
-def test_buffers_of_values_that_are_not_stored_are_given_back(served: Served) -> None:
+def test_buffers_of_values_that_are_not_stored_are_released(served: Served) -> None:
     value = b"v" * MIB
     with served.client() as client, served.client() as cut:
         assert client.call("SET", "a", b"SSKV" + value) is not None  # no record: refused
@@ -294,7 +294,7 @@ def test_buffers_of_values_that_are_not_stored_are_given_back(served: Served) ->
         wait_for(lambda: not served.store.buffers)
 
 
-def test_the_end_waits_for_what_is_pending_but_not_for_ever() -> None:
+def test_shutdown_waits_for_deferred_replies_within_its_timeout() -> None:
     with Served(io_threads=2) as served, served.client() as client, served.client() as writer:
         client.call("SET", "a", LARGE)
         served.store.away = served.store.lazy = True
@@ -317,5 +317,5 @@ def test_the_end_waits_for_what_is_pending_but_not_for_ever() -> None:
         served.request_stop()
         assert client.receive_to_end() == b""
         served.wait()
-        served.store.finish_read()  # far too late, and nobody's any more
+        served.store.finish_read()  # after the connection has ended
         assert served.store.leases == 0 and served.store.closed

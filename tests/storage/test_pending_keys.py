@@ -1,11 +1,11 @@
-"""Publications: others may wait for what a client is about to store, for a bounded time, in bounded room."""
+"""Pending keys: bounded in time and number, by tenant and client."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from machine import wait_for
-from storage_support import Child, Client
+from storage_support import Child, Client, login
 
 from shadowserve.resp import ErrorReply
 
@@ -29,77 +29,71 @@ def tenants(start: Callable[..., Child], tmp_path: Path) -> Child:
     return start("--users-file", str(file))
 
 
-def login(child: Child, name: str) -> Client:
-    client = child.client()
-    assert client.call("AUTH", name, name[0]) == b"OK"
-    return client
-
-
-def published(client: Client, *keys: str) -> list[bool]:
-    reply = client.call("KV.PUBLISHED", *keys)
+def pending(client: Client, *keys: str) -> list[bool]:
+    reply = client.call("KV.PENDING", *keys)
     assert isinstance(reply, list) and all(isinstance(left, int) and 0 <= left <= MINUTE_MS for left in reply)
     return [left != 0 for left in reply]
 
 
-def test_others_hear_of_what_is_published_until_it_is_there(server: Child) -> None:
+def test_a_published_key_is_pending_until_it_is_stored(server: Child) -> None:
     writer, reader = server.client(), server.client()
-    assert published(reader, "a", "b") == [False, False]
+    assert pending(reader, "a", "b") == [False, False]
     assert writer.call("KV.PUBLISH", MINUTE_MS, "a", "b") == 2
-    assert published(reader, "a", "b", "c") == [True, True, False]
+    assert pending(reader, "a", "b", "c") == [True, True, False]
     assert reader.call("GET", "a") is None and reader.call("EXISTS", "a") == 0
     assert writer.call("SET", "a", "1") == b"OK"
-    assert published(reader, "a", "b") == [False, True]
+    assert pending(reader, "a", "b") == [False, True]
     assert writer.call("DEL", "a") == 1
-    assert published(reader, "a") == [False], "it was stored, and the publication has come true"
+    assert pending(reader, "a") == [False], "it is stored"
 
 
-def test_what_is_there_needs_no_publication(server: Child) -> None:
+def test_an_existing_key_does_not_become_pending(server: Child) -> None:
     client = server.client()
     assert client.call("SET", "a", "1") == b"OK"
     assert client.call("KV.PUBLISH", MINUTE_MS, "a", "b") == 1
     assert client.call("DEL", "a") == 1
-    assert published(client, "a", "b") == [False, True]
+    assert pending(client, "a", "b") == [False, True]
 
 
-def test_a_writer_that_drops_a_store_withdraws_its_own_publication_alone(server: Child) -> None:
+def test_ending_a_pending_key_affects_only_the_own_client(server: Child) -> None:
     one, other = server.client(), server.client()
     assert one.call("KV.PUBLISH", MINUTE_MS, "a", "b") == 2
     assert other.call("KV.PUBLISH", MINUTE_MS, "a") == 1
     assert one.call("KV.PUBLISH", 0, "a", "b", "c") == 2
-    assert published(one, "a", "b") == [True, False]
+    assert pending(one, "a", "b") == [True, False]
     assert other.call("KV.PUBLISH", 0, "a") == 1
-    assert published(one, "a") == [False]
+    assert pending(one, "a") == [False]
 
 
 @pytest.mark.parametrize("end", ["closes", "resets"])
-def test_a_writer_that_dies_takes_its_publications_along(server: Child, end: str) -> None:
+def test_a_disconnected_client_ends_its_pending_keys(server: Child, end: str) -> None:
     one, other = server.client(), server.client()
     keys = [f"k{number}" for number in range(1000)]
     assert one.call("KV.PUBLISH", MINUTE_MS, *keys) == len(keys)
-    assert all(published(other, *keys))
+    assert all(pending(other, *keys))
     if end == "closes":
         one.close()
     else:
         assert one.call("RESET") == b"RESET"
-    wait_for(lambda: not any(published(other, *keys)))
+    wait_for(lambda: not any(pending(other, *keys)))
 
 
-def test_an_publication_that_nobody_keeps_expires(server: Child) -> None:
+def test_a_pending_key_expires(server: Child) -> None:
     client = server.client()
     assert client.call("KV.PUBLISH", 1, "a") == 1
-    wait_for(lambda: published(client, "a") == [False])
+    wait_for(lambda: pending(client, "a") == [False])
     assert client.call("KV.PUBLISH", MINUTE_MS, "a") == 1
     assert client.call("KV.PUBLISH", 1, "a") == 1, "the last word counts"
-    wait_for(lambda: published(client, "a") == [False])
+    wait_for(lambda: pending(client, "a") == [False])
 
 
-def test_a_page_of_publications_ends_at_a_bound_and_expired_ones_make_room(server: Child) -> None:
+def test_pending_keys_are_bounded_and_expired_ones_make_room(server: Child) -> None:
     client = server.client()
     keys = [f"k{number}" for number in range(16_384)]
     assert client.call("KV.PUBLISH", 1000, *keys) == len(keys)
     refusal = client.call("KV.PUBLISH", MINUTE_MS, "one more")
     if isinstance(refusal, ErrorReply):  # a machine that stands still for a second has expired them all
-        assert refusal.startswith(b"OOM this connection may publish 16384 keys, and has published 16384")
+        assert refusal.startswith(b"OOM this connection may have 16384 pending keys and has 16384")
     wait_for(lambda: client.call("KV.PUBLISH", MINUTE_MS, "one more") == 1)
     for number in range(3):
         assert server.client().call("KV.PUBLISH", MINUTE_MS, *(f"{number} {key}" for key in keys)) == len(keys)
@@ -107,14 +101,14 @@ def test_a_page_of_publications_ends_at_a_bound_and_expired_ones_make_room(serve
     assert idle.call("KV.PUBLISH", 1000, *(f"4 {key}" for key in keys[1:])) == len(keys) - 1
     refusal = waiting.call("KV.PUBLISH", MINUTE_MS, "one more")
     if isinstance(refusal, ErrorReply):
-        assert refusal.startswith(b"OOM all clients may publish 65536 keys")
-    wait_for(lambda: waiting.call("KV.PUBLISH", MINUTE_MS, "one more") == 1)  # whoever said so, and says no more
+        assert refusal.startswith(b"OOM the server may have 65536 pending keys")
+    wait_for(lambda: waiting.call("KV.PUBLISH", MINUTE_MS, "one more") == 1)
 
 
-def test_a_tenant_publishes_what_it_may_write_and_another_neither_sees_nor_crowds_it_out(tenants: Child) -> None:
+def test_pending_keys_follow_permissions_and_tenants(tenants: Child) -> None:
     ann, amy, bob, eve = login(tenants, "ann"), login(tenants, "ann"), login(tenants, "bob"), login(tenants, "eve")
     assert ann.call("KV.PUBLISH", MINUTE_MS, "kv:a") == 1
-    assert published(eve, "kv:a") == [True] and published(bob, "kv:a") == [False]
+    assert pending(eve, "kv:a") == [True] and pending(bob, "kv:a") == [False]
     for client, key in ((ann, "a"), (eve, "kv:b")):
         refusal = client.call("KV.PUBLISH", MINUTE_MS, key)
         assert isinstance(refusal, ErrorReply) and refusal.startswith(b"NOPERM")
@@ -122,18 +116,18 @@ def test_a_tenant_publishes_what_it_may_write_and_another_neither_sees_nor_crowd
     assert bob.call("KV.PUBLISH", MINUTE_MS, *keys) == len(keys)
     assert login(tenants, "bob").call("KV.PUBLISH", MINUTE_MS, *(f"1{key}" for key in keys)) == len(keys)
     refusal = login(tenants, "bob").call("KV.PUBLISH", MINUTE_MS, "one more")
-    assert isinstance(refusal, ErrorReply) and refusal.startswith(b"OOM this tenant may publish 32768 keys")
+    assert isinstance(refusal, ErrorReply) and refusal.startswith(b"OOM this tenant may have 32768 pending keys")
     assert amy.call("KV.PUBLISH", MINUTE_MS, "kv:b") == 1
 
 
 @pytest.mark.parametrize("arguments", [(-1, "a"), (60_001, "a"), ("soon", "a"), (MINUTE_MS, "a" * 129)])
-def test_what_cannot_be_published_is_refused(server: Child, arguments: tuple[int | str, str]) -> None:
+def test_invalid_pending_keys_are_refused(server: Child, arguments: tuple[int | str, str]) -> None:
     client = server.client()
     assert isinstance(client.call("KV.PUBLISH", *arguments), ErrorReply)
-    assert published(client, "a") == [False]
+    assert pending(client, "a") == [False]
 
 
-def test_an_publication_changes_no_key_that_is_watched(server: Child) -> None:
+def test_a_pending_key_does_not_fail_watchers(server: Child) -> None:
     client, other = server.client(), server.client()
     assert client.call("WATCH", "a") == b"OK"
     assert other.call("KV.PUBLISH", MINUTE_MS, "a") == 1

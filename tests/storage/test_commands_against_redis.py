@@ -1,9 +1,9 @@
-"""Thousands of generated commands to our server and to a real redis-server: the same replies, byte by byte.
+"""Commands get the replies of a real redis-server, byte by byte.
 
-Conversations come from a grammar of every command that both have, with arguments that nobody would think of: options in
-any order and case, twice, or without their values; numbers at the edges and not quite numbers; too few and too many
-arguments; in pipelines and in transactions, in RESP2 and RESP3. They are the same in every run. What must not be
-compared is listed, with the reason, in :data:`NOT_COMPARED` and in the rules of :func:`told`.
+Most conversations are generated from a grammar of all commands that both servers have: options in any order and case,
+twice, or without values; numbers at and beyond the edges; too few and too many arguments; in pipelines and
+transactions, in RESP2 and RESP3. They are the same in every run. :data:`NOT_COMPARED` and :func:`compared` list the
+exceptions. Written conversations cover what the grammar leaves out.
 """
 
 import random
@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterator
 import pytest
 from storage_support import TIMEOUT_S, Child, Client
 
-from shadowserve.resp import NEED_DATA, ErrorReply, Map, ReplyReader, SetReply, Value, encode_command
+from shadowserve.resp import (
+    NEED_DATA,
+    ErrorReply,
+    Map,
+    ReplyReader,
+    Value,
+    encode_command,
+    split_inline,
+)
 
 Command = list[bytes]
 
@@ -23,24 +31,24 @@ COMMANDS = 150  # of one conversation
 NOT_COMPARED = {
     "acl": "has a comparison of its own",
     "acl|*": "has a comparison of its own",
-    "auth": "ours holds back its answers after failures",
+    "auth": "this server delays replies after failures",
     "client|id": "differs from connection to connection",
     "client|info": "differs from connection to connection",
     "client|list": "differs from connection to connection",
-    "client|reply": "what is not answered is in the written comparison",
+    "client|reply": "a written conversation has it",
     "*|help": "our own words",
     "command": "the rows are compared one by one",
     "command|count": "we have fewer",
     "command|docs": "our own words",
     "command|info": "the rows are compared one by one",
     "command|list": "we have fewer",
-    "config|rewrite": "ours refuses it",
+    "config|rewrite": "this server refuses it",
     "config|set": "each server has its own parameters",
     "info": "tells of the server",
     "quit": "ends the connection",
     "select": "we have one database",
 }
-"""Of the commands that both have, those that no conversation has, and why."""
+"""Commands of both servers that no conversation has, with the reason."""
 
 KEYS = [b"a", b"b", b"c", b"key:1", b"key:2", b"", b"\x00\r\n\xff", b"K" * 300]
 VALUES = [b"", b"0", b"-0", b"1", b"Hello, world", b"\x00\r\n\xff", b"v" * 20_000, b"w" * 70_000, b"-1", b" 1"]
@@ -63,7 +71,7 @@ NONSENSE = [b"", b"FOO", b"NX", b"EX", b"\x00", b"GETX", b"KEEPTT", b"x" * 200, 
 
 
 class Generator:
-    """Makes commands. The same numbers make the same ones."""
+    """Generates commands; a seed always gives the same ones."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -209,7 +217,7 @@ class Generator:
 
 
 def is_safe(command: Command) -> bool:
-    """Leave out what would not be the same in two servers, or not at another time.
+    """Return False for commands whose replies depend on the server or on the time.
 
     An expiry of less than a day may pass while the test runs; a nonsense argument may have become one.
     """
@@ -228,7 +236,7 @@ def is_safe(command: Command) -> bool:
 
 
 def reply_end(data: bytes, begin: int) -> int:
-    """Return where the reply ends that begins there; -1 if it has not all arrived."""
+    """Return the end of the reply at a position; -1 if it has not arrived completely."""
     end = data.find(b"\r\n", begin)
     if end < 0:
         return -1
@@ -246,7 +254,7 @@ def reply_end(data: bytes, begin: int) -> int:
 
 
 def converse(port: int, commands: list[Command], protocol: int, pieces: list[int]) -> list[bytes]:
-    """Return the reply to each command; they are sent so many at a time."""
+    """Return the reply to each command; ``pieces`` is the number of commands sent at a time."""
     replies: list[bytes] = []
     with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as sock:
         waiting = [encode_command("FLUSHALL"), encode_command("HELLO", protocol)]
@@ -276,8 +284,8 @@ def value_of(reply: bytes) -> Value:
     return value  # type: ignore[return-value]
 
 
-def told(command: Command, reply: bytes) -> object:
-    """Return what is compared of a reply: all of it, but for what the protocol leaves open.
+def compared(command: Command, reply: bytes) -> object:
+    """Return the comparable part of a reply: all of it, except what the protocol leaves open.
 
     - SCAN: no cursor of one server means anything to the other, so only a scan from 0 to the end is compared as a set,
       and otherwise what shape the reply has.
@@ -309,7 +317,7 @@ def told(command: Command, reply: bytes) -> object:
 
 
 def flattened(commands: list[Command], replies: list[bytes]) -> Iterator[tuple[Command, object]]:
-    """Yield what is compared of each reply; those within that of EXEC belong to the commands that it executed."""
+    """Yield the comparable part of each reply; those within EXEC's belong to the queued commands."""
     queued: list[Command] = []
     for command, reply in zip(commands, replies, strict=True):
         if reply == b"+QUEUED\r\n":
@@ -322,10 +330,10 @@ def flattened(commands: list[Command], replies: list[bytes]) -> Iterator[tuple[C
             position = reply.index(b"\r\n") + 2
             for inner in queued:
                 end = reply_end(reply, position)
-                yield inner, told(inner, reply[position:end])
+                yield inner, compared(inner, reply[position:end])
                 position = end
         else:
-            yield command, told(command, reply)
+            yield command, compared(command, reply)
         if name in (b"exec", b"discard", b"reset"):
             queued = []
 
@@ -359,4 +367,216 @@ def test_the_grammar_has_every_command_that_both_servers_have(shared_server: Chi
         container, _, subcommand = name.rpartition("|")
         assert {name, f"{container}|*", f"*|{subcommand}"} & set(NOT_COMPARED), f"no conversation has {name}"
     assert set(generated) - both == {"nosuch", "client|nosuch"}
-    assert isinstance(SetReply([]), list)
+
+
+# ---- Written conversations
+
+SILENCE = [b"CLIENT", b"REPLY", b"OFF"]
+UNANSWERED = [SILENCE, [b"CLIENT", b"REPLY", b"SKIP"], [b"PING", b"skipped"], [b"PING", b"unseen"]]
+
+# Commands as a person would type them, separated by semicolons.
+SCRIPTS = {
+    "commands about commands": r"""
+        COMMAND GETKEYS GET a ; COMMAND GETKEYS MSET a 1 b 2 ; COMMAND GETKEYS PING x ; COMMAND GETKEYS NOSUCH x ;
+        COMMAND GETKEYS GET a b ; COMMAND GETKEYS DEL a b ; COMMAND GETKEYS ; COMMAND GETKEYSANDFLAGS SET a b ;
+        COMMAND GETKEYSANDFLAGS SET a b EX 1 GET ; COMMAND GETKEYSANDFLAGS GETDEL a ; COMMAND LIST x ;
+        COMMAND LIST FILTERBY ACLCAT foo ; COMMAND LIST FILTERBY MODULE x ; COMMAND LIST FILTERBY PATTERN mge* ;
+        COMMAND LIST FILTERBY FOO x ; COMMAND LIST FILTERBY PATTERN ; COMMAND LIST FILTERBY pattern GETE? ;
+        COMMAND INFO get SET client|kill mset ; COMMAND INFO nosuch client|nosuch
+    """,
+    "unknown": r"""
+        NOSUCH ; nosuch a "b c" ; NOSUCH LONG "never shown" ; LONG ; "GET\x0d\x0aX" a ; CLIENT NOSUCH ; CLIENT ;
+        CONFIG ; CONFIG NOSUCH x ; COMMAND NOSUCH ; client|id
+    """,
+    "client": r"""
+        CLIENT GETNAME ; CLIENT SETNAME me ; CLIENT GETNAME ; CLIENT SETNAME "a b" ; CLIENT SETNAME "" ;
+        CLIENT GETNAME ; CLIENT SETNAME ; CLIENT NO-EVICT on ; CLIENT NO-EVICT x ; CLIENT LIST TYPE x ;
+        CLIENT LIST FOO ; CLIENT KILL nobody ; CLIENT KILL ID x ; CLIENT KILL ID 0 ; CLIENT KILL FOO x ;
+        CLIENT KILL ID ; CLIENT KILL TYPE x ; CLIENT KILL USER x ; CLIENT KILL ID 99999999 ; CLIENT KILL SKIPME maybe ;
+        CLIENT KILL TYPE pubsub ADDR x LADDR y SKIPME no ; CLIENT LIST ID x ; CLIENT LIST ID 99999999 ; CLIENT ID x ;
+        CLIENT REPLY x ;
+        CLIENT REPLY ON ; CLIENT REPLY SKIP ; PING skipped ; PING seen ; CLIENT REPLY OFF ; PING unseen ;
+        CLIENT REPLY ON ; RESET ; CLIENT GETNAME
+    """,
+    "authentication without a password": r"""
+        AUTH x ; AUTH default x ; AUTH nobody x ; AUTH a b c ; AUTH ; HELLO x ; HELLO 4 ; HELLO 2 FOO ;
+        HELLO 2 AUTH x ; HELLO 2 AUTH nobody x ; HELLO 2 SETNAME "a b" ; HELLO 2 SETNAME
+    """,
+    "server": r"""
+        CONFIG GET save ; CONFIG GET appendonly databases-not ; CONFIG GET SAVE ; CONFIG GET ; CONFIG RESETSTAT ;
+        CONFIG RESETSTAT x ; COMMAND INFO nosuch ; COMMAND COUNT x ; COMMAND DOCS nosuch ;
+        SELECT 0 ; SELECT x ; SELECT -1 ; SELECT 100
+    """,
+}
+
+
+def commands_of(script: str) -> list[list[bytes]]:
+    """Return the commands of a script; LONG stands for a long argument."""
+    words = {b"LONG": b"x" * 200}
+    commands = []
+    for text in script.split(";"):
+        split = split_inline(text.strip().encode())
+        assert split, f"cannot split {text}"
+        commands.append([words.get(word, word) for word in split])
+    return commands
+
+
+def converse_with_marks(port: int, commands: list[list[bytes]], protocol: int) -> list[bytes]:
+    """Return the reply bytes of each command of one connection, delimited by an ECHO after each command."""
+    answers = []
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as sock:
+        sock.sendall(encode_command("FLUSHALL"))
+        assert read_to(sock, b"+OK\r\n") == b"+OK\r\n"
+        if protocol == 3:
+            sock.sendall(encode_command("HELLO", 3) + encode_command("ECHO", "hello 3"))
+            read_to(sock, b"$7\r\nhello 3\r\n")
+        silent = False
+        for number, command in enumerate(commands):
+            silent = silent or command == SILENCE
+            silent = silent and command != [b"CLIENT", b"REPLY", b"ON"]
+            sock.sendall(encode_command(*command))
+            if silent or command in UNANSWERED:
+                continue
+            mark = encode_command("ECHO", f"mark {number}")
+            sock.sendall(mark)
+            end = b"$%d\r\nmark %d\r\n" % (len(f"mark {number}"), number)
+            answers.append(read_to(sock, end).removesuffix(end))
+    return answers
+
+
+def read_to(sock: socket.socket, end: bytes) -> bytes:
+    found = bytearray()
+    while not found.endswith(end):
+        data = sock.recv(1 << 16)
+        assert data, f"the server closed the connection after {bytes(found[-200:])!r}"
+        found += data
+    return bytes(found)
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_written_commands_get_the_replies_of_redis(
+    name: str, protocol: int, shared_server: Child, redis_port: int
+) -> None:
+    commands = commands_of(SCRIPTS[name])
+    expected = converse_with_marks(redis_port, commands, protocol)
+    got = converse_with_marks(shared_server.port, commands, protocol)
+    answered = [command for command in commands if command not in UNANSWERED]
+    assert len(expected) == len(answered)
+    for command, answer, reference in zip(answered, got, expected, strict=True):
+        assert answer == reference, f"to {str(command)[:200]}"
+
+
+MALFORMED = [
+    b"*x\r\n", b"*1\r\n:5\r\n", b"*1\r\nGET\r\n", b"*1\r\n$-1\r\n", b"*1\r\n$x\r\n", b"*1\r\n$99999999999999999\r\n",
+    b'echo "a\r\n', b"echo 'a'b\r\n", b"*" + b"1" * 70_000, b"*1\r\n$" + b"1" * 70_000, b"a" * 70_000, b"*01\r\n",
+    b"*9999999999\r\n", b"*1_0\r\n$1\r\n", b"*01\r\n$4\r\nPING\r\n", b"*-0\r\n", b"*1\r\n$-0\r\n",
+    b"*1\r\n$04\r\nPING\r\n", b"*+1\r\n", b"*\r\n", b"* 1\r\n", b"*1\r\n$4 \r\nPING\r\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", MALFORMED, ids=lambda data: repr(data)[:30])
+def test_malformed_requests_get_the_answer_of_redis_and_end_the_connection(
+    data: bytes, shared_server: Child, redis_port: int
+) -> None:
+    answers = []
+    for port in (redis_port, shared_server.port):
+        with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as sock:
+            sock.sendall(encode_command("PING") + data)
+            found = bytearray()
+            while piece := sock.recv(1 << 16):
+                found += piece
+            answers.append(bytes(found))
+    assert answers[1] == answers[0]
+    assert answers[1].startswith(b"+PONG\r\n-ERR Protocol error: ")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"PING\r\n", b"PING\n", b"\r\n\r\nPING\r\n", b"*0\r\n*-1\r\nPING\r\n", b"echo \"x\\x41\\n\"\r\nping a\r\n",
+        b"  ECHO   x  \r\n", b"echo 'it\\'s'\r\n", b"echo \"\"\r\n", b"ping a 'b c'\r\n",
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_typed_requests_get_the_replies_of_redis(data: bytes, shared_server: Child, redis_port: int) -> None:
+    answers = []
+    for port in (redis_port, shared_server.port):
+        with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as sock:
+            sock.sendall(data + encode_command("ECHO", "the end"))
+            answers.append(read_to(sock, b"$7\r\nthe end\r\n"))
+    assert answers[1] == answers[0]
+
+
+def test_command_table_agrees_with_redis(shared_server: Child, redis_port: int) -> None:
+    """Every field of every common row, subcommands included: flags, keys, categories, tips, specifications."""
+    with Child.client(shared_server) as ours, Client(redis_port) as theirs:
+        for protocol in (2, 3):
+            names = ours.call("COMMAND", "LIST")
+            assert isinstance(names, list)
+            rows = [client.call("COMMAND", "INFO", *names) for client in (ours, theirs)]  # type: ignore[arg-type]
+            assert all(isinstance(found, list) for found in rows)
+            compared = 0
+            for name, row, other in zip(names, *rows, strict=True):  # type: ignore[call-overload, arg-type]
+                assert isinstance(name, bytes)
+                if other is None:
+                    assert name.startswith(b"kv.") or name == b"client|setinfo"  # that is of Redis 7.2
+                    continue
+                assert row[:9] == other[:9], name
+                assert {subcommand[0] for subcommand in row[9]} - {other[0] for other in other[9]} <= {
+                    b"client|setinfo"
+                }
+                compared += 1
+            assert compared >= 80
+            for client in (ours, theirs):
+                client.call("HELLO", protocol + 1 if protocol == 2 else 2)
+
+
+def test_command_docs_have_the_fields_of_redis(shared_server: Child, redis_port: int) -> None:
+    """The texts of COMMAND DOCS differ; the fields are those of Redis, except some that only people read."""
+    with Child.client(shared_server) as ours, Client(redis_port) as theirs:
+        names = ours.call("COMMAND", "LIST")
+        assert isinstance(names, list)
+        mine, his = (
+            dict(zip(found[::2], found[1::2], strict=True))
+            for found in (client.call("COMMAND", "DOCS", *names) for client in (ours, theirs))  # type: ignore[arg-type]
+            if isinstance(found, list)
+        )
+        assert {name for name in mine if b"|" not in name} >= {name for name in his if b"|" not in name}
+        for name, fields in mine.items():
+            described = dict(zip(fields[::2], fields[1::2], strict=True))
+            assert (
+                {b"summary", b"since", b"group"} <= set(described) <= {b"summary", b"since", b"group", b"subcommands"}
+            )
+            if name in his:
+                reference = dict(zip(his[name][::2], his[name][1::2], strict=True))
+                assert described[b"since"] == reference[b"since"] and described[b"group"] == reference[b"group"], name
+        count = ours.call("COMMAND", "COUNT")
+        whole = ours.call("COMMAND")
+        assert isinstance(whole, list) and len(whole) == count
+
+
+def test_killed_clients_disappear_from_client_list_at_once(shared_server: Child, redis_port: int) -> None:
+    """Symptom: all 200 were still listed, because their connections end after the reply."""
+
+    def left(port: int) -> tuple[Value, int, int]:
+        clients = [Client(port) for _ in range(200)]
+        try:
+            for number, client in enumerate(clients):
+                assert client.call("CLIENT", "SETNAME", f"killed-{number}") == b"OK"
+            with Client(port) as killer:
+                # In one piece, so that the list is made right behind the reply.
+                killer.socket.sendall(
+                    encode_command("CLIENT", "KILL", "TYPE", "normal")
+                    + encode_command("CLIENT", "LIST")
+                    + encode_command("INFO", "clients")
+                )
+                killed, listed, info = killer.receive(), killer.receive(), killer.receive()
+                assert isinstance(killed, int) and isinstance(listed, bytes) and isinstance(info, bytes)
+                connected = int(info.partition(b"connected_clients:")[2].split()[0])
+                return killed >= len(clients), listed.count(b"name=killed-"), connected
+        finally:
+            for client in clients:
+                client.close()
+
+    assert left(shared_server.port) == left(redis_port) == (True, 0, 1)

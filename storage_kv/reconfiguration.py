@@ -1,7 +1,7 @@
-"""Changing the configuration of a node that runs: CONFIG SET, and the file read again on SIGHUP.
+"""Changes the configuration of a running node: CONFIG SET, and the file read again on SIGHUP.
 
-Of the keys of :class:`StorageConfig`, those in :data:`LIVE` can change. A change is all or nothing: the values are
-checked together, as at the start, and where a part of the node cannot follow, what has changed is changed back.
+The keys in :data:`LIVE` can change. A change is all or nothing: the values are checked together, as at the start, and
+if a part of the node cannot apply them, all parts return to the old values.
 """
 
 import logging
@@ -18,22 +18,20 @@ from shadowserve.logs import configure_logging
 from shadowserve.memory_limit import check_memory
 from storage_kv.config import LIVE, StorageConfig
 
-__all__ = ["Reconfiguration", "Reload"]
-
 _log = logging.getLogger(__name__)
 
 _BUDGETS: Final = ("bytes_max", "objects_max", "write_bytes_per_day")
 
-Hook = Callable[[StorageConfig], None]
+Hook = Callable[[StorageConfig, StorageConfig], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """What reading the configuration again has led to.
+    """Result of reading the configuration again.
 
     Attributes:
-        applied: keys that have changed.
-        kept: keys that differ and can change only by a restart.
+        applied: Keys that have changed.
+        kept: Keys that differ and need a restart.
     """
 
     applied: list[str]
@@ -41,30 +39,30 @@ class Reload:
 
 
 class Reconfiguration:
-    """Changes a node's configuration and tells those parts that do not look at it each time.
+    """Changes a node's configuration and applies it to the parts that keep copies of it.
 
     Attributes:
-        config: as it is now.
+        config: The present configuration.
     """
 
     def __init__(self, config: StorageConfig, load: Callable[[], StorageConfig] | None = None) -> None:
-        """Begin with ``config``; ``load`` reads it again, as at the start."""
+        """Start with ``config``; ``load`` reads it again from its file and the environment."""
         self.config = config
         self._load = load
         self._hooks: dict[str, Hook] = {"log_level": _follow_log, "log_format": _follow_log}
 
     def follow(self, key: str, hook: Hook) -> None:
-        """Have ``hook`` called, with the node's lock held, with the new configuration whenever ``key`` has changed.
+        """Call ``hook`` with the old and the new configuration, with the node's lock held, when ``key`` has changed.
 
-        A hook that cannot follow raises ConfigurationError or ValueError and has changed nothing.
+        A hook that cannot apply it raises ConfigurationError or ValueError and has changed nothing.
         """
         self._hooks[key] = hook
 
     def change(self, values: Mapping[str, Any]) -> None:
-        """Change keys, all or none; with the node's lock held.
+        """Change all of some keys or none. Needs the node's lock.
 
         Raises:
-            ConfigurationError: a key cannot be changed, or not to this value.
+            ConfigurationError: A key cannot be changed, or not to this value.
         """
         fixed = [key for key in values if key not in LIVE]
         if fixed:
@@ -75,17 +73,17 @@ class Reconfiguration:
         except ValidationError as error:
             raise ConfigurationError(explain(type(old), error.errors())) from None
         if not _same_devices(old, new):
-            raise ConfigurationError(f"devices: of these, only {', '.join(_BUDGETS)} can change while the server runs")
+            raise ConfigurationError(f"devices: only {', '.join(_BUDGETS)} can change while the server runs")
         self._adopt(new, [key for key in values if getattr(new, key) != getattr(old, key)])
 
     def reload(self, lock: threading.Lock) -> Reload:
-        """Read the configuration again and apply what can be; without ``lock``, the node's, which this takes.
+        """Read the configuration again and apply the keys that can change. Takes ``lock``, the node's.
 
         Raises:
-            ConfigurationError: the configuration cannot be read, or not be applied; nothing has changed.
+            ConfigurationError: The configuration cannot be read or applied; nothing has changed.
         """
         if self._load is None:
-            raise ConfigurationError("there is no configuration to read again: this server was started without one")
+            raise ConfigurationError("this server was started without a configuration that it could read again")
         wanted = self._load()
         with lock:
             old = self.config
@@ -102,22 +100,22 @@ class Reconfiguration:
         done: list[Hook] = []
         try:
             for hook in hooks:
-                hook(new)
+                hook(old, new)
                 done.append(hook)
         except (ConfigurationError, ValueError) as error:
             self.config = old
             for hook in done:
-                hook(old)
+                hook(new, old)
             raise ConfigurationError(str(error)) from error
 
 
 def _same_devices(old: StorageConfig, new: StorageConfig) -> bool:
-    """Return whether two configurations have the same devices, but for their budgets."""
+    """Return True if two configurations have the same devices; their budgets may differ."""
     without = dict.fromkeys(_BUDGETS)
     return [each.model_copy(update=without) for each in old.devices] == [
         each.model_copy(update=without) for each in new.devices
     ]
 
 
-def _follow_log(config: StorageConfig) -> None:
-    configure_logging(config.log_level, config.log_format)
+def _follow_log(old: StorageConfig, new: StorageConfig) -> None:
+    configure_logging(new.log_level, new.log_format)

@@ -1,4 +1,4 @@
-"""Publications: which keys clients are about to store, so that others may wait for them instead of computing.
+"""PendingKeys: which keys clients are about to store, so that others may wait for them instead of computing.
 
 A publication is a hint. It ends with its time, with the connection that made it, and when the key is there; nothing
 is kept of it on any device. All of it happens with the node's lock held, and the work for a key is the same however
@@ -7,72 +7,69 @@ many clients publish it: of each key those few are noted that last longest.
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.pool.terms import ENTRIES_PER_HOLD, Address
 
-__all__ = ["NAME_BYTES_MAX", "SECONDS_MAX", "Publications", "TooManyPublishedError"]
-
 SECONDS_MAX: Final = 60
-"""For which a key may be published at a time: far above what computing a prompt takes."""
+"""Longest time that a key may be pending: far above the time to compute a prompt."""
 NAME_BYTES_MAX: Final = 128
-"""Of a key that is published; a chunk's has 67."""
+"""Size limit of a pending key's name; a chunk's has 67."""
 _KEYS_MAX: Final = 65_536
-"""Of all clients together: some 40 MiB."""
+"""Limit of all clients together: about 40 MiB."""
 _TENANT_SHARE: Final = 2
-"""One tenant of several has half of it."""
+"""One of several tenants may have half."""
 _RESERVED_SHARE: Final = 8
-"""The last eighth is for tenants that have published no more than their part of it."""
+"""The last eighth is for tenants that have no more than their part of it."""
 _KEYS_OF_CLIENT_MAX: Final = 16_384
-"""Of one connection; 256 prompts of 4K tokens, stored by 4 ranks."""
+"""Limit of one connection: 256 prompts of 4K tokens, stored by 4 ranks."""
 _CLIENTS_OF_KEY_MAX: Final = 8
-"""That are noted of one key: those whose publications last longest. The ranks of an engine have keys of their own."""
+"""Limit of the clients that are kept for one key. The ranks of an engine have keys of their own."""
 _CLIENTS_TIDIED: Final = 16
-"""Looked at with each step of a command, in turn."""
+"""Number of clients whose expired keys are removed in each step of a command."""
 
 
-class TooManyPublishedError(ShadowServeError):
-    """There is no room for as many publications; the message says whose."""
+class TooManyPendingError(ShadowServeError):
+    """Too many keys would be pending; the message says whose limit."""
 
 
+@dataclass(slots=True, eq=False)
 class _Client:
-    """What one connection has published.
+    """The pending keys of one connection.
 
     Attributes:
-        number: of the connection.
-        keys: those published last at the end.
-        gone: the connection has ended.
+        id: Id of its session.
+        keys: The latest last.
+        gone: The connection has ended.
     """
 
-    __slots__ = ("gone", "keys", "number")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.keys: OrderedDict[Address, None] = OrderedDict()
-        self.gone = False
+    id: int
+    keys: OrderedDict[Address, None] = field(default_factory=OrderedDict)
+    gone: bool = False
 
 
-class Publications:
-    """Who is about to store what, and until when.
+class PendingKeys:
+    """The pending keys of all clients.
 
     Args:
-        tenants: how many tenants share the room; 1 where there is only one.
+        tenants: Returns the number of tenants that share the limit; 1 for a single one.
     """
 
     def __init__(self, tenants: Callable[[], int]) -> None:
         self._tenants = tenants
-        self._by_key: dict[Address, dict[_Client, int]] = {}  # until, in milliseconds
+        self._by_key: dict[Address, dict[_Client, int]] = {}  # expiry in milliseconds
         self._clients: dict[int, _Client] = {}
-        self._turn: deque[_Client] = deque()  # all that may have keys; the one that is looked at next is first
+        self._turn: deque[_Client] = deque()  # clients with keys, the next to tidy first
         self._by_tenant: Counter[int] = Counter()
         self._count = 0
 
-    def publish(self, client: int, keys: Sequence[Address], now_ms: int, until_ms: int) -> None:
-        """Take note that a client is about to store keys, a few and all of one tenant.
+    def add(self, client: int, keys: Sequence[Address], now_ms: int, until_ms: int) -> None:
+        """Mark a few keys of one tenant as pending.
 
         Raises:
-            TooManyPublishedError: it, its tenant or all together would have published too many; none is noted.
+            TooManyPendingError: The client, its tenant or all clients would exceed their limit; nothing has changed.
         """
         self._tidy(now_ms)
         if not keys:
@@ -85,7 +82,7 @@ class Publications:
             mine = self._clients[client] = _Client(client)
             self._turn.append(mine)
         for key in keys:
-            self._note(mine, key, until_ms)
+            self._add_one(mine, key, until_ms)
 
     def _check(self, held: int, tenant: int, new: int) -> None:
         tenants, of_tenant, of_all = self._tenants(), self._by_tenant[tenant], self._count
@@ -94,18 +91,18 @@ class Publications:
         is_modest = of_tenant + new <= reserved // tenants
         for whose, has, most in (
             ("this connection", held, _KEYS_OF_CLIENT_MAX),
-            ("all clients", of_all, _KEYS_MAX if is_modest else _KEYS_MAX - reserved),
+            ("the server", of_all, _KEYS_MAX if is_modest else _KEYS_MAX - reserved),
             ("this tenant", of_tenant, _KEYS_MAX // _TENANT_SHARE if several else _KEYS_MAX),
         ):
             if has + new > most:
-                raise TooManyPublishedError(f"{whose} may publish {most} keys, and has published {has}")
+                raise TooManyPendingError(f"{whose} may have {most} pending keys and has {has}")
 
-    def _note(self, mine: _Client, key: Address, until_ms: int) -> None:
+    def _add_one(self, mine: _Client, key: Address, until_ms: int) -> None:
         clients = self._by_key.setdefault(key, {})
         if mine not in clients and len(clients) >= _CLIENTS_OF_KEY_MAX:
             first = min(clients, key=lambda each: -1 if each.gone else clients[each])
             if not first.gone and clients[first] >= until_ms:
-                return  # it is published for longer by as many as are noted
+                return  # those that are kept last longer
             self._drop(first, key)
             clients = self._by_key.setdefault(key, {})
         if mine not in clients:
@@ -116,7 +113,7 @@ class Publications:
         mine.keys.move_to_end(key)
 
     def withdraw(self, client: int, keys: Iterable[Address]) -> int:
-        """Forget that a client has published keys; return how many of them it had."""
+        """End a client's pending keys; return how many of these were pending."""
         mine = self._clients.get(client)
         gone = [] if mine is None else [key for key in keys if key in mine.keys]
         for key in gone:
@@ -125,23 +122,23 @@ class Publications:
         return len(gone)
 
     def leave(self, client: int) -> None:
-        """Withdraw all that a client has published; at no cost now, however much it is."""
+        """End all pending keys of a client. Marks them only, so the cost does not depend on their number."""
         if (mine := self._clients.pop(client, None)) is not None:
             mine.gone = True
 
     def until_ms(self, key: Address, now_ms: int) -> int:
-        """Return until when a key is published, 0 where it is not (any more)."""
+        """Return until when a key is pending; 0 if it is not."""
         clients = self._by_key.get(key, {})
         latest = max((until for client, until in clients.items() if not client.gone), default=0)
         return latest if latest > now_ms else 0
 
-    def settle(self, key: Address) -> None:
-        """Forget a key, whoever has published it."""
+    def discard(self, key: Address) -> None:
+        """End a pending key of all clients."""
         for client in list(self._by_key.get(key, ())):
             self._drop(client, key)
 
     def _tidy(self, now_ms: int) -> None:
-        """Forget some of what is over, and more than one step of a command brings."""
+        """Remove some expired keys: more than one step of a command can add."""
         left = 2 * ENTRIES_PER_HOLD
         for _ in range(min(_CLIENTS_TIDIED, len(self._turn))):
             client = self._turn[0]
@@ -157,7 +154,7 @@ class Publications:
             if client.keys:
                 self._turn.append(client)
             elif not client.gone:
-                del self._clients[client.number]
+                del self._clients[client.id]
 
     def _drop(self, client: _Client, key: Address) -> None:
         del client.keys[key]

@@ -1,4 +1,4 @@
-"""Connections that authenticate never, or that are too many: everybody else still gets in."""
+"""Connection slots: unauthenticated connections and limits do not lock out other clients."""
 
 import contextlib
 import socket
@@ -19,7 +19,7 @@ def known(child: Child) -> Client:
 
 
 def is_open(client: Client) -> bool:
-    """Whether the server has not closed a connection that is not to be answered."""
+    """Return True if the server has not closed a connection."""
     client.socket.settimeout(0.01)
     try:
         return client.socket.recv(1, socket.MSG_PEEK) != b""
@@ -31,8 +31,8 @@ def is_open(client: Client) -> bool:
         client.socket.settimeout(TIMEOUT_S)
 
 
-def test_who_does_not_authenticate_in_time_is_closed_and_who_has_stays(start: Callable[..., Child]) -> None:
-    """10,000 connections that never authenticate kept every place for ever."""
+def test_clients_that_do_not_authenticate_in_time_are_closed(start: Callable[..., Child]) -> None:
+    """Symptom: 10,000 connections that never authenticated used every slot forever."""
     child = start("--authentication-timeout-s", "1", environment=LOGIN)
     with known(child) as client, child.client() as silent, child.client() as chatty, known(child) as reset:
         assert reset.call("RESET") == b"RESET"
@@ -42,39 +42,39 @@ def test_who_does_not_authenticate_in_time_is_closed_and_who_has_stays(start: Ca
         assert not is_open(silent) or silent.socket.recv(1) == b""
         assert reset.socket.recv(1) == b"", "it has ceased to be known"
         assert client.call("PING") == b"PONG"
-        assert int(client.info()["strangers_closed"]) == 3
+        assert int(client.info()["unauthenticated_closed"]) == 3
     assert child.stop() == 0
     assert len([line for line in child.log if "client_unknown " in line]) == 1
 
 
-def test_a_dribbling_stranger_is_closed_as_well(start: Callable[..., Child]) -> None:
+def test_a_slow_unauthenticated_client_is_closed_too(start: Callable[..., Child]) -> None:
     child = start("--authentication-timeout-s", "1", environment=LOGIN)
-    with child.client() as stranger, pytest.raises(ConnectionError):
-        stranger.socket.settimeout(0.05)
-        stranger.socket.sendall(b"*2\r\n$4\r\nAUTH\r\n$16000\r\n")
+    with child.client() as client, pytest.raises(ConnectionError):
+        client.socket.settimeout(0.05)
+        client.socket.sendall(b"*2\r\n$4\r\nAUTH\r\n$16000\r\n")
         for _ in range(10_000):
-            stranger.socket.sendall(b"x")
+            client.socket.sendall(b"x")
             with contextlib.suppress(TimeoutError):
-                if stranger.socket.recv(1) == b"":
+                if client.socket.recv(1) == b"":
                     raise ConnectionError
 
 
-def test_strangers_hold_a_share_and_newcomers_get_in(start: Callable[..., Child]) -> None:
+def test_unauthenticated_clients_use_a_share_of_slots_and_new_clients_connect(start: Callable[..., Child]) -> None:
     flags = ("--connections-max", "40", "--unauthenticated-connections-max", "4", "--authentication-timeout-s", "600")
     child = start(*flags, environment=LOGIN)
     established = [known(child) for _ in range(5)]
-    strangers = [child.client() for _ in range(60)]
-    wait_for(lambda: sum(map(is_open, strangers)) <= 4)
-    assert all(is_open(stranger) for stranger in strangers[-4:]), "the oldest make way"
-    newcomers = [known(child) for _ in range(34)]
-    assert all(client.call("PING") == b"PONG" for client in established + newcomers)
-    with child.client() as one_too_many:  # 39 are known: there is one place, for whoever comes last
+    unauthenticated = [child.client() for _ in range(60)]
+    wait_for(lambda: sum(map(is_open, unauthenticated)) <= 4)
+    assert all(is_open(client) for client in unauthenticated[-4:]), "the oldest are evicted"
+    authenticated = [known(child) for _ in range(34)]
+    assert all(client.call("PING") == b"PONG" for client in established + authenticated)
+    with child.client() as one_too_many:  # 39 are authenticated: one slot is left for the latest client
         assert is_open(one_too_many)
         with known(child) as last:
             assert last.call("PING") == b"PONG"
             with child.client() as beyond:
                 assert beyond.receive_to_end() == b"-ERR max number of clients reached\r\n"
-    assert int(established[0].info()["strangers_displaced"]) >= 56
+    assert int(established[0].info()["unauthenticated_evicted"]) >= 56
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def users(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_a_tenant_has_its_share_of_places(start: Callable[..., Child], users: str) -> None:
+def test_a_tenant_has_its_share_of_slots(start: Callable[..., Child], users: str) -> None:
     child = start("--connections-max", "20", "--users-file", users)
 
     def comes_in(name: str, password: str) -> Client | None:
@@ -102,7 +102,7 @@ def test_a_tenant_has_its_share_of_places(start: Callable[..., Child], users: st
     assert third is not None, "two tenants that take all they may keep no third out"
     third.close()
     first = of_ann[0]
-    assert first is not None and first.call("AUTH", "ann", "pa") == b"OK", "who has a place keeps it"
+    assert first is not None and first.call("AUTH", "ann", "pa") == b"OK", "a connected client keeps its slot"
     assert first.call("AUTH", "bob", "pb") == b"ERR max number of clients of this tenant reached"
     second = of_ann[1]
     assert second is not None
@@ -110,7 +110,7 @@ def test_a_tenant_has_its_share_of_places(start: Callable[..., Child], users: st
     wait_for(lambda: comes_in("ann", "pa"))
 
 
-def test_a_tenants_share_of_places_can_be_configured(start: Callable[..., Child], users: str, tmp_path: Path) -> None:
+def test_a_tenants_share_of_slots_can_be_configured(start: Callable[..., Child], users: str, tmp_path: Path) -> None:
     config = tmp_path / "storage.yaml"
     config.write_text("storage:\n  connections_max: 20\n  tenants: {a: {connections_max: 3}}\n")
     child = start("--config", str(config), "--users-file", users)
@@ -119,7 +119,7 @@ def test_a_tenants_share_of_places_can_be_configured(start: Callable[..., Child]
     assert answers == [b"OK"] * 3 + [b"ERR max number of clients of this tenant reached"]
 
 
-def test_without_a_password_nobody_is_a_stranger(start: Callable[..., Child]) -> None:
+def test_without_a_password_all_clients_are_authenticated(start: Callable[..., Child]) -> None:
     child = start("--authentication-timeout-s", "0.2", "--connections-max", "10")
     clients = [child.client() for _ in range(10)]
     with contextlib.suppress(TimeoutError):
