@@ -243,7 +243,7 @@ def _systems(logs: Path, io_threads: int, engines: Sequence[str], room: int) -> 
 def _start_ours(stack: ExitStack, folder: Path, engine: str, io_threads: int, room: int) -> Child:
     """Run our server with an engine that has ``room`` bytes, in a folder of its own."""
     folder.mkdir()
-    flags = ["--io-threads", str(io_threads), "--engine", engine, "--memory-budget-bytes", str(max(room, _ROOM_MIN))]
+    flags = ["--io-threads", str(io_threads), "--memory-budget-bytes", str(max(room, _ROOM_MIN))]
     if engine == "pool":
         size = room // _POOL_DEVICES
         devices = [{"path": str(folder / f"{number}.pool"), "size": size} for number in range(_POOL_DEVICES)]

@@ -188,7 +188,7 @@ def many_publishers(context: Context) -> None:
         socks = _connections(context, node, 2000)
         for sock in socks:
             sock.setblocking(False)
-        for data in (command("KV.PUBLISH", "60000", *names[:8]), command("KV.PUBLISHED", *names) * 4):
+        for data in (command("KV.PUBLISH", "60000", *names[:8]), command("KV.PENDING", *names) * 4):
             for sock in socks:
                 with contextlib.suppress(OSError):
                     sock.send(data)

@@ -20,9 +20,7 @@ OBJECTS_MAX = 4096
 
 def configuration(**keys: Any) -> StorageConfig:
     """Return a configuration of a small pool that does nothing in the background."""
-    return StorageConfig.load(
-        flags={"engine": "pool", "memory_budget_bytes": 8 * MIB, "scrub_bytes_per_s": 0, **keys}, environment={}
-    )
+    return StorageConfig.load(flags={"memory_budget_bytes": 8 * MIB, "scrub_bytes_per_s": 0, **keys}, environment={})
 
 
 def simulated_pool(

@@ -16,7 +16,6 @@ DEVICE = [{"path": "/dev/null/values.pool", "size": "64MiB"}]
 @pytest.mark.parametrize(
     ("section", "flags", "named"),
     [
-        (StorageConfig, {"engine": "memory", "devices": DEVICE}, ("devices", "engine: memory")),
         (StorageConfig, {"admission": "second_hit"}, ("admission: second_hit", "devices")),
         (StorageConfig, {"memory_homes": True}, ("memory_homes: true", "devices")),
         (StorageConfig, {"strict_order": True}, ("strict_order: true", "devices")),
@@ -41,8 +40,8 @@ def test_keys_that_would_do_nothing_are_refused(
 @pytest.mark.parametrize(
     ("section", "flags"),
     [
-        (StorageConfig, {"engine": "memory", "scrub_bytes_per_s": 0}),
-        (StorageConfig, {"engine": "pool", "devices": DEVICE, "admission": "second_hit", "strict_order": True}),
+        (StorageConfig, {"scrub_bytes_per_s": 0}),
+        (StorageConfig, {"devices": DEVICE, "admission": "second_hit", "strict_order": True}),
         (DataPlaneConfig, {"tiers": {"strict_order": True}}),
         (DataPlaneConfig, {"tiers": {"devices": DEVICE, "scrub_bytes_per_s": "4MiB"}}),
         (HostConfig, {"pages": True, "data_plane": "unix:/run/dpu.sock", "quantizer": "passthrough"}),

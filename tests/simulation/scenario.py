@@ -465,7 +465,6 @@ def _configuration(world: World, plan: Plan, folder: Path) -> StorageConfig:
         users.write_text("\n".join(lines) + "\n")
     chance = world.random
     keys: dict[str, Any] = {
-        "engine": plan.engine,
         "users_file": str(users),
         "memory_budget_bytes": chance.choice((2, 4)) << 20 if plan.engine == "pool" or plan.tight else 64 << 20,
         "scrub_bytes_per_s": chance.choice((0, 16 << 20)),

@@ -24,7 +24,7 @@ from storage_kv.clients.event_loop import READ, WRITE, Lane
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
 from storage_kv.node import Node
-from storage_kv.operate.reconfigure import Reconfiguration
+from storage_kv.reconfiguration import Reconfiguration
 from storage_kv.session import Session
 
 __all__ = ["SimulatedServer"]
@@ -214,14 +214,14 @@ class SimulatedServer:
         loop.call_threadsafe(lambda: self._adopt(socket, session, loop))
 
     def _adopt(self, socket: ServerSocket, session: Session, loop: SimulatedLoop) -> None:
-        self._connections[session] = Connection(self, socket, session, loop), loop  # type: ignore[arg-type]
+        self._connections[session] = Connection(self.node, self.workers, self.forget, socket, session, loop), loop  # type: ignore[arg-type]
 
     def forget(self, session: Session) -> None:
         """Take note that a client's connection has ended."""
         self._connections.pop(session, None)
         with self.lock:
             self.node.sessions.pop(session.id, None)
-            self.node.places.leave(session)
+            self.node.slots.leave(session)
 
     def _each(self, action: Callable[[Connection], None]) -> None:
         for connection, loop in list(self._connections.values()):

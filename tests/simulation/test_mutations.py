@@ -106,7 +106,7 @@ def test_a_device_that_was_away_and_is_believed_is_seen(monkeypatch: pytest.Monk
 
 
 def test_a_data_plane_that_waits_for_ever_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RespClient, "_look", lambda self: None)
+    monkeypatch.setattr(RespClient, "_check_silence", lambda self: None)
     assert seen(in_data_plane).startswith("hang")
 
 

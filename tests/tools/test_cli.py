@@ -78,8 +78,7 @@ def test_a_flag_says_what_it_takes() -> None:
     shown = {name: run(name, "--help").output for name, _ in PROGRAMS}
     for program, flag in (
         ("storage", "--memory-budget-bytes BYTES  [default: 4 GiB; at least 1 MiB]"),
-        ("storage", "--engine [auto|memory|pool]  [default: auto]"),
-        ("storage", "--log-level [DEBUG|INFO|WARNING|ERROR]  [default: INFO]"),
+        ("storage", "--log-level [debug|info|warning|error]  [default: info]"),
         ("storage", "--stall-timeout-s SECONDS  [default: 60.0; above 0.0]"),
         ("storage", "--host HOST  [default: 127.0.0.1]"),
         ("storage", "--port PORT  [default: 6380; at most 65535]"),

@@ -97,7 +97,7 @@ class OneServer(RespSource):
         return await self._send_for_keys([b"KV.PUBLISH", b"%d" % lasts_ms], keys) is not None
 
     async def published(self, keys: Sequence[bytes]) -> Flags | None:
-        left = await self._numbers(b"KV.PUBLISHED", keys)
+        left = await self._numbers(b"KV.PENDING", keys)
         return None if left is None else left > 0
 
     async def find_warm(self, keys: Sequence[bytes]) -> Sequence[Found]:
