@@ -12,8 +12,6 @@ from typing import Literal
 
 from shadowserve.native import Index
 
-__all__ = ["Admission", "AdmissionPolicy"]
-
 AdmissionPolicy = Literal["all", "second_hit"]
 
 

@@ -25,8 +25,6 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.native import Extents
 from shadowserve.pool.placement import Interleaver
 
-__all__ = ["BLOCK_BYTES", "HEADER_BYTES", "Arena", "Arenas", "Buffer", "memory_nodes", "object_blocks"]
-
 BLOCK_BYTES: Final = 4096
 HEADER_BYTES: Final = 2048
 _HUGE_PAGE_BYTES: Final = 2 << 20

@@ -24,8 +24,6 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["KEPT_BYTES_MAX", "MAPPED_BYTES_MIN", "allocate"]
-
 MAPPED_BYTES_MIN: Final = 1 << 20
 """Below 1 MiB the system calls and the rounding to pages outweigh what a mapping saves."""
 

@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from shadowserve.native import ANY, Index
 
-__all__ = ["SCAN_LINES", "Clears"]
-
 SCAN_LINES: Final = 4_000
 """Lines of the index that are looked at in one hold of the lock, some ten objects each: about 2 ms."""
 _GENERATIONS: Final = 1 << 32

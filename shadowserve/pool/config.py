@@ -7,8 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from shadowserve.sizes import ByteSize
 
-__all__ = ["DEVICES_MAX", "DeviceConfig", "PoolConfig"]
-
 DEVICES_MAX: Final = 255
 """The index has a byte for the device; 255 stands for memory alone."""
 

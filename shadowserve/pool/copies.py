@@ -15,8 +15,6 @@ from typing import Final
 
 from shadowserve.pool.arena import Arenas, Buffer
 
-__all__ = ["Copies"]
-
 _PROBATION_SHARE: Final = 0.25
 """Of the copies' memory, up to which the main queue gives way as well; a quarter, as 2Q's authors found."""
 _GHOSTS_MAX: Final = 65_536

@@ -23,8 +23,6 @@ from shadowserve.pool.wake import Wake
 from shadowserve.pool.weights import Weights
 from shadowserve.pool.writing import Left, Writes
 
-__all__ = ["Core", "Counters", "TenantCounters"]
-
 _NOT_THE_EXTENTS: Final = frozenset({"device_gone", "no_memory", "stale", "stranger"})
 """Reasons for which an object was dropped, but which say nothing against its extent."""
 

@@ -16,8 +16,6 @@ from shadowserve.pool.volume.changes import OutOfBudgetError, Ticket
 from shadowserve.pool.writes import joined
 from shadowserve.pool.writing import Left
 
-__all__ = ["DevicePool"]
-
 _NAMED: Final = int(IndexFlag.NAMED)  # a flag's own operators are functions of Python
 
 

@@ -18,8 +18,6 @@ from shadowserve.pool.volume.format import RecordFlag, RecordKind, pack_record
 from shadowserve.pool.volume.volume import Volume
 from shadowserve.pool.wear import Wear
 
-__all__ = ["Disk", "Place", "Quarantined"]
-
 _log = logging.getLogger(__name__)
 
 _GONE_ERRORS: Final = frozenset({errno.ENODEV, errno.ENXIO, errno.ENOMEDIUM, errno.ESHUTDOWN, errno.EBADF})

@@ -6,8 +6,6 @@ from shadowserve.native import IndexEntry, ObjectFields
 from shadowserve.pool.arena import BLOCK_BYTES, Buffer, object_blocks
 from shadowserve.pool.terms import Item
 
-__all__ = ["MEMORY_ONLY", "Entry", "PoolItem"]
-
 MEMORY_ONLY: Final = 255
 """The index's number of the device of objects that are in memory alone; ``extent`` says what they take there beside
 their values."""

@@ -14,8 +14,6 @@ from shadowserve.pool.entries import Entry
 from shadowserve.pool.terms import Item
 from shadowserve.pool.volume.changes import OutOfBudgetError
 
-__all__ = ["ENTRY_OVERHEAD_BYTES", "Heap", "HeapItem"]
-
 ENTRY_OVERHEAD_BYTES: Final = 640
 """What an entry costs beside its key and value: its places in the index and in two dictionaries, the item, object
 headers, the key's text in the index, the allocator's rounding and a possible expiry. Measured with CPython 3.11: at

@@ -17,8 +17,6 @@ from shadowserve.pool.organizer import BandwidthMeter, Organizer
 from shadowserve.pool.placement import Interleaver
 from shadowserve.pool.space import Space
 
-__all__ = ["Home", "Homes"]
-
 
 class Home(NamedTuple):
     """Where an object goes: device and extent, or memory alone; and whether memory keeps it by its share."""

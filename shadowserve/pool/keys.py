@@ -11,8 +11,6 @@ from typing import Final
 
 from shadowserve.pool.terms import Address
 
-__all__ = ["CHUNK_KEY_BYTES", "ParsedKey", "chunk_key", "is_chunk_key", "parse_key"]
-
 _PREFIX: Final = b"kv:"
 CHUNK_KEY_BYTES: Final = len(_PREFIX) + 64
 """Of a chunk's key."""

@@ -12,8 +12,6 @@ from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import Address, Item, Lease
 from shadowserve.pool.volume.changes import Ticket
 
-__all__ = ["MemoryPool"]
-
 _USES_MAX: Final = 1_000
 """Uses of entries that the index hears of together: 50 us."""
 

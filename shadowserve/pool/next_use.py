@@ -16,8 +16,6 @@ from typing import Final
 
 from shadowserve.native import ANY, Index
 
-__all__ = ["REQUESTS_MAX", "NextUse"]
-
 REQUESTS_MAX: Final = 4_096
 """Requests that are waited for at a time; more are not noted. Engines have some hundreds in their queues."""
 

@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.errors import ConfigurationError, DeviceError, NativeError, is_passing
 from shadowserve.native import INDEX_RECORD_DTYPE, BlockAccess, Index, IndexFlag, IndexPolicy
 from shadowserve.native import BlockDevice as NativeDevice
@@ -28,7 +29,7 @@ from shadowserve.pool.sessions import Sessions
 from shadowserve.pool.space import Space
 from shadowserve.pool.tenants import Tenants
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
-from shadowserve.pool.volume.device import BlockDevice, Operation, OperationKind, Priority
+from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.format import FormatError
 from shadowserve.pool.volume.formatting import check_empty
 from shadowserve.pool.volume.recovery import Reader, read_superblocks
@@ -36,8 +37,6 @@ from shadowserve.pool.volume.resizing import fit_file
 from shadowserve.pool.volume.volume import Volume
 from shadowserve.pool.wake import Wake
 from shadowserve.pool.wear import Wear
-
-__all__ = ["Found", "Opened", "open_devices", "open_parts"]
 
 _log = logging.getLogger(__name__)
 

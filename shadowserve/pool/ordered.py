@@ -3,8 +3,6 @@
 from bisect import bisect_left, bisect_right
 from typing import Final, Generic, TypeVar
 
-__all__ = ["Ordered"]
-
 T = TypeVar("T")
 
 _PART_MAX: Final = 1024

@@ -9,8 +9,6 @@ What the configuration says about a device's bandwidth stands, and is not measur
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["BandwidthMeter", "Organizer"]
-
 BUSY_DEPTH: Final = 4
 """Reads under way from which on a device counts as busy: enough to hide one behind the other on any SSD."""
 _WINDOW_BYTES: Final = 64 << 20

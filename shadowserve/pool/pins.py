@@ -10,8 +10,6 @@ from typing import NamedTuple
 from shadowserve.pool.ordered import Ordered
 from shadowserve.pool.terms import PinnedEntries, PinShareError
 
-__all__ = ["Pins"]
-
 
 class _Pin(NamedTuple):
     number: int

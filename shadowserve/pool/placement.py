@@ -13,8 +13,6 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Final
 
-__all__ = ["Interleaver"]
-
 _CHAINS_MAX: Final = 4_096
 """Chains under way at one time that are accounted for: 2 MiB. Of more, the one that stood still longest starts anew."""
 

@@ -36,8 +36,6 @@ from shadowserve.pool.volume.changes import BusyError, Ticket
 from shadowserve.pool.volume.volume import Call
 from shadowserve.pool.writes import Writer, joined
 
-__all__ = ["WRITABLE_SHARE", "Pool"]
-
 _TURN_MS: Final = 100
 WRITABLE_SHARE: Final = 2
 """Of the memory, at most a half receives values and waits to be written: the other half is for readers."""

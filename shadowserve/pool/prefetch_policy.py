@@ -16,8 +16,6 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Hop", "Move", "PrefetchPolicy", "Waiting"]
-
 
 class Hop(NamedTuple):
     """The way up from a tier to the one above it."""

@@ -16,8 +16,6 @@ from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk, Quarantined
 from shadowserve.pool.volume.pages import Pages
 
-__all__ = ["Tester"]
-
 _BETWEEN_MS: Final = 1_000
 _WAIT_LONGEST_MS: Final = 3_600_000
 _PIECE_BYTES: Final = 256 << 10

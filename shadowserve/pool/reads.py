@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from shadowserve.block import Operation, Priority
 from shadowserve.errors import is_passing
 from shadowserve.native import Result, check_object, object_unit
 from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer
@@ -24,9 +25,6 @@ from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.space import Space
 from shadowserve.pool.terms import ENTRIES_PER_HOLD, Lease
-from shadowserve.pool.volume.device import Operation, Priority
-
-__all__ = ["Reader", "Told"]
 
 _WHOLE_BYTES: Final = 256 << 10
 """Objects up to this size are read whole: on any SSD the time is the same."""

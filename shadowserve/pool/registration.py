@@ -12,10 +12,9 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
+from shadowserve.errors import DeviceError
 from shadowserve.pool.arena import BLOCK_BYTES, Arena
-from shadowserve.pool.volume.device import BlockDevice, DeviceError
-
-__all__ = ["Registration"]
+from shadowserve.pool.volume.device import BlockDevice
 
 _log = logging.getLogger(__name__)
 

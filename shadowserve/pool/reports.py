@@ -9,8 +9,6 @@ from shadowserve.pool.space import EVICTION_CAUSES
 from shadowserve.pool.statistics import DeviceStatistics, Statistics
 from shadowserve.pool.writes import Writer
 
-__all__ = ["pool_statistics", "tenant_statistics"]
-
 
 def tenant_statistics(core: Core, tenant: int, budget_bytes: int) -> Statistics:
     """Return what one tenant has."""

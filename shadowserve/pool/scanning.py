@@ -16,8 +16,6 @@ from shadowserve.pool.entries import Entry
 from shadowserve.pool.keys import chunk_key
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
 
-__all__ = ["Cursors", "scan_keys"]
-
 _ROUNDS: Final = 4
 _HALF: Final = 32
 _MASK: Final = (1 << _HALF) - 1

@@ -21,8 +21,6 @@ from shadowserve.pool.quarantine import Tester
 from shadowserve.pool.reads import failure_of
 from shadowserve.pool.volume.pages import Pages
 
-__all__ = ["Scrubber"]
-
 _OBJECTS_PER_TURN: Final = 16
 _PASSED_PER_TURN: Final = 256
 """Entries looked at in one turn."""

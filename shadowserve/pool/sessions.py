@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 
 from shadowserve.pool.disk import Disk
 
-__all__ = ["Sessions"]
-
 
 class Sessions:
     """A pool's sessions, on its devices as soon as these are there."""

@@ -22,8 +22,6 @@ from shadowserve.pool.keys import chunk_key
 from shadowserve.pool.terms import ENTRIES_PER_HOLD, Address
 from shadowserve.pool.volume.changes import OutOfBudgetError
 
-__all__ = ["EVICTION_CAUSES", "Quota", "Space"]
-
 EVICTION_CAUSES: Final = ("budget", "device", "memory", "quota")
 """Why an object goes: all have too much, a device is full, memory alone has it and is full, its tenant has too much."""
 _TRIES_MAX: Final = 1_024

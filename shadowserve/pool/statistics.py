@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 
 from shadowserve.latency import LatencyHistogram
 
-__all__ = ["ColdStatistics", "DeviceStatistics", "Statistics"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStatistics:

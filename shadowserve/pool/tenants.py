@@ -6,8 +6,6 @@ from shadowserve.pool.disk import Disk
 from shadowserve.pool.terms import TENANTS_MAX
 from shadowserve.pool.volume.changes import OutOfBudgetError
 
-__all__ = ["Tenants"]
-
 
 class Tenants:
     """Names and ids."""

@@ -6,20 +6,6 @@ from typing import Any, ClassVar, Final, NamedTuple, Protocol
 from shadowserve.errors import ShadowServeError
 from shadowserve.pool.volume.changes import Ticket
 
-__all__ = [
-    "DEFAULT_TENANT",
-    "ENTRIES_PER_HOLD",
-    "KEY_BYTES_MAX",
-    "TENANTS_MAX",
-    "Address",
-    "Below",
-    "Item",
-    "Kept",
-    "Lease",
-    "PinShareError",
-    "PinnedEntries",
-]
-
 Address = tuple[int, bytes]
 """What an object is called: its tenant's id, and its key among those of that tenant."""
 

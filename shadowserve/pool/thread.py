@@ -13,8 +13,6 @@ from typing import Final
 
 from shadowserve.pool.pool import Pool
 
-__all__ = ["PoolThread"]
-
 _log = logging.getLogger(__name__)
 
 _INTERVAL_S: Final = 0.1

@@ -3,8 +3,6 @@
 import contextlib
 import os
 
-__all__ = ["Wake"]
-
 
 class Wake:
     """A descriptor that becomes readable when there is something to do that no device publishes.

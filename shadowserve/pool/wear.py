@@ -9,8 +9,6 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["Wear"]
-
 _STATE: Final = struct.Struct("<QQQ")
 _DAY_MS: Final = 24 * 3600 * 1000
 

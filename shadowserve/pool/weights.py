@@ -4,8 +4,6 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
-__all__ = ["Weights"]
-
 _LOOKS: Final = 16
 """Members of a class that are compared: with so many tenants or fewer the heaviest is found exactly."""
 _CHANGED_MAX: Final = 16

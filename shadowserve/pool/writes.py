@@ -21,8 +21,6 @@ from shadowserve.pool.terms import ENTRIES_PER_HOLD
 from shadowserve.pool.volume.changes import BusyError, Ticket
 from shadowserve.pool.writing import ENDS, Left, State, Write
 
-__all__ = ["Writer", "joined"]
-
 _SEALED_PER_TURN: Final = 32
 """Objects whose checksums are made between two looks at the devices."""
 _SEALED_MAX: Final = 256

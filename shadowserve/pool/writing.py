@@ -27,8 +27,6 @@ from shadowserve.pool.disk import Disk, Place
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.volume.changes import Ticket
 
-__all__ = ["ENDS", "Cancelled", "End", "Left", "State", "Write", "Writes"]
-
 
 class State(Enum):
     """Of a put; the module's table tells of each."""

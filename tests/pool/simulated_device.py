@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from shadowserve.block import Operation, OperationKind
 from shadowserve.latency import LatencyHistogram
 from shadowserve.native import OBJECT_HEADER_BYTES, Result, check_object
-from shadowserve.pool.volume.device import Operation, OperationKind
 
 __all__ = ["BLOCK_BYTES", "SECTOR_BYTES", "Fault", "SimulatedDevice", "SimulatedStatistics"]
 

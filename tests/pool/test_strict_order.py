@@ -7,8 +7,7 @@ import pytest
 from pool_support import file_pool
 from store_driver import Driver
 
-from shadowserve.block import Operation
-from shadowserve.pool.volume.device import OperationKind
+from shadowserve.block import Operation, OperationKind
 
 COUNT = 16
 SIZE = 300_000

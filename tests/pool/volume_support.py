@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from machine import drive
 from simulated_device import SimulatedDevice
 
+from shadowserve.block import Operation, Priority
 from shadowserve.native import (
     ANY,
     NO_PARENT,
@@ -20,7 +21,7 @@ from shadowserve.native import (
     seal_object,
 )
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
-from shadowserve.pool.volume.device import BlockDevice, Operation, Priority
+from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.format import BLOCK_BYTES, RecordFlag, RecordKind, blocks_of, pack_record
 from shadowserve.pool.volume.pages import Pages
 from shadowserve.pool.volume.volume import Volume

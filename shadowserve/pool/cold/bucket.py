@@ -22,8 +22,6 @@ from shadowserve.pool.cold.http import Answer, HttpClient, OversizeError, tls_co
 from shadowserve.pool.cold.layout import folder_of
 from shadowserve.pool.cold.signing import EMPTY_SHA256, encoded_path, encoded_query, signed_headers
 
-__all__ = ["PAGE_BYTES_MAX", "Bucket", "BucketError", "Listed"]
-
 PAGE_BYTES_MAX: Final = 8 << 20
 """Of one page of a list: 1,000 names of 1,024 bytes, each byte in three characters, and what S3 says of them."""
 _PAGE_KEYS: Final = 1_000

@@ -11,8 +11,6 @@ from shadowserve.pool.cold.bucket import Listed
 from shadowserve.pool.cold.layout import Contents, parse_name
 from shadowserve.pool.cold.shares import Shares, most_beyond
 
-__all__ = ["Catalog", "Doomed"]
-
 _REFUSED_MAX = 10_000
 _LEFT_OUT_MAX: Final = 100_000
 _SKIPPED_MAX = 1024

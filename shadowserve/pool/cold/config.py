@@ -7,8 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shadowserve.sizes import ByteSize
 
-__all__ = ["S3Config"]
-
 
 class S3Config(BaseModel):
     """A bucket below the pool: ``s3`` of the storage node. Credentials are found as docs/object-storage.md says."""

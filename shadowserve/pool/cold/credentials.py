@@ -17,8 +17,6 @@ from shadowserve.errors import ConfigurationError, ShadowServeError
 from shadowserve.pool.cold.http import HttpClient, OversizeError
 from shadowserve.pool.cold.signing import Credentials
 
-__all__ = ["CredentialError", "CredentialSource"]
-
 _FILE_S: Final = 60.0
 """How long credentials of a file are used before it is read again."""
 _RENEWED_S: Final = 300.0

@@ -14,8 +14,6 @@ from shadowserve.pool.cold.layout import parse_name
 from shadowserve.pool.cold.outage import Outage
 from shadowserve.pool.volume.changes import Ticket
 
-__all__ = ["Awaited", "Deletions"]
-
 _log = logging.getLogger(__name__)
 
 _AT_ONCE: Final = 4

@@ -11,8 +11,6 @@ from typing import Final, NamedTuple
 
 from shadowserve.pool.terms import Address
 
-__all__ = ["BACKLOG_MAX", "Batch", "Gathering"]
-
 BACKLOG_MAX: Final = 65_536
 """Records that wait to be written. They wait as keys, not as bytes: what is evicted meanwhile is left out."""
 

@@ -15,8 +15,6 @@ from urllib.request import getproxies, proxy_bypass
 
 from shadowserve.errors import ConfigurationError, ShadowServeError
 
-__all__ = ["Answer", "HttpClient", "OversizeError", "tls_context"]
-
 _CONNECT_S: Final = 2.0
 _ERROR_BYTES_MAX: Final = 16 << 10
 _IDLE_MAX: Final = 64

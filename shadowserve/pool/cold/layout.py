@@ -21,9 +21,6 @@ from typing import Final, NamedTuple
 
 from shadowserve.errors import ShadowServeError
 
-__all__ = ["ENTRY_BYTES", "FOOTER_BYTES", "RECORDS_MAX", "ColdObjectError", "Contents", "Place", "finish", "folder_of",
-           "name_of", "parse_name", "parse_tail", "tail_bytes"]  # fmt: skip
-
 _MAGIC: Final = b"SSCOLD01"
 _ENTRY: Final = struct.Struct("<32sQII")
 _FOOTER: Final = struct.Struct("<8sIIQ")

@@ -8,8 +8,6 @@ from typing import Final
 
 from shadowserve.errors import ShadowServeError
 
-__all__ = ["Outage"]
-
 _log = logging.getLogger(__name__)
 
 _STRIKES: Final = 3

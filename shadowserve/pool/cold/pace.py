@@ -2,8 +2,6 @@
 
 from typing import Final
 
-__all__ = ["Pace"]
-
 _REQUESTS: Final = 8
 """After so many what was known before counts half."""
 _KEPT: Final = 0.9

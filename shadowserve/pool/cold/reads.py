@@ -18,8 +18,6 @@ from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import Address, Item, Lease
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
 
-__all__ = ["ColdItem", "ColdReader"]
-
 _log = logging.getLogger(__name__)
 
 _RANGE_BYTES: Final = 8 << 20

@@ -5,8 +5,6 @@ Every node computes the same from its configuration and a list of the bucket.
 
 from collections.abc import Collection, Mapping
 
-__all__ = ["Shares", "most_beyond"]
-
 
 class Shares:
     """Shares of a total, by tenants' quotas. Not for several threads at once."""

@@ -29,8 +29,6 @@ from shadowserve.pool.statistics import ColdStatistics
 from shadowserve.pool.terms import DEFAULT_TENANT, Address, Item, Lease
 from shadowserve.pool.volume.changes import Ticket
 
-__all__ = ["ColdTier"]
-
 _log = logging.getLogger(__name__)
 
 _STEP_S: Final = 0.05

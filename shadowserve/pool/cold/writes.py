@@ -17,8 +17,6 @@ from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import Address, Lease
 from shadowserve.pool.volume.changes import Ticket
 
-__all__ = ["TAIL_BYTES", "ColdWriter", "read_contents"]
-
 _log = logging.getLogger(__name__)
 
 TAIL_BYTES: Final = 64 << 10

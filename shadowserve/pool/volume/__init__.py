@@ -4,5 +4,3 @@ A volume keeps objects in extents of blocks, and a log of what has become of the
 at any moment, finds every object that somebody was told of, or none of it. docs/storage-format.md has every byte, and
 the order that makes this so. ``README.md`` one folder up says what is where.
 """
-
-__all__: list[str] = []

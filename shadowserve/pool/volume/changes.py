@@ -6,8 +6,6 @@ from collections.abc import Callable
 from shadowserve import errors
 from shadowserve.errors import ShadowServeError
 
-__all__ = ["BusyError", "OutOfBudgetError", "Ticket"]
-
 
 class OutOfBudgetError(ShadowServeError):
     """A value does not fit the budget or the tenant's quota, even if everything that may be evicted is."""

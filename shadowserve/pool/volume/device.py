@@ -9,20 +9,9 @@ import select
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from shadowserve.block import BlockStatistics, Operation, OperationKind, Priority
-from shadowserve.errors import BusyError, DeviceError
+from shadowserve.block import BlockStatistics, Operation
+from shadowserve.errors import DeviceError
 from shadowserve.latency import LatencyHistogram
-
-__all__ = [
-    "BlockDevice",
-    "BlockStatistics",
-    "BusyError",
-    "DeviceError",
-    "Operation",
-    "OperationKind",
-    "Priority",
-    "wait_for_operations",
-]
 
 _SLICE_S = 0.05
 

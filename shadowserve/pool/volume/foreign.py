@@ -22,8 +22,6 @@ from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.format import BLOCK_BYTES, HEADER_MAGICS, SUPERBLOCK_OFFSETS
 from shadowserve.pool.volume.recovery import Reader
 
-__all__ = ["DAMAGED_VOLUME", "SAMPLES", "UNKNOWN", "describe_beginning", "describe_content", "used_by"]
-
 _log = logging.getLogger(__name__)
 
 DAMAGED_VOLUME: Final = "a volume of ShadowServe, perhaps damaged"

@@ -15,33 +15,6 @@ from typing import Final
 
 from shadowserve.errors import ShadowServeError
 
-__all__ = [
-    "BLOCK_BYTES",
-    "HEADER_MAGICS",
-    "LOG_MAGIC",
-    "NAME_BYTES_MAX",
-    "NAME_PIECE_BYTES",
-    "OBJECT_HEADER_BYTES",
-    "RECORDS_PER_BLOCK",
-    "RECORD_BYTES",
-    "SNAPSHOT_MAGIC",
-    "SUPERBLOCK_OFFSETS",
-    "VERSION",
-    "BlockHeader",
-    "FormatError",
-    "Layout",
-    "RecordFlag",
-    "RecordKind",
-    "SnapshotHeader",
-    "Superblock",
-    "blocks_of",
-    "pack_block",
-    "pack_name",
-    "pack_record",
-    "unpack_block",
-    "unpack_name",
-]
-
 VERSION: Final = 1
 BLOCK_BYTES: Final = 4096
 RECORD_BYTES: Final = 128

@@ -4,8 +4,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.clock import wall_clock_ms
-from shadowserve.pool.volume.device import BlockDevice, Operation, OperationKind, Priority
+from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.foreign import DAMAGED_VOLUME, UNKNOWN, describe_beginning, describe_content, used_by
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
@@ -17,8 +18,6 @@ from shadowserve.pool.volume.format import (
 )
 from shadowserve.pool.volume.pages import Pages
 from shadowserve.pool.volume.recovery import Reader
-
-__all__ = ["Objection", "check_empty", "check_superblock", "find_objection", "format_volume", "write_blocks"]
 
 
 class Objection(NamedTuple):

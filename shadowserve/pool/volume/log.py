@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from shadowserve.pool.volume.device import Operation, OperationKind, Priority
+from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     LOG_MAGIC,
@@ -23,8 +23,6 @@ from shadowserve.pool.volume.format import (
     pack_block,
 )
 from shadowserve.pool.volume.pages import Pages
-
-__all__ = ["GROUP_BLOCKS_MAX", "Log", "Submit"]
 
 GROUP_BLOCKS_MAX: Final = 256
 """Of the format: a MiB, which at an SSD's speed takes as long as the flush that follows."""

@@ -6,8 +6,6 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Pages"]
-
 
 class Pages:
     """Zeroed pages of this process; they live as long as this, or a view of them, does.

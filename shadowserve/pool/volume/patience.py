@@ -10,10 +10,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+from shadowserve.block import Operation, OperationKind
 from shadowserve.errors import is_passing
-from shadowserve.pool.volume.device import Operation, OperationKind
-
-__all__ = ["Patience"]
 
 _FIRST_NS: Final = 1_000_000
 _LONGEST_NS: Final = 500_000_000

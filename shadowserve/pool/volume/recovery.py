@@ -19,9 +19,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.errors import is_passing
 from shadowserve.native import INDEX_RECORD_DTYPE, Extents, Index, IndexSift
-from shadowserve.pool.volume.device import BlockDevice, Operation, OperationKind, Priority, wait_for_operations
+from shadowserve.pool.volume.device import BlockDevice, wait_for_operations
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     LOG_MAGIC,
@@ -40,8 +41,6 @@ from shadowserve.pool.volume.log import GROUP_BLOCKS_MAX
 from shadowserve.pool.volume.pages import Pages
 from shadowserve.pool.volume.tail import Key, Tail
 from shadowserve.pool.volume.texts import TextReader
-
-__all__ = ["ANSWER_S", "LogEnd", "Recovery", "Reader", "RecoveryReport", "read_superblocks"]
 
 ANSWER_S: Final = 60.0
 """A device that has not answered for a minute when it is opened will not."""

@@ -12,12 +12,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from shadowserve.pool.volume.device import Operation, OperationKind, Priority
+from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.pool.volume.format import BLOCK_BYTES, LOG_MAGIC, Superblock, unpack_block
 from shadowserve.pool.volume.pages import Pages
 from shadowserve.pool.volume.recovery import Reader
-
-__all__ = ["BadCopies", "Repaired", "find_bad_copies", "repair_log"]
 
 _SPAN_BLOCKS: Final = 1024
 """Compared at a time: 4 MiB of each copy."""

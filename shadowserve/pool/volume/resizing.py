@@ -17,8 +17,6 @@ from shadowserve.pool.volume.formatting import check_empty
 from shadowserve.pool.volume.recovery import Reader, read_superblocks
 from shadowserve.sizes import human_size
 
-__all__ = ["fit_file", "grown"]
-
 _BLOCKS_MAX: Final = 0xFFFF_FFFF
 _Device = TypeVar("_Device", bound=BlockDevice)
 

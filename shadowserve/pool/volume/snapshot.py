@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.native import INDEX_RECORD_DTYPE, Index
-from shadowserve.pool.volume.device import Operation, OperationKind, Priority
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     RECORD_BYTES,
@@ -32,8 +32,6 @@ from shadowserve.pool.volume.format import (
 )
 from shadowserve.pool.volume.log import Log, Submit
 from shadowserve.pool.volume.pages import Pages
-
-__all__ = ["Living", "Snapshot"]
 
 Living = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 """Returns those of some PUT records that are to be kept."""

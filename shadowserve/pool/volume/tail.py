@@ -15,8 +15,6 @@ import numpy.typing as npt
 from shadowserve.native import INDEX_RECORD_DTYPE, IndexEntry, ObjectFields, Result, check_object, object_units
 from shadowserve.pool.volume.format import BLOCK_BYTES, OBJECT_HEADER_BYTES, RecordFlag, RecordKind, blocks_of
 
-__all__ = ["Key", "Tail"]
-
 Key = tuple[int, bytes]
 """Tenant and key, as the index has them."""
 Records = npt.NDArray[Any]

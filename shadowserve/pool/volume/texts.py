@@ -7,8 +7,6 @@ import numpy.typing as npt
 
 from shadowserve.pool.volume.format import NAME_PIECE_BYTES, RECORD_BYTES, RecordKind, unpack_name
 
-__all__ = ["TextReader"]
-
 
 class TextReader:
     """Puts texts together from records that may be anything.

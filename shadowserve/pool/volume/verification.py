@@ -34,8 +34,6 @@ from shadowserve.pool.volume.formatting import find_objection
 from shadowserve.pool.volume.recovery import Reader, Recovery, RecoveryReport, read_superblocks
 from shadowserve.pool.volume.repair import BadCopies, find_bad_copies
 
-__all__ = ["Finding", "Verification", "verify_volume"]
-
 _SLICE_RECORDS: Final = 8192
 _OBJECTS_MAX: Final = 1 << 30
 """More than that no index holds."""

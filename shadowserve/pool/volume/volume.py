@@ -15,12 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.clock import wall_clock_ms
 from shadowserve.errors import BusyError as DeviceBusyError
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import Extents, Index, ObjectFields
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
-from shadowserve.pool.volume.device import BlockDevice, Operation, OperationKind, Priority
+from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     NAME_PIECE_BYTES,
@@ -40,8 +41,6 @@ from shadowserve.pool.volume.recovery import Reader, Recovery, RecoveryReport, r
 from shadowserve.pool.volume.repair import Repaired, repair_log
 from shadowserve.pool.volume.resizing import grown
 from shadowserve.pool.volume.snapshot import Living, Snapshot
-
-__all__ = ["Call", "Volume", "VolumeError", "VolumeStatistics"]
 
 Call = Callable[[], None]
 Key = tuple[int, bytes]

@@ -4,9 +4,9 @@ import pytest
 from simulated_device import SimulatedDevice
 from volume_support import Store, device_of, index_key
 
+from shadowserve.block import OperationKind, Priority
 from shadowserve.native import Index
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
-from shadowserve.pool.volume.device import OperationKind, Priority
 from shadowserve.pool.volume.format import RecordKind, pack_record
 from shadowserve.pool.volume.volume import Volume, VolumeError
 

@@ -11,8 +11,8 @@ import pytest
 from simulated_device import SimulatedDevice
 from volume_support import Store, device_of, index_key
 
+from shadowserve.block import OperationKind
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
-from shadowserve.pool.volume.device import OperationKind
 
 SEEDS = 200
 KEYS = 24

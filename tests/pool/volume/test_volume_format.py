@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from simulated_device import SimulatedDevice
 from volume_support import POOL, SMALL, Store, device_of, index_key
 
+from shadowserve.block import OperationKind
+from shadowserve.errors import DeviceError
 from shadowserve.native import Index
-from shadowserve.pool.volume.device import DeviceError, OperationKind
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     LOG_MAGIC,

@@ -3,7 +3,7 @@
 from simulated_device import SimulatedDevice
 from volume_support import Store, device_of
 
-from shadowserve.pool.volume.device import Operation, OperationKind
+from shadowserve.block import Operation, OperationKind
 from shadowserve.pool.volume.format import BLOCK_BYTES
 
 

@@ -6,7 +6,8 @@ import pytest
 from simulated_device import SimulatedDevice
 from volume_support import POOL, Store, device_of, index_key
 
-from shadowserve.pool.volume.device import DeviceError, OperationKind
+from shadowserve.block import OperationKind
+from shadowserve.errors import DeviceError
 from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout, SnapshotHeader, Superblock
 from shadowserve.pool.volume.recovery import Reader
 from shadowserve.pool.volume.verification import verify_volume
