@@ -3,28 +3,83 @@
 Everything here is called with the pool's lock held.
 """
 
+import contextlib
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from shadowserve.native import ANY, Index
-from shadowserve.pool.admission import Admission
 from shadowserve.pool.arena import Arenas
 from shadowserve.pool.clears import Clears
 from shadowserve.pool.copies import Copies
-from shadowserve.pool.disk import Disk, Place, Quarantined
+from shadowserve.pool.disk import Disk, Extent, Quarantined
 from shadowserve.pool.entries import MEMORY_ONLY, Entry
 from shadowserve.pool.keys import CHUNK_KEY_BYTES
 from shadowserve.pool.next_use import NextUse
 from shadowserve.pool.pins import Pins
+from shadowserve.pool.usage_ranking import UsageRanking
 from shadowserve.pool.volume.volume import Call, VolumeError
-from shadowserve.pool.wake import Wake
-from shadowserve.pool.weights import Weights
-from shadowserve.pool.writing import Left, Writes
+from shadowserve.pool.write_states import Left, Writes
 
 _NOT_THE_EXTENTS: Final = frozenset({"device_gone", "no_memory", "stale", "stranger"})
 """Reasons for which an object was dropped, but which say nothing against its extent."""
+
+
+class Waker:
+    """A descriptor that becomes readable when there is something to do that no device publishes.
+
+    Attributes:
+        descriptor: to wait for.
+    """
+
+    def __init__(self) -> None:
+        """close() gives the descriptor back."""
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._awake = False
+
+    def wake(self) -> None:
+        """Have the descriptor readable; from any thread."""
+        os.eventfd_write(self.descriptor, 1)
+        self._awake = True  # not before: reset() would look for it in vain, and never again
+
+    def reset(self) -> None:
+        """Take back wake()."""
+        if self._awake:
+            self._awake = False
+            with contextlib.suppress(BlockingIOError):  # the wake() before this one has taken it
+                os.eventfd_read(self.descriptor)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        os.close(self.descriptor)
+
+
+AdmissionPolicy = Literal["all", "second_hit"]
+
+
+class Admission:
+    """Decides.
+
+    Attributes:
+        policy: what by.
+        held_back: objects that were stored in memory alone.
+        admitted_later: of these, those that got a home after all.
+    """
+
+    def __init__(self, policy: AdmissionPolicy, index: Index) -> None:
+        self.policy: AdmissionPolicy = policy
+        self._index = index
+        self.held_back = 0
+        self.admitted_later = 0
+
+    def admits(self, tenant: int, key: bytes) -> bool:
+        """Return whether an object that is being stored gets a home on a device at once."""
+        if self.policy == "all" or self._index.ghost(tenant, key):
+            return True
+        self.held_back += 1
+        return False
 
 
 @dataclass(slots=True)
@@ -100,7 +155,7 @@ class Core:
         arenas: Arenas,
         disks: list[Disk],
         admission: Admission,
-        waker: Wake,
+        waker: Waker,
         clock_ms: Callable[[], int],
         ticks: Callable[[], int],
     ) -> None:
@@ -117,7 +172,7 @@ class Core:
         self.pins = Pins()
         self.next_use = NextUse(index, self.pins.has)
         self.clears = clears
-        self.weights = Weights(index.used_bytes)
+        self.usage_ranking = UsageRanking(index.used_bytes)
         self.writes = Writes()
         self.held_bytes = 0
         self.may_write: Callable[[int], bool] = lambda size: True
@@ -180,7 +235,7 @@ class Core:
         After a power cut they could bring back an older one: at once where the new one's device is missing, or once
         the new one has gone. ``but``: the device that has the new one, whose log has them in their order.
         """
-        return [disk for disk in self.disks if not disk.is_sure_of(tenant, key, own=disk is but)]
+        return [disk for disk in self.disks if not disk.log.is_durable(tenant, key, own=disk is but)]
 
     def next_generation(self) -> int:
         """Return the number of the next put."""
@@ -209,13 +264,13 @@ class Core:
         if disk is not None and disk.gone is None:
             place = (entry.extent, entry.size)
             if not logged and (write is None or write.submitted or write.replaced is not None):
-                disk.log_removal(entry.tenant, entry.key)
+                disk.log.remove(entry.tenant, entry.key)
             if write is not None and write.replaced is not None:
                 disk.free(write.replaced)
             if quarantine is None:
                 disk.free(place)
             else:
-                disk.quarantine.append(Quarantined(*place, quarantine, self.clock_ms()))
+                disk.quarantine.waiting.append(Quarantined(*place, quarantine, self.clock_ms()))
         if write is not None:
             self.leave(entry.tenant, entry.key, write.left, logged=logged)
         self._take_leave(entry.slot, entry.tenant, entry.length, entry.fields.head_length)
@@ -223,7 +278,7 @@ class Core:
             self.index.evict(entry.slot)
         else:
             self.index.remove(entry.slot)
-        self.weights.note(entry.tenant)
+        self.usage_ranking.note(entry.tenant)
 
     def evict(self, slot: int, cause: str) -> bool:
         """Evict an entry; return whether that was of use: not where somebody sends what is in memory alone."""
@@ -254,7 +309,7 @@ class Core:
     def clear(self, tenant: int | None) -> None:
         """Have nobody find a tenant's entries any more, or anyone's; step_clears() removes them."""
         for disk in self.disks:
-            disk.log_clear(tenant)
+            disk.log.clear(tenant)
         self.clears.begin(ANY if tenant is None else tenant, self.generation)
 
     def step_clears(self, looks: int) -> int:
@@ -270,7 +325,7 @@ class Core:
                 removed += 1
         return removed
 
-    def replace(self, old: Entry, disk: Disk | None) -> tuple[Place | None, list[Left]]:
+    def replace(self, old: Entry, disk: Disk | None) -> tuple[Extent | None, list[Left]]:
         """Take leave of what an entry was: its slot in the index has been given to a put on ``disk`` already.
 
         Returns:
@@ -282,7 +337,7 @@ class Core:
         home = self.disk_of(old)
         left = [] if write is None else write.left
         if home is not None and home.gone is None:
-            place: Place | None = (old.extent, old.size)
+            place: Extent | None = (old.extent, old.size)
             if write is not None and not write.submitted:
                 home.free((old.extent, old.size))
                 place = write.replaced
@@ -300,7 +355,7 @@ class Core:
         """Have devices forget what an object has left behind; ``logged``: their logs say so already."""
         for disk, place in left:
             if not logged:
-                disk.log_removal(tenant, key)
+                disk.log.remove(tenant, key)
             disk.free(place)
 
     def _take_leave(self, slot: int, tenant: int, length: int, head_bytes: int) -> None:

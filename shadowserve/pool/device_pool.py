@@ -6,15 +6,15 @@ from typing import Final
 from shadowserve.native import NO_PARENT, IndexFlag, IndexPlace
 from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer, object_blocks
 from shadowserve.pool.core import Core
-from shadowserve.pool.disk import Disk, Place
+from shadowserve.pool.disk import Disk, Extent
 from shadowserve.pool.entries import MEMORY_ONLY, Entry, PoolItem
 from shadowserve.pool.homes import Home
 from shadowserve.pool.keys import ParsedKey, chunk_key, parse_key
 from shadowserve.pool.pool import WRITABLE_SHARE, Pool
 from shadowserve.pool.terms import DEFAULT_TENANT, Address, Item, Lease
 from shadowserve.pool.volume.changes import OutOfBudgetError, Ticket
+from shadowserve.pool.write_states import Left
 from shadowserve.pool.writes import joined
-from shadowserve.pool.writing import Left
 
 _NAMED: Final = int(IndexFlag.NAMED)  # a flag's own operators are functions of Python
 
@@ -264,7 +264,7 @@ class DevicePool(Pool):
         head_bytes: int,
         expires_at_ms: int | None,
         parent: bytes,
-    ) -> tuple[int, Place | None, list[Left]]:
+    ) -> tuple[int, Extent | None, list[Left]]:
         """Have the index know of a value; return its slot, and what :meth:`Core.replace` says of the old one."""
         tenant, key, name = parsed
         slot = self._index.insert(

@@ -125,7 +125,7 @@ class Heap(Core):
         more = length - item.length
         item.length, item.size = length, item.size + more
         self.taken_bytes += more
-        self.weights.note(item.tenant)
+        self.usage_ranking.note(item.tenant)
 
     def release(self, item: HeapItem) -> None:
         """Take one user away that is not the entry."""
@@ -156,7 +156,7 @@ class Heap(Core):
         del self._slots[slot], item.names[item.key]
         self.taken_bytes -= item.size
         self.index.evict(slot)
-        self.weights.note(item.tenant)
+        self.usage_ranking.note(item.tenant)
         return True
 
     def pin(self, slot: int, until_s: int) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shadowserve.pool.arena import BLOCK_BYTES, object_blocks
+from shadowserve.pool.bandwidth_shares import BandwidthMeter, BandwidthShares
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import Entry
-from shadowserve.pool.organizer import BandwidthMeter, Organizer
 from shadowserve.pool.placement import Interleaver
 from shadowserve.pool.space import Space
 
@@ -39,15 +39,15 @@ class Homes:
         self._core = core
         self._space = space
         self._memory_homes = memory_homes
-        self.organizer = Organizer(meters)
-        self.pool = Interleaver(self.organizer.shares)
-        self.devices = Interleaver(self.organizer.shares[1:] or [1.0])
+        self.bandwidth_shares = BandwidthShares(meters)
+        self.pool = Interleaver(self.bandwidth_shares.shares)
+        self.devices = Interleaver(self.bandwidth_shares.shares[1:] or [1.0])
 
     def update(self) -> None:
         """Take new bandwidths into account."""
-        if self.organizer.update():
-            self.pool.set_shares(self.organizer.shares)
-            self.devices.set_shares(self.organizer.shares[1:] or [1.0])
+        if self.bandwidth_shares.update():
+            self.pool.set_shares(self.bandwidth_shares.shares)
+            self.devices.set_shares(self.bandwidth_shares.shares[1:] or [1.0])
 
     def choose(self, length: int, tenant: int, parent: bytes, key: bytes, old: Entry | None) -> Home | None:
         """Return the home of an object, its extent reserved; None if no device has room for it now.

@@ -1,6 +1,7 @@
 """Opening a pool: devices, what is on them, memory, and how fast they are."""
 
 import errno
+import hashlib
 import logging
 import select
 import time
@@ -15,28 +16,24 @@ from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.errors import ConfigurationError, DeviceError, NativeError, is_passing
 from shadowserve.native import INDEX_RECORD_DTYPE, BlockAccess, Index, IndexFlag, IndexPolicy
 from shadowserve.native import BlockDevice as NativeDevice
-from shadowserve.pool.admission import Admission
 from shadowserve.pool.arena import BLOCK_BYTES, Arenas
+from shadowserve.pool.bandwidth_shares import BUSY_DEPTH, BandwidthMeter
 from shadowserve.pool.clears import SCAN_LINES, Clears
 from shadowserve.pool.config import DeviceConfig, PoolConfig
-from shadowserve.pool.core import Core
-from shadowserve.pool.disk import Disk
+from shadowserve.pool.core import Admission, Core, Waker
+from shadowserve.pool.disk import Disk, WriteBudget
 from shadowserve.pool.heap import ENTRY_OVERHEAD_BYTES
 from shadowserve.pool.homes import Homes
-from shadowserve.pool.organizer import BUSY_DEPTH, BandwidthMeter
 from shadowserve.pool.registration import Registration
-from shadowserve.pool.sessions import Sessions
 from shadowserve.pool.space import Space
 from shadowserve.pool.tenants import Tenants
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
+from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.format import FormatError
 from shadowserve.pool.volume.formatting import check_empty
-from shadowserve.pool.volume.recovery import Reader, read_superblocks
 from shadowserve.pool.volume.resizing import fit_file
 from shadowserve.pool.volume.volume import Volume
-from shadowserve.pool.wake import Wake
-from shadowserve.pool.wear import Wear
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +53,31 @@ _ACCESS: Final = {
 }
 
 Found = list[tuple[DeviceConfig, BlockDevice]]
+
+
+class Sessions:
+    """A pool's sessions, on its devices as soon as these are there."""
+
+    def __init__(self, clock_ms: Callable[[], int], disks: Sequence[Disk]) -> None:
+        self._clock_ms = clock_ms
+        self._disks = disks
+
+    def begin(self) -> None:
+        """Begin a new session on all devices that are there.
+
+        A device that was away, or was given up, does not hear of what is removed or replaced meanwhile. When it comes
+        back, its log knows another session than the others': what is on it may be stale, and is dropped. A session is
+        a number and a digest of who takes part when, so that two that went on without each other are told apart; and
+        who takes part, since a loss of power may come when only some logs know of it. The number is the time where it
+        can be: of two sessions that knew nothing of each other, the later one counts.
+        """
+        present = [disk for disk in self._disks if disk.gone is None]
+        newest = max((disk.log.session for disk in self._disks), default=b"")
+        members = b"".join(member for disk in present for member in disk.log.memberships)
+        parts = hashlib.sha256(self._clock_ms().to_bytes(8, "big", signed=True) + members)
+        number = max(int.from_bytes(newest[:8], "big") + 1, self._clock_ms())
+        for disk in present:
+            disk.log.enter_session(number.to_bytes(8, "big") + parts.digest()[:8] + members)
 
 
 @dataclass(slots=True)
@@ -162,7 +184,7 @@ def open_parts(
     memory_bytes = int(config.memory_budget_bytes)
     arenas = Arenas(memory_bytes if found else 0, None if config.arena_nodes == "auto" else config.arena_nodes)
     disks: list[Disk] = []
-    waker, sessions = Wake(), Sessions(clock_ms, disks)
+    waker, sessions = Waker(), Sessions(clock_ms, disks)
     recover = partial(_recover, found, waker.wake, sessions.begin, clock_ms, entropy)
     try:
         objects_max = _prepare(found, config, clock_ms, entropy)
@@ -200,11 +222,11 @@ def open_parts(
     )
     tenants = Tenants(sorted(disks, key=lambda disk: disk.number in stale))
     for tenant in tenants.ids():
-        core.weights.note(tenant)
+        core.usage_ranking.note(tenant)
     _drop_strangers(core, tenants)
     _count_losses(core, lost)
     for disk in disks:
-        disk.log_recovered(index.rivals(disk.number), stale=disk.number in stale)
+        disk.log.log_recovered(index.rivals(disk.number), stale=disk.number in stale)
     sessions.begin()
     homes = Homes(core, space, [memory, *(disk.meter for disk in disks)], memory_homes=config.memory_homes)
     registration = Registration(arenas.arenas, [disk.volume.device for disk in disks])
@@ -215,7 +237,7 @@ def open_parts(
 
 def _prepare(found: Found, config: PoolConfig, clock_ms: Callable[[], int], entropy: Callable[[int], bytes]) -> int:
     """Make volumes of empty devices, if none holds anything else; return how many objects all of them may hold."""
-    superblocks = [read_superblocks(Reader(device), device)[0] for _, device in found]
+    superblocks = [read_superblocks(BlockReader(device), device)[0] for _, device in found]
     pool_id = next((superblock.pool_id for superblock in superblocks if superblock is not None), None)
     for (_, device), superblock in zip(found, superblocks, strict=True):
         if superblock is None:
@@ -272,10 +294,9 @@ def _recover(
         _tell_recovery(volume)
         disks.append(
             Disk(
-                number,
                 volume,
                 BandwidthMeter(None if entry.bandwidth is None else float(entry.bandwidth)),
-                Wear(None if entry.write_bytes_per_day is None else int(entry.write_bytes_per_day)),
+                WriteBudget(None if entry.write_bytes_per_day is None else int(entry.write_bytes_per_day)),
                 None if entry.bytes_max is None else int(entry.bytes_max),
                 entry.objects_max,
                 wake=wake,
@@ -347,8 +368,8 @@ def _drop_strangers(core: Core, tenants: Tenants) -> None:
 
 def _stale(disks: list[Disk]) -> list[int]:
     """Return the devices that were away in the last session: what they hold may have been replaced meanwhile."""
-    newest = max((disk.session for disk in disks), default=b"")
-    return [disk.number for disk in disks if not disk.took_part(newest)]
+    newest = max((disk.log.session for disk in disks), default=b"")
+    return [disk.number for disk in disks if not disk.log.took_part(newest)]
 
 
 def _drop_stale(index: Index, volume: Volume, lost: dict[int, int]) -> None:

@@ -170,7 +170,7 @@ class Pool(ABC):
         """
         lock, core, reader = self._lock, self._core, self._reader
         assert lock is not None, "start() comes first"
-        core.waker.calm()
+        core.waker.reset()
         tell: list[Told] = []
         reading = reader.under_way > 0
         with lock:
@@ -283,7 +283,7 @@ class Pool(ABC):
         with lock:
             waiting = self.barrier()
             for disk in self._core.disks:
-                disk.remember_wear()
+                disk.log_write_budget()
                 disk.volume.snapshot()
         self._drain_until(ends, lambda: waiting is None or waiting.settled)
         self._drain_until(ends, lambda: all(disk.gone or disk.volume.idle for disk in self._core.disks))
@@ -417,7 +417,7 @@ class Pool(ABC):
                 counters.record_bytes += length
         if is_new and core.clears.under_way:
             core.clears.count_change(tenant, 1)
-        core.weights.note(tenant)
+        core.usage_ranking.note(tenant)
 
     def _put_below(self, address: Address, size: int, head_bytes: int, expires: bool, parent: bytes) -> Ticket | None:
         """Give the tier below a value; return a ticket if the client has to wait for it."""
@@ -463,7 +463,7 @@ class Pool(ABC):
         self._core.set_expiry(entry.slot, expires_at_ms)
         disk = self._core.disk_of(entry)
         if disk is not None and not self._writer.is_unsubmitted(entry.slot):
-            disk.log_expiry(entry.tenant, entry.key, expires_at_ms or 0)
+            disk.log.expire(entry.tenant, entry.key, expires_at_ms or 0)
         return True
 
     def pin(self, address: Address, until_ms: int) -> bool:
@@ -493,7 +493,7 @@ class Pool(ABC):
             self._core.pins.drop(entry.tenant, entry.slot)
         disk = self._core.disk_of(entry)
         if disk is not None and not self._writer.is_unsubmitted(entry.slot):
-            disk.log_pin(entry.tenant, entry.key, until_s)
+            disk.log.pin(entry.tenant, entry.key, until_s)
 
     @property
     def next_use(self) -> NextUse:
@@ -554,7 +554,7 @@ class Pool(ABC):
         if (refusal := self._core.refusal()) is not None:
             return self._writer.refused(refusal)
         below = None if self._below is None else self._below.barrier()
-        if any(disk.is_logging for disk in self._core.disks):  # some are not even in a log
+        if any(disk.log.is_pending for disk in self._core.disks):  # some are not even in a log
             ticket = Ticket()
             self._barriers.append(ticket)
             self._core.waker.wake()
@@ -563,11 +563,11 @@ class Pool(ABC):
 
     def _durable(self) -> Ticket | None:
         """Return a ticket for what is in the logs. The volumes' own settle in poll(), like ours."""
-        return joined(disk.barrier() for disk in self._core.disks)
+        return joined(disk.log.barrier() for disk in self._core.disks)
 
     def _pass_barriers(self) -> None:
         """Go on with barriers that waited for room in a log."""
-        if not self._barriers or any(disk.is_logging for disk in self._core.disks):
+        if not self._barriers or any(disk.log.is_pending for disk in self._core.disks):
             return
         waiting = self._durable()
         for ticket in self._barriers:
@@ -646,7 +646,7 @@ class Pool(ABC):
             disk = disks.get(str(device.path))
             if disk is not None:
                 self._space.set_device_budget(disk, device.bytes_max, device.objects_max)
-                disk.wear.budget_bytes = device.write_bytes_per_day
+                disk.write_budget.budget_bytes = device.write_bytes_per_day
         self._scrubber.bytes_per_s = int(config.scrub_bytes_per_s)
 
     @abstractmethod

@@ -14,7 +14,7 @@ from shadowserve.errors import is_passing
 from shadowserve.pool.arena import BLOCK_BYTES
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk, Quarantined
-from shadowserve.pool.volume.pages import Pages
+from shadowserve.pool.volume.device import Pages
 
 _BETWEEN_MS: Final = 1_000
 _WAIT_LONGEST_MS: Final = 3_600_000
@@ -51,16 +51,16 @@ class Tester:
     def turn(self, now_ms: int) -> None:
         """Begin what is due: as seldom as may be, a test of one extent on each device."""
         for disk in self._core.disks:
-            if disk.quarantine and disk.tested is None and disk.gone is None:
+            if disk.quarantine.waiting and disk.quarantine.tested is None and disk.gone is None:
                 if not 0 <= self._next_ms[disk.number] - now_ms <= _BETWEEN_MS:
                     self._look_at_one(disk, now_ms)
 
     def _look_at_one(self, disk: Disk, now_ms: int) -> None:
-        place = disk.quarantine[0]
+        place = disk.quarantine.waiting[0]
         if now_ms - place.since_ms < place.wait_ms or disk.is_used(place.extent):
-            disk.quarantine.rotate(-1)
+            disk.quarantine.waiting.rotate(-1)
             return
-        disk.tested = disk.quarantine.popleft()
+        disk.quarantine.tested = disk.quarantine.waiting.popleft()
         self._next_ms[disk.number] = now_ms + _BETWEEN_MS
         pages = self._pages.get(disk.number)
         if pages is None:
@@ -86,13 +86,13 @@ class Tester:
     def _ended(self, test: _Test, operation: Operation) -> None:
         disk, place = test.disk, test.place
         if operation.error is not None and is_passing(operation.error):
-            disk.tested = None
+            disk.quarantine.tested = None
             place.since_ms = self._core.clock_ms()
             place.wait_ms = min(2 * place.wait_ms, _WAIT_LONGEST_MS)
-            disk.quarantine.append(place)
+            disk.quarantine.waiting.append(place)
         elif operation.error is not None or (test.reading and test.pages.view[: operation.length] != test.expected):
-            disk.tested = None
-            disk.bad.append(place)
+            disk.quarantine.tested = None
+            disk.quarantine.bad.append(place)
         else:
             test.done_bytes += operation.length
             if test.done_bytes >= place.size and not test.reading:
@@ -100,5 +100,5 @@ class Tester:
             if test.done_bytes < place.size:
                 self._go_on(test)
                 return
-            disk.tested = None
+            disk.quarantine.tested = None
             disk.free((place.extent, place.size))

@@ -19,7 +19,7 @@ from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.quarantine import Tester
 from shadowserve.pool.reads import failure_of
-from shadowserve.pool.volume.pages import Pages
+from shadowserve.pool.volume.device import Pages
 
 _OBJECTS_PER_TURN: Final = 16
 _PASSED_PER_TURN: Final = 256

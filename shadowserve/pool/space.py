@@ -207,7 +207,7 @@ class Space:
         now_s, next_use = core.now_s(), core.next_use
         core.count_uses()
         for _ in range(_EVICTIONS_PER_TURN):
-            heavy = self._heaviest(device) if tenant < 0 and core.weights.several else None
+            heavy = self._heaviest(device) if tenant < 0 and core.usage_ranking.several else None
             slot = next_use.victim(now_s, device, heavy) if heavy is not None else 0
             slot = slot or next_use.victim(now_s, device, tenant)
             if not slot:
@@ -226,7 +226,7 @@ class Space:
 
     def _heaviest(self, device: int) -> int | None:
         """Return the tenant that is most over an equal share of the budget, and has something on the device."""
-        for tenant in self._core.weights.heaviest_first(_GIVERS, self.capacity_bytes):
+        for tenant in self._core.usage_ranking.heaviest_first(_GIVERS, self.capacity_bytes):
             if device < 0 or self._core.index.totals(tenant=tenant, device=device).objects:
                 return tenant
         return None

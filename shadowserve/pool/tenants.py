@@ -36,7 +36,7 @@ class Tenants:
         for disk in disks:
             for name, tenant in self._ids.items():
                 if tenant:
-                    disk.name_tenant(tenant, name)
+                    disk.log.name_tenant(tenant, name)
 
     def by_name(self) -> Mapping[str, int]:
         """Return all ids that were given out, by the tenants' names."""
@@ -66,5 +66,5 @@ class Tenants:
             self._ids[name] = tenant
             self._names[tenant] = name
             for disk in self._disks:
-                disk.name_tenant(tenant, name)
+                disk.log.name_tenant(tenant, name)
         return tenant

@@ -15,11 +15,11 @@ from shadowserve.errors import ShadowServeError, is_passing
 from shadowserve.native import seal_object
 from shadowserve.pool.arena import Buffer
 from shadowserve.pool.core import Core
-from shadowserve.pool.disk import Disk, Place
+from shadowserve.pool.disk import Disk, Extent
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
 from shadowserve.pool.volume.changes import BusyError, Ticket
-from shadowserve.pool.writing import ENDS, Left, State, Write
+from shadowserve.pool.write_states import ENDS, Left, State, Write
 
 _SEALED_PER_TURN: Final = 32
 """Objects whose checksums are made between two looks at the devices."""
@@ -89,7 +89,7 @@ class Writer:
         name: bytes | None,
         *,
         placed: bool,
-        replaced: Place | None = None,
+        replaced: Extent | None = None,
         left: list[Left] | None = None,
     ) -> Ticket:
         """Take note of an object to write; the buffer gets a user more."""
@@ -209,11 +209,11 @@ class Writer:
             disks = self._core.unsure(unsure.tenant, unsure.key, but=unsure.own)
             if unsure.removed and unsure.own is not None and unsure.own.gone is None and unsure.own not in disks:
                 disks.append(unsure.own)
-            if any(disk.is_logging for disk in disks):
+            if any(disk.log.is_pending for disk in disks):
                 self._unsure.append(unsure)
                 continue
             self._may_settle_more = waiting > ENTRIES_PER_HOLD
-            durable = joined(disk.barrier() for disk in disks)
+            durable = joined(disk.log.barrier() for disk in disks)
             if durable is None:
                 self._settle_all(unsure, None)
             else:

@@ -10,8 +10,8 @@ from store_driver import Driver
 from shadowserve.errors import ConfigurationError
 from shadowserve.native import BlockDevice
 from shadowserve.pool.device_pool import DevicePool
+from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.format import SUPERBLOCK_OFFSETS, Superblock
-from shadowserve.pool.volume.recovery import Reader, read_superblocks
 from shadowserve.pool.volume.resizing import grown
 
 VALUE = bytes(MIB)
@@ -122,7 +122,7 @@ def test_a_volume_whose_growth_was_cut_short_is_opened(volume: Path, written: in
     with volume.open("r+b") as file:
         file.truncate(32 * MIB)
     device = BlockDevice(volume)
-    superblock, _ = read_superblocks(Reader(device), device)
+    superblock, _ = read_superblocks(BlockReader(device), device)
     assert superblock is not None
     larger = grown(superblock, device)
     device.close()

@@ -25,7 +25,7 @@ from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
 from shadowserve.native import BlockDevice
 from shadowserve.pool.device_pool import DevicePool
-from shadowserve.pool.volume import foreign, recovery
+from shadowserve.pool.volume import block_reader, foreign
 from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, FormatError
 from shadowserve.pool.volume.verification import verify_volume
 from shadowserve.pool.volume.volume import Volume
@@ -322,7 +322,7 @@ def test_a_device_that_cannot_be_read_is_not_taken_for_an_empty_one(
     error: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Symptom: what could not be read counted as zeros, so that a volume was formatted."""
-    monkeypatch.setattr(recovery, "_PAUSES_S", 0.1)
+    monkeypatch.setattr(block_reader, "_PAUSES_S", 0.1)
     device = device_of()
     written = len(device.trace)
     device.fail(OperationKind.READ, error=error, times=None)

@@ -16,7 +16,7 @@ from volume_support import Store, device_of, index_key
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
 from shadowserve.pool.device_pool import DevicePool
-from shadowserve.pool.volume import patience, recovery
+from shadowserve.pool.volume import block_reader, retry_policy
 from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout, Superblock
 from shadowserve.pool.volume.verification import verify_volume
 
@@ -25,8 +25,8 @@ PASSING = [errno.EBUSY, errno.EAGAIN, errno.ENOMEM, errno.ETIMEDOUT]
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "_PAUSES_S", 0.1)
-    monkeypatch.setattr(patience, "_READ_NS", 100_000_000)
+    monkeypatch.setattr(block_reader, "_PAUSES_S", 0.1)
+    monkeypatch.setattr(retry_policy, "_READ_NS", 100_000_000)
 
 
 def filled(count: int = 12) -> tuple[SimulatedDevice, Layout]:
@@ -194,7 +194,7 @@ def test_a_flush_that_failed_is_not_repeated_unless_it_has_not_begun() -> None:
 
 
 def test_a_device_that_stays_busy_is_not_given_up_and_takes_writes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "_WRITE_NS", 100_000_000)
+    monkeypatch.setattr(retry_policy, "_WRITE_NS", 100_000_000)
     pool, devices = start()
     data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, error=errno.EBUSY, times=None, first_block=data)

@@ -12,10 +12,10 @@ from store_driver import Clock, Driver
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
 from shadowserve.pool.arena import Arena, Arenas, memory_nodes
+from shadowserve.pool.bandwidth_shares import BandwidthMeter, BandwidthShares
+from shadowserve.pool.disk import WriteBudget
 from shadowserve.pool.entries import PoolItem
-from shadowserve.pool.organizer import BandwidthMeter, Organizer
 from shadowserve.pool.placement import Interleaver
-from shadowserve.pool.wear import Wear
 from storage_kv.config import StorageConfig
 
 
@@ -174,17 +174,17 @@ def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
 
 def test_wear_counts_by_days_and_a_clock_that_goes_back_gives_no_second_budget() -> None:
     day = 24 * 3600 * 1000
-    wear = Wear(budget_bytes=100)
+    wear = WriteBudget(budget_bytes=100)
     wear.note(60, 10 * day)
     assert wear.allows(40, 10 * day + 5) and not wear.allows(41, 10 * day)
     assert not wear.allows(41, 9 * day)
     assert wear.allows(100, 11 * day) and wear.total_bytes == 60
-    assert Wear().allows(1 << 60, 0)
+    assert WriteBudget().allows(1 << 60, 0)
 
 
 def test_bandwidth_is_what_busy_devices_show_and_shares_follow_real_changes_only() -> None:
     fast, slow = BandwidthMeter(), BandwidthMeter()
-    organizer = Organizer([fast, slow])
+    organizer = BandwidthShares([fast, slow])
     assert organizer.shares == [0.5, 0.5]  # nothing is known
     for meter, rate in ((fast, 3), (slow, 1)):
         now = 0

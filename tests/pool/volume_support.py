@@ -21,9 +21,8 @@ from shadowserve.native import (
     seal_object,
 )
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
-from shadowserve.pool.volume.device import BlockDevice
+from shadowserve.pool.volume.device import BlockDevice, Pages
 from shadowserve.pool.volume.format import BLOCK_BYTES, RecordFlag, RecordKind, blocks_of, pack_record
-from shadowserve.pool.volume.pages import Pages
 from shadowserve.pool.volume.volume import Volume
 
 __all__ = ["HEADER", "POOL", "Store", "device_of", "index_key"]

@@ -12,9 +12,10 @@ from shadowserve.pool import opening, reads
 from shadowserve.pool.core import Core
 from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.disk import Disk
+from shadowserve.pool.disk_log import DiskLog
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.space import Space
-from shadowserve.pool.volume import tail
+from shadowserve.pool.volume import log_tail
 from shadowserve.pool.volume.log import Log
 from shadowserve.resp_client import RespClient
 from storage_kv.session import Session
@@ -70,12 +71,12 @@ def test_a_tenant_that_is_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_removal_that_is_not_logged_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Disk, "log_removal", lambda self, tenant, key: None)
+    monkeypatch.setattr(DiskLog, "remove", lambda self, tenant, key: None)
     assert seen(in_a_crash).startswith(("stale", "dropped"))  # the latter as objects that lie where others do
 
 
 def test_a_log_that_is_believed_to_its_end_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tail, "_is_there", lambda entry, blocks, read: True)
+    monkeypatch.setattr(log_tail, "_is_there", lambda entry, blocks, read: True)
     assert seen(in_a_crash, begin=944).startswith("lost")
 
 

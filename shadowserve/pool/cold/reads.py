@@ -13,7 +13,6 @@ from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.fair import FairQueue
 from shadowserve.pool.cold.layout import Contents, Place
 from shadowserve.pool.cold.outage import Outage
-from shadowserve.pool.cold.pace import Pace
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import Address, Item, Lease
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
@@ -29,6 +28,52 @@ _COST_BYTES: Final = 256 << 10
 """What a request costs beside its bytes, in turns: S3 takes about as long to begin as to bring so many."""
 
 Done = Callable[[Lease | None], None]
+
+
+_REQUESTS: Final = 8
+"""After so many what was known before counts half."""
+_KEPT: Final = 0.9
+_FIRST_S: Final = 0.05
+_FIRST_BYTES_PER_S: Final = 100e6
+"""What is expected before anything is known: S3 in its own region (docs/object-storage.md)."""
+
+
+class ThroughputEstimate:
+    """Requests that begin and end, several at a time. Not for several threads at once; times are passed in."""
+
+    def __init__(self) -> None:
+        self._busy_s, self._bytes = _FIRST_S, _FIRST_S * _FIRST_BYTES_PER_S  # while something was under way
+        self._request_s = _FIRST_S  # mean of one
+        self._ended = self._under_way = 0
+        self._seen_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        """Hear that a request begins."""
+        self._pass(now_s)
+        self._under_way += 1
+
+    def end(self, now_s: float, began_s: float, size: int) -> None:
+        """Hear that a request ends that has brought so many bytes; 0 of one that failed, which counts as busy time."""
+        self._pass(now_s)
+        self._under_way -= 1
+        self._bytes += size
+        self._ended += 1
+        if size:
+            self._request_s = _KEPT * self._request_s + (1 - _KEPT) * (now_s - began_s)
+        if self._ended % _REQUESTS == 0:
+            self._busy_s, self._bytes = self._busy_s / 2, self._bytes / 2
+
+    def _pass(self, now_s: float) -> None:
+        if self._under_way:
+            self._busy_s += max(0.0, now_s - self._seen_s)
+        self._seen_s = now_s
+
+    def expected_s(self, size: int) -> float:
+        """Return how long so many bytes will take, what is under way and waits before them included.
+
+        As long as one request at least, and no less than what all of them together have brought in a second allows.
+        """
+        return max(self._request_s, size * self._busy_s / max(self._bytes, 1.0))
 
 
 class ColdItem(Item):
@@ -90,7 +135,7 @@ class ColdReader:
         self._queue: FairQueue[_Read] = FairQueue()
         self._by_object: dict[str, dict[int, _Read]] = {}  # the queue's reads, by offset
         self._bytes_under_way = self._bytes_wanted = 0  # in requests; and of records that are waited for
-        self._pace = Pace()
+        self._throughput = ThroughputEstimate()
         self._closed = False
         self._pool: Pool
         self._lock: threading.Lock
@@ -111,7 +156,7 @@ class ColdReader:
 
     def expected_s(self, size: int) -> float:
         """Return how long records of so many bytes, asked for together now, are expected to take."""
-        return self._pace.expected_s(self._bytes_wanted + size)
+        return self._throughput.expected_s(self._bytes_wanted + size)
 
     def read(self, item: ColdItem, start: int, end: int, done: Done) -> None:
         """As :meth:`Pool.read`; with the pool's lock held."""
@@ -198,7 +243,7 @@ class ColdReader:
     def _bring(self, run: list[_Read], start: int, end: int) -> None:
         began_s = self._clock_s()
         with self._changed:
-            self._pace.begin(began_s)
+            self._throughput.begin(began_s)
         size = 0
         try:
             data = self._bucket.read(run[0].contents.name, start, end)
@@ -207,7 +252,7 @@ class ColdReader:
             self._fail(run, error)
         finally:
             with self._changed:
-                self._pace.end(self._clock_s(), began_s, size)
+                self._throughput.end(self._clock_s(), began_s, size)
         if size:
             self._outage.succeeded()
             self._arrived(run, data)

@@ -18,9 +18,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Final
 
+from shadowserve.pool.volume.block_reader import BlockReader
 from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.format import BLOCK_BYTES, HEADER_MAGICS, SUPERBLOCK_OFFSETS
-from shadowserve.pool.volume.recovery import Reader
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def describe_content(device: BlockDevice) -> str | None:
         DeviceError: it does not answer.
     """
     blocks = device.capacity_bytes // BLOCK_BYTES
-    reader = Reader(device)
+    reader = BlockReader(device)
     names = _find(device, reader, _places(blocks))
     if not names and reader.unreadable:
         raise reader.unreadable_error()
@@ -108,7 +108,7 @@ def describe_content(device: BlockDevice) -> str | None:
 def describe_beginning(device: BlockDevice) -> str | None:
     """Return whose signature lies in front of the second copy of the superblock, where ours have nothing else."""
     blocks = min(SUPERBLOCK_OFFSETS[1] // BLOCK_BYTES, device.capacity_bytes // BLOCK_BYTES)
-    names = _find(device, Reader(device), [(0, blocks)])
+    names = _find(device, BlockReader(device), [(0, blocks)])
     return " and ".join(name for name in names if name not in (DAMAGED_VOLUME, UNKNOWN)) or None
 
 
@@ -127,7 +127,7 @@ def _places(blocks: int) -> list[tuple[int, int]]:
     return places
 
 
-def _find(device: BlockDevice, reader: Reader, places: list[tuple[int, int]]) -> list[str]:
+def _find(device: BlockDevice, reader: BlockReader, places: list[tuple[int, int]]) -> list[str]:
     """Return the names of all that is found in some places; UNKNOWN among them for what has none."""
     signatures: dict[int, list[tuple[int, bytes, str]]] = defaultdict(list)
     for offset, magic, name in _SIGNATURES:

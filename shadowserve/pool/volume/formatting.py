@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.clock import wall_clock_ms
-from shadowserve.pool.volume.device import BlockDevice
+from shadowserve.pool.volume.block_reader import BlockReader
+from shadowserve.pool.volume.device import BlockDevice, Pages
 from shadowserve.pool.volume.foreign import DAMAGED_VOLUME, UNKNOWN, describe_beginning, describe_content, used_by
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
@@ -16,8 +17,6 @@ from shadowserve.pool.volume.format import (
     SnapshotHeader,
     Superblock,
 )
-from shadowserve.pool.volume.pages import Pages
-from shadowserve.pool.volume.recovery import Reader
 
 
 class Objection(NamedTuple):
@@ -68,7 +67,7 @@ def format_volume(
         generation=1, blocks=0, records=0, log_first=1, log_epoch=0, log_last=0, created_ms=superblock.created_ms
     )
     # Zeros first: at no moment are there the superblocks of two volumes. Both copies come last.
-    reader = Reader(device)
+    reader = BlockReader(device)
     page = bytes(BLOCK_BYTES)
     write_blocks(reader, [(offset, page) for offset in SUPERBLOCK_OFFSETS])
     place = superblock.layout.snapshot_firsts[1] * BLOCK_BYTES
@@ -149,7 +148,7 @@ def find_objection(superblock: Superblock, damaged: Sequence[int], device: Block
     return None
 
 
-def write_blocks(reader: Reader, blocks: Sequence[tuple[int, bytes]]) -> None:
+def write_blocks(reader: BlockReader, blocks: Sequence[tuple[int, bytes]]) -> None:
     """Write blocks at offsets, and flush."""
     page = Pages(BLOCK_BYTES)
     for offset, content in blocks:
@@ -159,4 +158,4 @@ def write_blocks(reader: Reader, blocks: Sequence[tuple[int, bytes]]) -> None:
 
 
 def _nothing(_operation: Operation) -> None:
-    """Nothing: whoever runs an operation by a Reader waits for it."""
+    """Nothing: whoever runs an operation by a BlockReader waits for it."""

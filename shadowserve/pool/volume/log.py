@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Final
 
 from shadowserve.block import Operation, OperationKind, Priority
+from shadowserve.pool.volume.device import Pages
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     LOG_MAGIC,
@@ -22,7 +23,6 @@ from shadowserve.pool.volume.format import (
     Superblock,
     pack_block,
 )
-from shadowserve.pool.volume.pages import Pages
 
 GROUP_BLOCKS_MAX: Final = 256
 """Of the format: a MiB, which at an SSD's speed takes as long as the flush that follows."""

@@ -10,47 +10,32 @@ the log does not reach back to any more.
 Of the last group nothing says that its flush was complete: what it put is read before it is believed (tail.py).
 """
 
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from shadowserve.block import Operation, OperationKind, Priority
-from shadowserve.errors import is_passing
 from shadowserve.native import INDEX_RECORD_DTYPE, Extents, Index, IndexSift
-from shadowserve.pool.volume.device import BlockDevice, wait_for_operations
+from shadowserve.pool.volume.block_reader import BlockReader
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     LOG_MAGIC,
+    NAME_PIECE_BYTES,
     RECORD_BYTES,
     RECORDS_PER_BLOCK,
     SNAPSHOT_MAGIC,
-    SUPERBLOCK_OFFSETS,
     BlockHeader,
-    FormatError,
     RecordKind,
     SnapshotHeader,
     Superblock,
     unpack_block,
+    unpack_name,
 )
 from shadowserve.pool.volume.log import GROUP_BLOCKS_MAX
-from shadowserve.pool.volume.pages import Pages
-from shadowserve.pool.volume.tail import Key, Tail
-from shadowserve.pool.volume.texts import TextReader
+from shadowserve.pool.volume.log_tail import Key, LogTail
 
-ANSWER_S: Final = 60.0
-"""A device that has not answered for a minute when it is opened will not."""
-
-_PAUSE_FIRST_S: Final = 0.01
-_PAUSES_S: Final = 10.0
-"""A device that is busy is asked again, after pauses that double; all of a reader's together are no longer."""
-
-_PIECE_BLOCKS: Final = 256
-_DEPTH: Final = 4
 _WINDOW_BLOCKS: Final = 4 * GROUP_BLOCKS_MAX
 """How far behind the log's end is looked for blocks that say it is none: what rots is a page or an erase block."""
 
@@ -127,197 +112,59 @@ class LogEnd:
     torn: tuple[Key, ...] = ()
 
 
-class Reader:
-    """Reads blocks of a device that nobody else uses yet, several requests at a time.
-
-    What fails is tried once more; while the device is just busy, or the system short of something, again and again,
-    and then it is an error. What cannot be read for another reason comes as zeros.
+class NameReader:
+    """Puts texts together from records that may be anything.
 
     Attributes:
-        unreadable: blocks that came as zeros since they could not be read.
+        tenants: names by id.
+        notes: of the pool, by name.
+        refused: records that cannot be.
     """
 
-    def __init__(self, device: BlockDevice) -> None:
-        """Read from ``device``."""
-        self._device = device
-        self._buffers = [Pages(_PIECE_BLOCKS * BLOCK_BYTES) for _ in range(_DEPTH)]
-        self._single = Pages(BLOCK_BYTES)
-        self._ended: set[int] = set()
-        self.unreadable: set[int] = set()
-        self._error: OSError | None = None
-        self._pause_s, self._paused_s = _PAUSE_FIRST_S, 0.0
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.tenants: dict[int, bytes] = {}
+        self.notes: dict[bytes, bytes] = {}
+        self.refused = 0
+        self._pieces: dict[tuple[int, bytes], dict[int, bytes]] = {}
 
-    def run(self, operation: Operation) -> None:
-        """Do one operation and wait for it.
+    def read(self, records: npt.NDArray[Any]) -> None:
+        """Take TENANT records, in the order of the log."""
+        content = np.ascontiguousarray(records).tobytes()
+        for at in range(0, len(content), RECORD_BYTES):
+            self._read(content[at : at + RECORD_BYTES])
 
-        Raises:
-            OSError: it failed.
-            DeviceError: the device does not answer.
-        """
-        while True:
-            operation.error = None
-            self._submit(operation)
-            self._wait(operation)
-            if operation.error is None:
-                return
-            self._pause(operation)
+    def _read(self, record: bytes) -> None:
+        text = unpack_name(record)
+        if text is None or text[0] is not RecordKind.TENANT:
+            self.refused += 1
+            return
+        _, tenant, key, start, length, piece = text
+        if start == 0:  # of a text that was changed, pieces of the old one are not to be taken for the new one's
+            self._pieces[tenant, key] = {}
+        pieces = self._pieces.setdefault((tenant, key), {})
+        pieces[start] = piece
+        if len(pieces) >= -(-length // NAME_PIECE_BYTES):
+            del self._pieces[tenant, key]
+            self._keep(tenant, key, b"".join(pieces[each] for each in sorted(pieces)))
 
-    def block(self, number: int) -> bytes:
-        """Return one block; zeros if it cannot be read. Also while pieces are being read: theirs are other buffers.
-
-        Raises:
-            OSError: the device was busy all the time.
-        """
-        operation = self._read(number, 1, self._single.address)
-        self._wait(operation)
-        if operation.error is not None and not self._read_again(number, self._single.address):
-            return bytes(BLOCK_BYTES)
-        return bytes(self._single.view[:BLOCK_BYTES])
-
-    def pieces(self, first: int, count: int) -> Iterator[tuple[int, Bytes]]:
-        """Yield (number of its first block, bytes), in order; what cannot be read is zeros. Good until the next one.
-
-        Raises:
-            OSError: the device was busy all the time.
-        """
-        return self.runs([(first, count)])
-
-    def runs(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Bytes]]:
-        """Yield what pieces() does of several runs, each a first block and a count."""
-        parts = [
-            (start, min(_PIECE_BLOCKS, first + count - start))
-            for first, count in runs
-            for start in range(first, first + count, _PIECE_BLOCKS)
-        ]
-        waiting: list[Operation] = []
-        try:
-            for turn in range(len(parts) + _DEPTH - 1):
-                if turn < len(parts):
-                    waiting.append(self._read(*parts[turn], self._buffers[turn % _DEPTH].address))
-                if turn >= _DEPTH - 1 and waiting:
-                    yield self._take(waiting.pop(0), turn - _DEPTH + 1)
-        except GeneratorExit:
-            # Whoever has seen enough leaves reads behind: into buffers that the next ones use, and under identities
-            # that the next ones may be given.
-            for operation in waiting:
-                self._wait(operation)
-            raise
-
-    def _take(self, operation: Operation, turn: int) -> tuple[int, Bytes]:
-        self._wait(operation)
-        first, blocks = operation.offset // BLOCK_BYTES, operation.length // BLOCK_BYTES
-        if operation.error is not None:
-            for block in range(blocks):
-                if not self._read_again(first + block, operation.address + block * BLOCK_BYTES):
-                    self._buffers[turn % _DEPTH].view[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = bytes(
-                        BLOCK_BYTES
-                    )
-        return first, self._buffers[turn % _DEPTH].array[: operation.length]
-
-    def _read_again(self, number: int, address: int) -> bool:
-        """Read a block that could not be read the first time; return whether it could now."""
-        while True:
-            single = self._read(number, 1, address)
-            self._wait(single)
-            if single.error is None:
-                return True
-            if not is_passing(single.error):
-                self.unreadable.add(number)
-                self._error = self._error or single.error
-                return False
-            self._pause(single)
-
-    def _pause(self, operation: Operation) -> None:
-        """Wait before what has failed is tried again; raise its error where that would not help."""
-        error = operation.error
-        assert error is not None
-        flushing = operation.kind is OperationKind.FLUSH
-        if not is_passing(error, flushing=flushing) or self._paused_s + self._pause_s > _PAUSES_S:
-            raise error
-        time.sleep(self._pause_s)
-        self._paused_s += self._pause_s
-        self._pause_s = min(2 * self._pause_s, 1.0)
-
-    def unreadable_error(self) -> OSError:
-        """Return why the first of the blocks that are unreadable could not be read."""
-        assert self._error is not None
-        return self._error
-
-    def must_have_read(self, blocks: Iterable[int]) -> None:
-        """See that blocks of which nothing sound was found were read, and not just taken for zeros.
-
-        Raises:
-            OSError: one was not, with what to do about it.
-        """
-        missing = self.unreadable.intersection(blocks)
-        if missing:
-            error = self.unreadable_error()
-            raise OSError(
-                error.errno,
-                f"block {min(missing)} of device {self._device.name} cannot be read ({error.strerror}), and there is "
-                "no sound copy of it; nothing was dropped. Try again: what was stored may be there then. If it never "
-                "can be read, take the device out of the configuration, or drop what is on it: shadowserve pool "
-                f"format --force {self._device.name}",
-            )
-
-    def _read(self, first: int, blocks: int, address: int) -> Operation:
-        operation = Operation(
-            OperationKind.READ, first * BLOCK_BYTES, blocks * BLOCK_BYTES, address, Priority.FOREGROUND, self._done
-        )
-        self._submit(operation)
-        return operation
-
-    def _submit(self, operation: Operation) -> None:
-        self._device.submit([operation])
-
-    def _wait(self, operation: Operation) -> None:
-        while id(operation) not in self._ended:
-            for ended in wait_for_operations(self._device, ANSWER_S):
-                self._ended.add(id(ended))
-        self._ended.discard(id(operation))
-
-    def _done(self, operation: Operation) -> None:
-        """Nothing: completions are taken in _wait()."""
-
-
-def read_superblocks(reader: Reader, device: BlockDevice) -> tuple[Superblock | None, list[int]]:
-    """Return what the sound copy says, and which copies are not sound.
-
-    Raises:
-        FormatError: of a newer version, or two sound copies that differ.
-        OSError: there is no sound copy, and one could not be read.
-    """
-    sound: dict[int, Superblock] = {}
-    for number, offset in enumerate(SUPERBLOCK_OFFSETS):
-        if offset + BLOCK_BYTES <= device.capacity_bytes:
-            found = Superblock.unpack(reader.block(offset // BLOCK_BYTES))
-            if found is not None:
-                sound[number] = found
-    largest = max(sound.values(), key=lambda each: each.device_bytes, default=None)
-    for number, found in list(sound.items()):
-        if largest is not None and found != largest and found.with_size_of(largest) == largest:
-            del sound[number]  # the volume was growing: this copy had not been written yet
-    damaged = [number for number in range(len(SUPERBLOCK_OFFSETS)) if number not in sound]
-    if not sound:
-        reader.must_have_read(offset // BLOCK_BYTES for offset in SUPERBLOCK_OFFSETS)
-    if len(set(sound.values())) > 1:
-        raise FormatError(
-            f"device {device.name} has the superblocks of two volumes; parts of another device were copied onto it: "
-            "restore it, or format it again, which drops all its objects"
-        )
-    return next(iter(sound.values()), None), damaged
+    def _keep(self, tenant: int, key: bytes, text: bytes) -> None:
+        if not any(key):
+            self.tenants[tenant] = text
+        else:
+            self.notes[key.rstrip(b"\0")] = text
 
 
 class Recovery:
     """Brings the objects of one volume into an index."""
 
-    def __init__(self, reader: Reader, superblock: Superblock, index: Index, number: int) -> None:
+    def __init__(self, reader: BlockReader, superblock: Superblock, index: Index, number: int) -> None:
         """Recover the volume of ``superblock`` as device ``number`` of ``index``."""
         self.report = RecoveryReport()
-        self.texts = TextReader()
+        self.names = NameReader()
         self.epochs: dict[int, int] = {}
         """Of the blocks of the log that were replayed, by sequence: these are the log, and nothing else is."""
-        self._tail = Tail()
+        self._tail = LogTail()
         self.generation_last = 0
         self.generation_newest = 0
         """Of the newest snapshot that has a sound header; 0: there is none."""
@@ -403,7 +250,7 @@ class Recovery:
 
     def _forget(self) -> None:
         self._index.clear(-1, self._number)
-        self.texts = TextReader()
+        self.names = NameReader()
         self.report.snapshot_records = 0
 
     # ---- The log
@@ -586,7 +433,7 @@ class Recovery:
     def _apply_records(self, chosen: npt.NDArray[Any]) -> int:
         if not len(chosen):
             return 0
-        self.texts.read(chosen[chosen["kind"] == RecordKind.TENANT])
+        self.names.read(chosen[chosen["kind"] == RecordKind.TENANT])
         self._note_generation(chosen["generation"][chosen["kind"] == RecordKind.PUT])
         applied = self._index.replay(self._number, self._blocks, chosen)
         self.report.refused += applied.refused
@@ -610,10 +457,10 @@ class Recovery:
     def drop_nameless(self) -> None:
         """Drop objects of named keys without a name, and those of unknown tenants."""
         before = self._census()
-        for tenant in before.keys() - {0, *self.texts.tenants}:
+        for tenant in before.keys() - {0, *self.names.tenants}:
             self.report.unnamed += self._index.clear(tenant, self._number)
         self.report.unnamed += self._index.sift(self._number, IndexSift.NAMELESS)
-        self.report.refused += self.texts.refused
+        self.report.refused += self.names.refused
         self._note_lost("unnamed", before)
 
     def reserve(self, extents: Extents) -> None:
@@ -624,7 +471,7 @@ class Recovery:
 
     def _census(self) -> Counter[int]:
         """Return how many objects each tenant has."""
-        found = Counter({tenant: self._objects(tenant) for tenant in (0, *self.texts.tenants)})
+        found = Counter({tenant: self._objects(tenant) for tenant in (0, *self.names.tenants)})
         if found.total() < self._index.totals(device=self._number).objects:
             found = Counter({tenant: self._objects(tenant) for tenant in range(_TENANTS)})
         return +found
@@ -634,7 +481,7 @@ class Recovery:
 
     def _note_lost(self, reason: str, before: Counter[int]) -> None:
         for tenant, count in (before - self._census()).items():
-            whose = tenant if tenant in self.texts.tenants else 0
+            whose = tenant if tenant in self.names.tenants else 0
             self.report.lost.setdefault(reason, Counter())[whose] += count
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shadowserve.block import Operation, OperationKind, Priority
+from shadowserve.pool.volume.block_reader import BlockReader
+from shadowserve.pool.volume.device import Pages
 from shadowserve.pool.volume.format import BLOCK_BYTES, LOG_MAGIC, Superblock, unpack_block
-from shadowserve.pool.volume.pages import Pages
-from shadowserve.pool.volume.recovery import Reader
 
 _SPAN_BLOCKS: Final = 1024
 """Compared at a time: 4 MiB of each copy."""
@@ -56,7 +56,7 @@ class Repaired:
     error: OSError | None = None
 
 
-def find_bad_copies(reader: Reader, superblock: Superblock, epochs: Mapping[int, int]) -> Iterator[BadCopies]:
+def find_bad_copies(reader: BlockReader, superblock: Superblock, epochs: Mapping[int, int]) -> Iterator[BadCopies]:
     """Yield what is not sound in one copy of a log.
 
     Args:
@@ -82,7 +82,7 @@ def find_bad_copies(reader: Reader, superblock: Superblock, epochs: Mapping[int,
                 yield BadCopies(copy, first + begin, layout.log_firsts[copy] + place + begin, content)
 
 
-def repair_log(reader: Reader, superblock: Superblock, epochs: Mapping[int, int]) -> Repaired:
+def repair_log(reader: BlockReader, superblock: Superblock, epochs: Mapping[int, int]) -> Repaired:
     """Write again what is not sound in one copy of a log, from the other one; the caller flushes the device.
 
     A write that fails harms nothing: what it should have repaired was not sound, and the other copy is not touched.
@@ -105,7 +105,7 @@ def repair_log(reader: Reader, superblock: Superblock, epochs: Mapping[int, int]
     return repaired
 
 
-def _write(reader: Reader, place: int, blocks: int, address: int, repaired: Repaired) -> bool:
+def _write(reader: BlockReader, place: int, blocks: int, address: int, repaired: Repaired) -> bool:
     try:
         reader.run(
             Operation(OperationKind.WRITE, place * BLOCK_BYTES, blocks * BLOCK_BYTES, address, Priority.WRITE, _nothing)
@@ -116,7 +116,7 @@ def _write(reader: Reader, place: int, blocks: int, address: int, repaired: Repa
     return True
 
 
-def _read(reader: Reader, first: int, count: int) -> Bytes:
+def _read(reader: BlockReader, first: int, count: int) -> Bytes:
     return np.concatenate([data.copy() for _, data in reader.pieces(first, count)]).reshape(count, BLOCK_BYTES)
 
 
@@ -145,4 +145,4 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _nothing(_operation: Operation) -> None:
-    """Nothing: whoever runs an operation by a Reader waits for it."""
+    """Nothing: whoever runs an operation by a BlockReader waits for it."""

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from shadowserve.errors import ConfigurationError, DeviceError
+from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.format import BLOCK_BYTES, FormatError, Superblock
 from shadowserve.pool.volume.formatting import check_empty
-from shadowserve.pool.volume.recovery import Reader, read_superblocks
 from shadowserve.sizes import human_size
 
 _BLOCKS_MAX: Final = 0xFFFF_FFFF
@@ -50,7 +50,7 @@ def fit_file(path: Path, wanted_bytes: int, open_device: Callable[[int], _Device
     if device.capacity_bytes == wanted_bytes:
         return device
     try:
-        superblock, _ = read_superblocks(Reader(device), device)
+        superblock, _ = read_superblocks(BlockReader(device), device)
         if superblock is None:
             check_empty(device)
     except (FormatError, DeviceError, OSError):

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.native import INDEX_RECORD_DTYPE, Index
+from shadowserve.pool.volume.device import Pages
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     RECORD_BYTES,
@@ -31,7 +32,6 @@ from shadowserve.pool.volume.format import (
     pack_name,
 )
 from shadowserve.pool.volume.log import Log, Submit
-from shadowserve.pool.volume.pages import Pages
 
 Living = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 """Returns those of some PUT records that are to be kept."""

@@ -19,6 +19,7 @@ from shadowserve.native import (
     object_header,
     object_units,
 )
+from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.foreign import DAMAGED_VOLUME, describe_content
 from shadowserve.pool.volume.format import (
@@ -31,7 +32,7 @@ from shadowserve.pool.volume.format import (
     blocks_of,
 )
 from shadowserve.pool.volume.formatting import find_objection
-from shadowserve.pool.volume.recovery import Reader, Recovery, RecoveryReport, read_superblocks
+from shadowserve.pool.volume.recovery import Recovery, RecoveryReport
 from shadowserve.pool.volume.repair import BadCopies, find_bad_copies
 
 _SLICE_RECORDS: Final = 8192
@@ -99,7 +100,7 @@ def verify_volume(device: BlockDevice, *, objects: bool = True, progress: Progre
 
 def _check_superblocks(found: Verification, device: BlockDevice) -> list[int] | None:
     """Note what a volume is, and what a server would have against it; return damaged copies, None if it ends there."""
-    found.superblock, damaged = read_superblocks(Reader(device), device)
+    found.superblock, damaged = read_superblocks(BlockReader(device), device)
     if found.superblock is None:
         content = describe_content(device) or "nothing"
         hint = "; neither copy of its superblock is sound" if DAMAGED_VOLUME in content else ""
@@ -116,7 +117,7 @@ def _check_superblocks(found: Verification, device: BlockDevice) -> list[int] | 
 def _check_volume(found: Verification, device: BlockDevice, damaged: list[int], progress: Progress | None) -> None:
     """Check log and snapshots, and with ``progress`` the objects."""
     assert found.superblock is not None
-    reader = Reader(device)
+    reader = BlockReader(device)
     for copy in damaged:
         where = f"block {SUPERBLOCK_OFFSETS[copy] // BLOCK_BYTES}"
         found.findings.append(Finding("superblock", where, "this copy is not sound; opening the volume repairs it"))
@@ -153,7 +154,7 @@ def _check_recovery(found: Verification, report: RecoveryReport, bad_copies: Ite
         found.findings.append(Finding("index", "", f"{report.dropped} objects cannot be kept"))
 
 
-def _check_objects(found: Verification, reader: Reader, index: Index, progress: Progress) -> None:
+def _check_objects(found: Verification, reader: BlockReader, index: Index, progress: Progress) -> None:
     """Read all objects in the order of the device; tell of those that are not what the index says."""
     records = np.zeros(_SLICE_RECORDS, INDEX_RECORD_DTYPE)
     parts, cursor = [], 0
@@ -174,7 +175,7 @@ def _check_objects(found: Verification, reader: Reader, index: Index, progress: 
         progress(done, found.object_bytes)
 
 
-def _check_object(reader: Reader, entry: IndexEntry) -> str | None:
+def _check_object(reader: BlockReader, entry: IndexEntry) -> str | None:
     blocks = range(entry.extent, entry.extent + blocks_of(entry.length, entry.name_blocks))
     content = np.concatenate([data.copy() for _, data in reader.pieces(blocks.start, len(blocks))])
     if reader.unreadable.intersection(blocks):

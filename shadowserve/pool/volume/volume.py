@@ -20,6 +20,7 @@ from shadowserve.clock import wall_clock_ms
 from shadowserve.errors import BusyError as DeviceBusyError
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import Extents, Index, ObjectFields
+from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
 from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.format import (
@@ -36,10 +37,10 @@ from shadowserve.pool.volume.format import (
 )
 from shadowserve.pool.volume.formatting import check_superblock, format_volume, write_blocks
 from shadowserve.pool.volume.log import Log
-from shadowserve.pool.volume.patience import Patience
-from shadowserve.pool.volume.recovery import Reader, Recovery, RecoveryReport, read_superblocks
+from shadowserve.pool.volume.recovery import Recovery, RecoveryReport
 from shadowserve.pool.volume.repair import Repaired, repair_log
 from shadowserve.pool.volume.resizing import grown
+from shadowserve.pool.volume.retry_policy import RetryPolicy
 from shadowserve.pool.volume.snapshot import Living, Snapshot
 
 Call = Callable[[], None]
@@ -170,7 +171,7 @@ class Volume:
         self._waits: deque[tuple[int, Callable[[], None]]] = deque()
         self._reserved_blocks = 0
         self._outbox: deque[Operation] = deque()
-        self._patience = Patience()
+        self._retry_policy = RetryPolicy()
         self._calls: list[Call] = []
         self._room: Ticket | None = None
         self._counters = _Counters()
@@ -207,7 +208,7 @@ class Volume:
             OSError, DeviceError: the device failed.
         """
         begin = time.perf_counter()
-        reader = Reader(device)
+        reader = BlockReader(device)
         superblock, damaged = read_superblocks(reader, device)
         formatted = check_superblock(superblock, damaged, device, pool_id)
         superblock = grown(formatted, device)
@@ -251,7 +252,7 @@ class Volume:
     def recovered_tenants(self) -> list[int]:
         """Tenants whose objects may be on it, before it is ready."""
         assert self._recovery is not None
-        return [0, *self._recovery.texts.tenants]
+        return [0, *self._recovery.names.tenants]
 
     def ready(self) -> None:
         """End the recovery, after ``index.replayed()`` for all volumes of the index: from now on it takes writes."""
@@ -260,8 +261,8 @@ class Volume:
         assert recovery is not None, "a volume gets ready once"
         recovery.drop_nameless()
         recovery.reserve(self._extents)
-        texts = recovery.texts
-        self.tenants, self.notes = texts.tenants, texts.notes
+        names = recovery.names
+        self.tenants, self.notes = names.tenants, names.notes
         self.generation_last = recovery.generation_last
         self._repair(self._torn)
         self.report.objects = self._index.totals(device=self.number).objects
@@ -328,7 +329,7 @@ class Volume:
     def idle(self) -> bool:
         """Whether nothing is under way that a restart would have to do without."""
         rests = self.error is not None or (self._log.idle and self._snapshot is None)
-        return rests and not self._writing and not self._outbox and not self._patience.waiting
+        return rests and not self._writing and not self._outbox and not self._retry_policy.waiting
 
     # ---- Changes
 
@@ -485,9 +486,9 @@ class Volume:
 
     def step(self) -> list[Call]:
         """Take what the device has completed and go on; return what to call without the lock, in this order."""
-        for operation in self._patience.ended(self.device.completed()):
+        for operation in self._retry_policy.ended(self.device.completed()):
             operation.done(operation)
-        if again := self._patience.due():
+        if again := self._retry_policy.due():
             self.submit(again)
         if not self.idle or self._snapshot_wanted or self._room is not None:
             self._log.step()
@@ -518,7 +519,7 @@ class Volume:
     @property
     def busy(self) -> int:
         """How often the device was too busy for an operation, which was then begun again."""
-        return self._patience.met
+        return self._retry_policy.met
 
     def statistics(self) -> VolumeStatistics:
         """Return counters and sizes."""

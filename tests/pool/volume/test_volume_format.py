@@ -16,6 +16,7 @@ from volume_support import POOL, SMALL, Store, device_of, index_key
 from shadowserve.block import OperationKind
 from shadowserve.errors import DeviceError
 from shadowserve.native import Index
+from shadowserve.pool.volume.block_reader import BlockReader
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     LOG_MAGIC,
@@ -33,7 +34,6 @@ from shadowserve.pool.volume.format import (
     unpack_block,
     unpack_name,
 )
-from shadowserve.pool.volume.recovery import Reader
 from shadowserve.pool.volume.verification import verify_volume
 from shadowserve.pool.volume.volume import Volume
 
@@ -173,7 +173,7 @@ def test_a_reader_that_stops_early_does_not_take_old_reads_for_new_ones() -> Non
     device = SimulatedDevice(4096 * BLOCK_BYTES)
     for number in range(4096):
         device.set_block(number, number.to_bytes(8, "little") * (BLOCK_BYTES // 8))
-    reader = Reader(device)
+    reader = BlockReader(device)
     for number in range(2048, 2112):
         next(iter(reader.pieces(0, 2048)))  # the end of the log was in its first piece
         [(first, data)] = reader.pieces(number, 1)

@@ -8,8 +8,8 @@ from volume_support import POOL, Store, device_of, index_key
 
 from shadowserve.block import OperationKind
 from shadowserve.errors import DeviceError
+from shadowserve.pool.volume.block_reader import BlockReader
 from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout, SnapshotHeader, Superblock
-from shadowserve.pool.volume.recovery import Reader
 from shadowserve.pool.volume.verification import verify_volume
 from shadowserve.pool.volume.volume import Volume
 
@@ -279,7 +279,7 @@ def test_one_block_is_read_beside_pieces() -> None:
     device = SimulatedDevice(4096 * BLOCK_BYTES)
     for number in range(4096):
         device.set_block(number, number.to_bytes(8, "little") * (BLOCK_BYTES // 8))
-    reader = Reader(device)
+    reader = BlockReader(device)
     for first, data in reader.pieces(0, 4096):
         assert int.from_bytes(reader.block(4095 - first)[:8], "little") == 4095 - first
         for at in range(len(data) // BLOCK_BYTES):

@@ -23,7 +23,7 @@ ReadBlocks = Callable[[int, int], npt.NDArray[np.uint8] | None]
 
 
 @dataclass(slots=True)
-class Tail:
+class LogTail:
     """Records that are held back until it is known whether they count.
 
     Attributes:

@@ -61,7 +61,7 @@ class BandwidthMeter:
         self.samples += 1
 
 
-class Organizer:
+class BandwidthShares:
     """Turns the bandwidths of several devices into shares.
 
     Attributes:

@@ -10,7 +10,7 @@ _CHANGED_MAX: Final = 16
 """Tenants that are weighed together, at the latest."""
 
 
-class Weights:
+class UsageRanking:
     """Classes of weights, each an eighth wider than the one below; who weighs nothing is in none.
 
     Attributes:

@@ -27,7 +27,7 @@ class _Tried:
     due_ns: int
 
 
-class Patience:
+class RetryPolicy:
     """Operations of one device that wait for it to be less busy. Whoever drives the device calls, in turns, both.
 
     Attributes:

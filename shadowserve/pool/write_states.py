@@ -23,7 +23,7 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from shadowserve.pool.arena import Buffer
-from shadowserve.pool.disk import Disk, Place
+from shadowserve.pool.disk import Disk, Extent
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.volume.changes import Ticket
 
@@ -73,7 +73,7 @@ class Left(NamedTuple):
     """What an object has left behind on a device, by moving to another one: gone once it is durable there."""
 
     disk: Disk
-    place: Place
+    place: Extent
 
 
 class Cancelled(NamedTuple):
@@ -86,7 +86,7 @@ class Cancelled(NamedTuple):
     """
 
     submitted: bool
-    replaced: Place | None
+    replaced: Extent | None
     left: list[Left]
 
 
@@ -107,7 +107,7 @@ class Write:
     buffer: Buffer
     name: bytes | None
     placed: bool
-    replaced: Place | None
+    replaced: Extent | None
     left: list[Left]
     ticket: Ticket
     tickets: list[Ticket]

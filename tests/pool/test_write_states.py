@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from shadowserve.pool import writing
+from shadowserve.pool import write_states
 from shadowserve.pool.volume.changes import Ticket
-from shadowserve.pool.writing import ENDS, State, Write
+from shadowserve.pool.write_states import ENDS, State, Write
 
 NOTHING: Any = None  # a write's parts, which its states do not concern
 
 
 def told() -> dict[State, set[State]]:
     """Return which states the table says may follow each."""
-    assert writing.__doc__ is not None
-    rows = re.findall(r"^([A-Z_]+)  .*?  (?:when .*?  (.*)|no more)$", writing.__doc__, re.MULTILINE)
+    assert write_states.__doc__ is not None
+    rows = re.findall(r"^([A-Z_]+)  .*?  (?:when .*?  (.*)|no more)$", write_states.__doc__, re.MULTILINE)
     return {State[name]: {State[each] for each in re.findall(r"[A-Z_]{2,}", following)} for name, following in rows}
 
 
