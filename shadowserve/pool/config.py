@@ -1,4 +1,4 @@
-"""What a pool is made of. A program that has one adds these keys to its own section."""
+"""Configuration of a pool. A program with a pool has these keys in its own section."""
 
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from shadowserve.sizes import ByteSize
 
 DEVICES_MAX: Final = 255
-"""The index has a byte for the device; 255 stands for memory alone."""
+"""The index has one byte for the device; 255 stands for memory alone."""
 
 
 class DeviceConfig(BaseModel):

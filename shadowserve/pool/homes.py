@@ -1,9 +1,9 @@
-"""Where an object is put: which device is its home, and whether it stays in memory as well.
+"""Placement: which device gets an object, and whether it stays in memory as well.
 
-Memory and devices are the pool's devices, with shares by their bandwidths. What falls to a device has its home there.
-What falls to memory stays there, and gets a home on a device too, chosen by the devices' shares among themselves, so
-that a restart keeps it, and so that the devices' reads stay in proportion when memory has to let go of it. With
-``memory_homes`` it gets none, as in the paper.
+Memory and devices have shares by their bandwidths. An object of a device's share is written there. An object of
+memory's share stays in memory and is written to a device too, chosen by the devices' shares among themselves: so a
+restart keeps it, and the devices' reads stay in proportion when memory drops it. With ``memory_homes`` it is in memory
+alone, as in the paper.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from shadowserve.pool.space import Space
 
 
 class Home(NamedTuple):
-    """Where an object goes: device and extent, or memory alone; and whether memory keeps it by its share."""
+    """Device and extent of an object, or memory alone; ``placed``: memory keeps it by its own share."""
 
     disk: Disk | None
     extent: int
@@ -27,12 +27,12 @@ class Home(NamedTuple):
 
 
 class Homes:
-    """Chooses homes. With the pool's lock held.
+    """Places objects. With the pool's lock held.
 
     Attributes:
-        organizer: of memory, first, and the devices.
-        pool: who gets what is stored: memory and the devices.
-        devices: who gets a home for what falls to memory.
+        bandwidth_shares: Shares of memory (first) and of the devices.
+        pool: Distributes all objects over memory and devices.
+        devices: Distributes the objects of memory's share over the devices.
     """
 
     def __init__(self, core: Core, space: Space, meters: Sequence[BandwidthMeter], *, memory_homes: bool) -> None:
@@ -44,20 +44,20 @@ class Homes:
         self.devices = Interleaver(self.bandwidth_shares.shares[1:] or [1.0])
 
     def update(self) -> None:
-        """Take new bandwidths into account."""
+        """Apply new bandwidths."""
         if self.bandwidth_shares.update():
             self.pool.set_shares(self.bandwidth_shares.shares)
             self.devices.set_shares(self.bandwidth_shares.shares[1:] or [1.0])
 
     def choose(self, length: int, tenant: int, parent: bytes, key: bytes, old: Entry | None) -> Home | None:
-        """Return the home of an object, its extent reserved; None if no device has room for it now.
+        """Return the place of an object, with its extent reserved; None if no device has room now.
 
         Args:
-            length: bytes of the value.
-            tenant: whose it is.
-            parent: of the chunk before it; empty for none.
-            key: its own.
-            old: what it replaces; it may be evicted for it.
+            length: Bytes of the value.
+            tenant: Tenant of the object.
+            parent: Key of the previous chunk; empty for none.
+            key: Key of the object.
+            old: The replaced entry, which may be evicted for it.
         """
         core = self._core
         size = object_blocks(length) * BLOCK_BYTES

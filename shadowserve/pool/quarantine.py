@@ -1,9 +1,8 @@
-"""Extents that are kept out of use, since something was wrong with what lay there: tested before they are used again.
+"""Tests of extents in quarantine.
 
-An extent is free again if a pattern that is written to it can be read back. If it cannot, it stays out of use until the
-next start. If the device was too busy for the test, that says nothing, and it is tested later. That goes on whether
-devices are scrubbed or not: one extent of each device at a time, one a second at most, in pieces, behind everything
-else that the device has to do, and with memory of its own.
+An extent is free again if a pattern that is written to it can be read back. Otherwise it stays out of use until the
+next start. A device that was too busy is tested again later. Tests run whether devices are scrubbed or not: one extent
+of each device at a time, at most one a second, in pieces, with the lowest priority and memory of their own.
 """
 
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ _PATTERN: Final = bytes(range(1, _PATTERN_BYTES + 1)) * (_PIECE_BYTES // _PATTER
 
 @dataclass(slots=True, eq=False)
 class _Test:
-    """An extent being written, and then read."""
+    """An extent that is being written, and then read."""
 
     disk: Disk
     place: Quarantined
@@ -35,13 +34,13 @@ class _Test:
 
     @property
     def expected(self) -> bytes:
-        """What the piece is to hold that comes next."""
+        """The bytes of the next piece."""
         shift = (self.place.extent + self.done_bytes // _PIECE_BYTES) % _PATTERN_BYTES
         return _PATTERN[shift : shift + min(self.place.size - self.done_bytes, _PIECE_BYTES)]
 
 
 class Tester:
-    """Tests what is in quarantine. With the pool's lock held."""
+    """Tests the extents in quarantine. With the pool's lock held."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -49,7 +48,7 @@ class Tester:
         self._next_ms = [0] * len(core.disks)
 
     def turn(self, now_ms: int) -> None:
-        """Begin what is due: as seldom as may be, a test of one extent on each device."""
+        """Begin tests that are due: of one extent on each device."""
         for disk in self._core.disks:
             if disk.quarantine.waiting and disk.quarantine.tested is None and disk.gone is None:
                 if not 0 <= self._next_ms[disk.number] - now_ms <= _BETWEEN_MS:

@@ -1,4 +1,4 @@
-"""What the pool says of itself."""
+"""Collects the pool's statistics from its parts."""
 
 from shadowserve.pool.core import Core, TenantCounters
 from shadowserve.pool.disk import Disk
@@ -11,7 +11,7 @@ from shadowserve.pool.writes import Writer
 
 
 def tenant_statistics(core: Core, tenant: int, budget_bytes: int) -> Statistics:
-    """Return what one tenant has."""
+    """Return the statistics of one tenant."""
     totals = core.index.totals(tenant)
     counters, held = core.counters.tenants[tenant], core.held_bytes_of(tenant)
     return Statistics(
@@ -35,7 +35,7 @@ def tenant_statistics(core: Core, tenant: int, budget_bytes: int) -> Statistics:
 
 
 def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: int) -> Statistics:
-    """Return what all of it has and has done."""
+    """Return the statistics of the whole pool."""
     core = opened.core
     totals, counters, arenas, copies = core.index.totals(), core.counters, core.arenas, core.copies
     summed = counters.everyones

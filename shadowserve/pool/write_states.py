@@ -1,21 +1,22 @@
-"""A put on its way to a device: a machine of few states, and the table of those under way.
+"""The states of a put on its way to a device, and the table of puts in progress.
 
-==========  ===========================================  ===============================  =============================
-state       what is so                                   it goes on                       to
-==========  ===========================================  ===============================  =============================
-TAKEN       it can be read from memory                   when its checksums are made      SEALED, or TAKEN_BACK
-SEALED      its device has yet to be asked               when its volume has room for it  WRITING, TAKEN_BACK or FAILED
-WRITING     its volume has it, and tells the log         when the log is durable          DURABLE, OUTDATED or FAILED
-OUTDATED    its entry is gone or another; the volume     no more
-            has it, and its log tells of both in order
-TAKEN_BACK  its entry is gone or another, and its        no more
-            volume has never heard of it
-DURABLE     its bytes and its record are on the device   no more
-FAILED      they are not, and its entry goes             no more
-==========  ===========================================  ===============================  =============================
+==========  ============================================  ===============================  =============================
+state       meaning                                       event                            next
+==========  ============================================  ===============================  =============================
+TAKEN       it can be read from memory                    when its checksums are made      SEALED, or TAKEN_BACK
+SEALED      it waits for its volume                       when its volume has room for it  WRITING, TAKEN_BACK or FAILED
+WRITING     its volume writes it and logs its record      when the log is durable          DURABLE, OUTDATED or FAILED
+OUTDATED    its entry was removed or replaced after its   no more
+            volume got it; the log has both in order
+TAKEN_BACK  its entry was removed or replaced before its  no more
+            volume got it
+DURABLE     its bytes and its record are on the device    no more
+FAILED      its write has failed, and its entry is        no more
+            removed
+==========  ============================================  ===============================  =============================
 
-What ends gives its memory back; :data:`ENDS` says what else becomes of it. Whoever stored it hears of it from
-``writes`` when no power cut can bring back what was there before.
+A put that ends releases its memory; :data:`ENDS` lists what else happens. Its ticket is settled (``writes``) when no
+power cut can bring back an older value.
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from shadowserve.pool.volume.changes import Ticket
 
 
 class State(Enum):
-    """Of a put; the module's table tells of each."""
+    """State of a put; the module's table explains each."""
 
     TAKEN = "taken"
     SEALED = "sealed"
@@ -48,12 +49,13 @@ _NEXT: Final = {
 
 
 class End(NamedTuple):
-    """What becomes of a put that has ended.
+    """What happens when a put ends.
 
     Attributes:
-        has_entry: the index has it still: what it replaced on other devices goes, or it goes itself.
-        fails: whoever stored it hears the error.
-        removal: whoever stored it waits until its removal is durable, too.
+        has_entry: The entry is still in the index. Old copies on other devices are freed, or after a failure the entry
+            is removed.
+        fails: The ticket settles with the error.
+        removal: The ticket waits until the removal of the entry is durable too.
     """
 
     has_entry: bool
@@ -69,25 +71,25 @@ ENDS: Final = {
 }
 
 
-class Left(NamedTuple):
-    """What an object has left behind on a device, by moving to another one: gone once it is durable there."""
+class OldCopy(NamedTuple):
+    """An object's previous copy on another device: freed when the new one is durable."""
 
     disk: Disk
-    place: Extent
+    extent: Extent
 
 
 class Cancelled(NamedTuple):
-    """A write whose entry goes, or is replaced.
+    """A write whose entry was removed or replaced.
 
     Attributes:
-        submitted: its volume has it.
-        replaced: if not, what it would have replaced there.
-        left: what it would have replaced on other devices.
+        submitted: Its volume has it.
+        replaced: Otherwise: the extent on the same device that it would have replaced.
+        old_copies: Copies on other devices that it would have replaced.
     """
 
     submitted: bool
     replaced: Extent | None
-    left: list[Left]
+    old_copies: list[OldCopy]
 
 
 @dataclass(slots=True, eq=False)
@@ -95,11 +97,12 @@ class Write:
     """One object on its way to a device.
 
     Attributes:
-        replaced: what lies on the same device under the same key: free when this is durable.
-        left: what lies on others.
-        ticket: its own.
-        tickets: to settle with it: also those of puts that it replaced before they were durable.
-        error: why it failed.
+        name: Text of the key; None for a chunk's.
+        placed: Memory keeps the object by its own share.
+        replaced: Extent of the same key on the same device; freed when this write is durable.
+        old_copies: Copies of the same key on other devices.
+        ticket: Its own ticket.
+        tickets: Tickets to settle with it, also those of values that it replaced before they were durable.
     """
 
     entry: Entry
@@ -108,20 +111,20 @@ class Write:
     name: bytes | None
     placed: bool
     replaced: Extent | None
-    left: list[Left]
+    old_copies: list[OldCopy]
     ticket: Ticket
     tickets: list[Ticket]
     state: State = State.TAKEN
     error: Exception | None = None
 
-    def go(self, state: State) -> None:
-        """Go on to a state that may follow."""
+    def move_to(self, state: State) -> None:
+        """Change the state to one that may follow."""
         assert state in _NEXT.get(self.state, ()), f"a put cannot be {state.value} after {self.state.value}"
         self.state = state
 
 
 class Writes:
-    """Those under way whose entries are what they were, by slot. With the pool's lock held."""
+    """Puts in progress whose entries are unchanged, by slot. With the pool's lock held."""
 
     def __init__(self) -> None:
         self._of: dict[int, Write] = {}
@@ -132,31 +135,30 @@ class Writes:
         return self._of.get(slot)
 
     def begin(self, write: Write) -> None:
-        """Take note of one; it inherits the tickets of what it replaces."""
+        """Add a write; it inherits the tickets of the values that it replaces."""
         slot = write.entry.slot
         write.tickets = [*self.inherit(slot), write.ticket]
         self._of[slot] = write
 
     def end(self, slot: int) -> None:
-        """Forget the write of a slot's entry."""
         del self._of[slot]
 
     def inherit(self, slot: int) -> list[Ticket]:
-        """Return the tickets of values that the entry of a slot has replaced before they were durable: once."""
+        """Take the tickets of values that the slot's entry has replaced before they were durable."""
         return self._inherited.pop(slot, [])
 
     def cancel(self, slot: int, replaced: bool) -> Cancelled | None:
-        """Take note that an entry goes, or is ``replaced``; return what becomes of its write, None if it has none.
+        """Cancel the write of an entry that is removed or ``replaced``; None if there is no write.
 
-        Who stored what is replaced hears when the new value is durable: were it earlier, a crash could take both.
+        The tickets of a replaced value settle when the new value is durable: settled earlier, a crash could lose both.
         """
         write = self._of.pop(slot, None)
         if write is None:
             return None
         submitted = write.state is State.WRITING
-        write.go(State.OUTDATED if submitted else State.TAKEN_BACK)
+        write.move_to(State.OUTDATED if submitted else State.TAKEN_BACK)
         if replaced:
             self._inherited.setdefault(slot, []).extend(write.tickets)
             write.tickets = []
-        left, write.left = write.left, []
-        return Cancelled(submitted, None if submitted else write.replaced, left)
+        old_copies, write.old_copies = write.old_copies, []
+        return Cancelled(submitted, None if submitted else write.replaced, old_copies)

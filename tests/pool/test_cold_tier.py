@@ -318,7 +318,7 @@ def test_clearing_a_tenant_deletes_its_objects_and_no_others_those_not_known_yet
     assert len(bucket.objects) == 1 and "ttheirs" in next(iter(bucket.objects))
 
 
-def test_what_expires_or_is_no_record_does_not_get_into_the_bucket_and_ends_what_is_there(
+def test_what_expires_or_is_no_record_does_not_get_into_the_bucket_and_ends_what_is_complete(
     bucket: FaultyS3, open_node: Opens
 ) -> None:
     node = filled(open_node)

@@ -22,7 +22,7 @@ def told() -> dict[State, set[State]]:
 def may_go(state: State, following: State) -> bool:
     write = Write(NOTHING, NOTHING, NOTHING, None, False, None, [], Ticket(), [], state)
     try:
-        write.go(following)
+        write.move_to(following)
     except AssertionError:
         return False
     return write.state is following

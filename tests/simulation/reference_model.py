@@ -129,7 +129,7 @@ class Model:
         for write in reversed(self.writes(key)):
             if not matches(write):
                 continue
-            reason = self._stale(key, write, begin_ns, end_ns, wall)
+            reason = self._find_stale(key, write, begin_ns, end_ns, wall)
             if reason is None:
                 return
             reasons.append(f"write {write.number}: {reason}")
@@ -143,7 +143,7 @@ class Model:
         ]
         raise Violation(f"wrong: {what} of {key} returned bytes that nobody stored there; they are of {others}")
 
-    def _stale(self, key: Key, write: Write, begin_ns: int, end_ns: int, wall: tuple[int, int]) -> str | None:
+    def _find_stale(self, key: Key, write: Write, begin_ns: int, end_ns: int, wall: tuple[int, int]) -> str | None:
         if write.begin_ns > end_ns:
             return "it was written later"
         after = write.end()

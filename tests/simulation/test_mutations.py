@@ -76,14 +76,14 @@ def test_a_removal_that_is_not_logged_is_seen(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_log_that_is_believed_to_its_end_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_tail, "_is_there", lambda entry, blocks, read: True)
+    monkeypatch.setattr(log_tail, "_is_complete", lambda entry, blocks, read: True)
     assert seen(in_a_crash, begin=944).startswith("lost")
 
 
 def test_a_value_on_another_device_that_is_acknowledged_before_the_old_ones_removal_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Core, "unsure", lambda self, tenant, key, but=None: [])
+    monkeypatch.setattr(Core, "undurable_disks", lambda self, tenant, key, but=None: [])
     assert seen(in_moves, _RARE, begin=3185).startswith("stale")
 
 
@@ -94,7 +94,7 @@ def test_an_old_value_that_is_removed_before_the_new_one_is_durable_elsewhere_is
 
     def early(self: Core, old: Entry, disk: Disk | None) -> Any:
         place, left = replace(self, old, disk)
-        self.leave(old.tenant, old.key, left)
+        self.free_old_copies(old.tenant, old.key, left)
         return place, []
 
     monkeypatch.setattr(Core, "replace", early)
@@ -102,7 +102,7 @@ def test_an_old_value_that_is_removed_before_the_new_one_is_durable_elsewhere_is
 
 
 def test_a_device_that_was_away_and_is_believed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "_stale", lambda disks: [])
+    monkeypatch.setattr(opening, "_find_stale", lambda disks: [])
     assert seen(in_absence, begin=932).startswith("stale")
 
 

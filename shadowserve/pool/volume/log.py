@@ -92,6 +92,11 @@ class Log:
         return self._previous_epoch
 
     @property
+    def blocks(self) -> int:
+        """Blocks of one copy."""
+        return self._layout.log_blocks
+
+    @property
     def blocks_free(self) -> int:
         """How many more blocks may be written; what is appended but not written yet has its share taken off."""
         pending = -(-len(self._pending) // (RECORD_BYTES * RECORDS_PER_BLOCK))

@@ -61,7 +61,7 @@ class LogTail:
             kind = int(record["kind"])
             key = int(record["tenant"]), record["key"].tobytes()
             if kind == RecordKind.PUT:
-                kept[at] = _is_there(IndexEntry.unpack(record.tobytes()), blocks, read)
+                kept[at] = _is_complete(IndexEntry.unpack(record.tobytes()), blocks, read)
                 self.torn.pop(key, None)
                 if not kept[at]:
                     self.torn[key] = None
@@ -79,7 +79,7 @@ def _joined(parts: list[Records]) -> Records:
     return np.concatenate(parts) if parts else np.zeros(0, INDEX_RECORD_DTYPE)
 
 
-def _is_there(entry: IndexEntry, blocks: int, read: ReadBlocks) -> bool:
+def _is_complete(entry: IndexEntry, blocks: int, read: ReadBlocks) -> bool:
     """Return whether the object that a put names is where it says, for all that is known.
 
     Where it cannot be read, nobody knows: it is believed, and whoever reads it checks it.

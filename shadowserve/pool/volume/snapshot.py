@@ -39,7 +39,8 @@ Living = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 SLICE_BLOCKS: Final = 64
 """About 2,000 objects: half a millisecond with the pool's lock held."""
 
-
+_RETRY_STEPS: Final = 64
+"""Steps of the volume between a failed snapshot and the next attempt."""
 _DUMPS_PER_STEP: Final = 4
 """Parts of the index that are looked at for a slice; where they hold nothing of this device, the next step goes on."""
 
@@ -228,3 +229,61 @@ class Snapshot:
 
     def _fail(self, error: Exception) -> None:
         self.error = self.error or error
+
+
+class SnapshotSchedule:
+    """Writes snapshots of a volume, one after the other: when a third of the log is used, or when one is wanted.
+
+    Attributes:
+        wanted: A snapshot begins with the next step, although the log has room.
+        written_bytes: Bytes of all snapshots, failed ones included.
+    """
+
+    def __init__(self, make: Callable[[int], Snapshot], log: Log, generation: int, *, wanted: bool) -> None:
+        """``make`` returns a new snapshot of a generation; ``generation`` is the first one's."""
+        self.wanted = wanted
+        self.completed = 0
+        self.failed = 0
+        self.written_bytes = 0
+        self._make = make
+        self._log = log
+        self._generation = generation
+        self._snapshot: Snapshot | None = None
+        self._steps_to_retry = 0
+
+    @property
+    def is_writing(self) -> bool:
+        return self._snapshot is not None
+
+    @property
+    def wants_step(self) -> bool:
+        """True if step() has more to do although the device completes nothing."""
+        return self._snapshot is not None and self._snapshot.wants_step
+
+    def step(self) -> None:
+        """Continue the snapshot, end it, or begin the next one."""
+        snapshot = self._snapshot
+        if snapshot is not None and snapshot.ended:
+            self._end(snapshot)
+        elif snapshot is not None and snapshot.wants_step:
+            snapshot.step()
+        used = self._log.sequence - self._log.first
+        if self._snapshot is None and (self.wanted or 3 * used >= self._log.blocks):
+            if self._steps_to_retry or self._log.error is not None:
+                self._steps_to_retry -= self._steps_to_retry > 0
+                return
+            self.wanted = False
+            self._snapshot = self._make(self._generation)
+            self._snapshot.step()
+
+    def _end(self, snapshot: Snapshot) -> None:
+        self.written_bytes += snapshot.written_bytes
+        if snapshot.header is not None:
+            self._log.first = snapshot.header.log_first
+            self._generation = snapshot.header.generation + 1
+            self.completed += 1
+        else:
+            self.failed += 1
+            self.wanted = True
+            self._steps_to_retry = _RETRY_STEPS
+        self._snapshot = None

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
 
 from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.clock import wall_clock_ms
@@ -28,6 +27,7 @@ from shadowserve.pool.volume.format import (
     NAME_PIECE_BYTES,
     RECORDS_PER_BLOCK,
     SUPERBLOCK_OFFSETS,
+    Layout,
     RecordFlag,
     RecordKind,
     Superblock,
@@ -41,13 +41,10 @@ from shadowserve.pool.volume.recovery import Recovery, RecoveryReport
 from shadowserve.pool.volume.repair import Repaired, repair_log
 from shadowserve.pool.volume.resizing import grown
 from shadowserve.pool.volume.retry_policy import RetryPolicy
-from shadowserve.pool.volume.snapshot import Living, Snapshot
+from shadowserve.pool.volume.snapshot import Living, Snapshot, SnapshotSchedule
 
 Call = Callable[[], None]
 Key = tuple[int, bytes]
-
-_RETRY_STEPS: Final = 64
-"""After a snapshot that failed, so many groups or steps later the next is tried."""
 
 
 class VolumeError(ShadowServeError):
@@ -105,22 +102,102 @@ class VolumeStatistics:
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """An object on its way: ``followers`` are records about it that must come behind its own."""
+    """An object that is being written.
+
+    Attributes:
+        followers: Records about the object that must be logged behind its own record.
+        superseded: A later write or a removal of the same key has overtaken this one.
+    """
 
     key: Key
     record: bytes
     name: bytes | None
     size: int
     ticket: Ticket
+    number: int
     followers: list[bytes] = field(default_factory=list)
     superseded: bool = False
+
+    @property
+    def log_blocks(self) -> int:
+        """Blocks of the log that are reserved for it."""
+        return _log_blocks(self.name) + len(self.followers)
+
+
+class _WritesInFlight:
+    """Objects whose bytes are on their way to the device: their records are not in the log yet.
+
+    Attributes:
+        log_blocks: Blocks of the log that are reserved for their records.
+        followers: Number of records that wait for the record of their object.
+    """
+
+    def __init__(self) -> None:
+        self.log_blocks = 0
+        self.followers = 0
+        self._by_key: dict[Key, list[_Write]] = {}
+        self._numbers: dict[int, None] = {}  # in ascending order
+        self._last_number = 0
+        self._waiting: deque[tuple[int, Call]] = deque()  # calls, each with the last write that it waits for
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def begin(self, key: Key, record: bytes, name: bytes | None, size: int) -> _Write:
+        self._last_number += 1
+        write = _Write(key, record, name, size, Ticket(), self._last_number)
+        self._by_key.setdefault(key, []).append(write)
+        self._numbers[write.number] = None
+        self.log_blocks += write.log_blocks
+        return write
+
+    def end(self, write: _Write) -> list[_Write]:
+        """Forget a write; return the older ones of the same key. call_waiting() follows when its record is logged."""
+        writes = self._by_key[write.key]
+        older = writes[: writes.index(write)]
+        writes.remove(write)
+        if not writes:
+            del self._by_key[write.key]
+        self.log_blocks -= write.log_blocks
+        self.followers -= len(write.followers)
+        return older
+
+    def call_waiting(self, write: _Write) -> None:
+        """Make the calls that have waited for this write and for no other one."""
+        del self._numbers[write.number]
+        oldest = next(iter(self._numbers), self._last_number + 1)
+        while self._waiting and self._waiting[0][0] < oldest:
+            self._waiting.popleft()[1]()
+
+    def after_all(self, call: Call) -> None:
+        """Call when each present write has its record in the log, or has failed; at once if there is none."""
+        if self._numbers:
+            self._waiting.append((self._last_number, call))
+        else:
+            call()
+
+    def follow(self, key: Key, record: bytes) -> bool:
+        """Log a record behind that of the newest write of its key; return False if no such write is in flight."""
+        if key not in self._by_key:
+            return False
+        self._by_key[key][-1].followers.append(record)
+        self.followers += 1
+        self.log_blocks += 1
+        return True
+
+    def supersede(self, key: Key) -> None:
+        for write in self._by_key.get(key, ()):
+            write.superseded = True
+
+    def supersede_tenant(self, tenant: int | None) -> None:
+        """Supersede all writes of a tenant, or of all tenants."""
+        for key in self._by_key:
+            if tenant is None or key[0] == tenant:
+                self.supersede(key)
 
 
 @dataclass(slots=True)
 class _Counters:
-    snapshots: int = 0
-    snapshots_failed: int = 0
-    snapshot_written_bytes: int = 0
     writes: int = 0
     writes_failed: int = 0
     written_bytes: int = 0
@@ -132,17 +209,17 @@ class Volume:
     """An open volume.
 
     Attributes:
-        device: that it is on.
-        number: of the device in the index.
-        superblock: what it is.
-        report: what opening it found.
-        tenants: names by id, as the volume knows them.
-        notes: the pool's own, by name, as note() left them.
-        generation_last: of the newest put that it knows of.
+        device: The device that holds it.
+        number: The index's number of the device.
+        superblock: Identity and layout.
+        report: Results of the recovery.
+        tenants: Names of tenants by id.
+        notes: Values that the pool has logged with note(), by name.
+        generation_last: Generation of the newest put that was recovered.
     """
 
-    def __init__(self, device: BlockDevice, index: Index, number: int, superblock: Superblock, living: Living) -> None:
-        """Use :meth:`open`."""
+    def __init__(self, device: BlockDevice, index: Index, number: int, superblock: Superblock) -> None:
+        """Call :meth:`open` instead."""
         self.device = device
         self.number = number
         self.superblock = superblock
@@ -150,31 +227,24 @@ class Volume:
         self.tenants: dict[int, bytes] = {}
         self.notes: dict[bytes, bytes] = {}
         self.generation_last = 0
-        self._living = living
         self._index = index
-        self._layout = superblock.layout
-        self._clock_ms: Callable[[], int] = wall_clock_ms
         self._extents = Extents(self._layout.data_first + self._layout.data_blocks)
         self._extents.reserve(0, self._layout.data_first)
         self._log: Log
+        self._recovery: Recovery | None = None  # until ready()
         self._torn: tuple[Key, ...] = ()
-        self._recovery: Recovery | None = None
-        self._snapshot: Snapshot | None = None
-        self._snapshot_generation = 1
-        self._snapshot_wanted = False
-        self._steps_to_retry = 0
-        self._writing: dict[Key, list[_Write]] = {}
-        self._in_flight: dict[int, None] = {}  # numbers of writes, in their order
-        self._write_number = 0
-        self._followers = 0  # of all writes
-        self._held: dict[Key, bytes] = {}
-        self._waits: deque[tuple[int, Callable[[], None]]] = deque()
-        self._reserved_blocks = 0
-        self._outbox: deque[Operation] = deque()
+        self._snapshots: SnapshotSchedule
+        self._writing = _WritesInFlight()
+        self._held: dict[Key, bytes] = {}  # records that snapshots still need, of objects that the index has no more
+        self._outbox: deque[Operation] = deque()  # operations that the device has not taken yet
         self._retry_policy = RetryPolicy()
-        self._calls: list[Call] = []
-        self._room: Ticket | None = None
+        self._calls: list[Call] = []  # to make without the pool's lock
+        self._room: Ticket | None = None  # settles when the log has room again
         self._counters = _Counters()
+
+    @property
+    def _layout(self) -> Layout:
+        return self.superblock.layout
 
     # ---- Making and opening
 
@@ -192,32 +262,32 @@ class Volume:
         clock_ms: Callable[[], int] | None = None,
         entropy: Callable[[int], bytes] = os.urandom,
     ) -> "Volume":
-        """Bring a volume's objects into the index. When all volumes are there: ``index.replayed()``, then ready().
+        """Bring a volume's objects into the index. After all volumes of the pool: ``index.replayed()``, then ready().
 
         Args:
-            device: that holds it; nobody else uses it.
-            index: of the pool.
-            number: that the device has in the index.
-            pool_id: of the pool; None for any.
-            living: returns those PUT records that snapshots are to have: the index may have some that were cleared.
+            device: Device with the volume; no other program uses it.
+            index: The pool's index.
+            number: The index's number of the device.
+            pool_id: Id of the pool; None accepts any.
+            living: Returns those PUT records that snapshots keep: the index may still have cleared objects.
             clock_ms: Unix time.
-            entropy: gives random bytes.
+            entropy: Returns random bytes.
 
         Raises:
-            FormatError: there is no volume, or one of another pool or of a newer version, or a damaged one.
-            OSError, DeviceError: the device failed.
+            FormatError: There is no volume, or one that is damaged, of another pool or of a newer version.
+            OSError, DeviceError: The device has failed.
         """
         begin = time.perf_counter()
         reader = BlockReader(device)
         superblock, damaged = read_superblocks(reader, device)
         formatted = check_superblock(superblock, damaged, device, pool_id)
         superblock = grown(formatted, device)
-        volume = cls(device, index, number, superblock, living)
-        volume._clock_ms = clock_ms or wall_clock_ms
+        volume = cls(device, index, number, superblock)
         recovery = volume._recovery = Recovery(reader, superblock, index, number)
         end = recovery.run()
         volume.report = recovery.report
         volume.report.superblocks_damaged = len(damaged)
+        volume._torn = end.torn
         volume._log = Log(
             superblock,
             volume.submit,
@@ -227,68 +297,84 @@ class Volume:
             sequence=end.sequence,
             durable=end.durable,
         )
-        volume._torn = end.torn
-        volume._snapshot_generation = recovery.generation_next
-        volume._repair_log(repair_log(reader, superblock, recovery.epochs))
-        volume._snapshot_wanted = bool(recovery.report.notes)
-        # Whatever was read may have been in a cache only: from here on it is built upon.
+        volume._note_repair(repair_log(reader, superblock, recovery.epochs))
+        volume._snapshots = volume._schedule_snapshots(recovery, living, clock_ms or wall_clock_ms)
+        # From here on the volume relies on what was read, which may have been in a cache only: write the superblocks
+        # that are not sound, or all of them where the volume has grown, and flush the device.
         stale = damaged if superblock == formatted else range(len(SUPERBLOCK_OFFSETS))
         write_blocks(reader, [(SUPERBLOCK_OFFSETS[copy], superblock.pack()) for copy in stale])
         volume.report.grown_bytes = superblock.device_bytes - formatted.device_bytes
         volume.report.seconds = time.perf_counter() - begin
         return volume
 
-    def _repair_log(self, repaired: Repaired) -> None:
-        """Note what came of repairing the log."""
+    def _schedule_snapshots(self, recovery: Recovery, living: Living, clock_ms: Callable[[], int]) -> SnapshotSchedule:
+        def make(generation: int) -> Snapshot:
+            return Snapshot(
+                self.superblock,
+                self.submit,
+                self._log,
+                self._index,
+                self.number,
+                generation,
+                tenants=self.tenants,
+                notes=self.notes,
+                held=self._held,
+                living=living,
+                settle_writes=self._writing.after_all,
+                clock_ms=clock_ms,
+            )
+
+        return SnapshotSchedule(make, self._log, recovery.generation_next, wanted=bool(recovery.report.notes))
+
+    def _note_repair(self, repaired: Repaired) -> None:
         self.report.log_blocks_repaired = repaired.written
         self.report.log_blocks_unrepaired = repaired.refused
         if repaired.refused:
             self.report.notes.append(
-                f"blocks of the log that are sound in one copy only: {repaired.refused}; the device does not take the "
-                f"other one ({repaired.error}). They are needed until a snapshot is written, which begins now"
+                f"{repaired.refused} blocks of the log are sound in one copy only, and the device does not accept "
+                f"writes of the other copy ({repaired.error}). A snapshot that begins now replaces them"
             )
 
     @property
     def recovered_tenants(self) -> list[int]:
-        """Tenants whose objects may be on it, before it is ready."""
+        """Tenants that may have objects in the volume, before ready()."""
         assert self._recovery is not None
         return [0, *self._recovery.names.tenants]
 
     def ready(self) -> None:
-        """End the recovery, after ``index.replayed()`` for all volumes of the index: from now on it takes writes."""
+        """End the recovery, after ``index.replayed()`` for all volumes of the index; the volume then takes writes."""
         begin = time.perf_counter()
         recovery, self._recovery = self._recovery, None
-        assert recovery is not None, "a volume gets ready once"
+        assert recovery is not None, "ready() was called twice"
         recovery.drop_nameless()
         recovery.reserve(self._extents)
-        names = recovery.names
-        self.tenants, self.notes = names.tenants, names.notes
+        self.tenants, self.notes = recovery.names.tenants, recovery.names.notes
         self.generation_last = recovery.generation_last
-        self._repair(self._torn)
+        self._log_torn_keys()
         self.report.objects = self._index.totals(device=self.number).objects
         self.report.seconds += time.perf_counter() - begin
 
-    def _repair(self, torn: tuple[Key, ...]) -> None:
-        """Log what is so of keys whose last put in the log never was, before anything else."""
-        for key in torn:
+    def _log_torn_keys(self) -> None:
+        """Log the present state of keys whose last put is torn, before any other record."""
+        for key in self._torn:
             slot = self._index.find(*key)
             entry = self._index.read(slot) if slot else None
             if entry is not None and entry.device == self.number:
-                self._log.append(_texts(key, self._index.name(slot)) + _anonymous(entry.pack()))
+                self._log.append(_name_records(key, self._index.name(slot)) + _without_device(entry.pack()))
             else:
                 self._log.append(pack_record(RecordKind.REMOVE, *key))
 
     # ---- Room
 
     def reserve(self, length: int) -> int | None:
-        """Return the first block for an object of ``length`` bytes, header included; None: no room, free something."""
+        """Return the first block of an extent for ``length`` bytes, header included; None if there is no room."""
         return self._extents.allocate(-(-length // BLOCK_BYTES))
 
     def free(self, extent: int, length: int) -> None:
-        """Give an extent back, after what removes or replaces its object was logged or written.
+        """Free an extent, after the removal or replacement of its object was logged or written.
 
-        It can be reserved again when that is durable: whatever happens, what the log names is not overwritten. Nothing
-        may be reading or writing it any more.
+        The extent is reused only when that is durable, so nothing overwrites an object that the log still names. No
+        operation may read or write the extent any more.
         """
         blocks = -(-length // BLOCK_BYTES)
         self._counters.freeing_blocks += blocks
@@ -298,7 +384,7 @@ class Volume:
                 self._counters.freeing_blocks -= blocks
                 self._extents.free(extent, blocks)
 
-        self._after_writes(lambda: self._log.when_durable(free))
+        self._writing.after_all(lambda: self._log.when_durable(free))
 
     @property
     def data_blocks(self) -> int:
@@ -307,28 +393,28 @@ class Volume:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks of 4 KiB that reserve() may give, if they lie together."""
+        """Free blocks of 4 KiB, in any number of pieces."""
         return self._extents.free_blocks
 
     @property
     def freeing_blocks(self) -> int:
-        """Blocks of removed objects: free as soon as their removal is durable, which takes one group of the log."""
+        """Blocks of removed objects; they become free when the removal is durable, after one group of the log."""
         return self._counters.freeing_blocks
 
     @property
     def objects_max(self) -> int:
-        """Most objects; named ones count for as many records as their name takes, and one, of two for each object."""
+        """Most objects. An object with a name takes more of the records, of which there are two for each object."""
         return self._layout.objects_max
 
     @property
     def error(self) -> Exception | None:
-        """Why nothing can be written any more; what is there can still be read. None while all is well."""
+        """Error after which the volume accepts no writes; reads still work. None while all is well."""
         return self._log.error
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way that a restart would have to do without."""
-        rests = self.error is not None or (self._log.idle and self._snapshot is None)
+        """True if no operation is in progress whose result a restart would need."""
+        rests = self.error is not None or (self._log.idle and not self._snapshots.is_writing)
         return rests and not self._writing and not self._outbox and not self._retry_policy.waiting
 
     # ---- Changes
@@ -360,39 +446,30 @@ class Volume:
         if self.error is not None:
             raise VolumeError(
                 f"device {self.device.name} takes no more writes since one failed ({self.error}); "
-                "replace the device, or restart to try it again"
+                "replace the device, or restart the server to try it again"
             )
-        need = _log_blocks(name)
-        if self._log.blocks_free - self._reserved_blocks - need < self._layout.log_blocks // 8:
+        if self._log.blocks_free - self._writing.log_blocks - _log_blocks(name) < self._layout.log_blocks // 8:
             self._counters.busy += 1
             raise BusyError(f"the log of device {self.device.name} is nearly full", self._room_ticket())
-        key = _key_of(record)
         totals = self._index.totals(device=self.number)
         if totals.objects + totals.name_records > self._layout.records_max:
             raise OutOfBudgetError(
                 f"device {self.device.name} has as many objects and names as it was formatted for "
                 f"({self._layout.objects_max} objects); evict some, or format it with a larger objects_max"
             )
+        key = _key_of(record)
         size = blocks_of(int.from_bytes(record[12:16], "little"), record[3]) * BLOCK_BYTES
-        write = _Write(key, _anonymous(record), name, size, Ticket())
+        write = self._writing.begin(key, _without_device(record), name, size)
         self._held.pop(key, None)
-        self._reserved_blocks += need
-        self._writing.setdefault(key, []).append(write)
-        self._write_number += 1
-        number = self._write_number
-        self._in_flight[number] = None
-        self.submit(
-            [
-                Operation(
-                    OperationKind.WRITE,
-                    extent * BLOCK_BYTES,
-                    size,
-                    address,
-                    Priority.WRITE,
-                    lambda operation: self._written(number, write, operation.error),
-                )
-            ]
+        operation = Operation(
+            OperationKind.WRITE,
+            extent * BLOCK_BYTES,
+            size,
+            address,
+            Priority.WRITE,
+            lambda ended: self._written(write, ended.error),
         )
+        self.submit([operation])
         return write.ticket
 
     def hold(self, record: bytes) -> None:
@@ -403,7 +480,7 @@ class Volume:
         Args:
             record: its PUT, as ``IndexEntry.pack()`` makes it.
         """
-        self._held[_key_of(record)] = _anonymous(record)
+        self._held[_key_of(record)] = _without_device(record)
 
     def log(self, record: bytes) -> None:
         """Log a change of the index: REMOVE, EXPIRE, PIN or CLEAR, 128 bytes; barrier() tells when it is durable.
@@ -415,18 +492,14 @@ class Volume:
             return
         self._need_room(None)
         kind, key = record[0], _key_of(record)
-        if kind in (RecordKind.EXPIRE, RecordKind.PIN) and key in self._writing:
-            self._reserved_blocks += 1
-            self._writing[key][-1].followers.append(_anonymous(record))
-            self._followers += 1
+        if kind in (RecordKind.EXPIRE, RecordKind.PIN) and self._writing.follow(key, _without_device(record)):
             return
         if kind == RecordKind.REMOVE:
             self._held.pop(key, None)
-            for write in self._writing.get(key, ()):
-                write.superseded = True
+            self._writing.supersede(key)
         elif kind == RecordKind.CLEAR:
             self._cleared(None if record[1] & RecordFlag.EVERY_TENANT else key[0])
-        self._log.append(_anonymous(record))
+        self._log.append(_without_device(record))
 
     def name_tenant(self, tenant: int, name: bytes) -> None:
         """Log what a tenant's id stands for; barrier() tells when it is durable.
@@ -453,8 +526,8 @@ class Volume:
     def barrier(self) -> Ticket | None:
         """Return a ticket that is settled when all changes logged so far are durable; None if they are."""
         ticket = Ticket()
-        if self._followers:
-            self._after_writes(lambda: self._log.when_durable(self._settling(ticket)))
+        if self._writing.followers:
+            self._writing.after_all(lambda: self._log.when_durable(self._settling(ticket)))
         elif self.error is None and self._log.is_durable:
             return None
         else:
@@ -490,10 +563,10 @@ class Volume:
             operation.done(operation)
         if again := self._retry_policy.due():
             self.submit(again)
-        if not self.idle or self._snapshot_wanted or self._room is not None:
+        if not self.idle or self._snapshots.wanted or self._room is not None:
             self._log.step()
-            self._step_snapshot()
-            self._log.step()
+            self._snapshots.step()
+            self._log.step()  # with what the snapshot has asked for
             self._send()
             if self._room is not None and (self.error is not None or self._has_room()):
                 room, self._room = self._room, None
@@ -504,17 +577,16 @@ class Volume:
     @property
     def wants_step(self) -> bool:
         """Whether step() has more to do that the device does not publish."""
-        return self._snapshot is not None and self._snapshot.wants_step
+        return self._snapshots.wants_step
 
     def snapshot(self) -> None:
         """Begin a snapshot with the next step although the log has room: the next start is then quicker."""
-        self._snapshot_wanted = True
+        self._snapshots.wanted = True
 
     @property
     def written_bytes(self) -> int:
         """Bytes that were written since it was opened: objects, both copies of the log, snapshots."""
-        counters = self._counters
-        return counters.written_bytes + self._log.written_bytes + counters.snapshot_written_bytes
+        return self._counters.written_bytes + self._log.written_bytes + self._snapshots.written_bytes
 
     @property
     def busy(self) -> int:
@@ -523,7 +595,7 @@ class Volume:
 
     def statistics(self) -> VolumeStatistics:
         """Return counters and sizes."""
-        counters, log = self._counters, self._log
+        counters, log, snapshots = self._counters, self._log, self._snapshots
         return VolumeStatistics(
             objects=self._index.totals(device=self.number).objects,
             capacity_bytes=self._layout.data_blocks * BLOCK_BYTES,
@@ -533,9 +605,9 @@ class Volume:
             log_used_bytes=(log.sequence - log.first) * BLOCK_BYTES,
             log_groups=log.groups,
             log_written_bytes=log.written_bytes,
-            snapshots=counters.snapshots,
-            snapshots_failed=counters.snapshots_failed,
-            snapshot_written_bytes=counters.snapshot_written_bytes,
+            snapshots=snapshots.completed,
+            snapshots_failed=snapshots.failed,
+            snapshot_written_bytes=snapshots.written_bytes,
             writes=counters.writes,
             writes_failed=counters.writes_failed,
             written_bytes=counters.written_bytes,
@@ -562,15 +634,9 @@ class Volume:
                 return
             self._outbox.popleft()
 
-    def _written(self, number: int, write: _Write, error: OSError | None) -> None:
-        """Go on with an object whose bytes are on the device, or are not."""
-        writes = self._writing[write.key]
-        older = writes[: writes.index(write)]
-        writes.remove(write)
-        if not writes:
-            del self._writing[write.key]
-        self._reserved_blocks -= _log_blocks(write.name) + len(write.followers)
-        self._followers -= len(write.followers)
+    def _written(self, write: _Write, error: OSError | None) -> None:
+        """Log the record of an object whose bytes are on the device, or its removal where they are not."""
+        older = self._writing.end(write)
         if write.superseded:
             self._log.when_durable(self._settling(write.ticket))
         elif error is not None:
@@ -584,12 +650,9 @@ class Volume:
                 each.superseded = True
             self._counters.writes += 1
             self._counters.written_bytes += write.size
-            self._log.append(_texts(write.key, write.name) + write.record + b"".join(write.followers))
+            self._log.append(_name_records(write.key, write.name) + write.record + b"".join(write.followers))
             self._log.when_durable(self._settling(write.ticket))
-        del self._in_flight[number]
-        oldest = next(iter(self._in_flight), self._write_number + 1)
-        while self._waits and self._waits[0][0] < oldest:
-            self._waits.popleft()[1]()
+        self._writing.call_waiting(write)
 
     def _settling(self, ticket: Ticket) -> Callable[[Exception | None], None]:
         def settle(error: Exception | None) -> None:
@@ -601,16 +664,13 @@ class Volume:
         return settle
 
     def _cleared(self, tenant: int | None) -> None:
-        for key, writes in self._writing.items():
-            if tenant is None or key[0] == tenant:
-                for write in writes:
-                    write.superseded = True
+        self._writing.supersede_tenant(tenant)
         for key in [key for key in self._held if tenant is None or key[0] == tenant]:
             del self._held[key]
 
     def _need_room(self, text: bytes | None) -> None:
         """Raise BusyError unless the log takes one more record, or that of a text, beside what it must take anyway."""
-        if self._log.blocks_free - self._reserved_blocks <= _log_blocks(text):
+        if self._log.blocks_free - self._writing.log_blocks <= _log_blocks(text):
             self._counters.busy += 1
             raise BusyError(f"the log of device {self.device.name} is full", self._room_ticket())
 
@@ -620,66 +680,19 @@ class Volume:
         return self._room
 
     def _has_room(self) -> bool:
-        return self._log.blocks_free - self._reserved_blocks - _log_blocks(None) >= self._layout.log_blocks // 8
-
-    def _step_snapshot(self) -> None:
-        snapshot = self._snapshot
-        if snapshot is not None and snapshot.ended:
-            self._counters.snapshot_written_bytes += snapshot.written_bytes
-            if snapshot.header is not None:
-                self._log.first = snapshot.header.log_first
-                self._snapshot_generation = snapshot.header.generation + 1
-                self._counters.snapshots += 1
-            else:
-                self._counters.snapshots_failed += 1
-                self._snapshot_wanted = True
-                self._steps_to_retry = _RETRY_STEPS
-            self._snapshot = None
-        elif snapshot is not None and snapshot.wants_step:
-            snapshot.step()
-        used = self._log.sequence - self._log.first
-        if self._snapshot is None and (self._snapshot_wanted or 3 * used >= self._layout.log_blocks):
-            if self._steps_to_retry or self.error is not None:
-                self._steps_to_retry -= self._steps_to_retry > 0
-                return
-            self._snapshot_wanted = False
-            self._snapshot = self._new_snapshot()
-            self._snapshot.step()
-
-    def _new_snapshot(self) -> Snapshot:
-        return Snapshot(
-            self.superblock,
-            self.submit,
-            self._log,
-            self._index,
-            self.number,
-            self._snapshot_generation,
-            tenants=self.tenants,
-            notes=self.notes,
-            held=self._held,
-            living=self._living,
-            settle_writes=self._after_writes,
-            clock_ms=self._clock_ms,
-        )
-
-    def _after_writes(self, call: Callable[[], None]) -> None:
-        """Call when every write that is under way now has its record in the log, or has failed."""
-        if self._in_flight:
-            self._waits.append((self._write_number, call))
-        else:
-            call()
+        return self._log.blocks_free - self._writing.log_blocks - _log_blocks(None) >= self._layout.log_blocks // 8
 
 
 def _key_of(record: bytes) -> Key:
     return int.from_bytes(record[4:6], "little"), record[40:72]
 
 
-def _anonymous(record: bytes) -> bytes:
+def _without_device(record: bytes) -> bytes:
     """Return the record without the device's number, which is the pool's of today."""
     return record if record[2] == 0 else record[:2] + b"\0" + record[3:]
 
 
-def _texts(key: Key, name: bytes | None) -> bytes:
+def _name_records(key: Key, name: bytes | None) -> bytes:
     """Return the records of a key's text, if it has one."""
     return b"" if name is None else pack_name(RecordKind.NAME, *key, name)
 

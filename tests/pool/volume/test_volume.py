@@ -92,7 +92,7 @@ def test_an_object_of_a_tenant_that_nobody_knows_is_dropped() -> None:
     assert again.get(KEY, tenant=9) is None and again.volume.report.unnamed == 1
 
 
-def test_a_nearly_full_log_turns_writers_away_until_a_snapshot_is_there() -> None:
+def test_a_nearly_full_log_turns_writers_away_until_a_snapshot_is_complete() -> None:
     store = Store(device_of())
     device = store.device
     assert isinstance(device, SimulatedDevice)

@@ -188,7 +188,7 @@ def test_a_copy_that_cannot_be_written_keeps_no_volume_from_opening() -> None:
     check_all(store)
     report = store.volume.report
     assert report.log_blocks_repaired == 2 and report.log_blocks_unrepaired == 1
-    assert "sound in one copy only: 1;" in report.notes[0] and "Input/output" in report.notes[0]
+    assert "1 blocks of the log are sound in one copy only" in report.notes[0] and "Input/output" in report.notes[0]
     store.step()
     store.drain()
     assert store.volume.statistics().snapshots == 1, "so that nobody needs the block any more"
