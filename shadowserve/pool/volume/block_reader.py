@@ -24,17 +24,16 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class BlockReader:
-    """Reads blocks of a device that nobody else uses yet, several requests at a time.
+    """Reads blocks of a device that no pool uses, several requests at a time.
 
-    What fails is tried once more; while the device is just busy, or the system short of something, again and again,
-    and then it is an error. What cannot be read for another reason comes as zeros.
+    A failed block is read once more; while the device is only busy, again and again, and then it is an error. Blocks
+    that cannot be read for another reason are returned as zeros.
 
     Attributes:
-        unreadable: blocks that came as zeros since they could not be read.
+        unreadable: Blocks that were returned as zeros since they could not be read.
     """
 
     def __init__(self, device: BlockDevice) -> None:
-        """Read from ``device``."""
         self._device = device
         self._buffers = [Pages(_PIECE_BLOCKS * BLOCK_BYTES) for _ in range(_DEPTH)]
         self._single = Pages(BLOCK_BYTES)
@@ -44,11 +43,11 @@ class BlockReader:
         self._pause_s, self._paused_s = _PAUSE_FIRST_S, 0.0
 
     def run(self, operation: Operation) -> None:
-        """Do one operation and wait for it.
+        """Run one operation and wait for it.
 
         Raises:
-            OSError: it failed.
-            DeviceError: the device does not answer.
+            OSError: It has failed.
+            DeviceError: The device does not answer.
         """
         while True:
             operation.error = None
@@ -59,10 +58,10 @@ class BlockReader:
             self._pause(operation)
 
     def block(self, number: int) -> bytes:
-        """Return one block; zeros if it cannot be read. Also while pieces are being read: theirs are other buffers.
+        """Return one block; zeros if it cannot be read. Allowed during pieces(), which uses other buffers.
 
         Raises:
-            OSError: the device was busy all the time.
+            OSError: The device stayed busy.
         """
         operation = self._read(number, 1, self._single.address)
         self._wait(operation)
@@ -71,15 +70,15 @@ class BlockReader:
         return bytes(self._single.view[:BLOCK_BYTES])
 
     def pieces(self, first: int, count: int) -> Iterator[tuple[int, Bytes]]:
-        """Yield (number of its first block, bytes), in order; what cannot be read is zeros. Good until the next one.
+        """Yield (number of the first block, bytes) in order, zeros for unreadable blocks. Valid until the next one.
 
         Raises:
-            OSError: the device was busy all the time.
+            OSError: The device stayed busy.
         """
         return self.runs([(first, count)])
 
     def runs(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Bytes]]:
-        """Yield what pieces() does of several runs, each a first block and a count."""
+        """Yield the pieces of several ranges, each a first block and a count."""
         parts = [
             (start, min(_PIECE_BLOCKS, first + count - start))
             for first, count in runs
@@ -111,7 +110,7 @@ class BlockReader:
         return first, self._buffers[turn % _DEPTH].array[: operation.length]
 
     def _read_again(self, number: int, address: int) -> bool:
-        """Read a block that could not be read the first time; return whether it could now."""
+        """Read a block again after a failure; return whether that has succeeded."""
         while True:
             single = self._read(number, 1, address)
             self._wait(single)
@@ -124,7 +123,7 @@ class BlockReader:
             self._pause(single)
 
     def _pause(self, operation: Operation) -> None:
-        """Wait before what has failed is tried again; raise its error where that would not help."""
+        """Wait before a failed operation is tried again; raise its error if that would not help."""
         error = operation.error
         assert error is not None
         flushing = operation.kind is OperationKind.FLUSH
@@ -135,15 +134,15 @@ class BlockReader:
         self._pause_s = min(2 * self._pause_s, 1.0)
 
     def unreadable_error(self) -> OSError:
-        """Return why the first of the blocks that are unreadable could not be read."""
+        """Return the error of the first unreadable block."""
         assert self._error is not None
         return self._error
 
     def must_have_read(self, blocks: Iterable[int]) -> None:
-        """See that blocks of which nothing sound was found were read, and not just taken for zeros.
+        """Check that blocks without sound content were really read, and not only taken for zeros.
 
         Raises:
-            OSError: one was not, with what to do about it.
+            OSError: One was not read; the message says what to do.
         """
         missing = self.unreadable.intersection(blocks)
         if missing:
@@ -173,15 +172,15 @@ class BlockReader:
         self._ended.discard(id(operation))
 
     def _done(self, operation: Operation) -> None:
-        """Nothing: completions are taken in _wait()."""
+        """No-op: _wait() takes completions."""
 
 
 def read_superblocks(reader: BlockReader, device: BlockDevice) -> tuple[Superblock | None, list[int]]:
-    """Return what the sound copy says, and which copies are not sound.
+    """Return the superblock of the sound copies, and the copies that are not sound.
 
     Raises:
-        FormatError: of a newer version, or two sound copies that differ.
-        OSError: there is no sound copy, and one could not be read.
+        FormatError: It is of a newer version, or two sound copies differ.
+        OSError: There is no sound copy, and one could not be read.
     """
     sound: dict[int, Superblock] = {}
     for number, offset in enumerate(SUPERBLOCK_OFFSETS):

@@ -20,7 +20,7 @@ from shadowserve.pool.volume.format import (
 
 
 class Objection(NamedTuple):
-    """Why a volume cannot be used although its superblock is sound: the part that it is about, and the words for it."""
+    """Reason why a volume with a sound superblock cannot be used: the part, and a message."""
 
     part: str
     what: str
@@ -36,20 +36,20 @@ def format_volume(
     clock_ms: Callable[[], int] | None = None,
     entropy: Callable[[int], bytes] = os.urandom,
 ) -> Superblock:
-    """Make an empty volume of a device, for good; everything that is on it is lost.
+    """Make an empty volume on a device; all its content is lost.
 
     Args:
-        device: nobody else uses it.
-        pool_id: 16 bytes; devices of one pool have the same.
-        objects_max: most objects that it shall hold.
-        log_bytes: of each copy of the log; by default what suits ``objects_max``.
-        force: without looking whether something is there already.
+        device: The device; no other program uses it.
+        pool_id: 16 bytes, the same for all devices of a pool.
+        objects_max: Most objects.
+        log_bytes: Bytes of each copy of the log; None for a size that suits ``objects_max``.
+        force: Do not check for present content.
         clock_ms: Unix time.
-        entropy: gives random bytes.
+        entropy: Returns random bytes.
 
     Raises:
-        FormatError: it is too small, or something is there, or somebody uses it.
-        OSError: the device failed.
+        FormatError: The device is too small, has content, or is in use.
+        OSError: The device has failed.
     """
     user = used_by(device.name)
     if user is not None:
@@ -77,11 +77,11 @@ def format_volume(
 
 
 def check_empty(device: BlockDevice) -> None:
-    """See that a device without a superblock may be formatted.
+    """Check that a device without a superblock may be formatted.
 
     Raises:
-        FormatError: something is on it; the message says what, and what to do.
-        OSError: it cannot be read.
+        FormatError: It has content; the message says which, and what to do.
+        OSError: It cannot be read.
     """
     found = describe_content(device)
     if found is None:
@@ -101,13 +101,13 @@ def check_empty(device: BlockDevice) -> None:
 def check_superblock(
     superblock: Superblock | None, damaged: Sequence[int], device: BlockDevice, pool_id: bytes | None
 ) -> Superblock:
-    """Return the superblock if the volume can be used; raise FormatError with what to do if not.
+    """Return the superblock of a usable volume, otherwise raise FormatError with what to do.
 
     Args:
-        superblock: of the device, if there is one.
-        damaged: which copies of it are not sound.
-        device: that it is on.
-        pool_id: that it must belong to; None for any.
+        superblock: The device's superblock, if there is one.
+        damaged: Copies of it that are not sound.
+        device: The device.
+        pool_id: Required pool; None for any.
     """
     if superblock is None:
         check_empty(device)
@@ -124,13 +124,7 @@ def check_superblock(
 
 
 def find_objection(superblock: Superblock, damaged: Sequence[int], device: BlockDevice) -> Objection | None:
-    """Return why a volume with a sound superblock cannot be used; None if it can. For those who open it or look at it.
-
-    Args:
-        superblock: that is sound.
-        damaged: which copies of it are not.
-        device: that it is on.
-    """
+    """Return why a volume with a sound superblock cannot be used; None if it can be."""
     if superblock.device_bytes > device.capacity_bytes:
         return Objection(
             "size",
@@ -158,4 +152,4 @@ def write_blocks(reader: BlockReader, blocks: Sequence[tuple[int, bytes]]) -> No
 
 
 def _nothing(_operation: Operation) -> None:
-    """Nothing: whoever runs an operation by a BlockReader waits for it."""
+    """No-op: a BlockReader waits for its operations itself."""

@@ -1,13 +1,12 @@
-"""What a volume held when it was left, however it was left: the newest sound snapshot, and the log from there on.
+"""Recovery: replays a volume's newest sound snapshot and the log behind it, however the volume was left.
 
-The log ends at the first block that is not the successor of the one before. Normally nobody was ever told that what
-lies beyond is durable. Where a later block says that it was (``durable``), it has rotted in both copies: then records
-are missing that somebody relies on. Replay goes on behind the gap, and of what was there before it only those objects
-stay that carry their own proof: records, whose key says what their bytes are. Values of other keys may have been
-replaced or removed in the gap, so they are dropped and counted. The same holds where a snapshot has to be taken that
-the log does not reach back to any more.
+The log ends at the first block that is not the successor of the one before; normally nothing behind it was ever
+acknowledged. If a later block says that it was durable (``durable``), it was damaged in both copies, and acknowledged
+records are missing. Then replay continues behind the gap. Of the objects before it only records stay, since their key
+proves their bytes; values of other keys may have been replaced or removed in the gap, so they are dropped and counted.
+The same holds for a snapshot that the log does not reach back to.
 
-Of the last group nothing says that its flush was complete: what it put is read before it is believed (tail.py).
+Nothing proves that the flush of the last group was complete: its puts are read before they are believed (log_tail.py).
 """
 
 from collections import Counter
@@ -37,7 +36,7 @@ from shadowserve.pool.volume.log import GROUP_BLOCKS_MAX
 from shadowserve.pool.volume.log_tail import Key, LogTail
 
 _WINDOW_BLOCKS: Final = 4 * GROUP_BLOCKS_MAX
-"""How far behind the log's end is looked for blocks that say it is none: what rots is a page or an erase block."""
+"""Blocks behind the log's end that are searched for proof that it is no end: damage hits a page or an erase block."""
 
 _TENANTS: Final = 1 << 16
 _SEQUENCE_OFFSET: Final = 32
@@ -48,27 +47,27 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(slots=True, kw_only=True)
 class RecoveryReport:
-    """What opening a volume found.
+    """Results of opening a volume.
 
     Attributes:
-        objects: that it holds.
-        snapshot_records: replayed from the snapshot.
-        log_blocks: replayed.
-        log_records: in them.
-        seconds: that it took.
-        superblocks_damaged: copies of the superblock that were not sound; they are written anew.
-        grown_bytes: by which the volume has grown, as its device had.
-        snapshots_damaged: headers, or blocks of a snapshot, that were not sound.
-        log_blocks_damaged: gaps in what had been acknowledged, in blocks, both copies.
-        log_blocks_repaired: blocks of the log that were sound in one copy only; the other one was written anew.
-        log_blocks_unrepaired: likewise, but the device refused to write it: there is one copy until the next snapshot.
-        unproven: objects dropped because a gap may have held their removal.
-        unnamed: objects dropped because the text of their key is not there.
-        overlapping: objects dropped because another one, stored later, lies where they lay.
-        refused: records with impossible fields.
-        torn: puts of the last group whose bytes are not there: their writers were never told that they are.
-        lost: the objects that were dropped, by reason (three fields above) and tenant; 0 for one without a name.
-        notes: what went wrong, in words.
+        objects: Present objects.
+        snapshot_records: Replayed records of the snapshot.
+        log_blocks: Replayed blocks of the log.
+        log_records: Records in them.
+        seconds: Duration.
+        superblocks_damaged: Damaged copies of the superblock; they are written again.
+        grown_bytes: Bytes by which the volume has grown with its device.
+        snapshots_damaged: Snapshots with a damaged header or block.
+        log_blocks_damaged: Acknowledged blocks of the log that are damaged in both copies.
+        log_blocks_repaired: Blocks of the log with one sound copy; the other copy was written again.
+        log_blocks_unrepaired: Such blocks where that failed: they have one copy until the next snapshot.
+        unproven: Objects dropped since a gap may have had their removal.
+        unnamed: Objects dropped since the text of their key is missing.
+        overlapping: Objects dropped since a later object overlaps them.
+        refused: Records with impossible fields.
+        torn: Puts of the last group without their bytes; they were never acknowledged.
+        lost: Dropped objects by reason (the three fields above) and tenant; 0 for tenants without a name.
+        notes: Problems, in words.
     """
 
     objects: int = 0
@@ -92,17 +91,20 @@ class RecoveryReport:
 
     @property
     def dropped(self) -> int:
-        """Objects that were stored and are not there any more."""
+        """Stored objects that were dropped."""
         return self.unproven + self.unnamed + self.overlapping
 
 
 @dataclass(slots=True, kw_only=True)
 class LogEnd:
-    """Where the log goes on: ``sequence`` is the next block's, ``epoch`` the last one's, ``first`` still needed.
+    """The end of the log, where writing continues.
 
     Attributes:
-        durable: the last block that may be believed without looking.
-        torn: keys of puts that are not to be believed: the log's next records say so.
+        first: Oldest block that is still needed.
+        sequence: Number of the next block.
+        epoch: Epoch of the last block.
+        durable: Last block that is known to be durable.
+        torn: Keys of puts that were not believed; the log's next records must say so.
     """
 
     first: int
@@ -113,23 +115,22 @@ class LogEnd:
 
 
 class NameReader:
-    """Puts texts together from records that may be anything.
+    """Joins names of tenants and notes of the pool from records that may be anything. The index has the texts of keys.
 
     Attributes:
-        tenants: names by id.
-        notes: of the pool, by name.
-        refused: records that cannot be.
+        tenants: Names by id.
+        notes: The pool's notes by name.
+        refused: Records with impossible fields.
     """
 
     def __init__(self) -> None:
-        """Begin without any."""
         self.tenants: dict[int, bytes] = {}
         self.notes: dict[bytes, bytes] = {}
         self.refused = 0
         self._pieces: dict[tuple[int, bytes], dict[int, bytes]] = {}
 
     def read(self, records: npt.NDArray[Any]) -> None:
-        """Take TENANT records, in the order of the log."""
+        """Process TENANT records in the order of the log."""
         content = np.ascontiguousarray(records).tobytes()
         for at in range(0, len(content), RECORD_BYTES):
             self._read(content[at : at + RECORD_BYTES])
@@ -156,10 +157,10 @@ class NameReader:
 
 
 class Recovery:
-    """Brings the objects of one volume into an index."""
+    """Recovers the objects of one volume into an index."""
 
     def __init__(self, reader: BlockReader, superblock: Superblock, index: Index, number: int) -> None:
-        """Recover the volume of ``superblock`` as device ``number`` of ``index``."""
+        """``number`` is the index's number of the device."""
         self.report = RecoveryReport()
         self.names = NameReader()
         self.epochs: dict[int, int] = {}
@@ -178,7 +179,7 @@ class Recovery:
         self._blocks = superblock.layout.data_first + superblock.layout.data_blocks
 
     def run(self) -> LogEnd:
-        """Replay the best snapshot and the log; return where the log goes on."""
+        """Replay the best snapshot and the log; return the end of the log."""
         headers = self._headers()
         self.generation_newest = headers[0].generation if headers else 0
         durable = headers[0].log_last if headers else 0
@@ -202,7 +203,7 @@ class Recovery:
 
     @property
     def generation_next(self) -> int:
-        """The number of the next snapshot: a new one, and not of the region that the volume was recovered from."""
+        """Generation of the next snapshot: a new number, and not of the region that the volume was recovered from."""
         after = max(self.generation_newest, self._generation_seen) + 1
         return after + (self._used is not None and after % 2 == self._used.generation % 2)
 
@@ -225,13 +226,13 @@ class Recovery:
         return sorted(found, key=lambda header: -header.generation)
 
     def _reaches(self, header: SnapshotHeader) -> bool:
-        """Whether the log still has, or never had, the block that replay begins with."""
+        """Return whether the log still has, or never had, the first block to replay."""
         if header.log_last < header.log_first:
             return True
         return self._log_block(header.log_first, header.log_epoch) is not None
 
     def _load(self, header: SnapshotHeader) -> bool:
-        """Replay a snapshot; return whether all of it was there."""
+        """Replay a snapshot; return whether it was complete."""
         first = self._layout.snapshot_firsts[header.generation % 2] + 1
         damaged = 0
         for number, data in self._reader.pieces(first, header.blocks):
@@ -256,7 +257,7 @@ class Recovery:
     # ---- The log
 
     def _log_block(self, sequence: int, epoch: int | None = None) -> tuple[BlockHeader, bytes] | None:
-        """Return a block of the log from whichever copy has it, behind one of the run ``epoch``; None: whatever was."""
+        """Return a block of the log from either copy, behind a block of the run ``epoch``; None accepts any."""
         for first in self._layout.log_firsts:
             data = self._reader.block(first + sequence % self._layout.log_blocks)
             header = unpack_block(LOG_MAGIC, self._volume_id, memoryview(data))
@@ -265,7 +266,7 @@ class Recovery:
         return None
 
     def _replay(self, sequence: int, epoch: int, durable: int) -> LogEnd:
-        """Replay the log from a block on, and behind gaps."""
+        """Replay the log from a block on, continuing behind gaps."""
         first = sequence
         tail = self._tail
         tail.proven = max(tail.proven, durable)
@@ -291,7 +292,7 @@ class Recovery:
         return LogEnd(first=first, sequence=sequence, epoch=epoch, durable=durable, torn=tuple(tail.torn))
 
     def _log_places(self, sequence: int, end: int) -> list[int]:
-        """Return the blocks of the device for those of the log from ``sequence`` until ``end``, of both copies."""
+        """Return the device's blocks of both copies of the log's blocks ``[sequence, end)``."""
         places = [number % self._layout.log_blocks for number in range(sequence, end)]
         return [first + place for first in self._layout.log_firsts for place in places]
 
@@ -300,7 +301,7 @@ class Recovery:
             self._reader.must_have_read(copies)
 
     def _replay_chain(self, sequence: int, epoch: int) -> tuple[int, int]:
-        """Replay blocks while each is the successor of the one before; return the next sequence and the last epoch."""
+        """Replay blocks while each is its predecessor's successor; return the next sequence and the last epoch."""
         begin = sequence
         while sequence - begin < self._layout.log_blocks:
             place = sequence % self._layout.log_blocks
@@ -343,7 +344,7 @@ class Recovery:
         return sequence + len(counts), epoch
 
     def _judge_tail(self) -> None:
-        """Replay what nothing has proven, as far as it is there."""
+        """Replay the unproven records whose objects are there."""
         self.report.log_records += self._apply_records(self._tail.judge(self._blocks, self._read_blocks))
         self.report.torn = len(self._tail.torn)
 
@@ -364,7 +365,7 @@ class Recovery:
         return None
 
     def _known(self, sequence: int, count: int) -> dict[int, BlockHeader]:
-        """Return the headers of all sound blocks with these sequences, whatever was before them."""
+        """Return the headers of all sound blocks with these sequences, whatever precedes them."""
         known: dict[int, BlockHeader] = {}
         for copy in range(len(self._layout.log_firsts)):
             known |= self._known_of(copy, sequence, count)
@@ -391,7 +392,7 @@ class Recovery:
     # ---- Without a snapshot that the log reaches back to
 
     def _salvage(self, headers: list[SnapshotHeader], durable: int) -> LogEnd:
-        """Keep what can be proven: of an old snapshot, and of all that the log still has."""
+        """Keep what can be proven: of an old snapshot, and of all blocks of the log."""
         self.report.notes.append("no snapshot is sound that the log reaches back to")
         if headers:
             self._load(headers[0])
@@ -425,7 +426,7 @@ class Recovery:
     # ---- Records
 
     def _apply(self, data: Bytes, counts: list[int]) -> int:
-        """Replay the first so many records of each block; return how many."""
+        """Replay the first ``counts`` records of the blocks; return their number."""
         if not any(counts):
             return 0
         return self._apply_records(_chosen(data, counts))
@@ -449,7 +450,7 @@ class Recovery:
     # ---- What cannot stay
 
     def _drop_unproven(self) -> None:
-        """Drop what a gap may have replaced or removed: all but records, whose key says what their bytes are."""
+        """Drop what a gap may have replaced or removed: everything except records, whose key proves their bytes."""
         before = self._census()
         self.report.unproven += self._index.sift(self._number, IndexSift.UNPROVEN)
         self._note_lost("unproven", before)
@@ -464,13 +465,13 @@ class Recovery:
         self._note_lost("unnamed", before)
 
     def reserve(self, extents: Extents) -> None:
-        """Reserve the extents of all objects; drop those that lie where later ones do."""
+        """Reserve the extents of all objects; drop objects that a later one overlaps."""
         before = self._census()
         self.report.overlapping += self._index.reserve(self._number, extents)
         self._note_lost("overlapping", before)
 
     def _census(self) -> Counter[int]:
-        """Return how many objects each tenant has."""
+        """Return the number of objects of each tenant."""
         found = Counter({tenant: self._objects(tenant) for tenant in (0, *self.names.tenants)})
         if found.total() < self._index.totals(device=self._number).objects:
             found = Counter({tenant: self._objects(tenant) for tenant in range(_TENANTS)})
@@ -486,7 +487,7 @@ class Recovery:
 
 
 def _chosen(data: Bytes, counts: list[int]) -> npt.NDArray[Any]:
-    """Return the first so many records of each block."""
+    """Return the first ``counts`` records of the blocks."""
     blocks = data.reshape(-1, BLOCK_BYTES)[: len(counts), _RECORDS_OFFSET:]
     records = np.ascontiguousarray(blocks).view(INDEX_RECORD_DTYPE).reshape(len(counts), RECORDS_PER_BLOCK)
     if min(counts) == RECORDS_PER_BLOCK:
@@ -495,5 +496,5 @@ def _chosen(data: Bytes, counts: list[int]) -> npt.NDArray[Any]:
 
 
 def _follows(header: BlockHeader | None, sequence: int, epoch: int) -> bool:
-    """Whether a block is the one with that sequence that a run wrote behind one of the run ``epoch``."""
+    """Return whether a block has that sequence and follows a block of the run ``epoch``."""
     return header is not None and header.sequence == sequence and header.previous_epoch == epoch

@@ -1,8 +1,8 @@
-"""The two copies of a volume's log: which of them is not sound, and writing it again from the other one.
+"""Repairs the two copies of a volume's log: finds unsound blocks and writes them again from the other copy.
 
-A block is as good as one copy of it: recovery takes either. But a block with one copy is lost with that copy, and a
-power cut leaves such blocks: of a group that was not flushed yet it may keep what it likes. So once a start has found
-out which blocks are the log, it compares the copies and writes the bad ones again, before anybody builds upon them.
+Recovery accepts either copy of a block. But a block with one sound copy is lost with that copy, and a power cut leaves
+such blocks, since it may keep any part of a group that was not flushed. So after a start has found the blocks of the
+log, it compares the copies and repairs them before new records rely on the log.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,22 +18,22 @@ from shadowserve.pool.volume.device import Pages
 from shadowserve.pool.volume.format import BLOCK_BYTES, LOG_MAGIC, Superblock, unpack_block
 
 _SPAN_BLOCKS: Final = 1024
-"""Compared at a time: 4 MiB of each copy."""
+"""Blocks that are compared at a time: 4 MiB of each copy."""
 _REFUSED_MAX: Final = 8
-"""A device that has refused so many writes is asked for no more: it may take a second for each of them."""
+"""Failed writes after which no more are tried: each may take a second."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class BadCopies:
-    """Blocks in a row that are sound in the other copy, and not in this one.
+    """Consecutive blocks that are sound in the other copy and not in this one.
 
     Attributes:
-        copy: this one.
-        sequence: of the first of them.
-        place: of it, on the device.
-        content: that they should have.
+        copy: Number of this copy.
+        sequence: Sequence of the first block.
+        place: First block on the device.
+        content: The sound content.
     """
 
     copy: int
@@ -43,13 +43,13 @@ class BadCopies:
 
     @property
     def count(self) -> int:
-        """How many blocks."""
+        """Number of blocks."""
         return len(self.content) // BLOCK_BYTES
 
 
 @dataclass(slots=True)
 class Repaired:
-    """What came of it: blocks that were ``written`` again, those that were ``refused``, and the last error."""
+    """Result: number of ``written`` and ``refused`` blocks, and the last error."""
 
     written: int = 0
     refused: int = 0
@@ -57,12 +57,12 @@ class Repaired:
 
 
 def find_bad_copies(reader: BlockReader, superblock: Superblock, epochs: Mapping[int, int]) -> Iterator[BadCopies]:
-    """Yield what is not sound in one copy of a log.
+    """Yield the unsound blocks of each copy of a log.
 
     Args:
-        reader: of the device.
-        superblock: of the volume.
-        epochs: of the blocks that are the log, by their sequence: a block that another run left in their place is none.
+        reader: Reader of the device.
+        superblock: The volume's superblock.
+        epochs: Epochs of the log's blocks by sequence: blocks of other runs in their place are unsound.
     """
     layout = superblock.layout
     last = max(epochs, default=0)
@@ -83,12 +83,12 @@ def find_bad_copies(reader: BlockReader, superblock: Superblock, epochs: Mapping
 
 
 def repair_log(reader: BlockReader, superblock: Superblock, epochs: Mapping[int, int]) -> Repaired:
-    """Write again what is not sound in one copy of a log, from the other one; the caller flushes the device.
+    """Write the unsound blocks of each copy again from the other copy; the caller flushes the device.
 
-    A write that fails harms nothing: what it should have repaired was not sound, and the other copy is not touched.
+    A failed write does no harm: the block was unsound before, and the other copy is not touched.
 
     Raises:
-        DeviceError: the device does not answer.
+        DeviceError: The device does not answer.
     """
     repaired = Repaired()
     for bad in find_bad_copies(reader, superblock, epochs):
@@ -126,7 +126,9 @@ def _is_block(superblock: Superblock, data: Bytes, sequence: int, epoch: int) ->
 
 
 def _spans(sequences: list[int], log_blocks: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, count) of blocks in a row that lie together, of no more than are compared at a time."""
+    """Yield (first, count) of consecutive blocks that are adjacent on the device, at most as many as are compared at
+    a time.
+    """
     for first, count in _runs(sequences):
         begin = first
         while begin < first + count:
@@ -136,7 +138,7 @@ def _spans(sequences: list[int], log_blocks: int) -> Iterator[tuple[int, int]]:
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, count) of numbers in a row, of numbers in ascending order."""
+    """Yield (first, count) of consecutive numbers in an ascending list."""
     begin = 0
     for at in range(1, len(numbers) + 1):
         if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
@@ -145,4 +147,4 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _nothing(_operation: Operation) -> None:
-    """Nothing: whoever runs an operation by a BlockReader waits for it."""
+    """No-op: a BlockReader waits for its operations itself."""

@@ -1,13 +1,13 @@
-"""Snapshots: the index of a volume's objects, written in slices beside everything else, so that the log may wrap.
+"""Snapshots: the index of a volume's objects, written in slices while the volume works, so that the log may wrap.
 
-A snapshot is fuzzy: while its slices are taken the index changes. That does no harm: replay begins with the block of
-the log that was next when the snapshot began, and replaying what a slice has already seen changes nothing in the end.
-It counts once its header is durable, and that is written only after
+A snapshot is fuzzy: the index changes while slices are taken. That is harmless, since replay begins with the block of
+the log that was next when the snapshot began, and replaying a change that a slice already has changes nothing. A
+snapshot counts when its header is durable. The header is written only after
 
 1. all slices are durable, and
-2. the log is durable up to every change that a slice may have seen: writes that were under way included,
+2. the log is durable up to every change that a slice may have, including writes that were in progress,
 
-so that no snapshot knows more than the log. It goes into the region that the last complete one is not in.
+so no snapshot is ahead of the log. It goes into the region that the last complete snapshot is not in.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from shadowserve.pool.volume.format import (
 from shadowserve.pool.volume.log import Log, Submit
 
 Living = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
-"""Returns those of some PUT records that are to be kept."""
+"""Returns those PUT records that are kept."""
 
 SLICE_BLOCKS: Final = 64
 """About 2,000 objects: half a millisecond with the pool's lock held."""
@@ -42,17 +42,18 @@ SLICE_BLOCKS: Final = 64
 _RETRY_STEPS: Final = 64
 """Steps of the volume between a failed snapshot and the next attempt."""
 _DUMPS_PER_STEP: Final = 4
-"""Parts of the index that are looked at for a slice; where they hold nothing of this device, the next step goes on."""
+"""Parts of the index that one step examines for a slice; if they have no object of this device, the next step
+continues."""
 
 
 class Snapshot:
-    """One snapshot on its way. With the pool's lock held.
+    """One snapshot in progress. With the pool's lock held.
 
     Attributes:
-        header: of it, once it is complete.
-        error: why it will not be.
-        written_bytes: so far.
-        wants_step: step() is to be called again, although the device does nothing for this.
+        header: Its header, once it is complete.
+        error: Why it has failed.
+        written_bytes: Bytes written so far.
+        wants_step: step() must be called again without a completion of the device.
     """
 
     def __init__(
@@ -71,20 +72,20 @@ class Snapshot:
         settle_writes: Callable[[Callable[[], None]], None],
         clock_ms: Callable[[], int],
     ) -> None:
-        """Begin one.
+        """Begin a snapshot.
 
         Args:
-            superblock: of the volume.
-            submit: to its device.
-            log: of it.
-            index: that holds the volume's objects.
-            number: of the device, in the index.
-            generation: of this snapshot.
-            tenants: names by id.
-            notes: of the pool, by name.
-            held: records of objects that the index has no more and the log has, by tenant and key.
-            living: returns which of some records are to be in it.
-            settle_writes: calls back when all writes that are under way now have their record in the log.
+            superblock: The volume's superblock.
+            submit: Passes operations to the device.
+            log: The volume's log.
+            index: Index with the volume's objects.
+            number: The index's number of the device.
+            generation: Number of this snapshot.
+            tenants: Names of tenants by id.
+            notes: The pool's notes by name.
+            held: Records of objects that only the log still has, by tenant and key.
+            living: Returns which records to keep.
+            settle_writes: Calls back when all present writes have their record in the log.
             clock_ms: Unix time.
         """
         self.header: SnapshotHeader | None = None
@@ -117,7 +118,7 @@ class Snapshot:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more comes of it."""
+        """True if it is complete or has failed."""
         return self.header is not None or self.error is not None
 
     @property
@@ -125,7 +126,7 @@ class Snapshot:
         return self._layout.snapshot_firsts[self._generation % 2]
 
     def step(self) -> None:
-        """Take and write the next slice; called once at first, then by the device's completions."""
+        """Take and write the next slice; then completions of the device continue it."""
         room = SLICE_BLOCKS * RECORDS_PER_BLOCK * RECORD_BYTES
         self.wants_step = False
         for _ in range(_DUMPS_PER_STEP):
@@ -190,7 +191,7 @@ class Snapshot:
             self.step()
 
     def _settled(self) -> None:
-        """Go on when every change that a slice may have seen is in the log."""
+        """Continue when every change that a slice may have is in the log."""
         self._log.when_durable(self._log_durable)
 
     def _log_durable(self, error: Exception | None) -> None:

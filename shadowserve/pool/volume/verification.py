@@ -1,4 +1,4 @@
-"""An offline check of a volume, which changes nothing: superblocks, log, snapshots, and every object on it."""
+"""Offline check of a volume without changes: superblocks, log, snapshots, and every object."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -37,20 +37,20 @@ from shadowserve.pool.volume.repair import BadCopies, find_bad_copies
 
 _SLICE_RECORDS: Final = 8192
 _OBJECTS_MAX: Final = 1 << 30
-"""More than that no index holds."""
+"""Most objects of an index."""
 
 Progress = Callable[[int, int], None]
-"""Gets how many bytes have been checked, and of how many."""
+"""Called with the number of checked bytes, and of all bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is not as it should be.
+    """A problem.
 
     Attributes:
         part: device, superblock, size, log, snapshot, index or object.
-        where: block, or key, that it is about.
-        what: in words.
+        where: Block or key.
+        what: Description.
     """
 
     part: str
@@ -60,7 +60,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Verification:
-    """What a check of one volume came to; ``superblock`` is None where there is no volume."""
+    """Result of a check of one volume; ``superblock`` is None if there is no volume."""
 
     superblock: Superblock | None = None
     report: RecoveryReport | None = None
@@ -72,7 +72,7 @@ class Verification:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing was found."""
+        """True without findings."""
         return not self.findings
 
 
@@ -80,12 +80,12 @@ def verify_volume(device: BlockDevice, *, objects: bool = True, progress: Progre
     """Check a volume that no server uses.
 
     Args:
-        device: that it is on.
-        objects: read every object, too.
-        progress: hears how far the objects are.
+        device: The device.
+        objects: Also read every object.
+        progress: Called while objects are read.
 
     Raises:
-        DeviceError: the device does not answer.
+        DeviceError: The device does not answer.
     """
     found = Verification()
     try:
@@ -99,7 +99,7 @@ def verify_volume(device: BlockDevice, *, objects: bool = True, progress: Progre
 
 
 def _check_superblocks(found: Verification, device: BlockDevice) -> list[int] | None:
-    """Note what a volume is, and what a server would have against it; return damaged copies, None if it ends there."""
+    """Check the superblocks; return the damaged copies, None if the check ends here."""
     found.superblock, damaged = read_superblocks(BlockReader(device), device)
     if found.superblock is None:
         content = describe_content(device) or "nothing"
@@ -155,7 +155,7 @@ def _check_recovery(found: Verification, report: RecoveryReport, bad_copies: Ite
 
 
 def _check_objects(found: Verification, reader: BlockReader, index: Index, progress: Progress) -> None:
-    """Read all objects in the order of the device; tell of those that are not what the index says."""
+    """Read all objects in the order of the device and report those that differ from the index."""
     records = np.zeros(_SLICE_RECORDS, INDEX_RECORD_DTYPE)
     parts, cursor = [], 0
     while True:

@@ -1,11 +1,11 @@
-"""One device of a pool: objects in extents, and what makes them survive. docs/storage-format.md has every byte.
+"""One device of a pool: its objects in extents, its log and its snapshots. docs/storage-format.md describes every byte.
 
 An object is written in this order: its bytes; then, when they are written, its record in a block of the log; then one
-flush for all blocks and objects of the group; then the writer hears of it. Nothing is reused before what it was used
-for is gone for good: an extent whose object was removed or replaced is free once the record that says so is durable.
+flush for all blocks and objects of the group; then its ticket settles. Nothing is reused before its removal is durable:
+the extent of a removed or replaced object is free once the record that says so is durable.
 
-Everything here runs with the pool's lock held and never waits. :meth:`Volume.step` drives it, tells of reads that have
-ended, and returns calls to be made without the lock: settled tickets.
+Everything here runs with the pool's lock held and never waits. :meth:`Volume.step` drives it, completes reads, and
+returns calls to make without the lock: settled tickets.
 """
 
 import os
@@ -48,10 +48,10 @@ Key = tuple[int, bytes]
 
 
 class VolumeError(ShadowServeError):
-    """A device could not make something durable.
+    """A device could not make a change durable.
 
     Attributes:
-        errno: why, as far as the system said so; else None.
+        errno: The system's error number, or None.
     """
 
     def __init__(self, message: str, cause: BaseException | None = None) -> None:
@@ -61,25 +61,25 @@ class VolumeError(ShadowServeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VolumeStatistics:
-    """Of one volume; counters are since it was opened.
+    """Statistics of one volume; counters since it was opened.
 
     Attributes:
-        objects: that it holds.
-        capacity_bytes: for objects.
-        free_bytes: for objects, now.
-        freeing_bytes: of removed objects whose removal is not durable yet.
-        log_bytes: of one copy of the log.
-        log_used_bytes: of these, what no snapshot covers yet.
-        log_groups: groups of records that were written and flushed.
-        log_written_bytes: in both copies.
-        snapshots: that were completed.
-        snapshots_failed: that were not.
-        snapshot_written_bytes: by both kinds.
-        writes: objects that are durable.
-        writes_failed: objects that the device refused.
-        written_bytes: of objects.
-        busy: writes that were turned away because the log was nearly full.
-        failed: whether nothing can be written any more.
+        objects: Present objects.
+        capacity_bytes: Bytes for objects.
+        free_bytes: Free bytes for objects.
+        freeing_bytes: Bytes of removed objects whose removal is not durable yet.
+        log_bytes: Bytes of one copy of the log.
+        log_used_bytes: Bytes of these that no snapshot covers yet.
+        log_groups: Written and flushed groups of records.
+        log_written_bytes: Bytes of both copies.
+        snapshots: Completed snapshots.
+        snapshots_failed: Failed snapshots.
+        snapshot_written_bytes: Bytes of both.
+        writes: Durable objects.
+        writes_failed: Objects whose write has failed.
+        written_bytes: Bytes of objects.
+        busy: Writes that were refused because the log was nearly full.
+        failed: Nothing can be written any more.
     """
 
     objects: int
@@ -427,21 +427,21 @@ class Volume:
         *,
         name: bytes | None = None,
     ) -> Ticket:
-        """Write an object and then its record; the ticket is settled when both are durable, or with the error.
+        """Write an object and then its record; the ticket settles when both are durable, or with the error.
 
-        With an error the caller removes the object from the index, logs that, and frees the extent or keeps it from
-        being used again. A write that a later one of the same key or a removal overtakes is settled without an error.
+        After an error the caller removes the object from the index, logs that, and frees the extent or puts it into
+        quarantine. A write that a later write or a removal of the same key overtakes settles without an error.
 
         Args:
-            address: of the sealed object, whole blocks; it stays as it is until the ticket is settled.
-            extent: from reserve().
-            record: a PUT, as ``IndexEntry.pack()`` makes it; it is in the index already.
-            name: the key's text, if it has the flag NAMED.
+            address: Address of the sealed object, whole blocks; unchanged until the ticket settles.
+            extent: Extent of reserve().
+            record: The PUT record of ``IndexEntry.pack()``; the index has it already.
+            name: Text of the key, if the record has the flag NAMED.
 
         Raises:
-            BusyError: the log is nearly full; nothing has changed.
-            OutOfBudgetError: there are as many objects as the volume was made for; nothing has changed.
-            VolumeError: the volume failed before.
+            BusyError: The log is nearly full; nothing has changed.
+            OutOfBudgetError: The volume has as many objects as it was made for; nothing has changed.
+            VolumeError: The volume has failed before.
         """
         if self.error is not None:
             raise VolumeError(
@@ -473,20 +473,18 @@ class Volume:
         return write.ticket
 
     def hold(self, record: bytes) -> None:
-        """Have snapshots go on naming an object that the index has no more, until it is removed or replaced here.
+        """Keep an object in snapshots that the index has no more, until it is removed or replaced here.
 
-        What replaces it is not durable yet, or is on its way to another volume.
-
-        Args:
-            record: its PUT, as ``IndexEntry.pack()`` makes it.
+        The object that replaces it is not durable yet, or is being written to another volume. ``record``: its PUT
+        record.
         """
         self._held[_key_of(record)] = _without_device(record)
 
     def log(self, record: bytes) -> None:
-        """Log a change of the index: REMOVE, EXPIRE, PIN or CLEAR, 128 bytes; barrier() tells when it is durable.
+        """Log a REMOVE, EXPIRE, PIN or CLEAR record of 128 bytes; barrier() tells when it is durable.
 
         Raises:
-            BusyError: the log is full; nothing has changed.
+            BusyError: The log is full; nothing has changed.
         """
         if self.error is not None:
             return
@@ -502,10 +500,10 @@ class Volume:
         self._log.append(_without_device(record))
 
     def name_tenant(self, tenant: int, name: bytes) -> None:
-        """Log what a tenant's id stands for; barrier() tells when it is durable.
+        """Log the name of a tenant's id; barrier() tells when it is durable.
 
         Raises:
-            BusyError: the log is full; nothing has changed.
+            BusyError: The log is full; nothing has changed.
         """
         if self.tenants.get(tenant) != name and self.error is None:
             self._need_room(name)
@@ -513,10 +511,10 @@ class Volume:
             self._log.append(pack_name(RecordKind.TENANT, tenant, b"", name))
 
     def note(self, name: bytes, text: bytes) -> None:
-        """Log something that the pool wants to know again, such as a count, under a name of 1 to 32 bytes.
+        """Log a value that the pool needs after a restart, under a name of 1 to 32 bytes.
 
         Raises:
-            BusyError: the log is full; nothing has changed.
+            BusyError: The log is full; nothing has changed.
         """
         if self.notes.get(name) != text and self.error is None:
             self._need_room(text)
@@ -524,7 +522,7 @@ class Volume:
             self._log.append(pack_name(RecordKind.TENANT, 0, name, text))
 
     def barrier(self) -> Ticket | None:
-        """Return a ticket that is settled when all changes logged so far are durable; None if they are."""
+        """Return a ticket that settles when all changes logged so far are durable; None if they are."""
         ticket = Ticket()
         if self._writing.followers:
             self._writing.after_all(lambda: self._log.when_durable(self._settling(ticket)))
@@ -547,7 +545,7 @@ class Volume:
     ) -> None:
         """Read bytes of an object in whole blocks; step() calls ``done``.
 
-        ``expected`` and ``expected_units`` are :class:`Operation`'s, for bytes from the header on.
+        ``expected`` and ``expected_units`` are those of :class:`Operation`, for bytes from the header on.
         """
         begin = extent * BLOCK_BYTES + offset
         self._outbox.append(
@@ -558,7 +556,7 @@ class Volume:
     # ---- What drives it
 
     def step(self) -> list[Call]:
-        """Take what the device has completed and go on; return what to call without the lock, in this order."""
+        """Process completions of the device and continue; return calls to make without the lock, in this order."""
         for operation in self._retry_policy.ended(self.device.completed()):
             operation.done(operation)
         if again := self._retry_policy.due():
@@ -576,21 +574,21 @@ class Volume:
 
     @property
     def wants_step(self) -> bool:
-        """Whether step() has more to do that the device does not publish."""
+        """True if step() has more to do that the device does not signal."""
         return self._snapshots.wants_step
 
     def snapshot(self) -> None:
-        """Begin a snapshot with the next step although the log has room: the next start is then quicker."""
+        """Begin a snapshot with the next step, although the log has room: the next start is then quicker."""
         self._snapshots.wanted = True
 
     @property
     def written_bytes(self) -> int:
-        """Bytes that were written since it was opened: objects, both copies of the log, snapshots."""
+        """Bytes written since it was opened: objects, both copies of the log, snapshots."""
         return self._counters.written_bytes + self._log.written_bytes + self._snapshots.written_bytes
 
     @property
     def busy(self) -> int:
-        """How often the device was too busy for an operation, which was then begun again."""
+        """Operations that were tried again since the device was too busy."""
         return self._retry_policy.met
 
     def statistics(self) -> VolumeStatistics:
@@ -616,13 +614,13 @@ class Volume:
         )
 
     def close(self) -> None:
-        """Give memory back; the device is the caller's. What is not durable yet is as after a crash."""
+        """Release memory; the device is the caller's. Changes that are not durable yet are as after a crash."""
         self._extents.close()
 
     # ---- Inside
 
     def submit(self, operations: list[Operation]) -> None:
-        """Hand operations to the device as soon as it takes them; step() calls what is to be done with each."""
+        """Pass operations to the device as soon as it accepts them; step() calls ``done`` of each."""
         self._outbox.extend(operations)
         self._send()
 
@@ -669,7 +667,9 @@ class Volume:
             del self._held[key]
 
     def _need_room(self, text: bytes | None) -> None:
-        """Raise BusyError unless the log takes one more record, or that of a text, beside what it must take anyway."""
+        """Raise BusyError unless the log has room for one more record, or those of a text, besides the reserved
+        ones.
+        """
         if self._log.blocks_free - self._writing.log_blocks <= _log_blocks(text):
             self._counters.busy += 1
             raise BusyError(f"the log of device {self.device.name} is full", self._room_ticket())
@@ -688,7 +688,7 @@ def _key_of(record: bytes) -> Key:
 
 
 def _without_device(record: bytes) -> bytes:
-    """Return the record without the device's number, which is the pool's of today."""
+    """Return the record without the device's number, which may change at the next start."""
     return record if record[2] == 0 else record[:2] + b"\0" + record[3:]
 
 
@@ -698,6 +698,6 @@ def _name_records(key: Key, name: bytes | None) -> bytes:
 
 
 def _log_blocks(name: bytes | None) -> int:
-    """Return how many blocks of the log an object's records may take at most, in a group of their own."""
+    """Return the most blocks of the log that an object's records take in a group of their own."""
     pieces = 0 if name is None else max(-(-len(name) // NAME_PIECE_BYTES), 1)
     return -(-(1 + pieces) // RECORDS_PER_BLOCK)
