@@ -64,9 +64,9 @@ class Tester:
         pages = self._pages.get(disk.number)
         if pages is None:
             pages = self._pages[disk.number] = Pages(_PIECE_BYTES)
-        self._go_on(_Test(disk, place, pages))
+        self._continue(_Test(disk, place, pages))
 
-    def _go_on(self, test: _Test) -> None:
+    def _continue(self, test: _Test) -> None:
         expected = test.expected
         test.pages.view[: len(expected)] = bytes(len(expected)) if test.reading else expected
         test.disk.volume.submit(
@@ -97,7 +97,7 @@ class Tester:
             if test.done_bytes >= place.size and not test.reading:
                 test.reading, test.done_bytes = True, 0
             if test.done_bytes < place.size:
-                self._go_on(test)
+                self._continue(test)
                 return
             disk.quarantine.tested = None
             disk.free((place.extent, place.size))

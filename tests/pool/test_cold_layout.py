@@ -12,8 +12,8 @@ from shadowserve.pool.cold.layout import (
     finish,
     name_of,
     parse_name,
-    parse_tail,
-    tail_bytes,
+    parse_footer,
+    footer_bytes,
 )
 
 CORPUS = sorted((Path(__file__).parent / "corpus" / "cold").iterdir())
@@ -23,7 +23,7 @@ def parsed(data: bytes, size: int | None = None) -> Contents:
     """Return the contents of a file of the corpus: the object's name, a line's end, the object."""
     name, _, body = data.partition(b"\n")
     size = len(body) if size is None else size
-    return parse_tail(name.decode(), body[-tail_bytes(body, size) :], size)
+    return parse_footer(name.decode(), body[-footer_bytes(body, size) :], size)
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
@@ -42,7 +42,7 @@ def test_of_the_corpus_what_is_sound_is_taken_and_nothing_else(path: Path) -> No
 def test_every_changed_byte_of_a_tail_is_noticed() -> None:
     data = next(path for path in CORPUS if path.stem == "sound-three").read_bytes()
     name, _, body = data.partition(b"\n")
-    tail = tail_bytes(body, len(body))
+    tail = footer_bytes(body, len(body))
     for position in range(len(body) - tail, len(body)):
         broken = bytearray(body)
         broken[position] ^= 0x41
@@ -52,7 +52,7 @@ def test_every_changed_byte_of_a_tail_is_noticed() -> None:
         with pytest.raises(ColdObjectError):
             parsed(data, size)
     with pytest.raises(ColdObjectError, match="only"):
-        parse_tail(name.decode(), body[-FOOTER_BYTES:], len(body))
+        parse_footer(name.decode(), body[-FOOTER_BYTES:], len(body))
 
 
 @pytest.mark.parametrize("tenant", ["", "team-a", "we/..%2F=x", "!~" * 64])
@@ -76,4 +76,4 @@ def test_two_records_of_one_key_do_not_make_an_object() -> None:
     place = [(b"k" * 32, Place(0, 100, 50)), (b"k" * 32, Place(100, 100, 50))]
     contents = finish(body, "", place)
     with pytest.raises(ColdObjectError, match="each once"):
-        parse_tail(contents.name, bytes(body), len(body))
+        parse_footer(contents.name, bytes(body), len(body))

@@ -20,6 +20,7 @@ from shadowserve.pool.volume.format import (
     RECORD_BYTES,
     RECORDS_PER_BLOCK,
     BlockHeader,
+    Layout,
     Superblock,
     pack_block,
 )
@@ -73,7 +74,6 @@ class Log:
         self.groups = 0
         self.written_bytes = 0
         self._superblock = superblock
-        self._layout = superblock.layout
         self._submit = submit
         self._epoch = epoch
         self._previous_epoch = previous_epoch
@@ -91,6 +91,10 @@ class Log:
     def epoch(self) -> int:
         """Epoch of the last block."""
         return self._previous_epoch
+
+    @property
+    def _layout(self) -> Layout:
+        return self._superblock.layout
 
     @property
     def blocks(self) -> int:

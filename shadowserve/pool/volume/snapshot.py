@@ -46,6 +46,38 @@ _DUMPS_PER_STEP: Final = 4
 continues."""
 
 
+class _IndexDump:
+    """The records of a volume's objects, read from the index in parts.
+
+    Attributes:
+        ended: All parts were read.
+    """
+
+    def __init__(self, index: Index, number: int, held: dict[tuple[int, bytes], bytes], living: Living) -> None:
+        self.ended = False
+        self._index = index
+        self._number = number
+        self._held = held
+        self._living = living
+        self._cursor = 0
+        self._part = np.zeros(SLICE_BLOCKS * RECORDS_PER_BLOCK, INDEX_RECORD_DTYPE)
+
+    def next(self) -> bytes:
+        """Return the records of the next part; none if it has no object of this device."""
+        self._cursor, count = self._index.dump(self._cursor, self._part, self._number)
+        self.ended = self._cursor == 0
+        records = self._living(self._part[:count])
+        records["device"] = 0  # the device's number may change at the next start
+        found = self._with_names(records)
+        if self.ended and self._held:
+            # Behind the index's records of the same keys, which may not be durable yet.
+            found += self._with_names(np.frombuffer(b"".join(self._held.values()), INDEX_RECORD_DTYPE))
+        return found
+
+    def _with_names(self, records: npt.NDArray[Any]) -> bytes:
+        return records.tobytes() + self._index.dump_names(records)
+
+
 class Snapshot:
     """One snapshot in progress. With the pool's lock held.
 
@@ -93,25 +125,19 @@ class Snapshot:
         self.written_bytes = 0
         self.wants_step = False
         self._superblock = superblock
-        self._layout = superblock.layout
         self._submit = submit
         self._log = log
-        self._index = index
-        self._number = number
         self._generation = generation
-        self._held = held
-        self._living = living
         self._settle_writes = settle_writes
         self._clock_ms = clock_ms
         self._log_first, self._log_epoch = log.sequence, log.epoch
-        self._cursor = 0
-        self._dumped = False
+        self._dump = _IndexDump(index, number, held, living)
         self._blocks = 0
         self._records = 0
-        self._pending = bytearray().join(
-            pack_name(RecordKind.TENANT, tenant, b"", name) for tenant, name in sorted(tenants.items())
-        )
-        self._slice = np.zeros(SLICE_BLOCKS * RECORDS_PER_BLOCK, INDEX_RECORD_DTYPE)
+        self._complete: SnapshotHeader  # before it is durable
+        self._pending = bytearray()  # records that are not written yet: first tenants and notes
+        for tenant, name in sorted(tenants.items()):
+            self._pending += pack_name(RecordKind.TENANT, tenant, b"", name)
         for name, text in sorted(notes.items()):
             self._pending += pack_name(RecordKind.TENANT, 0, name, text)
         self._buffer = Pages(SLICE_BLOCKS * BLOCK_BYTES)
@@ -123,40 +149,30 @@ class Snapshot:
 
     @property
     def _region(self) -> int:
-        return self._layout.snapshot_firsts[self._generation % 2]
+        return self._superblock.layout.snapshot_firsts[self._generation % 2]
 
     def step(self) -> None:
         """Take and write the next slice; then completions of the device continue it."""
-        room = SLICE_BLOCKS * RECORDS_PER_BLOCK * RECORD_BYTES
+        block_bytes = RECORDS_PER_BLOCK * RECORD_BYTES
         self.wants_step = False
         for _ in range(_DUMPS_PER_STEP):
-            if self._dumped or len(self._pending) >= RECORDS_PER_BLOCK * RECORD_BYTES:
+            if self._dump.ended or len(self._pending) >= block_bytes:
                 break
-            self._cursor, count = self._index.dump(self._cursor, self._slice, self._number)
-            self._dumped = self._cursor == 0
-            records = self._living(self._slice[:count])
-            records["device"] = 0  # a device's number is the pool's of today
-            self._add(records)
-            if self._dumped and self._held:  # behind what the index says by now, of which nothing may be durable
-                self._add(np.frombuffer(b"".join(self._held.values()), INDEX_RECORD_DTYPE))
-        if not self._dumped and len(self._pending) < RECORDS_PER_BLOCK * RECORD_BYTES:
+            self._pending += self._dump.next()
+        if not self._dump.ended and len(self._pending) < block_bytes:
             self.wants_step = True
         elif self._pending:
-            self._write_slice(room)
+            self._write_slice(SLICE_BLOCKS * block_bytes)
         else:
             self._settle_writes(self._settled)
-
-    def _add(self, records: npt.NDArray[Any]) -> None:
-        self._pending += records.tobytes()
-        self._pending += self._index.dump_names(records)
 
     def _write_slice(self, room: int) -> None:
         # Only the last block may be less than full: what does not fill one waits for the next slice.
         count = min(len(self._pending), room)
-        if not self._dumped:
+        if not self._dump.ended:
             count -= count % (RECORDS_PER_BLOCK * RECORD_BYTES)
         blocks = -(-count // (RECORDS_PER_BLOCK * RECORD_BYTES))
-        if 1 + self._blocks + blocks > self._layout.snapshot_blocks:
+        if 1 + self._blocks + blocks > self._superblock.layout.snapshot_blocks:
             self._fail(OSError(f"snapshot {self._generation} does not fit its region: too much changed meanwhile"))
             return
         with memoryview(self._pending) as pending:
