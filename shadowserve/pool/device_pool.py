@@ -233,7 +233,13 @@ class DevicePool(Pool):
             )
 
     def _store(
-        self, parsed: ParsedKey, buffer: Buffer, length: int, head_bytes: int, expires_at_ms: int | None, parent: bytes
+        self,
+        parsed: ParsedKey,
+        buffer: Buffer,
+        length: int,
+        head_bytes: int,
+        expires_at_ms: int | None,
+        parent: bytes,
     ) -> Ticket | None:
         """Add an entry for a value in memory, and begin to write it."""
         core = self._core

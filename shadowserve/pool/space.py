@@ -298,9 +298,10 @@ class Space:
                 self.wants_poll = True
                 return None
             bound = self._memory_only_max - blocks * BLOCK_BYTES
-            first_homeless = core.copies.kept_bytes > bound and core.index.totals(device=MEMORY_ONLY).bytes > bound
+            memory_only_bytes = core.index.totals(device=MEMORY_ONLY).bytes
+            first_memory_only = core.copies.kept_bytes > bound and memory_only_bytes > bound
             tries -= 1
-            if first_homeless and self.evict(cause="memory", device=MEMORY_ONLY):
+            if first_memory_only and self.evict(cause="memory", device=MEMORY_ONLY):
                 continue
             if not core.copies.make_room() and not (
                 self._is_all_kept() and self.evict(cause="memory", device=MEMORY_ONLY)

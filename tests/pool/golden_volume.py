@@ -13,8 +13,6 @@ from volume_support import SMALL, Store, device_of, index_key
 
 from shadowserve.pool.volume.format import RecordKind, pack_record
 
-__all__ = ["GOLDEN", "NAME", "VALUES", "load", "make", "save"]
-
 GOLDEN = Path(__file__).parents[1] / "assets" / "volumes" / "version-1.bin"
 NAME = b"a name that is longer than one piece of eighty bytes, so that its text takes two records of the log"
 VALUES = {number.to_bytes(32, "little"): bytes([number]) * (1000 * number) for number in range(1, 41)}

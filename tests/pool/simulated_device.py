@@ -20,8 +20,6 @@ from shadowserve.block import Operation, OperationKind
 from shadowserve.latency import LatencyHistogram
 from shadowserve.native import OBJECT_HEADER_BYTES, Result, check_object
 
-__all__ = ["BLOCK_BYTES", "SECTOR_BYTES", "Fault", "SimulatedDevice", "SimulatedStatistics"]
-
 BLOCK_BYTES: Final = 4096
 SECTOR_BYTES: Final = 512
 _ZEROS: Final = bytes(BLOCK_BYTES)

@@ -81,7 +81,7 @@ def test_the_tenant_furthest_beyond_its_share_is_the_same_on_each_node() -> None
 
 
 @pytest.mark.parametrize("quotas", [{}, {"greedy": (8 * MIB, None)}], ids=["equal parts", "a quota"])
-def test_a_sweep_takes_from_the_tenant_that_is_beyond_its_share(
+def test_a_sweep_deletes_objects_of_the_tenant_beyond_its_share(
     bucket: FaultyS3, open_node: Opens, quotas: dict[str, tuple[int, None]]
 ) -> None:
     """Symptom: 100 MiB of another tenant, whose quota is 8 MiB, left a tenant 0 of 12 records."""
@@ -106,7 +106,7 @@ def test_a_sweep_takes_from_the_tenant_that_is_beyond_its_share(
     assert other.read_chain(MINE, tenant(other, "modest")) == MINE.values
 
 
-def test_after_a_restart_each_tenant_is_known_as_far_as_its_share(bucket: FaultyS3, open_node: Opens) -> None:
+def test_after_a_restart_each_tenant_has_its_share_of_known_records(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: with chunks_max less than what another tenant had stored since, a tenant had 0 of 12 records."""
     node = open_node()
     node.store_chain(MINE, tenant(node, "modest"))
@@ -140,7 +140,7 @@ def test_a_full_catalog_makes_room_for_a_tenant_that_has_less_than_its_share() -
     assert catalog.begin_list() >= {object_of("modest", "more").name}
 
 
-def test_a_catalog_that_makes_room_counts_records_that_two_objects_have_once() -> None:
+def test_the_catalog_counts_a_record_of_two_objects_once() -> None:
     catalog = Catalog(Shares(4))
     keys = [b"shared".ljust(32), *(str(number).encode().ljust(32) for number in range(3))]
     one = Contents(name_of("a", keys[:2]), "a", 500, {key: Place(0, 100, 10) for key in keys[:2]})
@@ -156,7 +156,7 @@ def test_a_catalog_that_makes_room_counts_records_that_two_objects_have_once() -
 # ---- Turns
 
 
-def test_tenants_and_their_clients_have_turns_of_equal_cost() -> None:
+def test_tenants_and_their_clients_take_turns_of_equal_cost() -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(100):
         queue.push("greedy", number % 2, f"greedy {number}")
@@ -186,7 +186,7 @@ def test_tenants_and_their_clients_have_turns_of_equal_cost() -> None:
     assert sorted(taken) == sorted(set(taken)) and len(taken) == 105 and queue.peek() is None
 
 
-def test_a_flood_of_cold_reads_costs_another_tenant_no_miss(bucket: FaultyS3, open_node: Opens) -> None:
+def test_a_flood_of_reads_causes_no_miss_for_another_tenant(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: a tenant's read waited behind all of another's, and was a miss after timeout_s."""
     writer = open_node()
     floods = [Chain(f"flood {number}", 12) for number in range(20)]
@@ -219,9 +219,7 @@ def test_a_flood_of_cold_reads_costs_another_tenant_no_miss(bucket: FaultyS3, op
     assert "tmodest" in order[:3], "at most what is under way, and one turn, comes before"
 
 
-def test_reads_that_wait_for_their_turn_alone_do_not_make_the_bucket_look_away(
-    bucket: FaultyS3, open_node: Opens
-) -> None:
+def test_queued_reads_that_time_out_do_not_count_as_failures_of_the_bucket(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: a tenant whose reads were too many made all others be answered misses: the bucket counted as away."""
     writer = open_node()
     chains = [Chain(f"chain {number}", 4) for number in range(8)]
@@ -241,7 +239,7 @@ def test_reads_that_wait_for_their_turn_alone_do_not_make_the_bucket_look_away(
     assert not node.cold().away and node.cold().failed_reads.get("timeout", 0) <= 2
 
 
-def test_a_full_backlog_drops_records_of_the_tenant_that_has_most() -> None:
+def test_a_full_backlog_drops_records_of_the_largest_tenant() -> None:
     """Symptom: a tenant's stores pushed another's records out of the backlog, and they never got into the bucket."""
     gathering = Gathering(1000, 5.0, 100, backlog_max=10)
     for number in range(4):

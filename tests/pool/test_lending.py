@@ -39,7 +39,7 @@ def used(pool: Driver) -> int:
     return sum(len(disk._uses) for disk in pool.store._core.disks)  # type: ignore[attr-defined]
 
 
-def test_a_chain_is_lent_where_it_lies_and_as_often_as_it_is_asked_for() -> None:
+def test_a_chain_is_lent_in_place_several_times() -> None:
     pool, _, clock = start(2)
     places = stored(pool)
     assert {device for device, _ in places} == {0, 1}
@@ -56,7 +56,7 @@ def test_a_chain_is_lent_where_it_lies_and_as_often_as_it_is_asked_for() -> None
 
 
 @pytest.mark.parametrize("why", ["absent", "length", "expired", "cleared", "a name", "not durable", "memory", "gone"])
-def test_a_chain_ends_before_the_first_that_is_not_to_be_had(why: str) -> None:
+def test_lending_ends_before_the_first_unavailable_record(why: str) -> None:
     pool, devices, clock = start(2, admission="second_hit") if why == "memory" else start(2)
     places, third = stored(pool) if why != "memory" else [], key_of(CHAIN[2])
     expected, lengths = 2, list(LENGTHS)
@@ -106,7 +106,7 @@ def test_a_chain_ends_before_the_first_that_is_not_to_be_had(why: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["remove", "evict", "rewrite", "clear"])
-def test_an_extent_that_is_lent_is_not_used_again_before_it_is_given_back(change: str) -> None:
+def test_a_lent_extent_is_not_reused_before_it_is_returned(change: str) -> None:
     pool, _, _ = start()
     places = stored(pool)
     disk = pool.store._core.disks[0]

@@ -52,7 +52,7 @@ def check_all(device: SimulatedDevice, count: int = 12) -> None:
 
 @pytest.mark.parametrize("error", [errno.EIO, *PASSING])
 @pytest.mark.parametrize("which", [1, 5, 12], ids=["first", "middle", "last"])
-def test_a_block_of_the_log_that_cannot_be_read_in_either_copy_drops_nothing(which: int, error: int) -> None:
+def test_an_unreadable_block_of_the_log_drops_nothing(which: int, error: int) -> None:
     """Symptom: what was read once with EIO counted as a gap, or as the log's end: what was behind it was dropped."""
     device, layout = filled()
     for first in layout.log_firsts:
@@ -67,7 +67,7 @@ def test_a_block_of_the_log_that_cannot_be_read_in_either_copy_drops_nothing(whi
     check_all(device)
 
 
-def test_a_snapshot_that_cannot_be_read_drops_nothing() -> None:
+def test_an_unreadable_snapshot_drops_nothing() -> None:
     store = Store(device_of())
     device = store.device
     assert isinstance(device, SimulatedDevice)
@@ -91,7 +91,7 @@ def test_a_snapshot_that_cannot_be_read_drops_nothing() -> None:
     check_all(device)
 
 
-def test_an_object_of_the_last_group_that_cannot_be_read_at_the_start_stays() -> None:
+def test_an_unreadable_object_of_the_last_group_stays() -> None:
     """Symptom: taken for a put that never was, and its removal logged."""
     device, layout = filled()
     fault = device.fail(OperationKind.READ, times=None, first_block=layout.data_first)
@@ -112,7 +112,7 @@ def test_a_superblock_that_cannot_be_read_once_is_read_the_second_time(copies: t
     check_all(device.restart())
 
 
-def test_a_device_that_cannot_be_opened_for_want_of_descriptors_is_not_gone_on_without(tmp_path: Path) -> None:
+def test_a_start_without_descriptors_for_a_device_fails(tmp_path: Path) -> None:
     """Symptom: the others went on without it, and what was on it was dropped as stale when it was back."""
     paths = [tmp_path / "one", tmp_path / "two"]
     pool = Driver(file_pool(paths))
@@ -147,7 +147,7 @@ def test_a_device_that_cannot_be_opened_for_want_of_descriptors_is_not_gone_on_w
 
 
 @pytest.mark.parametrize("error", PASSING)
-def test_a_read_of_a_busy_device_is_tried_again_and_the_object_stays(error: int) -> None:
+def test_a_read_of_a_busy_device_is_retried(error: int) -> None:
     """Symptom: dropped as io_error, and its extent quarantined."""
     pool, devices = start()
     pool.put(b"a", b"x" * 100_000)
@@ -166,7 +166,7 @@ def test_a_read_of_a_busy_device_is_tried_again_and_the_object_stays(error: int)
 
 
 @pytest.mark.parametrize("error", PASSING)
-def test_a_write_to_a_busy_device_is_tried_again(error: int) -> None:
+def test_a_write_to_a_busy_device_is_retried(error: int) -> None:
     """Symptom: one EBUSY of an object's write kept others away for a second, one of the log's ended the device."""
     pool, devices = start()
     devices[0].fail(OperationKind.WRITE, error=error, times=4)
@@ -180,7 +180,7 @@ def test_a_write_to_a_busy_device_is_tried_again(error: int) -> None:
     pool.stop()
 
 
-def test_a_flush_that_failed_is_not_repeated_unless_it_has_not_begun() -> None:
+def test_a_failed_flush_is_retried_only_if_it_has_not_begun() -> None:
     pool, devices = start(2)
     devices[0].fail(OperationKind.FLUSH, error=errno.EBUSY, times=2)
     pool.put(b"a", b"x")
@@ -193,7 +193,7 @@ def test_a_flush_that_failed_is_not_repeated_unless_it_has_not_begun() -> None:
     pool.stop()
 
 
-def test_a_device_that_stays_busy_is_not_given_up_and_takes_writes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_stays_busy_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry_policy, "_WRITE_NS", 100_000_000)
     pool, devices = start()
     data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
@@ -228,7 +228,7 @@ def pass_time(pool: Driver, clock: Clock, seconds: int) -> None:
         pool.store.poll()
 
 
-def test_quarantined_room_is_tested_without_scrubbing() -> None:
+def test_quarantined_extents_are_tested_without_scrubbing() -> None:
     """Symptom: with scrub_bytes_per_s 0 it was never looked at again."""
     clock = Clock()
     pool, devices = start(clock_ms=clock)
@@ -241,7 +241,7 @@ def test_quarantined_room_is_tested_without_scrubbing() -> None:
     pool.stop()
 
 
-def test_quarantined_room_is_tested_although_all_memory_is_in_use() -> None:
+def test_quarantined_extents_are_tested_while_all_memory_is_in_use() -> None:
     clock = Clock()
     pool, devices = start(clock_ms=clock)
     quarantined(pool, devices)
@@ -255,7 +255,7 @@ def test_quarantined_room_is_tested_although_all_memory_is_in_use() -> None:
 
 
 @pytest.mark.parametrize("kind", [OperationKind.WRITE, OperationKind.READ])
-def test_a_test_of_quarantined_room_that_the_device_was_too_busy_for_is_made_again(kind: OperationKind) -> None:
+def test_a_test_of_an_extent_is_repeated_if_the_device_was_busy(kind: OperationKind) -> None:
     """Symptom: out of use until the next start, since it had not passed."""
     clock = Clock()
     pool, devices = start(clock_ms=clock)
@@ -269,7 +269,7 @@ def test_a_test_of_quarantined_room_that_the_device_was_too_busy_for_is_made_aga
     pool.stop()
 
 
-def test_room_that_fails_its_test_stays_out_of_use() -> None:
+def test_an_extent_that_fails_its_test_stays_out_of_use() -> None:
     clock = Clock()
     pool, devices = start(clock_ms=clock)
     extent = quarantined(pool, devices) // BLOCK_BYTES
@@ -281,7 +281,7 @@ def test_room_that_fails_its_test_stays_out_of_use() -> None:
     pool.stop()
 
 
-def test_the_tests_of_much_quarantined_room_take_a_bounded_part_of_a_device() -> None:
+def test_tests_of_extents_use_a_bounded_part_of_a_device() -> None:
     clock = Clock()
     pool, devices = start(clock_ms=clock)
     for number in range(30):
@@ -296,7 +296,7 @@ def test_the_tests_of_much_quarantined_room_take_a_bounded_part_of_a_device() ->
     pool.stop()
 
 
-def test_scrubbing_goes_on_although_all_memory_is_in_use() -> None:
+def test_scrubbing_continues_while_all_memory_is_in_use() -> None:
     """Symptom: with copies in all of the memory, as a cache has them, no object was ever checked."""
     clock = Clock()
     pool, devices = start(clock_ms=clock, scrub_bytes_per_s=64 << 20)

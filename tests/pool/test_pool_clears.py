@@ -41,7 +41,7 @@ def two_devices() -> list[SimulatedDevice]:
 
 @pytest.mark.parametrize("snapshot", [False, True])
 @pytest.mark.parametrize("everybodys", [False, True])
-def test_a_power_cut_before_all_is_removed_brings_nothing_back(snapshot: bool, everybodys: bool) -> None:
+def test_a_power_cut_during_a_clear_brings_no_entry_back(snapshot: bool, everybodys: bool) -> None:
     pool = start(two_devices())
     one = pool.call(pool.store.tenant, "one")
     filled(pool, one)
@@ -63,7 +63,7 @@ def test_a_power_cut_before_all_is_removed_brings_nothing_back(snapshot: bool, e
     pool.stop()
 
 
-def test_a_write_that_was_not_handed_over_when_its_key_was_cleared_does_not_come_back() -> None:
+def test_a_queued_write_of_a_cleared_key_does_not_return() -> None:
     pool = start(two_devices())
     filled(pool)
     late = [pool.put_soon(b"late%d" % number, b"x") for number in range(100)]
@@ -79,7 +79,7 @@ def test_a_write_that_was_not_handed_over_when_its_key_was_cleared_does_not_come
     pool.stop()
 
 
-def test_room_that_was_cleared_is_used_before_anything_is_evicted() -> None:
+def test_cleared_entries_are_freed_before_others_are_evicted() -> None:
     pool = start([SimulatedDevice(DEVICE_BYTES)])
     one = pool.call(pool.store.tenant, "one")
     filled(pool, one)
@@ -94,7 +94,7 @@ def test_room_that_was_cleared_is_used_before_anything_is_evicted() -> None:
     pool.stop()
 
 
-def test_clearing_again_and_again_while_it_goes_on_ends() -> None:
+def test_overlapping_clears_end() -> None:
     pool = start(two_devices())
     one, two = (pool.call(pool.store.tenant, name) for name in ("one", "two"))
     filled(pool, one)

@@ -43,9 +43,7 @@ def place_of(driver: Driver, key: bytes) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("fault", "reason"), [("rot", "rotten"), ("header", "rotten"), ("misdirected", "misdirected"), ("eio", "io_error")]
 )
-def test_what_cannot_be_read_right_is_missed_dropped_and_counted_and_its_extent_is_not_used(
-    fault: str, reason: str
-) -> None:
+def test_a_failed_read_is_a_miss_dropped_counted_and_quarantined(fault: str, reason: str) -> None:
     pool, devices = start()
     for key in (b"a", b"b"):
         pool.put(key, key * 100_000)
@@ -74,7 +72,7 @@ def test_what_cannot_be_read_right_is_missed_dropped_and_counted_and_its_extent_
     pool.stop()
 
 
-def test_rot_in_a_part_that_nobody_reads_does_not_spoil_the_others() -> None:
+def test_damage_in_one_part_does_not_affect_reads_of_others() -> None:
     pool, devices = start()
     value = bytes(range(250)) * 4_000
     pool.put(b"a", value)
@@ -86,7 +84,7 @@ def test_rot_in_a_part_that_nobody_reads_does_not_spoil_the_others() -> None:
     pool.stop()
 
 
-def test_a_real_device_checks_reads_itself_and_the_engine_what_it_cannot(
+def test_a_real_device_checks_reads_and_the_pool_checks_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = Driver(file_pool([tmp_path / "device"]))
@@ -115,7 +113,7 @@ def test_a_real_device_checks_reads_itself_and_the_engine_what_it_cannot(
     pool.stop()
 
 
-def test_a_write_that_was_lost_never_brings_back_what_was_there_before() -> None:
+def test_a_lost_write_does_not_return_the_old_value() -> None:
     pool, devices = start()
     pool.put(b"a", b"old" * 10_000)
     first = place_of(pool, b"a")[1]
@@ -130,7 +128,7 @@ def test_a_write_that_was_lost_never_brings_back_what_was_there_before() -> None
     pool.stop()
 
 
-def test_a_write_that_a_device_refuses_is_an_error_to_the_writer_and_the_key_is_absent() -> None:
+def test_a_failed_write_is_an_error_and_the_key_is_absent() -> None:
     pool, devices = start()
     data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, error=errno.ENOSPC, first_block=data)
@@ -140,7 +138,7 @@ def test_a_write_that_a_device_refuses_is_an_error_to_the_writer_and_the_key_is_
     pool.stop()
 
 
-def test_a_pool_goes_on_without_a_device_that_is_gone() -> None:
+def test_a_pool_continues_without_a_lost_device() -> None:
     pool, devices = start(2)
     for number in range(40):
         pool.put(b"%d" % number, b"%d" % number * 20_000)
@@ -161,7 +159,7 @@ def test_a_pool_goes_on_without_a_device_that_is_gone() -> None:
     pool.stop()
 
 
-def test_memory_serves_what_it_has_of_a_device_that_is_gone() -> None:
+def test_memory_serves_copies_of_a_lost_device() -> None:
     pool, devices = start()
     pool.put(b"warm", b"x" * 1000)
     pool.put(b"cold", b"x" * 1000)
@@ -175,7 +173,7 @@ def test_memory_serves_what_it_has_of_a_device_that_is_gone() -> None:
     pool.stop()
 
 
-def test_an_old_value_does_not_return_after_a_restart_where_every_device_was_gone_as_it_was_replaced() -> None:
+def test_an_old_value_does_not_return_if_all_devices_were_lost_when_it_was_replaced() -> None:
     pool, devices = start(2)
     pool.put(b"a", b"old")
     for device in devices:
@@ -189,7 +187,7 @@ def test_an_old_value_does_not_return_after_a_restart_where_every_device_was_gon
     again.stop()
 
 
-def test_a_write_after_a_failed_one_is_tried_and_not_just_kept_in_memory() -> None:
+def test_a_write_after_a_failed_one_goes_to_the_device() -> None:
     pool, devices = start()
     data_first = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, times=1, first_block=data_first)  # the log of the start may be on its way
@@ -199,7 +197,7 @@ def test_a_write_after_a_failed_one_is_tried_and_not_just_kept_in_memory() -> No
     pool.stop()
 
 
-def test_what_is_kept_in_memory_alone_does_not_let_the_value_before_it_return_after_a_crash() -> None:
+def test_a_memory_only_value_keeps_the_older_one_from_returning_after_a_crash() -> None:
     pool, devices = start(options=[{"write_bytes_per_day": MIB}])
     pool.put(b"a", b"old")
     while not pool_statistics(pool).devices[0].wear_refused:
@@ -211,7 +209,7 @@ def test_what_is_kept_in_memory_alone_does_not_let_the_value_before_it_return_af
     again.stop()
 
 
-def test_the_scrubber_finds_rot_and_tests_extents_before_they_are_used_again() -> None:
+def test_the_scrubber_finds_damage_and_extents_are_tested_before_reuse() -> None:
     clock = Clock()
     pool, devices = start(clock_ms=clock, scrub_bytes_per_s=64 * MIB)
     for number in range(30):
@@ -257,7 +255,7 @@ def test_a_pool_that_cannot_be_opened_says_what_to_do() -> None:
         Driver(DevicePool(configuration(devices=["/nowhere/to/be/found"])))
 
 
-def test_a_device_that_is_missing_at_the_start_is_done_without(tmp_path: Any) -> None:
+def test_a_pool_starts_without_a_missing_device(tmp_path: Any) -> None:
     devices = [{"path": str(tmp_path / "there"), "size": 8 * MIB}, {"path": str(tmp_path / "not there")}]
     pool = Driver(DevicePool(configuration(devices=devices), measure=False))
     pool.put(b"a", b"x")
@@ -266,7 +264,7 @@ def test_a_device_that_is_missing_at_the_start_is_done_without(tmp_path: Any) ->
 
 
 @pytest.mark.parametrize("when", ["at the start", "while it runs"])
-def test_a_device_that_was_away_never_brings_back_what_was_removed_meanwhile(when: str) -> None:
+def test_a_returning_device_brings_no_removed_object_back(when: str) -> None:
     pool, devices = start(2)
     for number in range(20):
         pool.put(b"%d" % number, b"old")
@@ -312,7 +310,7 @@ def test_a_value_removed_before_it_was_written_is_acknowledged_with_its_removal(
     pool.store.close()
 
 
-def test_objects_dropped_for_a_block_of_the_log_that_rotted_in_both_copies_are_counted(
+def test_objects_dropped_for_a_damaged_block_of_the_log_are_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Symptom: they were gone after a start, and no counter and no line of the log said so."""
@@ -341,7 +339,7 @@ def test_objects_dropped_for_a_block_of_the_log_that_rotted_in_both_copies_are_c
     pool.stop()
 
 
-def test_power_that_fails_at_the_start_does_not_cost_a_device_all_of_its_objects() -> None:
+def test_a_power_cut_at_the_start_does_not_drop_a_devices_objects() -> None:
     """Some logs knew of the new session, one did not yet: its device was taken for one that had been away."""
     pool, _ = start(2)
     for number in range(20):
@@ -361,7 +359,7 @@ def test_power_that_fails_at_the_start_does_not_cost_a_device_all_of_its_objects
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_objects_of_a_tenant_that_another_device_knows_by_another_name_are_dropped(first: int) -> None:
+def test_objects_of_a_conflicting_tenant_id_are_dropped(first: int) -> None:
     pool, devices = start(2)
     pool.stop()
     devices = [device.restart() for device in devices]
@@ -410,7 +408,7 @@ class Oracle:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_crash_takes_nothing_that_was_acknowledged_and_brings_nothing_back(seed: int) -> None:
+def test_a_crash_loses_no_acknowledged_change(seed: int) -> None:
     chance, oracle, clock = random.Random(seed), Oracle(), Clock()
     devices = [SimulatedDevice(8 * MIB, seed=seed * 10 + each, name=f"simulated{each}") for each in range(2)]
     for _ in range(4):
@@ -440,7 +438,7 @@ def test_a_crash_takes_nothing_that_was_acknowledged_and_brings_nothing_back(see
         devices = [device.crash() for device in devices]
 
 
-def test_a_scrub_of_an_emptied_pool_looks_at_a_bounded_part_of_it_at_a_time() -> None:
+def test_a_scrub_of_an_emptied_pool_scans_a_bounded_part_at_a_time() -> None:
     """Symptom: one step over all slots that are free, of which there may be millions, with the lock held."""
     clock = Clock()
     device = SimulatedDevice(64 * MIB)

@@ -83,7 +83,7 @@ def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     pool.stop()
 
 
-def test_what_was_acknowledged_survives_a_crash_and_the_memory_fills_by_use() -> None:
+def test_acknowledged_objects_survive_a_crash_and_reads_fill_the_memory() -> None:
     pool, devices = start()
     for number in range(10):
         pool.put(b"%d" % number, b"%d" % number * 10_000)
@@ -96,7 +96,7 @@ def test_what_was_acknowledged_survives_a_crash_and_the_memory_fills_by_use() ->
     pool.stop()
 
 
-def test_what_was_cleared_is_gone_after_a_restart_and_what_came_later_is_not() -> None:
+def test_a_clear_survives_a_restart_and_later_entries_stay() -> None:
     pool, devices = start(DEVICE_BYTES, DEVICE_BYTES)
     one = pool.call(pool.store.tenant, "one")
     for number in range(20):
@@ -115,7 +115,7 @@ def test_what_was_cleared_is_gone_after_a_restart_and_what_came_later_is_not() -
     pool.store.close()
 
 
-def test_a_file_pool_comes_back_warm(tmp_path: Path) -> None:
+def test_a_pool_of_files_keeps_its_objects(tmp_path: Path) -> None:
     paths = [tmp_path / "one", tmp_path / "two"]
     pool = Driver(file_pool(paths))
     for number in range(10):
@@ -131,9 +131,7 @@ def test_a_file_pool_comes_back_warm(tmp_path: Path) -> None:
     pool.stop()
 
 
-def test_memory_is_made_known_to_the_devices_while_the_pool_serves(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_is_registered_while_the_pool_serves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "shadowserve.pool.registration")
     pool = Driver(file_pool([tmp_path / "one", tmp_path / "two"]))
     pool.put(b"a", b"x" * 300_000)
@@ -143,7 +141,7 @@ def test_memory_is_made_known_to_the_devices_while_the_pool_serves(
     pool.stop()
 
 
-def test_a_pool_can_be_closed_before_its_memory_is_known(tmp_path: Path) -> None:
+def test_a_pool_can_be_closed_during_memory_registration(tmp_path: Path) -> None:
     for _ in range(3):
         Driver(file_pool([tmp_path / "one"], memory_budget_bytes=256 * MIB)).stop()
 
@@ -162,7 +160,7 @@ def test_gets_of_one_object_share_one_read_and_the_copy_stays() -> None:
     pool.stop()
 
 
-def test_what_is_asked_for_twice_stays_in_memory_while_much_is_read_once() -> None:
+def test_entries_read_twice_stay_in_memory_during_a_large_scan() -> None:
     pool, _ = start(64 * MIB)
     for number in range(200):
         pool.put(b"%d" % number, b"x" * 100_000)
@@ -202,7 +200,7 @@ def test_reads_that_wait_for_memory_begin_eight_at_a_time_while_their_device_is_
 
 
 @pytest.mark.parametrize("change", ["remove", "put", "clear", "evict", "make way"])
-def test_what_is_read_meanwhile_is_read_whole_or_missed_and_its_extent_is_free_later(change: str) -> None:
+def test_an_entry_removed_during_a_read_is_read_completely_and_its_extent_is_freed_later(change: str) -> None:
     pool, devices = start()
     pool.put(b"a", b"old" * 20_000)
     cool(pool)
@@ -237,7 +235,7 @@ def test_what_is_read_meanwhile_is_read_whole_or_missed_and_its_extent_is_free_l
     pool.stop()
 
 
-def test_a_wake_ends_with_the_poll_that_answers_it_and_the_next_one_counts() -> None:
+def test_poll_resets_a_wake_and_the_next_one_counts() -> None:
     pool, _ = start()
     core = pool.store._core  # type: ignore[attr-defined]
     pool.pump(lambda: not pool.store.busy)
@@ -256,7 +254,7 @@ def test_a_wake_ends_with_the_poll_that_answers_it_and_the_next_one_counts() -> 
     pool.stop()
 
 
-def test_of_puts_in_a_row_the_last_one_counts_also_after_a_restart() -> None:
+def test_the_last_of_several_puts_wins_also_after_a_restart() -> None:
     pool, devices = start(DEVICE_BYTES, DEVICE_BYTES)
     changes = []
     for number in range(30):
@@ -334,7 +332,7 @@ def test_expiry_and_pin_of_what_is_being_written_are_not_lost() -> None:
     pool.stop()
 
 
-def test_second_hit_admission_writes_what_is_asked_for() -> None:
+def test_second_hit_admission_writes_entries_that_are_read() -> None:
     pool, devices = start(admission="second_hit")
     pool.settle(pool.call(pool.store.barrier))
     for number in range(10):
@@ -354,7 +352,7 @@ def test_second_hit_admission_writes_what_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "frequency"])
-def test_a_full_device_gives_up_objects_in_time_and_nothing_is_lost_between(policy: str) -> None:
+def test_a_full_device_evicts_in_time_and_loses_nothing_else(policy: str) -> None:
     pool, _ = start(eviction=policy)
     for number in range(600):
         pool.put(b"%d" % number, b"%d" % number * 20_000)
@@ -379,7 +377,7 @@ def test_a_device_full_of_pinned_objects_refuses() -> None:
     pool.stop()
 
 
-def test_writers_wait_when_too_much_is_under_way() -> None:
+def test_writers_wait_while_too_many_writes_are_in_progress() -> None:
     pool, devices = start(write_bytes_under_way_max=1 * MIB)
     devices[0].automatic = False
     called: list[int] = []
@@ -403,7 +401,7 @@ def test_writers_wait_when_too_much_is_under_way() -> None:
     pool.stop()
 
 
-def test_a_buffer_that_nobody_stores_gives_its_memory_back() -> None:
+def test_an_abandoned_buffer_is_freed() -> None:
     pool, _ = start()
     buffer = pool.call(pool.store.allocate, 2 * MIB, lambda: None)
     assert buffer is not None
@@ -413,7 +411,7 @@ def test_a_buffer_that_nobody_stores_gives_its_memory_back() -> None:
     pool.stop()
 
 
-def test_memory_that_everybody_uses_makes_readers_wait_not_fail() -> None:
+def test_readers_wait_for_memory_instead_of_failing() -> None:
     pool, _ = start(64 * MIB, memory_budget_bytes=4 * MIB)
     for number in range(8):
         pool.put(b"%d" % number, b"%d" % number * 1_000_000)
@@ -425,7 +423,7 @@ def test_memory_that_everybody_uses_makes_readers_wait_not_fail() -> None:
     pool.stop()
 
 
-def test_a_long_prefix_that_has_all_memory_in_use_evicts_nothing_that_lies_in_memory_alone() -> None:
+def test_a_long_prefix_that_uses_all_memory_evicts_no_memory_only_object() -> None:
     """Which would take the rest of its chain along, from devices too."""
     pool, _ = start(bandwidths=[3 * MIB], memory_bandwidth=MIB, memory_homes=True)
     for number in range(16):
@@ -456,7 +454,7 @@ def test_budgets_and_quotas_change_at_any_time() -> None:
     pool.stop()
 
 
-def test_two_keys_that_a_client_makes_collide_are_never_taken_for_each_other() -> None:
+def test_colliding_keys_are_never_confused() -> None:
     pool, _ = start()
     pool.put(b"name", b"by name")
     item = pool.peek(b"name")

@@ -99,7 +99,7 @@ def moved(**keys: Any) -> tuple[Driver, Disk, Disk, Change]:
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_a_value_that_was_replaced_on_another_device_does_not_return_after_its_successor_was_evicted(
+def test_a_value_replaced_on_another_device_does_not_return_after_its_successors_eviction(
     missing: bool,
 ) -> None:
     pool, _, second, change = moved()
@@ -113,7 +113,7 @@ def test_a_value_that_was_replaced_on_another_device_does_not_return_after_its_s
     after.stop()
 
 
-def test_a_value_put_elsewhere_after_an_eviction_does_not_give_way_to_the_evicted_one() -> None:
+def test_an_evicted_value_does_not_win_over_a_later_one_elsewhere() -> None:
     pool = start()
     pool.put(KEY, b"old")
     poll(pool)
@@ -131,7 +131,7 @@ def test_a_value_put_elsewhere_after_an_eviction_does_not_give_way_to_the_evicte
     after.stop()
 
 
-def test_a_tenant_cleared_and_filled_again_elsewhere_does_not_have_the_old_values_back() -> None:
+def test_cleared_values_do_not_return_after_new_ones_elsewhere() -> None:
     pool = start()
     pool.put(KEY, b"old")
     poll(pool)
@@ -171,7 +171,7 @@ def test_a_value_found_twice_after_a_power_cut_does_not_return_when_the_newer_on
     pool.stop()
 
 
-def test_a_device_that_was_away_takes_nothing_from_the_others_along() -> None:
+def test_a_returning_device_drops_nothing_of_the_others() -> None:
     """Its puts had later numbers than those that the pool gave out without it, and were taken for later ones."""
     pool = start()
     pool.put(b"other", b"x")
@@ -199,7 +199,7 @@ def test_a_device_that_was_away_takes_nothing_from_the_others_along() -> None:
         pool.stop()
 
 
-def test_nobody_is_told_of_a_value_before_all_devices_know_that_one_is_away() -> None:
+def test_no_value_is_acknowledged_before_all_devices_log_that_one_is_missing() -> None:
     """Otherwise the next start could take the one that missed it for a device that missed nothing."""
     pool = start(3)
     pool.put(KEY, b"old")
@@ -253,7 +253,7 @@ def test_a_value_kept_in_memory_alone_is_not_acknowledged_while_an_older_one_may
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
-def test_a_power_cut_while_a_value_moves_does_not_take_the_one_before_it(snapshot: bool) -> None:
+def test_a_power_cut_during_a_move_keeps_the_old_value(snapshot: bool) -> None:
     """The first device's log must not forget it, nor its snapshots, before the other one's log has the new value."""
     pool = start()
     pool.put(KEY, b"old")
@@ -274,7 +274,7 @@ def test_a_power_cut_while_a_value_moves_does_not_take_the_one_before_it(snapsho
     after.stop()
 
 
-def test_a_value_that_moves_to_and_fro_is_the_last_one_and_leaves_nothing_behind() -> None:
+def test_a_value_that_moves_back_and_forth_is_the_last_one_and_frees_all_extents() -> None:
     pool = start(3)
     changes = []
     for number in range(60):
@@ -294,7 +294,7 @@ def test_a_value_that_moves_to_and_fro_is_the_last_one_and_leaves_nothing_behind
     pool.stop()
 
 
-def test_of_two_devices_that_went_on_without_each_other_the_later_one_counts() -> None:
+def test_of_two_devices_used_without_each_other_the_later_one_wins() -> None:
     """Whichever it was: by the number of its session alone, it could be the one that had been away first."""
     for order in ([0, 1], [1, 0]):
         pool = start()

@@ -53,7 +53,7 @@ def test_shares_are_kept_within_one_percent_and_chains_within_two_objects() -> N
             assert abs(got / total - share) <= 0.01 * share
 
 
-def test_two_clients_that_store_in_turns_get_all_devices_each() -> None:
+def test_each_of_two_interleaved_clients_uses_all_devices() -> None:
     interleaver = Interleaver([1.0, 1.0])
     counts = [Counter[int](), Counter[int]()]
     for number in range(100):
@@ -65,7 +65,7 @@ def test_two_clients_that_store_in_turns_get_all_devices_each() -> None:
     assert all(abs(count[0] - 50) <= 1 for count in counts)
 
 
-def test_what_cannot_take_objects_gets_none_and_others_keep_their_proportions() -> None:
+def test_unavailable_devices_get_no_objects_and_others_keep_their_proportions() -> None:
     interleaver = Interleaver([2.0, 1.0, 1.0])
     for number in range(400):
         device = interleaver.order(1000, b"", [True, False, True])[0]
@@ -91,7 +91,7 @@ def test_a_pool_places_by_the_bandwidths_of_its_devices() -> None:
     pool.stop()
 
 
-def test_what_falls_to_memory_stays_there_and_has_a_home_on_a_device_as_well() -> None:
+def test_objects_of_memorys_share_stay_in_memory_and_are_on_a_device_too() -> None:
     pool = Driver(simulated_pool(devices(2), bandwidths=[100, 100], memory_bandwidth=200, clock_ms=Clock()))
     for number in range(64):
         pool.put(key_of(chunk(number)), b"x" * 2000, parent=chunk(number - 1) if number else b"")
@@ -101,7 +101,7 @@ def test_what_falls_to_memory_stays_there_and_has_a_home_on_a_device_as_well() -
     pool.stop()
 
 
-def test_memory_can_be_the_only_home_of_its_share() -> None:
+def test_with_memory_homes_objects_of_memorys_share_are_in_memory_alone() -> None:
     given = devices(2)
     pool = Driver(
         simulated_pool(given, bandwidths=[100, 100], memory_bandwidth=200, memory_homes=True, clock_ms=Clock())
@@ -113,7 +113,7 @@ def test_memory_can_be_the_only_home_of_its_share() -> None:
     pool.stop()
 
 
-def test_a_full_device_is_gone_round_and_then_gives_up_its_oldest() -> None:
+def test_a_full_device_is_avoided_and_then_evicts_its_oldest_object() -> None:
     small, large = SimulatedDevice(6 * MIB, name="small"), SimulatedDevice(DEVICE_BYTES, name="large")
     pool = Driver(simulated_pool([small, large], options=[{"objects_max": 64}, {}], clock_ms=Clock()))
     pool.call(pool.store.follow, configuration(devices=[{"path": "small", "bytes_max": MIB}]))
@@ -126,7 +126,7 @@ def test_a_full_device_is_gone_round_and_then_gives_up_its_oldest() -> None:
     pool.stop()
 
 
-def test_a_device_beyond_its_budget_of_writes_takes_no_more_until_midnight() -> None:
+def test_a_device_beyond_its_write_budget_gets_no_objects_until_midnight() -> None:
     clock = Clock()
     options = [{"write_bytes_per_day": 1 * MIB}, {}]
     given = devices(2)
@@ -172,7 +172,7 @@ def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
     pool.stop()
 
 
-def test_wear_counts_by_days_and_a_clock_that_goes_back_gives_no_second_budget() -> None:
+def test_the_write_budget_counts_by_days_even_if_the_clock_goes_back() -> None:
     day = 24 * 3600 * 1000
     wear = WriteBudget(budget_bytes=100)
     wear.note(60, 10 * day)
@@ -182,7 +182,7 @@ def test_wear_counts_by_days_and_a_clock_that_goes_back_gives_no_second_budget()
     assert WriteBudget().allows(1 << 60, 0)
 
 
-def test_bandwidth_is_what_busy_devices_show_and_shares_follow_real_changes_only() -> None:
+def test_bandwidth_is_measured_on_busy_devices_and_small_changes_keep_the_shares() -> None:
     fast, slow = BandwidthMeter(), BandwidthMeter()
     organizer = BandwidthShares([fast, slow])
     assert organizer.shares == [0.5, 0.5]  # nothing is known
@@ -202,7 +202,7 @@ def test_bandwidth_is_what_busy_devices_show_and_shares_follow_real_changes_only
     assert fixed.bytes_per_s == 5.0
 
 
-def test_arenas_come_from_the_nodes_that_have_memory(tmp_path: Path) -> None:
+def test_arenas_use_the_numa_nodes_with_memory(tmp_path: Path) -> None:
     assert memory_nodes(tmp_path) == [0]
     (tmp_path / "has_memory").write_text("0-1,3\n")
     assert memory_nodes(tmp_path) == [0, 1, 3]
@@ -212,7 +212,7 @@ def test_arenas_come_from_the_nodes_that_have_memory(tmp_path: Path) -> None:
     assert arena.bytes_per_s > 0
 
 
-def test_memory_that_was_lent_comes_back_when_nobody_looks_at_it() -> None:
+def test_lent_memory_returns_with_its_last_view() -> None:
     arenas = Arenas(4 * MIB, [0, 0])
     buffer = arenas.take(10)
     assert buffer is not None

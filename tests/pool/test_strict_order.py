@@ -40,7 +40,7 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     pool.stop()
 
 
-def test_reads_and_writes_of_a_device_never_meet_and_both_go_on(pool: tuple[Driver, list[Operation]]) -> None:
+def test_reads_and_writes_of_a_device_never_overlap_and_both_progress(pool: tuple[Driver, list[Operation]]) -> None:
     driver, done = pool
     readings = []
     changes = []

@@ -28,16 +28,16 @@ def may_go(state: State, following: State) -> bool:
     return write.state is following
 
 
-def test_the_table_of_states_is_what_a_put_goes_through() -> None:
+def test_the_documented_table_of_states_is_that_of_the_code() -> None:
     assert set(told()) == set(State)
     for state, following in told().items():
         assert {each for each in State if may_go(state, each)} == following
 
 
-def test_a_put_ends_in_each_state_that_nothing_follows_and_in_no_other() -> None:
+def test_each_final_state_has_an_end() -> None:
     assert {state for state, following in told().items() if not following} == set(ENDS)
 
 
 @pytest.mark.parametrize("state", ENDS)
-def test_who_stored_a_value_hears_an_error_only_of_one_that_is_there_no_more(state: State) -> None:
+def test_only_failed_puts_report_an_error(state: State) -> None:
     assert ENDS[state].fails is (state is State.FAILED) and ENDS[state].removal is (state is State.TAKEN_BACK)

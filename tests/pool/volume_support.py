@@ -25,8 +25,6 @@ from shadowserve.pool.volume.device import BlockDevice, Pages
 from shadowserve.pool.volume.format import BLOCK_BYTES, RecordFlag, RecordKind, blocks_of, pack_record
 from shadowserve.pool.volume.volume import Volume
 
-__all__ = ["HEADER", "POOL", "Store", "device_of", "index_key"]
-
 POOL = bytes(range(16))
 HEADER = 2048
 SMALL = 6 << 20

@@ -5,8 +5,6 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Final
 
-__all__ = ["WORK_MAX", "WorkMeter"]
-
 WORK_MAX: Final = 400_000
 """Steps of the interpreter in one hold. One takes 20 ns, with the calls into C that it makes: 8 ms. Of 250 evictions
 from a device it is 360,000; of 3,000 keys that are removed it would be a million."""

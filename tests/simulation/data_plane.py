@@ -29,8 +29,6 @@ from dpu_dataplane.sources.resp.server import OneServer
 from dpu_dataplane.sources.source import Stored
 from shadowserve.errors import StorageError
 
-__all__ = ["DataPlane", "simulated_modules"]
-
 _DEADLINE_S: Final = 12
 """To connect takes 2 s at most and an answer 5 of silence; a slow network may be heard of all the while."""
 _RECOVERY_S: Final = 10

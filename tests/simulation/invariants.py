@@ -9,8 +9,6 @@ from world import World
 from shadowserve.native import ANY, NO_PARENT
 from shadowserve.pool.pool import Pool
 
-__all__ = ["Invariants"]
-
 _Chunk = tuple[int, bytes]
 _Present = dict[_Chunk, tuple[object, _Chunk | None]]
 """Chunks that are there: what tells one put of them from the next, and the chunk before."""

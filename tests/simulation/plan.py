@@ -4,8 +4,6 @@ from dataclasses import dataclass, fields
 
 from world import World
 
-__all__ = ["Plan"]
-
 
 @dataclass
 class Plan:

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["FOREVER", "Change", "Key", "Model", "Violation", "Write"]
-
 FOREVER: Final = 1 << 62
 Key = tuple[str, bytes]
 """A tenant's name and a key as clients know it."""

@@ -34,8 +34,6 @@ from shadowserve.pool.volume.format import Superblock
 from storage_kv.access.rules import hash_password
 from storage_kv.config import StorageConfig
 
-__all__ = ["TENANTS", "Plan", "Result", "plan_of", "simulate"]
-
 TENANTS: Final = ("", "one", "two")
 _CAPACITY: Final = 24 << 20
 _QUIET_S: Final = 400

@@ -14,8 +14,6 @@ from reference_model import Violation
 from simulated_network import Link
 from world import S, World
 
-__all__ = ["SimulatedEventLoop", "SimulatedSocket"]
-
 Connect = Callable[[Link], bool]
 """Brings a link to the server; returns whether one listens."""
 

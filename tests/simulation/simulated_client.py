@@ -15,8 +15,6 @@ from world import MS, US, S, World
 
 from shadowserve.resp import NEED_DATA, LargeBulk, ReplyReader, Value, encode_command
 
-__all__ = ["Call", "SimulatedClient"]
-
 DEADLINE_S = 30
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 
 from world import MS, US, World
 
-__all__ = ["Link", "ServerSocket", "Stream"]
-
 
 class Stream:
     """One direction of a link.

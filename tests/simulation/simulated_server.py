@@ -27,8 +27,6 @@ from storage_kv.node import Node
 from storage_kv.operate.reconfigure import Reconfiguration
 from storage_kv.session import Session
 
-__all__ = ["SimulatedServer"]
-
 _ENGINE_INTERVAL_NS: Final = 100 * MS
 _SWEEP_KEYS_MAX: Final = 2_000
 

@@ -9,8 +9,6 @@ from world import World
 from shadowserve.block import OperationKind
 from shadowserve.pool.volume.format import SUPERBLOCK_OFFSETS, Superblock
 
-__all__ = ["PowerCutError", "StartTrouble"]
-
 _OPERATIONS: tuple[int, ...] = (1, 3, 10, 30)
 _BLOCK_BYTES = 4096
 

@@ -15,8 +15,6 @@ from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.resp import ErrorReply
 
-__all__ = ["CHAINS", "CHAIN_LENGTH", "NAMESPACE", "Workload", "chunk_name"]
-
 _SIZES: Final = (32, 200, 3000, 5000, 16 << 10, 40 << 10, 70 << 10, 200 << 10)
 CHAINS: Final = 2
 CHAIN_LENGTH: Final = 4

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-__all__ = ["MS", "S", "SimulatedLock", "VirtualTime", "World", "virtual_time"]
-
 US: Final = 1_000
 MS: Final = 1_000_000
 S: Final = 1_000_000_000

@@ -105,7 +105,7 @@ class Deletions:
         with self._changed:
             late = [job for job in self._waited_for if job.deadline_s <= now_s]
         for job in late:
-            self._answer(job, ShadowServeError("the bucket has not deleted all of it in time; deletion continues"))
+            self._answer(job, ShadowServeError("cannot delete all of it in time; the deletion continues"))
 
     def _answer(self, job: _Job, failure: ShadowServeError | None) -> None:
         with self._changed:
