@@ -1,4 +1,4 @@
-"""Memory for values: where it begins, what it holds, that it comes in huge pages, and what is kept of it."""
+"""Buffers for values: address, content, huge pages, and reuse."""
 
 import gc
 import mmap

@@ -1,4 +1,4 @@
-"""The client of a bucket: signatures, credentials from each source, and answers that are wrong or have no end."""
+"""The S3 client: signatures, credentials of each source, and wrong or endless answers."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""A bucket below a pool with devices that writes what is evicted: what no device has room for any more is there."""
+"""A bucket below a pool with devices and ``write: evicted``: evicted records are in the bucket."""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What an object of the bucket is: frozen, and believed in nothing before it agrees with itself and with its name."""
+"""The format of an object in the bucket: frozen, and checked before it is used."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the bucket is expected to take, by what it has taken."""
+"""The estimate of the bucket's speed."""
 
 import pytest
 

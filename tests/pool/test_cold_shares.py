@@ -1,4 +1,4 @@
-"""Tenants over one bucket: shares of its bytes and of the records that a node knows, and turns of reads and writes."""
+"""Tenants of one bucket: shares of its bytes and of known records, and turns of reads and writes."""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A bucket below the pool: what one node has stored, every other finds; what is gone or wrong there is a miss."""
+"""A bucket below the pool: every node finds the records of the others; faults of the bucket are misses."""
 
 import contextlib
 import threading

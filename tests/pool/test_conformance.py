@@ -1,4 +1,4 @@
-"""A pool does what every store must: over memory alone, over a simulated device and over a file."""
+"""Every kind of pool passes the conformance suite: memory alone, a simulated device, a file."""
 
 from collections.abc import Callable
 from pathlib import Path

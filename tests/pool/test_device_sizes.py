@@ -1,4 +1,4 @@
-"""The size of a device: a file gets the size that is configured now, a volume grows, and never shrinks."""
+"""Sizes of devices: a file gets the configured size, and a volume grows but never shrinks."""
 
 from pathlib import Path
 from typing import Any

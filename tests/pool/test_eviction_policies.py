@@ -1,4 +1,4 @@
-"""What goes: the suite that every policy passes, alone and under requests that wait; and in which order they give."""
+"""Eviction: a suite for every policy, and the order among entries that waiting requests need."""
 
 import hashlib
 import random

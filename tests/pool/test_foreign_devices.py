@@ -1,4 +1,4 @@
-"""What is on devices that are no sound volumes: told in the same words everywhere, and never formatted over unasked."""
+"""Devices without a sound volume: described alike everywhere, and never formatted without force."""
 
 import errno
 import json

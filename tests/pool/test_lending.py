@@ -1,4 +1,4 @@
-"""Chains of records that are lent where they lie on devices: what is lent, what ends it, and that it stays."""
+"""Records that are lent in their extents on devices."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Errors that pass: a device that is busy, a block that cannot be read this once. Nothing is dropped for them."""
+"""Passing errors: a busy device, or a block that is unreadable once. Nothing is dropped for them."""
 
 import errno
 import os

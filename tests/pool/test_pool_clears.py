@@ -1,4 +1,4 @@
-"""What was cleared goes bit by bit, and a power cut in the middle of that brings none of it back."""
+"""Clears in progress, and power cuts during them."""
 
 import pytest
 from pool_support import DEVICE_BYTES, simulated_pool

@@ -1,4 +1,4 @@
-"""Devices that fail, lie, or vanish: what was stored is served right or missed with a reason, never wrong."""
+"""Devices that fail, return wrong bytes, or vanish: reads are right, or misses with a reason."""
 
 import errno
 import random

@@ -1,4 +1,4 @@
-"""What happens to objects between being stored and being gone: memory, eviction, restarts, back-pressure."""
+"""The life of objects: memory, eviction, restarts, back-pressure."""
 
 import logging
 import select

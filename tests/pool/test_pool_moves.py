@@ -1,4 +1,4 @@
-"""Keys whose value moves from one device to another: no older value comes back, whichever log is cut short."""
+"""Keys that move between devices: no older value returns, wherever a log is cut short."""
 
 from collections.abc import Callable
 from typing import Any

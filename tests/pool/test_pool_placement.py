@@ -1,4 +1,4 @@
-"""Objects are shared out by bandwidth, along each chain of chunks; who cannot take one is gone round."""
+"""Placement by bandwidth along each chain of chunks, and devices that cannot take objects."""
 
 import random
 from collections import Counter

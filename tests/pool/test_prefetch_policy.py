@@ -1,4 +1,4 @@
-"""What is moved up before a request runs: by hand, and that no link is promised more than it carries in time."""
+"""The prefetch policy: single rules, and that no link gets more than it carries in time."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""A device that is never read while it is written to."""
+"""``strict_order``: a device is never read while it is written."""
 
 from pathlib import Path
 from typing import Any

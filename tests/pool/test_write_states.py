@@ -1,4 +1,4 @@
-"""The states of a put: what its table says is what the code does."""
+"""The states of a put: the documented table is that of the code."""
 
 import re
 from typing import Any

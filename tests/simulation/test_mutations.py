@@ -1,4 +1,4 @@
-"""Products that are broken on purpose: the simulation has to see each, nearly all within a thousand seeds."""
+"""Deliberately broken products: the simulation must detect each, nearly all within a thousand seeds."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,13 +22,13 @@ from storage_kv.session import Session
 
 _SEEDS = range(1, 1001)
 _RARE = range(3001, 10001)
-"""Of what only one in a hundred runs sees, that are of the right kind: none of the thousand may be."""
+"""Seeds for defects that only one in a hundred suitable runs detects."""
 
 
 def seen(may_show: Callable[[Plan], bool], seeds: range = _SEEDS, begin: int = 0) -> str:
-    """Return how the first seed that sees it fails; runs only those in which it can show.
+    """Return how the first failing seed fails; runs only seeds of suitable plans.
 
-    It begins with the one that saw it last time, and goes round: where that no longer does, it takes longer.
+    Begins with the seed that detected it last time, and goes round from there.
     """
     for seed in (*range(max(begin, seeds.start), seeds.stop), *range(seeds.start, begin)):
         if may_show(plan_of(seed)):

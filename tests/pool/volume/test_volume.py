@@ -1,4 +1,4 @@
-"""A volume on a simulated device: what is acknowledged stays, what is full says so, what fails is an error."""
+"""A volume on a simulated device: durability, full volumes, failures."""
 
 import pytest
 from simulated_device import SimulatedDevice

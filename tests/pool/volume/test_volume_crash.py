@@ -1,6 +1,6 @@
-"""Hundreds of crashes at moments that a seed chooses, against a model of what may be there afterwards.
+"""Hundreds of crashes at moments that a seed chooses, checked against a model.
 
-What was acknowledged is there, whole, until what was to replace it is: then it is one or the other. Nothing is mixed.
+An acknowledged value is present and complete until its replacement is; in between it is one or the other, never a mix.
 """
 
 import contextlib

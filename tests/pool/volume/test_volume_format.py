@@ -1,4 +1,4 @@
-"""The bytes of a volume: those of version 1 are read for ever, damaged ones are noticed, foreign ones refused."""
+"""The format of a volume: version 1 stays readable, damage is detected, foreign bytes are refused."""
 
 import random
 import struct

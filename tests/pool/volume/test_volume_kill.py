@@ -1,4 +1,4 @@
-"""A process that writes to a real file, killed at random moments, again and again."""
+"""A process that writes to a real file is killed at random moments, again and again."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""What a volume waits for: each barrier of docs/storage-format.md, one by one."""
+"""The order of a volume's writes: each barrier of docs/storage-format.md."""
 
 from simulated_device import SimulatedDevice
 from volume_support import Store, device_of

@@ -1,4 +1,4 @@
-"""The log has two copies at every moment: a start writes again what is not sound in one of them."""
+"""Repair of the log's two copies at a start."""
 
 import errno
 
