@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from simulated_device import SimulatedDevice
-from store_driver import Driver
+from store_driver import Clock, Driver
 
 from shadowserve.clock import wall_clock_ms
 from shadowserve.pool.config import DeviceConfig
 from shadowserve.pool.device_pool import DevicePool
+from shadowserve.pool.disk import Disk
+from shadowserve.pool.entries import Entry, PoolItem
 from shadowserve.pool.statistics import Statistics
 from storage_kv.config import StorageConfig
 
@@ -69,6 +71,34 @@ def file_pool(
         clock_ms=clock_ms,
         measure=measure,
     )
+
+
+def simulated_devices(count: int = 1, size: int = DEVICE_BYTES) -> list[SimulatedDevice]:
+    return [SimulatedDevice(size, seed=number, name=f"simulated{number}") for number in range(count)]
+
+
+def start_pool(count: int = 1, *, size: int = DEVICE_BYTES, **keys: Any) -> tuple[Driver, list[SimulatedDevice]]:
+    """Return a started pool over new simulated devices, and the devices."""
+    devices = simulated_devices(count, size)
+    keys.setdefault("clock_ms", Clock())
+    return Driver(simulated_pool(devices, **keys)), devices
+
+
+def drop_copies(driver: Driver) -> None:
+    """Drop all copies in memory that have no other user."""
+    with driver.lock:
+        while driver.store._core.copies.make_room():
+            pass
+
+
+def entry_of(driver: Driver, key: bytes) -> Entry:
+    item = driver.peek(key)
+    assert isinstance(item, PoolItem)
+    return item.entry
+
+
+def disks_of(driver: Driver) -> list[Disk]:
+    return driver.store._core.disks
 
 
 def pool_statistics(driver: Driver) -> Statistics:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cold_support import CREDENTIALS, Chain, Node, device_node, nodes
-from faulty_s3 import Answer, FaultyS3, faulty_s3
+from cold_support import Chain, Node, device_node, nodes
+from faulty_s3 import Answer, FaultyS3
 from machine import wait_for
 
 from shadowserve.keys import storage_key
@@ -15,14 +15,6 @@ FITS = Chain("fits", 16, 1 << 17)
 """2 MiB: the device has room for them."""
 MORE = Chain("more", 96, 1 << 17)
 """12 MiB, with which it has not."""
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-    with faulty_s3() as server:
-        yield server
 
 
 @pytest.fixture

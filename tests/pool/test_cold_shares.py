@@ -1,11 +1,10 @@
 """Tenants of one bucket: shares of its bytes and of known records, and turns of reads and writes."""
 
 import threading
-from collections.abc import Iterator
 
 import pytest
-from cold_support import CREDENTIALS, MIB, Chain, Node, Opens, nodes
-from faulty_s3 import Answer, Asked, FaultyS3, faulty_s3
+from cold_support import MIB, Chain, Node, Opens
+from faulty_s3 import Answer, Asked, FaultyS3
 from machine import wait_for
 
 from shadowserve.pool.cold.bucket import Listed
@@ -16,20 +15,6 @@ from shadowserve.pool.cold.layout import Contents, Place, name_of
 from shadowserve.pool.cold.shares import Shares, most_beyond
 
 MINE = Chain("mine", 12)
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-    with faulty_s3() as server:
-        yield server
-
-
-@pytest.fixture
-def open_node(bucket: FaultyS3) -> Iterator[Opens]:
-    with nodes(bucket) as opens:
-        yield opens
 
 
 def tenant(node: Node, name: str) -> int:

@@ -2,32 +2,16 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cold_support import CREDENTIALS, MIB, Chain, Node, Opens, nodes
+from cold_support import MIB, Chain, Node, Opens, nodes
 from faulty_s3 import LIES, Answer, Asked, FaultyS3, faulty_s3
 from machine import drive, wait_for
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import storage_key
 from shadowserve.pool.cold.gathering import Gathering
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-    with faulty_s3() as server:
-        yield server
-
-
-@pytest.fixture
-def open_node(bucket: FaultyS3) -> Iterator[Opens]:
-    with nodes(bucket) as opens:
-        yield opens
-
 
 CHAIN = Chain("prefix", 12)
 

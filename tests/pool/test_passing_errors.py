@@ -7,10 +7,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from pool_support import configuration, file_pool, pool_statistics
+from pool_support import configuration, drop_copies, file_pool, pool_statistics, start_pool
 from simulated_device import SimulatedDevice
 from store_driver import Clock, Driver
-from test_pool_faults import cool, place_of, start
+from test_pool_faults import place_of
 from volume_support import Store, device_of, index_key
 
 from shadowserve.block import OperationKind
@@ -149,12 +149,12 @@ def test_a_start_without_descriptors_for_a_device_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", PASSING)
 def test_a_read_of_a_busy_device_is_retried(error: int) -> None:
     """Symptom: dropped as io_error, and its extent quarantined."""
-    pool, devices = start()
+    pool, devices = start_pool()
     pool.put(b"a", b"x" * 100_000)
-    cool(pool)
+    drop_copies(pool)
     devices[0].fail(OperationKind.READ, error=error, times=3)
     assert pool.value(b"a") == b"x" * 100_000
-    cool(pool)
+    drop_copies(pool)
     fault = devices[0].fail(OperationKind.READ, error=error, times=None)
     assert pool.value(b"a") is None and fault.met > 3
     devices[0].faults.clear()
@@ -168,7 +168,7 @@ def test_a_read_of_a_busy_device_is_retried(error: int) -> None:
 @pytest.mark.parametrize("error", PASSING)
 def test_a_write_to_a_busy_device_is_retried(error: int) -> None:
     """Symptom: one EBUSY of an object's write kept others away for a second, one of the log's ended the device."""
-    pool, devices = start()
+    pool, devices = start_pool()
     devices[0].fail(OperationKind.WRITE, error=error, times=4)
     pool.put(b"a", b"x" * 10_000)
     assert place_of(pool, b"a")[0] == 0
@@ -181,7 +181,7 @@ def test_a_write_to_a_busy_device_is_retried(error: int) -> None:
 
 
 def test_a_failed_flush_is_retried_only_if_it_has_not_begun() -> None:
-    pool, devices = start(2)
+    pool, devices = start_pool(2)
     devices[0].fail(OperationKind.FLUSH, error=errno.EBUSY, times=2)
     pool.put(b"a", b"x")
     pool.put(b"b", b"x")
@@ -195,7 +195,7 @@ def test_a_failed_flush_is_retried_only_if_it_has_not_begun() -> None:
 
 def test_a_device_that_stays_busy_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry_policy, "_WRITE_NS", 100_000_000)
-    pool, devices = start()
+    pool, devices = start_pool()
     data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, error=errno.EBUSY, times=None, first_block=data)
     assert pool.put_soon(b"a", b"x" * 10_000).wait() is not None
@@ -213,7 +213,7 @@ def test_a_device_that_stays_busy_is_not_given_up(monkeypatch: pytest.MonkeyPatc
 def quarantined(pool: Driver, devices: list[SimulatedDevice], key: bytes = b"a", size: int = 100_000) -> int:
     """Have the extent of an object be quarantined; return where it begins."""
     pool.put(key, b"x" * size)
-    cool(pool)
+    drop_copies(pool)
     _, offset = place_of(pool, key)
     devices[0].rot(offset + 77)
     assert pool.value(key) is None
@@ -231,7 +231,7 @@ def pass_time(pool: Driver, clock: Clock, seconds: int) -> None:
 def test_quarantined_extents_are_tested_without_scrubbing() -> None:
     """Symptom: with scrub_bytes_per_s 0 it was never looked at again."""
     clock = Clock()
-    pool, devices = start(clock_ms=clock)
+    pool, devices = start_pool(clock_ms=clock)
     quarantined(pool, devices)
     pass_time(pool, clock, 50)
     assert pool_statistics(pool).devices[0].quarantined_bytes
@@ -243,7 +243,7 @@ def test_quarantined_extents_are_tested_without_scrubbing() -> None:
 
 def test_quarantined_extents_are_tested_while_all_memory_is_in_use() -> None:
     clock = Clock()
-    pool, devices = start(clock_ms=clock)
+    pool, devices = start_pool(clock_ms=clock)
     quarantined(pool, devices)
     number = 0
     while pool.store._core.arenas.take(24) is not None:  # type: ignore[attr-defined]
@@ -258,7 +258,7 @@ def test_quarantined_extents_are_tested_while_all_memory_is_in_use() -> None:
 def test_a_test_of_an_extent_is_repeated_if_the_device_was_busy(kind: OperationKind) -> None:
     """Symptom: out of use until the next start, since it had not passed."""
     clock = Clock()
-    pool, devices = start(clock_ms=clock)
+    pool, devices = start_pool(clock_ms=clock)
     extent = quarantined(pool, devices) // BLOCK_BYTES
     fault = devices[0].fail(kind, error=errno.EBUSY, times=None, first_block=extent, last_block=extent + 20)
     pass_time(pool, clock, 90)
@@ -271,7 +271,7 @@ def test_a_test_of_an_extent_is_repeated_if_the_device_was_busy(kind: OperationK
 
 def test_an_extent_that_fails_its_test_stays_out_of_use() -> None:
     clock = Clock()
-    pool, devices = start(clock_ms=clock)
+    pool, devices = start_pool(clock_ms=clock)
     extent = quarantined(pool, devices) // BLOCK_BYTES
     fault = devices[0].fail(OperationKind.WRITE, times=1, first_block=extent, last_block=extent + 20)
     pass_time(pool, clock, 80)
@@ -283,7 +283,7 @@ def test_an_extent_that_fails_its_test_stays_out_of_use() -> None:
 
 def test_tests_of_extents_use_a_bounded_part_of_a_device() -> None:
     clock = Clock()
-    pool, devices = start(clock_ms=clock)
+    pool, devices = start_pool(clock_ms=clock)
     for number in range(30):
         quarantined(pool, devices, b"%d" % number, 200_000)
     pass_time(pool, clock, 59)
@@ -299,10 +299,10 @@ def test_tests_of_extents_use_a_bounded_part_of_a_device() -> None:
 def test_scrubbing_continues_while_all_memory_is_in_use() -> None:
     """Symptom: with copies in all of the memory, as a cache has them, no object was ever checked."""
     clock = Clock()
-    pool, devices = start(clock_ms=clock, scrub_bytes_per_s=64 << 20)
+    pool, devices = start_pool(clock_ms=clock, scrub_bytes_per_s=64 << 20)
     for number in range(30):
         pool.put(b"%d" % number, b"x" * 30_000)
-    cool(pool)
+    drop_copies(pool)
     devices[0].rot(place_of(pool, b"7")[1] + 12_345)
     arenas = pool.store._core.arenas  # type: ignore[attr-defined]
     while arenas.take(1) is not None:

@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pool_support import DEVICE_BYTES, MIB, configuration, file_pool, pool_statistics, simulated_pool
+from pool_support import (
+    DEVICE_BYTES,
+    MIB,
+    configuration,
+    drop_copies,
+    entry_of,
+    file_pool,
+    pool_statistics,
+    simulated_pool,
+    start_pool,
+)
 from simulated_device import SimulatedDevice
 from store_driver import Change, Clock, Driver
 
@@ -16,38 +26,24 @@ from shadowserve.native import Index, Result, check_object
 from shadowserve.pool import reads
 from shadowserve.pool.clears import SCAN_LINES
 from shadowserve.pool.device_pool import DevicePool
-from shadowserve.pool.entries import MEMORY_ONLY, PoolItem
+from shadowserve.pool.entries import MEMORY_ONLY
 from shadowserve.pool.volume.volume import VolumeError
-
-
-def start(count: int = 1, **keys: Any) -> tuple[Driver, list[SimulatedDevice]]:
-    given = [SimulatedDevice(DEVICE_BYTES, seed=number, name=f"simulated{number}") for number in range(count)]
-    keys.setdefault("clock_ms", Clock())
-    return Driver(simulated_pool(given, **keys)), given
-
-
-def cool(driver: Driver) -> None:
-    copies = driver.store._core.copies  # type: ignore[attr-defined]
-    with driver.lock:
-        while copies.make_room():
-            pass
 
 
 def place_of(driver: Driver, key: bytes) -> tuple[int, int]:
     """Return the device of an object, and where on it its value begins."""
-    item = driver.peek(key)
-    assert isinstance(item, PoolItem)
-    return item.entry.device, item.entry.extent * 4096 + 2048
+    entry = entry_of(driver, key)
+    return entry.device, entry.extent * 4096 + 2048
 
 
 @pytest.mark.parametrize(
     ("fault", "reason"), [("rot", "rotten"), ("header", "rotten"), ("misdirected", "misdirected"), ("eio", "io_error")]
 )
 def test_a_failed_read_is_a_miss_dropped_counted_and_quarantined(fault: str, reason: str) -> None:
-    pool, devices = start()
+    pool, devices = start_pool()
     for key in (b"a", b"b"):
         pool.put(key, key * 100_000)
-    cool(pool)
+    drop_copies(pool)
     _, offset = place_of(pool, b"a")
     if fault == "rot":
         devices[0].rot(offset + 77_777)
@@ -73,10 +69,10 @@ def test_a_failed_read_is_a_miss_dropped_counted_and_quarantined(fault: str, rea
 
 
 def test_damage_in_one_part_does_not_affect_reads_of_others() -> None:
-    pool, devices = start()
+    pool, devices = start_pool()
     value = bytes(range(250)) * 4_000
     pool.put(b"a", value)
-    cool(pool)
+    drop_copies(pool)
     devices[0].rot(place_of(pool, b"a")[1] + 900_000)
     assert pool.value(b"a", 1_000, 50_000) == value[1_000:50_000]
     assert pool.value(b"a", 899_000, 901_000) is None
@@ -102,7 +98,7 @@ def test_a_real_device_checks_reads_and_the_pool_checks_the_rest(
         for key in (b"rotten", b"part"):
             file.seek(place_of(pool, key)[1] + 900_000)
             file.write(b"\xff")  # never a byte of the value
-    cool(pool)
+    drop_copies(pool)
     assert pool.value(b"sound") == value and pool.value(b"rotten") is None
     assert pool.value(b"part", 0, 50_000) == value[:50_000]
     assert checked == []
@@ -114,7 +110,7 @@ def test_a_real_device_checks_reads_and_the_pool_checks_the_rest(
 
 
 def test_a_lost_write_does_not_return_the_old_value() -> None:
-    pool, devices = start()
+    pool, devices = start_pool()
     pool.put(b"a", b"old" * 10_000)
     first = place_of(pool, b"a")[1]
     pool.remove(b"a")
@@ -123,13 +119,13 @@ def test_a_lost_write_does_not_return_the_old_value() -> None:
     devices[0].fail(OperationKind.WRITE, error=0, lost=True, first_block=data)
     pool.put(b"a", b"new" * 10_000)  # the same key, length and place: all that tells is the number of the put
     assert place_of(pool, b"a")[1] == first
-    cool(pool)
+    drop_copies(pool)
     assert pool.value(b"a") is None and pool_statistics(pool).lost == {"misdirected": 1}
     pool.stop()
 
 
 def test_a_failed_write_is_an_error_and_the_key_is_absent() -> None:
-    pool, devices = start()
+    pool, devices = start_pool()
     data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, error=errno.ENOSPC, first_block=data)
     error = pool.put_soon(b"a", b"x" * 10_000).wait()
@@ -139,10 +135,10 @@ def test_a_failed_write_is_an_error_and_the_key_is_absent() -> None:
 
 
 def test_a_pool_continues_without_a_lost_device() -> None:
-    pool, devices = start(2)
+    pool, devices = start_pool(2)
     for number in range(40):
         pool.put(b"%d" % number, b"%d" % number * 20_000)
-    cool(pool)
+    drop_copies(pool)
     homes = [place_of(pool, b"%d" % number)[0] for number in range(40)]
     assert set(homes) == {0, 1}
     devices[0].remove()
@@ -160,10 +156,10 @@ def test_a_pool_continues_without_a_lost_device() -> None:
 
 
 def test_memory_serves_copies_of_a_lost_device() -> None:
-    pool, devices = start()
+    pool, devices = start_pool()
     pool.put(b"warm", b"x" * 1000)
     pool.put(b"cold", b"x" * 1000)
-    cool(pool)
+    drop_copies(pool)
     assert pool.value(b"warm") is not None
     devices[0].remove()
     assert pool.value(b"cold") is None
@@ -174,7 +170,7 @@ def test_memory_serves_copies_of_a_lost_device() -> None:
 
 
 def test_an_old_value_does_not_return_if_all_devices_were_lost_when_it_was_replaced() -> None:
-    pool, devices = start(2)
+    pool, devices = start_pool(2)
     pool.put(b"a", b"old")
     for device in devices:
         device.remove()
@@ -188,7 +184,7 @@ def test_an_old_value_does_not_return_if_all_devices_were_lost_when_it_was_repla
 
 
 def test_a_write_after_a_failed_one_goes_to_the_device() -> None:
-    pool, devices = start()
+    pool, devices = start_pool()
     data_first = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, times=1, first_block=data_first)  # the log of the start may be on its way
     assert pool.put_soon(b"a", b"x").wait() is not None
@@ -198,7 +194,7 @@ def test_a_write_after_a_failed_one_goes_to_the_device() -> None:
 
 
 def test_a_memory_only_value_keeps_the_older_one_from_returning_after_a_crash() -> None:
-    pool, devices = start(options=[{"write_bytes_per_day": MIB}])
+    pool, devices = start_pool(options=[{"write_bytes_per_day": MIB}])
     pool.put(b"a", b"old")
     while not pool_statistics(pool).devices[0].wear_refused:
         pool.put(b"filler", b"x" * 4000)  # all that may be written today
@@ -211,7 +207,7 @@ def test_a_memory_only_value_keeps_the_older_one_from_returning_after_a_crash() 
 
 def test_the_scrubber_finds_damage_and_extents_are_tested_before_reuse() -> None:
     clock = Clock()
-    pool, devices = start(clock_ms=clock, scrub_bytes_per_s=64 * MIB)
+    pool, devices = start_pool(clock_ms=clock, scrub_bytes_per_s=64 * MIB)
     for number in range(30):
         pool.put(b"%d" % number, b"%d" % number * 30_000)
     devices[0].rot(place_of(pool, b"7")[1] + 12_345)
@@ -234,7 +230,7 @@ def test_the_scrubber_finds_damage_and_extents_are_tested_before_reuse() -> None
     pool.put(b"8", b"y")
     place = place_of(pool, b"9")
     devices[0].fail(OperationKind.READ, times=None, first_block=place[1] // 4096, last_block=place[1] // 4096 + 4)
-    cool(pool)
+    drop_copies(pool)
     assert pool.value(b"9") is None
     for _ in range(50):
         clock.now_ms += 10_000
@@ -248,7 +244,7 @@ def test_a_pool_that_cannot_be_opened_says_what_to_do() -> None:
     foreign.poke(1024 + 56, b"\x53\xef")  # the mark of an ext4
     with pytest.raises(ConfigurationError, match="simulated"):
         Driver(simulated_pool([foreign]))
-    one, two = start()[1][0].restart(), start()[1][0].restart()
+    one, two = start_pool()[1][0].restart(), start_pool()[1][0].restart()
     with pytest.raises(ConfigurationError, match="belongs to pool"):
         Driver(simulated_pool([one, two]))
     with pytest.raises(ConfigurationError, match="opening device"):
@@ -265,7 +261,7 @@ def test_a_pool_starts_without_a_missing_device(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("when", ["at the start", "while it runs"])
 def test_a_returning_device_brings_no_removed_object_back(when: str) -> None:
-    pool, devices = start(2)
+    pool, devices = start_pool(2)
     for number in range(20):
         pool.put(b"%d" % number, b"old")
     if when == "at the start":
@@ -273,7 +269,7 @@ def test_a_returning_device_brings_no_removed_object_back(when: str) -> None:
         away = devices[0].restart()
         pool = Driver(simulated_pool([devices[1].restart()], clock_ms=Clock()))
     else:
-        cool(pool)
+        drop_copies(pool)
         devices[0].remove()
         away = devices[0]
         for number in range(20):
@@ -294,7 +290,7 @@ def test_a_returning_device_brings_no_removed_object_back(when: str) -> None:
 
 def test_a_value_removed_before_it_was_written_is_acknowledged_with_its_removal() -> None:
     """Acknowledged at once, it could be followed by a crash that brought back the value before both."""
-    pool, (device,) = start()
+    pool, (device,) = start_pool()
     pool.put(b"key", b"old")
     device.automatic = False
     change = pool.put_soon(b"key", b"new")
@@ -314,7 +310,7 @@ def test_objects_dropped_for_a_damaged_block_of_the_log_are_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Symptom: they were gone after a start, and no counter and no line of the log said so."""
-    pool, devices = start()
+    pool, devices = start_pool()
     for number in range(10):
         pool.put(b"%d" % number, b"x" * 1000)
     layout = pool.store._core.disks[0].volume.superblock.layout  # type: ignore[attr-defined]
@@ -341,7 +337,7 @@ def test_objects_dropped_for_a_damaged_block_of_the_log_are_counted(
 
 def test_a_power_cut_at_the_start_does_not_drop_a_devices_objects() -> None:
     """Some logs knew of the new session, one did not yet: its device was taken for one that had been away."""
-    pool, _ = start(2)
+    pool, _ = start_pool(2)
     for number in range(20):
         pool.put(b"%d" % number, b"%d" % number)
     pool.stop()
@@ -360,7 +356,7 @@ def test_a_power_cut_at_the_start_does_not_drop_a_devices_objects() -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_objects_of_a_conflicting_tenant_id_are_dropped(first: int) -> None:
-    pool, devices = start(2)
+    pool, devices = start_pool(2)
     pool.stop()
     devices = [device.restart() for device in devices]
     clock, ids = Clock(), []
@@ -432,7 +428,7 @@ def test_a_crash_loses_no_acknowledged_change(seed: int) -> None:
             elif action < 0.9:
                 assert pool.value(key) == oracle.now(key)
             elif action < 0.95:
-                cool(pool)
+                drop_copies(pool)
             else:
                 pool.store.poll()
         devices = [device.crash() for device in devices]

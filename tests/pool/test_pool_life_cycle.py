@@ -8,22 +8,23 @@ from typing import Any
 
 import pytest
 from machine import wait_for
-from pool_support import DEVICE_BYTES, MIB, chunk, configuration, file_pool, key_of, pool_statistics, simulated_pool
+from pool_support import (
+    MIB,
+    chunk,
+    configuration,
+    drop_copies,
+    file_pool,
+    key_of,
+    pool_statistics,
+    simulated_pool,
+    start_pool,
+)
 from simulated_device import SimulatedDevice
 from store_driver import Clock, Driver
 
 from shadowserve.block import OperationKind
 from shadowserve.pool.entries import PoolItem
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
-
-
-def start(*sizes: int, **keys: Any) -> tuple[Driver, list[SimulatedDevice]]:
-    given = [
-        SimulatedDevice(size, seed=number, name=f"simulated{number}")
-        for number, size in enumerate(sizes or (DEVICE_BYTES,))
-    ]
-    keys.setdefault("clock_ms", Clock())
-    return Driver(simulated_pool(given, **keys)), given
 
 
 def again(devices: list[SimulatedDevice], **keys: Any) -> Driver:
@@ -37,20 +38,13 @@ def in_memory(driver: Driver, key: bytes) -> bool:
     return item.value is not None
 
 
-def cool(driver: Driver) -> None:
-    """Drop all copies that nobody uses."""
-    with driver.lock:
-        while driver.store._core.copies.make_room():
-            pass
-
-
 def reads_of(driver: Driver) -> int:
     return sum(device.reads for device in pool_statistics(driver).devices)
 
 
 def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     clock = Clock()
-    pool, devices = start(DEVICE_BYTES, DEVICE_BYTES, clock_ms=clock)
+    pool, devices = start_pool(2, clock_ms=clock)
     one = pool.call(pool.store.tenant, "one")
     for number in range(20):
         pool.put(key_of(chunk(number)), b"%d" % number * 5_000, parent=chunk(number - 1) if number else b"")
@@ -81,38 +75,6 @@ def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     assert item is not None and item.expires_at_ms == clock.now_ms - 200 + 10**9
     assert pool.statistics().pinned_keys == 1
     pool.stop()
-
-
-def test_acknowledged_objects_survive_a_crash_and_reads_fill_the_memory() -> None:
-    pool, devices = start()
-    for number in range(10):
-        pool.put(b"%d" % number, b"%d" % number * 10_000)
-    pool.put_soon(b"never acknowledged", b"x" * 10_000)
-    pool = again(devices)  # without drain
-    assert pool.statistics().keys == 10
-    assert not in_memory(pool, b"3")
-    assert pool.value(b"3") == b"3" * 10_000 and in_memory(pool, b"3")
-    assert reads_of(pool) == 1
-    pool.stop()
-
-
-def test_a_clear_survives_a_restart_and_later_entries_stay() -> None:
-    pool, devices = start(DEVICE_BYTES, DEVICE_BYTES)
-    one = pool.call(pool.store.tenant, "one")
-    for number in range(20):
-        pool.put(b"%d" % number, b"x" * 5_000, one if number % 2 else 0)
-    late = pool.put_soon(b"on its way", b"x" * 5_000, one)
-    pool.store.poll()
-    pool.clear(one)
-    assert late.wait() is None
-    pool.put(b"1", b"later", one)
-    pool = again(devices)
-    assert pool.keys(one) == {b"1"} and pool.count() == 10 and pool.value(b"1", tenant=one) == b"later"
-    pool.clear()
-    pool = again([disk.volume.device for disk in pool.store._core.disks])  # type: ignore[attr-defined]
-    assert pool.count() == pool.count(one) == 0
-    pool.stop()
-    pool.store.close()
 
 
 def test_a_pool_of_files_keeps_its_objects(tmp_path: Path) -> None:
@@ -147,9 +109,9 @@ def test_a_pool_can_be_closed_during_memory_registration(tmp_path: Path) -> None
 
 
 def test_gets_of_one_object_share_one_read_and_the_copy_stays() -> None:
-    pool, _ = start()
+    pool, _ = start_pool()
     pool.put(b"a", b"x" * 50_000)
-    cool(pool)
+    drop_copies(pool)
     readings = [pool.open(b"a") for _ in range(5)]
     assert [reading.wait() for reading in readings if reading is not None] == [b"x" * 50_000] * 5
     for reading in readings:
@@ -161,10 +123,10 @@ def test_gets_of_one_object_share_one_read_and_the_copy_stays() -> None:
 
 
 def test_entries_read_twice_stay_in_memory_during_a_large_scan() -> None:
-    pool, _ = start(64 * MIB)
+    pool, _ = start_pool(size=64 * MIB)
     for number in range(200):
         pool.put(b"%d" % number, b"x" * 100_000)
-    cool(pool)
+    drop_copies(pool)
     for _ in range(2):
         assert pool.value(b"7") is not None
     for number in range(100, 200):  # more than the memory holds
@@ -175,11 +137,11 @@ def test_entries_read_twice_stay_in_memory_during_a_large_scan() -> None:
 
 
 def test_reads_that_wait_for_memory_begin_eight_at_a_time_while_their_device_is_busy() -> None:
-    pool, devices = start(clock_ms=Clock())  # which stands still, so that no turn of the pool helps
+    pool, devices = start_pool(clock_ms=Clock())  # which stands still, so that no turn of the pool helps
     values = {b"%d" % number: b"%03d" % number * 30_000 for number in range(200)}
     for key, value in values.items():
         pool.put(key, value)
-    cool(pool)
+    drop_copies(pool)
     devices[0].automatic = False
     readings = [(key, pool.open(key)) for key in values]
     begun = len(devices[0].waiting)
@@ -201,9 +163,9 @@ def test_reads_that_wait_for_memory_begin_eight_at_a_time_while_their_device_is_
 
 @pytest.mark.parametrize("change", ["remove", "put", "clear", "evict", "make way"])
 def test_an_entry_removed_during_a_read_is_read_completely_and_its_extent_is_freed_later(change: str) -> None:
-    pool, devices = start()
+    pool, devices = start_pool()
     pool.put(b"a", b"old" * 20_000)
-    cool(pool)
+    drop_copies(pool)
     free = pool.store._core.disks[0].free_bytes  # type: ignore[attr-defined]
     devices[0].automatic = False
     reading = pool.open(b"a")
@@ -236,7 +198,7 @@ def test_an_entry_removed_during_a_read_is_read_completely_and_its_extent_is_fre
 
 
 def test_poll_resets_a_wake_and_the_next_one_counts() -> None:
-    pool, _ = start()
+    pool, _ = start_pool()
     core = pool.store._core  # type: ignore[attr-defined]
     pool.pump(lambda: not pool.store.busy)
 
@@ -255,7 +217,7 @@ def test_poll_resets_a_wake_and_the_next_one_counts() -> None:
 
 
 def test_the_last_of_several_puts_wins_also_after_a_restart() -> None:
-    pool, devices = start(DEVICE_BYTES, DEVICE_BYTES)
+    pool, devices = start_pool(2)
     changes = []
     for number in range(30):
         changes.append(pool.put_soon(b"a", b"%d" % number * 3_000))
@@ -275,7 +237,7 @@ def test_the_last_of_several_puts_wins_also_after_a_restart() -> None:
 
 
 def test_the_only_object_that_a_device_may_hold_is_overwritten_without_being_evicted_first() -> None:
-    pool, _ = start(options=[{"objects_max": 1}])
+    pool, _ = start_pool(options=[{"objects_max": 1}])
     disk = pool.store._core.disks[0]  # type: ignore[attr-defined]
     free = disk.volume.free_blocks
     for settles in (True, False, False, True):
@@ -291,7 +253,7 @@ def test_the_only_object_that_a_device_may_hold_is_overwritten_without_being_evi
 
 
 def test_the_extent_of_an_object_that_was_evicted_for_its_own_successor_is_freed_once() -> None:
-    pool, _ = start(DEVICE_BYTES, DEVICE_BYTES)
+    pool, _ = start_pool(2)
     disks = pool.store._core.disks  # type: ignore[attr-defined]
     free = [disk.volume.free_blocks for disk in disks]
     homes: dict[int, list[bytes]] = {0: [], 1: []}
@@ -316,7 +278,7 @@ def test_the_extent_of_an_object_that_was_evicted_for_its_own_successor_is_freed
 
 def test_expiry_and_pin_of_what_is_being_written_are_not_lost() -> None:
     clock = Clock()
-    pool, devices = start(clock_ms=clock)
+    pool, devices = start_pool(clock_ms=clock)
     change = pool.put_soon(b"a", b"x")
     pool.call(pool.store.set_expiry, (0, b"a"), clock.now_ms + 10**8)
     devices[0].automatic = False
@@ -333,7 +295,7 @@ def test_expiry_and_pin_of_what_is_being_written_are_not_lost() -> None:
 
 
 def test_second_hit_admission_writes_entries_that_are_read() -> None:
-    pool, devices = start(admission="second_hit")
+    pool, devices = start_pool(admission="second_hit")
     pool.settle(pool.call(pool.store.barrier))
     for number in range(10):
         assert pool.put_soon(b"%d" % number, b"x" * 1000).outcomes == [None]  # in memory, and done
@@ -353,7 +315,7 @@ def test_second_hit_admission_writes_entries_that_are_read() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "frequency"])
 def test_a_full_device_evicts_in_time_and_loses_nothing_else(policy: str) -> None:
-    pool, _ = start(eviction=policy)
+    pool, _ = start_pool(eviction=policy)
     for number in range(600):
         pool.put(b"%d" % number, b"%d" % number * 20_000)
         pool.store.poll()
@@ -368,7 +330,7 @@ def test_a_full_device_evicts_in_time_and_loses_nothing_else(policy: str) -> Non
 
 def test_a_device_full_of_pinned_objects_refuses() -> None:
     clock = Clock()
-    pool, _ = start(6 * MIB, clock_ms=clock, options=[{"objects_max": 64}])
+    pool, _ = start_pool(size=6 * MIB, clock_ms=clock, options=[{"objects_max": 64}])
     with pytest.raises(OutOfBudgetError, match="pinned|may be evicted"):
         for number in range(100):
             pool.put(b"%d" % number, b"x" * 200_000)
@@ -378,7 +340,7 @@ def test_a_device_full_of_pinned_objects_refuses() -> None:
 
 
 def test_writers_wait_while_too_many_writes_are_in_progress() -> None:
-    pool, devices = start(write_bytes_under_way_max=1 * MIB)
+    pool, devices = start_pool(write_bytes_under_way_max=1 * MIB)
     devices[0].automatic = False
     called: list[int] = []
     ready: Callable[[], None] = lambda: called.append(1)  # noqa: E731
@@ -402,7 +364,7 @@ def test_writers_wait_while_too_many_writes_are_in_progress() -> None:
 
 
 def test_an_abandoned_buffer_is_freed() -> None:
-    pool, _ = start()
+    pool, _ = start_pool()
     buffer = pool.call(pool.store.allocate, 2 * MIB, lambda: None)
     assert buffer is not None
     del buffer  # its client has gone away
@@ -412,10 +374,10 @@ def test_an_abandoned_buffer_is_freed() -> None:
 
 
 def test_readers_wait_for_memory_instead_of_failing() -> None:
-    pool, _ = start(64 * MIB, memory_budget_bytes=4 * MIB)
+    pool, _ = start_pool(size=64 * MIB, memory_budget_bytes=4 * MIB)
     for number in range(8):
         pool.put(b"%d" % number, b"%d" % number * 1_000_000)
-    cool(pool)
+    drop_copies(pool)
     readings = [pool.open(b"%d" % number) for number in range(8)]
     for number, reading in enumerate(readings):
         assert reading is not None and reading.wait() == b"%d" % number * 1_000_000
@@ -425,12 +387,12 @@ def test_readers_wait_for_memory_instead_of_failing() -> None:
 
 def test_a_long_prefix_that_uses_all_memory_evicts_no_memory_only_object() -> None:
     """Which would take the rest of its chain along, from devices too."""
-    pool, _ = start(bandwidths=[3 * MIB], memory_bandwidth=MIB, memory_homes=True)
+    pool, _ = start_pool(bandwidths=[3 * MIB], memory_bandwidth=MIB, memory_homes=True)
     for number in range(16):
         value = bytes([number]) * 1_000_000
         pool.put(key_of(chunk(number)), value, parent=chunk(number - 1) if number else b"")
     assert pool_statistics(pool).devices[0].objects == 12
-    cool(pool)
+    drop_copies(pool)
     readings = [pool.open(key_of(chunk(number))) for number in range(16)]
     for number, reading in enumerate(readings):
         assert reading is not None and reading.wait() == bytes([number]) * 1_000_000
@@ -440,7 +402,7 @@ def test_a_long_prefix_that_uses_all_memory_evicts_no_memory_only_object() -> No
 
 
 def test_budgets_and_quotas_change_at_any_time() -> None:
-    pool, _ = start(DEVICE_BYTES, DEVICE_BYTES)
+    pool, _ = start_pool(2)
     one = pool.call(pool.store.tenant, "one")
     for number in range(20):
         pool.put(b"%d" % number, b"x" * 50_000, one if number % 2 else 0)
@@ -455,7 +417,7 @@ def test_budgets_and_quotas_change_at_any_time() -> None:
 
 
 def test_colliding_keys_are_never_confused() -> None:
-    pool, _ = start()
+    pool, _ = start_pool()
     pool.put(b"name", b"by name")
     item = pool.peek(b"name")
     assert isinstance(item, PoolItem)
@@ -468,7 +430,7 @@ def test_colliding_keys_are_never_confused() -> None:
 
 
 def test_objects_are_written_before_reads_wait_for_them() -> None:
-    pool, devices = start()
+    pool, devices = start_pool()
     pool.put(b"a", b"x" * 50_000)
     kinds = [kind for kind, _, _ in devices[0].trace]
     assert kinds[-1] is OperationKind.FLUSH and OperationKind.READ not in kinds[-4:]

@@ -5,7 +5,17 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from pool_support import DEVICE_BYTES, MIB, chunk, configuration, key_of, pool_statistics, simulated_pool
+from pool_support import (
+    DEVICE_BYTES,
+    MIB,
+    chunk,
+    configuration,
+    entry_of,
+    key_of,
+    pool_statistics,
+    simulated_devices,
+    simulated_pool,
+)
 from simulated_device import SimulatedDevice
 from store_driver import Clock, Driver
 
@@ -14,19 +24,12 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.pool.arena import Arena, Arenas, memory_nodes
 from shadowserve.pool.bandwidth_shares import BandwidthMeter, BandwidthShares
 from shadowserve.pool.disk import WriteBudget
-from shadowserve.pool.entries import PoolItem
 from shadowserve.pool.placement import Interleaver
 from storage_kv.config import StorageConfig
 
 
-def devices(count: int, size: int = DEVICE_BYTES) -> list[SimulatedDevice]:
-    return [SimulatedDevice(size, seed=number, name=f"simulated{number}") for number in range(count)]
-
-
 def home_of(driver: Driver, key: bytes) -> int:
-    item = driver.peek(key)
-    assert isinstance(item, PoolItem)
-    return item.entry.device
+    return entry_of(driver, key).device
 
 
 def test_shares_are_kept_within_one_percent_and_chains_within_two_objects() -> None:
@@ -78,7 +81,7 @@ def test_unavailable_devices_get_no_objects_and_others_keep_their_proportions() 
 
 
 def test_a_pool_places_by_the_bandwidths_of_its_devices() -> None:
-    pool = Driver(simulated_pool(devices(3), bandwidths=[600, 300, 100], clock_ms=Clock()))
+    pool = Driver(simulated_pool(simulated_devices(3), bandwidths=[600, 300, 100], clock_ms=Clock()))
     placed: Counter[int] = Counter()
     for number in range(300):
         key = key_of(chunk(number))
@@ -92,7 +95,7 @@ def test_a_pool_places_by_the_bandwidths_of_its_devices() -> None:
 
 
 def test_objects_of_memorys_share_stay_in_memory_and_are_on_a_device_too() -> None:
-    pool = Driver(simulated_pool(devices(2), bandwidths=[100, 100], memory_bandwidth=200, clock_ms=Clock()))
+    pool = Driver(simulated_pool(simulated_devices(2), bandwidths=[100, 100], memory_bandwidth=200, clock_ms=Clock()))
     for number in range(64):
         pool.put(key_of(chunk(number)), b"x" * 2000, parent=chunk(number - 1) if number else b"")
     homes = Counter(home_of(pool, key_of(chunk(number))) for number in range(64))
@@ -102,7 +105,7 @@ def test_objects_of_memorys_share_stay_in_memory_and_are_on_a_device_too() -> No
 
 
 def test_with_memory_homes_objects_of_memorys_share_are_in_memory_alone() -> None:
-    given = devices(2)
+    given = simulated_devices(2)
     pool = Driver(
         simulated_pool(given, bandwidths=[100, 100], memory_bandwidth=200, memory_homes=True, clock_ms=Clock())
     )
@@ -129,7 +132,7 @@ def test_a_full_device_is_avoided_and_then_evicts_its_oldest_object() -> None:
 def test_a_device_beyond_its_write_budget_gets_no_objects_until_midnight() -> None:
     clock = Clock()
     options = [{"write_bytes_per_day": 1 * MIB}, {}]
-    given = devices(2)
+    given = simulated_devices(2)
     pool = Driver(simulated_pool(given, options=options, clock_ms=clock))
     for number in range(60):
         pool.put(b"%d" % number, b"x" * 60_000)
@@ -150,7 +153,7 @@ def test_a_device_beyond_its_write_budget_gets_no_objects_until_midnight() -> No
 
 
 def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
-    given = devices(2)
+    given = simulated_devices(2)
     clock = Clock()
     pool = Driver(simulated_pool(given, clock_ms=clock))
     pool.put(b"before", b"x" * 10_000)

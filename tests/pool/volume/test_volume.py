@@ -17,25 +17,6 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "little")
 
 
-def test_a_value_is_read_back_after_a_restart() -> None:
-    store = Store(device_of())
-    store.put(KEY, b"value" * 1000, what="put")
-    store.until(lambda: store.settled)
-    assert store.settled == [("put", None)]
-    assert store.get(KEY) == b"value" * 1000
-    assert store.restarted().get(KEY) == b"value" * 1000
-
-
-def test_a_durable_removal_survives_a_crash() -> None:
-    store = Store(device_of())
-    store.put(KEY, b"value")
-    store.drain()
-    store.remove(KEY)
-    store.barrier("removed")
-    store.until(lambda: ("removed", None) in store.settled)
-    assert store.crashed().get(KEY) is None
-
-
 def test_many_writers_share_one_group() -> None:
     store = Store(device_of())
     for number in range(50):
