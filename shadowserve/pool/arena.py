@@ -88,7 +88,7 @@ class Arena:
         """Measure the copy rate, before the arena has objects."""
         size = min(_MEASURED_BYTES, self.size // 2)
         source, target = self.memory[:size], self.memory[size : 2 * size]
-        target[:] = source  # which also makes the pages
+        target[:] = source  # this also makes the pages
         began_ns = time.perf_counter_ns()
         target[:] = source
         self.bytes_per_s = size / max(time.perf_counter_ns() - began_ns, 1) * 1e9
@@ -224,7 +224,7 @@ class Arenas:
         returned = self._returned  # not self: the views must not keep the pool alive
 
         def give_back(_: Any) -> None:
-            returned.append(loan)  # in any thread, whatever it holds: so no more than this
+            returned.append(loan)  # runs in any thread with any lock held, so it does nothing else
 
         array = np.frombuffer(buffer.view(HEADER_BYTES, HEADER_BYTES + length), dtype=np.uint8)
         loan.reference = weakref.ref(array, give_back)
@@ -280,7 +280,7 @@ def _map(size: int) -> tuple[mmap.mmap, str]:
         ) from error
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel built without them
+    except OSError:  # the kernel has no huge pages
         return mapping, "small"
     return mapping, "transparent"
 

@@ -82,7 +82,7 @@ class BandwidthShares:
     def _decide(self) -> None:
         self._bandwidths = [meter.bytes_per_s for meter in self.meters]
         known = [value for value in self._bandwidths if value > 0]
-        # A device that could not be measured counts as the slowest of the others: it is used, and so gets measured.
+        # An unmeasured device counts as the slowest known one: it is used, and thus measured.
         assumed = [value or (min(known) if known else 1.0) for value in self._bandwidths]
         total = sum(assumed)
         self.shares = [value / total for value in assumed] if total else []

@@ -71,14 +71,14 @@ def allocate(size: int) -> memoryview:
 def _mapped(pages_bytes: int) -> mmap.mmap:
     huge = _ADVICE_HUGE_PAGE is not None and pages_bytes >= _HUGE_PAGE_BYTES
     try:
-        # Linux puts a mapping at a boundary of huge pages only if it is a multiple of them long. So take and give back.
+        # Linux aligns a mapping to huge pages only if its size is a multiple of them. So map more, and unmap the rest.
         whole = _rounded_up(pages_bytes, _HUGE_PAGE_BYTES) if huge else pages_bytes
         try:
             mapping = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError:
             if not _kept:
                 raise
-            _kept.clear()  # there is too little memory to keep any
+            _kept.clear()  # too little memory to keep unused mappings
             mapping = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if huge:
             mapping.resize(pages_bytes)
@@ -88,7 +88,7 @@ def _mapped(pages_bytes: int) -> mmap.mmap:
         assert _ADVICE_HUGE_PAGE is not None
         try:
             mapping.madvise(_ADVICE_HUGE_PAGE)
-        except OSError:  # a kernel built without them: ordinary pages do
+        except OSError:  # the kernel has no huge pages
             pass
     return mapping
 
@@ -101,7 +101,7 @@ def _reused(pages_bytes: int) -> mmap.mmap | None:
             if len(mapping) > pages_bytes:
                 mapping.resize(pages_bytes)
             return mapping
-        except (ValueError, OSError, BufferError):  # another thread has taken it, or is still letting go of it
+        except (ValueError, OSError, BufferError):  # another thread has taken it, or still releases it
             continue
     return None
 
@@ -111,7 +111,7 @@ def _keep(mapping: mmap.mmap) -> None:
     while sum(map(len, _kept.copy())) > KEPT_BYTES_MAX:
         try:
             del _kept[0]
-        except IndexError:  # another thread was faster
+        except IndexError:  # another thread has removed it
             return
 
 

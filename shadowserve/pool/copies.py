@@ -135,7 +135,7 @@ class Copies:
             buffer = queue.pop(slot)
             if queue is self._probation:
                 self._probation_bytes -= buffer.size
-                if buffer.hits:  # what nobody has asked for has had no first hit
+                if buffer.hits:  # a copy without a hit leaves no ghost entry
                     self._remember(slot)
             else:
                 self._main_bytes -= buffer.size

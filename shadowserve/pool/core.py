@@ -37,13 +37,13 @@ class Waker:
     def wake(self) -> None:
         """Make the descriptor readable; from any thread."""
         os.eventfd_write(self.descriptor, 1)
-        self._awake = True  # not before: reset() would look for it in vain, and never again
+        self._awake = True  # after the write: otherwise reset() could miss it
 
     def reset(self) -> None:
         """Undo wake()."""
         if self._awake:
             self._awake = False
-            with contextlib.suppress(BlockingIOError):  # the wake() before this one has taken it
+            with contextlib.suppress(BlockingIOError):  # an earlier reset() has read it
                 os.eventfd_read(self.descriptor)
 
     def close(self) -> None:
@@ -255,7 +255,7 @@ class Core:
         disk, logged = self.disk_of(entry), False
         if self.clears.under_way:
             if self.clears.covers(entry.tenant, entry.generation):
-                logged, remember = True, False  # the log says so already
+                logged, remember = True, False  # the log has a CLEAR record already
             else:
                 self.clears.count_change(entry.tenant, -1)
         write = self.writes.cancel(entry.slot, False)

@@ -16,7 +16,7 @@ from shadowserve.pool.volume.changes import OutOfBudgetError, Ticket
 from shadowserve.pool.write_states import OldCopy
 from shadowserve.pool.writes import WRITABLE_SHARE, joined
 
-_NAMED: Final = int(IndexFlag.NAMED)  # a flag's own operators are functions of Python
+_NAMED: Final = int(IndexFlag.NAMED)  # an int, since operators of IntFlag are slow
 
 
 class DevicePool(Pool):
@@ -73,7 +73,7 @@ class DevicePool(Pool):
         if found is None:
             return None
         entry = self._unless_cleared(Entry(*found))
-        # A chunk's key may be made from another key's digest, or the reverse.
+        # A client can make a chunk key from another key's digest.
         if entry is None or (entry.fields.flags & _NAMED == 0) != (name is None):
             return None
         expires_at_ms = entry.fields.expires_at_ms
@@ -92,7 +92,7 @@ class DevicePool(Pool):
             return
         assert isinstance(item, PoolItem)
         buffer = self._core.copies.peek(item.entry.slot)
-        if buffer is not None and self._core.is_current(item.entry):  # it has come since
+        if buffer is not None and self._core.is_current(item.entry):  # it was read in the meantime
             buffer.users += 1
             done(Lease(buffer.value(start, end), self._release, buffer))
             return
@@ -147,7 +147,7 @@ class DevicePool(Pool):
             lent.append(place)
         core.counters.lookups += len(lent)
         core.counters.lookup_ns += core.ticks() - began
-        if len(lent) < len(keys):  # what has expired, say, goes as it does when anybody else comes upon it
+        if len(lent) < len(keys):  # removes the entry if it has expired
             self.get((DEFAULT_TENANT, chunk_key(keys[len(lent)])))
         return lent
 
@@ -195,7 +195,7 @@ class DevicePool(Pool):
     ) -> Ticket | None:
         core = self._core
         began = core.ticks()
-        if (refusal := core.refusal()) is not None:  # after a restart, what was there before would be there again
+        if (refusal := core.refusal()) is not None:  # a restart would bring the old value back
             return self._writer.refused(refusal)
         parsed = parse_key(address)
         old = self._present(parsed)
@@ -244,10 +244,10 @@ class DevicePool(Pool):
         """Add an entry for a value in memory, and begin to write it."""
         core = self._core
         tenant, key, name = parsed
-        old = self._present(parsed)  # making room may have evicted it
+        old = self._present(parsed)  # make_room_for() may have evicted it
         home = self._home(parsed, length, parent, old)
         if old is not None and not core.is_current(old):
-            old = None  # and so has finding a home
+            old = None  # evicted while a device was chosen
         disk = home.disk
         extent = buffer.size - length if disk is None else home.extent
         try:
@@ -316,12 +316,12 @@ class DevicePool(Pool):
         fields = entry.fields
         parent = b"" if fields.parent == NO_PARENT else fields.parent
         if not self._waiting.may_receive(entry.size):
-            return  # the next time that it is asked for
+            return  # try again with the next read
         home = self._opened.homes.choose(entry.length, entry.tenant, parent, entry.key, None)
         if home is None or home.disk is None:
             return
         current = self._core.entry(entry.slot)
-        if current is None or current.generation != entry.generation:  # making room has evicted it
+        if current is None or current.generation != entry.generation:  # evicted while a device was chosen
             home.disk.free((home.extent, entry.size))
             return
         self._core.admission.admitted_later += 1
@@ -350,5 +350,5 @@ class DevicePool(Pool):
         return joined((own, None if self._lower_tier is None else self._lower_tier.settling(address)))
 
     def _bound_memory(self, size: int) -> None:
-        arenas = self._core.arenas  # they stay as large as they were mapped
+        arenas = self._core.arenas  # the mappings keep their size
         arenas.budget_bytes = min(size, arenas.size)

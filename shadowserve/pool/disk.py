@@ -52,7 +52,7 @@ class WriteBudget:
     day_bytes: int = 0
     total_bytes: int = 0
     refused: int = 0
-    _volume_bytes: int = 0  # of the volume's counter of written bytes, that are counted here
+    _volume_bytes: int = 0  # value of the volume's counter at the last count
     _logged_day_bytes: int = 0
 
     def count(self, volume_bytes: int, now_ms: int) -> bool:
@@ -187,7 +187,7 @@ class Disk:
         self._avoided_for_ms = _AVOIDED_FIRST_MS
         self._uses: dict[int, int] = {}  # number of operations by extent
         self._freed_later: dict[int, int] = {}  # bytes of extents to free after their last operation
-        self._freeable: deque[Extent] = deque()  # extents to free when the log has taken what frees them
+        self._freeable: deque[Extent] = deque()  # extents to free when the log has the records that free them
         write_budget.unpack(volume.notes.get(_WEAR_NOTE, b""), volume.written_bytes)
 
     @property

@@ -102,7 +102,7 @@ class DiskLog:
             self._wake()
 
     def _log(self, record: bytes) -> None:
-        # Records keep their order: none passes those that wait.
+        # Records keep their order: a new one does not overtake waiting ones.
         if self._waiting or not self._append(record):
             self._waiting.append(record)
         self._wake()

@@ -63,7 +63,7 @@ class Homes:
         size = object_blocks(length) * BLOCK_BYTES
         now_ms = core.clock_ms()
         may = [disk.takes_objects(size, now_ms) for disk in core.disks]
-        if not any(may):  # an error tells the writer more than an OK that the next start knows nothing of
+        if not any(may):  # an error is better than an OK for a value that the next start would lose
             may = [disk.takes_objects(size, now_ms, avoided=True) for disk in core.disks]
         if not any(may):
             return Home(None, 0, True)
@@ -79,7 +79,7 @@ class Homes:
         else:
             candidates = [number - 1 for number in order if number]
         if old is not None and old.device in candidates:
-            # The log of one device tells the order of an object's puts; those of two would need both to be whole.
+            # One device's log has the order of the object's puts; with two logs, both would have to be intact.
             candidates.remove(old.device)
             candidates.insert(0, old.device)
         for number in candidates:

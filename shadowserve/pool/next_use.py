@@ -41,10 +41,10 @@ class NextUse:
         """``is_pinned`` returns whether a tenant's slot has a client's pin, which must stay."""
         self._index = index
         self._is_pinned = is_pinned
-        self._requests: dict[Hashable, _Request] = {}  # what runs first, first
+        self._requests: dict[Hashable, _Request] = {}  # in the order in which they run
         self._places: dict[Hashable, int] = {}
-        self._givers: list[Hashable] | None = None  # those that may have something to give; None, places too: not known
-        self._waiting: Counter[tuple[int, bytes]] = Counter()  # requests that would give it up
+        self._givers: list[Hashable] | None = None  # requests with keys left; None, as places, until they are needed
+        self._waiting: Counter[tuple[int, bytes]] = Counter()  # number of requests that need a key
 
     def __len__(self) -> int:
         return len(self._requests)

@@ -157,7 +157,7 @@ def _open_device(entry: DeviceConfig, *, strict: bool) -> NativeDevice:
     wanted_bytes = int(entry.size) // BLOCK_BYTES * BLOCK_BYTES
     try:
         is_there = entry.path.is_file() and entry.path.stat().st_size > 0
-    except OSError:  # opening it says why
+    except OSError:  # opening the file reports the error
         is_there = False
     return fit_file(entry.path, wanted_bytes, opened) if is_there else opened(wanted_bytes)
 

@@ -61,7 +61,7 @@ class Interleaver:
         if chain is None:
             keys = [(owed[device] + gains[device], gains[device]) for device in range(len(owed))]
         else:
-            # What the pool owes counts for at most half an object: it shall settle ties, not undo the chain's order.
+            # The pool's debt counts for at most half an object: it breaks ties, and does not change the chain's order.
             bound = size / 2
             keys = [
                 (chain[device] + gains[device] + max(-bound, min(bound, owed[device])), gains[device])

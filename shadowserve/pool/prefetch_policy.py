@@ -89,7 +89,7 @@ class PrefetchPolicy:
                 break
             for hop, size in enumerate(below):
                 if size > 0 and place < counts[hop] and begins_in_s <= times[hop]:
-                    # The last of it has to pass the hops above as well, behind what is promised there.
+                    # The last byte also passes the nearer hops, behind the bytes that are queued there.
                     room_s = begins_in_s - sum(owed_s[: hop + 1])
                     fits = min(size, room_s * hops[hop].bytes_per_s)
                     if fits > 0:

@@ -18,7 +18,7 @@ from shadowserve.pool.volume.device import Pages
 _BETWEEN_MS: Final = 1_000
 _WAIT_LONGEST_MS: Final = 3_600_000
 _PIECE_BYTES: Final = 256 << 10
-_PATTERN_BYTES: Final = 251  # no power of two is a multiple of it
+_PATTERN_BYTES: Final = 251  # prime, so that the pattern differs in each block
 _PATTERN: Final = bytes(range(1, _PATTERN_BYTES + 1)) * (_PIECE_BYTES // _PATTERN_BYTES + 2)
 
 
@@ -77,7 +77,7 @@ class Tester:
                     len(expected),
                     test.pages.address,
                     Priority.BACKGROUND,
-                    lambda ended: self._ended(test, ended),  # by the volume's step(), with the lock
+                    lambda ended: self._ended(test, ended),  # called by the volume's step(), with the lock
                 )
             ]
         )

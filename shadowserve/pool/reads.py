@@ -4,7 +4,7 @@ A read of a whole object becomes a copy in the memory cache without copying byte
 read share that read. A small part of a large object (a record's header) is read alone: the object's header and the
 units around the part.
 
-Checked is that the bytes are the object that was asked for, from that very put, and that each unit has its checksum.
+The check compares the object's identity, the number of the put, and the checksum of each unit.
 The device's own thread checks, so that reads of several devices are checked in parallel. The pool's thread checks
 without the lock what no device has checked: reads of two operations, and devices that never check. After a failed check
 the object is dropped, its extent goes into quarantine, the reason is counted, and the client gets None: a miss.
@@ -84,10 +84,10 @@ class Reader:
     def __init__(self, core: Core, space: Space) -> None:
         self._core = core
         self._space = space
-        self._whole: dict[int, _Read] = {}  # by slot, the newest
+        self._whole: dict[int, _Read] = {}  # the newest read of each slot
         self._waiting: deque[_Read] = deque()
         self._ended: deque[tuple[_Read, Operation]] = deque()
-        self._spare_bytes = 0  # that have become free since memory was last looked for in vain
+        self._spare_bytes = 0  # freed since the last failed search for memory
         self.unverified: list[_Read] = []
         self.under_way = 0
         self.wants_poll = False
@@ -179,13 +179,13 @@ class Reader:
         if len(parts) == 1:
             expected = entry.header
             volume.read(entry.extent, 0, parts[0][1], address, Priority.FOREGROUND, done, expected, read.units)
-        else:  # what the device checks is one operation's
+        else:  # a device checks single operations only
             for offset, length in parts:
                 volume.read(entry.extent, offset, length, address, Priority.FOREGROUND, done)
                 address += length
         took = self._core.ticks() - began
         self._core.counters.submission_ns += took
-        self._core.counters.grouping_ns -= took  # the calls into the kernel are I/O, not orchestration
+        self._core.counters.grouping_ns -= took  # calls into the kernel count as I/O
         return True
 
     def _on_read_end(self, read: _Read, operation: Operation) -> None:
@@ -261,7 +261,7 @@ class Reader:
         assert buffer is not None
         for start, end, done in read.waiters:
             completions.append((done, self._lease(read, buffer, start, end)))
-        if read.whole and core.is_current(entry):  # else it has gone, or is another, since it was asked for
+        if read.whole and core.is_current(entry):  # otherwise it was removed or replaced during the read
             buffer.hits += len(read.waiters)
             core.copies.add(entry.slot, buffer)
         else:
@@ -270,7 +270,7 @@ class Reader:
     def _lease(self, read: _Read, buffer: Buffer, start: int, end: int) -> Lease:
         buffer.users += 1
         shift = 0
-        if read.first_unit:  # the value does not begin behind its header, but so far behind it
+        if read.first_unit:  # the buffer begins with a later unit of the value
             shift = BLOCK_BYTES - read.first_unit * object_unit(read.entry.length)
         return Lease(buffer.value(shift + start, shift + end), self._release, buffer)
 
@@ -304,5 +304,5 @@ def _parts(length: int, first_unit: int, units: int) -> list[tuple[int, int]]:
     end = -(-end // BLOCK_BYTES) * BLOCK_BYTES
     if first_unit == 0:
         return [(0, end)]
-    begin = first_unit * unit  # the value begins half a block later, and so does each unit
+    begin = first_unit * unit  # units begin half a block later, like the value
     return [(0, BLOCK_BYTES), (begin, end - begin)]

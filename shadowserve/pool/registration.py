@@ -18,7 +18,7 @@ from shadowserve.pool.volume.device import BlockDevice
 
 _log = logging.getLogger(__name__)
 
-_MADV_POPULATE_WRITE: Final = 23  # since Linux 5.14; elsewhere the registering itself brings the pages
+_MADV_POPULATE_WRITE: Final = 23  # since Linux 5.14; on older kernels, registering makes the pages
 _STEP_BYTES: Final = 32 << 20
 """Bytes of pages that are made at a time: it bounds the time to stop."""
 _REGION_BYTES_MIN: Final = 128 << 20
@@ -74,7 +74,7 @@ class Registration:
             reason = "the limit of locked memory, or how the device is accessed"
         except (DeviceError, OSError) as error:
             reason = str(error)
-        # The rest would meet the same.
+        # Other regions would fail in the same way.
         self._devices.remove(device)
         _log.info("memory_not_registered device=%s reason=%r", device.name, reason)
         return 0

@@ -64,7 +64,7 @@ class Scrubber:
         self._tester = Tester(core)
         self.bytes_per_s = bytes_per_s
         self._cursor = 0
-        self._slots: deque[int] = deque()  # come to, and not looked at yet
+        self._slots: deque[int] = deque()  # scanned, not examined yet
         self._credit = [0.0] * len(core.disks)
         self._last_ms: int | None = None
         self._under_way = 0
@@ -80,7 +80,7 @@ class Scrubber:
         elapsed_ms = 0 if self._last_ms is None else min(max(now_ms - self._last_ms, 0), 1_000)
         self._last_ms = now_ms
         for disk in self._core.disks:
-            # What was not used is not saved up: the rate is a bound, not a plan.
+            # Unused credit expires: the rate is a limit, not a target.
             credit = self._credit[disk.number] + self.bytes_per_s * elapsed_ms / 1000
             self._credit[disk.number] = min(credit, self.bytes_per_s)
         if not self._slots:

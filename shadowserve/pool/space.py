@@ -81,9 +81,9 @@ class Space:
         self.begin_hold()
         self.wants_poll = self.waits_for_lower_tier = False
         self.held_back: Callable[[Address], bool] = lambda address: False
-        self._beyond: dict[int, None] = {}  # tenants that may have more than their quota
-        self._is_beyond = False  # whether all may have more than the capacity
-        self._filled = {disk.number for disk in core.disks}  # where less may be free than when there was enough
+        self._beyond: dict[int, None] = {}  # tenants that may be beyond their quota
+        self._is_beyond = False  # the pool may be beyond its capacity
+        self._filled = {disk.number for disk in core.disks}  # devices that may lack headroom
         share = _MEMORY_HOMES_SHARE if memory_homes else _HELD_BACK_SHARE
         self._memory_only_max = int(share * core.arenas.size)
 
@@ -125,7 +125,7 @@ class Space:
         if quota is not None and quota.bytes_max is not None:
             self._check_fits(size, quota.bytes_max, core.held_bytes_of(tenant))
         if old is not None:
-            core.index.touch(old.slot, core.now_s())  # it goes anyway: others must not go for it
+            core.index.touch(old.slot, core.now_s())  # it is replaced anyway: no other entry should be evicted first
         while quota is not None:
             totals = core.index.totals(tenant=tenant)
             freed_bytes, freed_keys = self._freed(old)

@@ -38,7 +38,7 @@ class PoolThread:
         self._wake = select.epoll()
         for descriptor in self._descriptors:
             self._wake.register(descriptor, select.EPOLLIN)
-        # A daemon: a device that never answers must not keep the process.
+        # A daemon thread: a device that never answers must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._thread.start()
 
@@ -68,7 +68,7 @@ class PoolThread:
                 more = store.poll()
                 while self._handed:
                     self._handed.popleft()()
-            except Exception:  # a bug of ours must not leave every client waiting
+            except Exception:  # a bug must not end this thread
                 _log.exception("store_poll_failed")
                 self._stop.wait(_INTERVAL_S)
         try:

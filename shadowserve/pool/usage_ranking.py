@@ -26,8 +26,8 @@ class UsageRanking:
         self._weights: dict[int, int] = {}
         self._class_of: dict[int, int] = {}
         self._classes: dict[int, dict[int, None]] = {}
-        self._present = 0  # a bit for each class with members
-        self._changed: set[int] = set()  # since they were weighed
+        self._present = 0  # one bit for each class that has members
+        self._changed: set[int] = set()  # since the last weighing
 
     def note(self, tenant: int) -> None:
         """A tenant's bytes have changed. It is weighed when the ranking is used."""

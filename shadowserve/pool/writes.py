@@ -61,7 +61,7 @@ class Writer:
         self._sealed: deque[Write] = deque()
         self._ended: deque[Write] = deque()
         self._undurable: deque[_Undurable] = deque()
-        self._barriers: list[Ticket] = []  # they wait for room in a log
+        self._barriers: list[Ticket] = []  # waiting for room in a log
         self._settled: deque[tuple[Ticket, Exception | None]] = deque()
         self._count = 0
         self._may_settle_more = False
@@ -168,14 +168,14 @@ class Writer:
             write = self._sealed.popleft()
             entry = write.entry
             if write.state is State.SEALED and self._core.clears.covers(entry.tenant, entry.generation):
-                self._core.forget(entry)  # behind the log's CLEAR its record would bring it back
+                self._core.forget(entry)  # its record behind the log's CLEAR would bring it back
             if write.state is State.TAKEN_BACK:
                 self._end(write)
                 continue
             if any(other.disk is write.disk for other in waiting) or not self._core.may_write(entry.size):
                 waiting.append(write)
                 continue
-            # What has changed since the put, an expiry or a pin, belongs to the record.
+            # The record gets changes since the put: expiry and pin.
             fields = self._core.index.read(write.entry.slot)
             try:
                 ticket = write.disk.write(write.buffer.address, fields, write.name)
@@ -320,7 +320,7 @@ class WaitingWriters:
         self._bytes_max = bytes_max
         self._ready: list[Callable[[], None]] = []
         self._busy: list[Ticket] = []
-        self._free_blocks = 0  # when the last of the busy ones began to wait
+        self._free_blocks = 0  # when the last busy write began to wait
 
     def __bool__(self) -> bool:
         return bool(self._busy or self._ready)

@@ -236,7 +236,7 @@ def _parse_page(text: str, prefix: str) -> tuple[list[Listed], str]:
     is_encoded, found = _ENCODED.search(text) is not None, []
     objects = text.split("<Contents>", _PAGE_KEYS + 1)[1:]
     if len(objects) > _PAGE_KEYS:
-        raise ValueError(f"a page of more than the {_PAGE_KEYS} objects that were asked for")
+        raise ValueError(f"a page of more than the {_PAGE_KEYS} requested objects")
     for each in objects:
         fields = [pattern.search(each.partition("</Contents>")[0]) for pattern in _FIELDS]
         key, size, written = ("" if field is None else html.unescape(field[1]) for field in fields)

@@ -38,7 +38,7 @@ class _Tenant:
         self.objects: dict[str, Contents] = {}
         self.holders: dict[bytes, tuple[Contents, ...]] = {}
         self.written_s: dict[str, float] = {}
-        self.ages: list[tuple[float, str]] = []  # a heap; an entry that written_s does not have any more is stale
+        self.ages: list[tuple[float, str]] = []  # a heap; entries that differ from written_s are stale
 
     def date(self, name: str, written_s: float) -> None:
         if self.written_s.get(name) != written_s:
@@ -75,8 +75,8 @@ class Catalog:
         self._marked: dict[str, None] = {}
         self._marked_unread: dict[str, dict[str, None]] = {}  # marked objects of unknown contents, by tenant
         self._wanted: set[str] = set()  # wants() was True in this list, and not deleted since
-        self._left_out: OrderedDict[str, int] = OrderedDict()  # their records
-        self._refused: OrderedDict[Listed, tuple[int, int]] = OrderedDict()  # lists to leave it out of, and those left
+        self._left_out: OrderedDict[str, int] = OrderedDict()  # number of records by name
+        self._refused: OrderedDict[Listed, tuple[int, int]] = OrderedDict()  # lists to skip, in all and left
 
     @property
     def left_out(self) -> int:

@@ -137,7 +137,7 @@ class Deletions:
                 # The objects stay hidden, and the next list deletes them; a restart before that finds them again.
                 failure = error
                 self._outage.failed(error.reason, error)
-            except Exception as error:  # a bug of ours must not end this thread
+            except Exception as error:  # a bug must not end this thread
                 _log.exception("s3_delete_failed")
                 failure = ShadowServeError(f"cannot delete: {error}")
             self._continue(tenant, job, failure)

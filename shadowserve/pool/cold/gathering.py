@@ -67,8 +67,8 @@ class Gathering:
         self._gather_s = gather_s
         self._records_max = records_max
         self._backlog_max = backlog_max
-        self._tenants: OrderedDict[int, _Waiting] = OrderedDict()  # whose turn it is comes first
-        self._sequences: dict[tuple[int, bytes], _Sequence] = {}  # of each record that waits, by tenant and key
+        self._tenants: OrderedDict[int, _Waiting] = OrderedDict()  # the next tenant first
+        self._sequences: dict[tuple[int, bytes], _Sequence] = {}  # of each waiting record, by tenant and key
         self.waiting = 0
         self.dropped = 0
 
@@ -76,7 +76,7 @@ class Gathering:
         """Add a record. ``key``: its 32 bytes; ``parent``: those of the previous record, empty for none."""
         tenant = address[0]
         if (tenant, key) in self._sequences:
-            return  # it waits already, and was evicted and stored again
+            return  # it is waiting already; it was evicted and stored again
         own = self._tenants.setdefault(tenant, _Waiting())
         sequence = own.open.pop(parent, None) or _Sequence(tenant)
         sequence.records.append((address, key))

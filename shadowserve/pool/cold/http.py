@@ -73,7 +73,7 @@ class _TimedSocket:
         self.socket.settimeout(left_s)
 
     def sendall(self, data: "bytes | bytearray | memoryview") -> None:
-        self.set_timeout()  # of all of it: a socket's timeout is for the whole call
+        self.set_timeout()  # a socket's timeout covers the whole call
         self.socket.sendall(data)
 
     def makefile(self, mode: str) -> io.BufferedReader:
@@ -223,7 +223,7 @@ class HttpClient:
                 connection.close()
                 if not reused:
                     raise
-                connection, reused = None, False  # the server had closed it while nothing was asked
+                connection, reused = None, False  # the server has closed the idle connection
                 continue
             except BaseException:
                 connection.close()

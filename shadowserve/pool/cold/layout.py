@@ -30,7 +30,7 @@ FOOTER_BYTES: Final = _FOOTER.size + _SUM_BYTES
 RECORDS_MAX: Final = 4_096
 """Most records of one object: the catalog then takes some milliseconds to forget it. Records of 8 KiB still fill 32
 MiB."""
-_OBJECT_BYTES_MAX: Final = 5 << 30  # what S3 takes in one request
+_OBJECT_BYTES_MAX: Final = 5 << 30  # S3's limit for one request
 _TENANT_BYTES_MAX: Final = 128
 _NAME: Final = re.compile(r"t(?P<tenant>(?:[A-Za-z0-9_-]|=[0-9A-F]{2})*)/(?P<digest>[0-9a-f]{40})\.kv")
 
@@ -112,10 +112,10 @@ def footer_bytes(data: bytes, size: int) -> int:
         ColdObjectError: It does not end in a footer of an object of ``size`` bytes.
     """
     if len(data) < FOOTER_BYTES or len(data) > size:
-        raise ColdObjectError(f"an object of {size} bytes with {len(data)} at its end is none of ours: it is too short")
+        raise ColdObjectError(f"an object of {size} bytes with {len(data)} at its end is too short")
     magic, count, tenant_bytes, declared = _FOOTER.unpack_from(data, len(data) - FOOTER_BYTES)
     if magic != _MAGIC:
-        raise ColdObjectError("it does not end as an object of ours")
+        raise ColdObjectError("it does not end in a footer of ShadowServe")
     if declared != size or size > _OBJECT_BYTES_MAX:
         raise ColdObjectError(f"it has {size} bytes, its footer says {declared}")
     if not 1 <= count <= RECORDS_MAX or tenant_bytes > _TENANT_BYTES_MAX:

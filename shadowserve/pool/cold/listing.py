@@ -88,7 +88,7 @@ class BucketLister:
                 self.outage.failed(error.reason, error)
                 if error.reason != "bad_list":  # a bad list says nothing about reads of known objects
                     self._read_outage.failed(error.reason, error)
-            except Exception:  # a bug of ours must not end this thread
+            except Exception:  # a bug must not end this thread
                 _log.exception("s3_index_failed")
                 if self.lists:
                     pause_s = self._config.index_ttl_s

@@ -42,8 +42,8 @@ class ThroughputEstimate:
     """Expected time of reads, from recent requests, several of which overlap. For one thread at a time."""
 
     def __init__(self) -> None:
-        self._busy_s, self._bytes = _FIRST_S, _FIRST_S * _FIRST_BYTES_PER_S  # while something was under way
-        self._request_s = _FIRST_S  # mean of one
+        self._busy_s, self._bytes = _FIRST_S, _FIRST_S * _FIRST_BYTES_PER_S  # of the time with requests in progress
+        self._request_s = _FIRST_S  # mean latency of a request
         self._ended = self._under_way = 0
         self._seen_s = 0.0
 
@@ -132,8 +132,8 @@ class ColdReader:
         self._changed = threading.Condition()
         self._reads: dict[tuple[str, bytes], _Read] = {}
         self._queue: FairQueue[_Read] = FairQueue()
-        self._by_object: dict[str, dict[int, _Read]] = {}  # the queue's reads, by offset
-        self._bytes_under_way = self._bytes_wanted = 0  # in requests; and of records that are waited for
+        self._by_object: dict[str, dict[int, _Read]] = {}  # queued reads by object and offset
+        self._bytes_under_way = self._bytes_wanted = 0  # in requests, and of all waiting records
         self._throughput = ThroughputEstimate()
         self._closed = False
         self._pool: Pool
@@ -189,7 +189,7 @@ class ColdReader:
             for at, read in list(self._reads.items()):
                 if read.deadline_s > now_s and not (away and not read.begun):
                     continue
-                if not away:  # a read that only waited for its turn says nothing of the bucket
+                if not away:  # a read that was only queued says nothing about the bucket
                     late += bool(read.waiting) and read.begun
                     self.crowded_out += bool(read.waiting) and not read.begun
                 ended += [done for _, _, done in read.waiting]
@@ -233,7 +233,7 @@ class ColdReader:
             start, end = batch[0].place.offset, batch[-1].place.offset + batch[-1].place.length
             try:
                 self._read_range(batch, start, end)
-            except Exception:  # a bug of ours must not end this thread
+            except Exception:  # a bug must not end this thread
                 _log.exception("s3_read_failed")
             with self._changed:
                 self._bytes_under_way -= end - start
@@ -292,7 +292,7 @@ class ColdReader:
 
     def _fail(self, batch: list[_Read], error: BucketError) -> None:
         if error.reason in ("absent", "damaged"):
-            self._catalog.hide(batch[0].contents)  # the next list says what is there
+            self._catalog.hide(batch[0].contents)  # the next list finds out
         self._outage.failed(error.reason, error)
         for read in batch:
             for _, _, done in self._take(read):

@@ -55,7 +55,7 @@ class ColdTier:
         )
         self._is_listed = False
         self._delayed_removals = DelayedRemovals(config.timeout_s, clock_s)  # until the first list
-        self._new: list[Ticket] = []  # of removals since the last barrier
+        self._new: list[Ticket] = []  # removals since the last barrier
         self._in_barrier: list[Ticket] = []
         self._tenants: dict[int, str] = {DEFAULT_TENANT: ""}
         self._ended = threading.Event()
@@ -251,7 +251,7 @@ class ColdTier:
 
     def _on_listed(self) -> None:
         if not self._is_listed:
-            # With the lock, with which removals are begun: no removal is delayed after the delayed ones were begun.
+            # With the lock that removals hold: none is delayed after the delayed ones were begun.
             with self._lock:
                 self._is_listed = True
             self._delayed_removals.begin(self._delete)

@@ -57,7 +57,7 @@ class _Packing:
     def __init__(self, batch: Batch) -> None:
         self.tenant = batch.tenant
         self.addresses = {address for address, _ in batch.records}
-        self.removal_tickets: list[Ticket] = []  # of removals of its records
+        self.removal_tickets: list[Ticket] = []  # removals of its records
         self.contents: Contents | None = None  # set once the object may be in the bucket
 
 
@@ -205,7 +205,7 @@ class ColdWriter:
                     self._catalog.hide(packing.contents)  # the write may have succeeded
                 with self._changed:
                     self.gathering.put_back(batch)
-            except Exception:  # a bug of ours must not end this thread
+            except Exception:  # a bug must not end this thread
                 _log.exception("s3_write_failed")
             finally:
                 self._end(packing)
@@ -288,7 +288,7 @@ class ColdWriter:
                 ended.set()
             else:
                 self._pool.read(item, 0, length, done)
-        while not ended.wait(_PAUSE_S):  # the pool's devices have a deadline of their own
+        while not ended.wait(_PAUSE_S):  # the pool's devices have their own deadline
             if self._closed:
                 return 0
         if leases[0] is None:

@@ -92,8 +92,8 @@ class BlockReader:
                 if turn >= _DEPTH - 1 and waiting:
                     yield self._take(waiting.pop(0), turn - _DEPTH + 1)
         except GeneratorExit:
-            # Whoever has seen enough leaves reads behind: into buffers that the next ones use, and under identities
-            # that the next ones may be given.
+            # The caller has stopped early. Wait for the reads in progress: later reads reuse their buffers, and the
+            # ids of their operations.
             for operation in waiting:
                 self._wait(operation)
             raise
@@ -191,7 +191,7 @@ def read_superblocks(reader: BlockReader, device: BlockDevice) -> tuple[Superblo
     largest = max(sound.values(), key=lambda each: each.device_bytes, default=None)
     for number, found in list(sound.items()):
         if largest is not None and found != largest and found.with_size_of(largest) == largest:
-            del sound[number]  # the volume was growing: this copy had not been written yet
+            del sound[number]  # the volume was growing: this copy was not written yet
     damaged = [number for number in range(len(SUPERBLOCK_OFFSETS)) if number not in sound]
     if not sound:
         reader.must_have_read(offset // BLOCK_BYTES for offset in SUPERBLOCK_OFFSETS)

@@ -33,7 +33,7 @@ _WHOLE_BLOCKS: Final = (256 << 20) // BLOCK_BYTES
 """Devices up to this size are read as a whole."""
 _END_BLOCKS: Final = (8 << 20) // BLOCK_BYTES
 """Blocks that are read at both ends of larger devices: most signatures are there, and the first blocks of our log."""
-_TELL_S: Final = 2.0
+_LOG_S: Final = 2.0
 _WIPEFS_S: Final = 30.0
 
 _KIB: Final = 1 << 10
@@ -136,10 +136,10 @@ def _find(device: BlockDevice, reader: BlockReader, places: list[tuple[int, int]
             block, at = divmod(end + offset, BLOCK_BYTES)
             signatures[block].append((at, magic, name))
     found: dict[str, None] = {}
-    told = time.monotonic()
+    logged = time.monotonic()
     for first, data in reader.runs(places):
-        if time.monotonic() - told > _TELL_S:
-            told = time.monotonic()
+        if time.monotonic() - logged > _LOG_S:
+            logged = time.monotonic()
             _log.info("device_looked_at device=%s block=%d of=%d", device.name, first, device.capacity_bytes >> 12)
         if not data.any():
             continue

@@ -117,7 +117,7 @@ class Layout:
             raise FormatError(f"a device of {capacity_bytes} bytes is more than a volume can be: 16 TiB; partition it")
         if not 0 < objects_max < 1 << 32:
             raise FormatError(f"{objects_max} objects cannot be; choose from 1 to 4294967295")
-        # Beside the objects: names of keys, and what a snapshot meets twice because it moved meanwhile (records_max).
+        # Besides objects: names of keys, and objects that move during a snapshot and so occur twice (records_max).
         snapshot = 34 + -(-objects_max * 5 // (2 * RECORDS_PER_BLOCK))
         if log_bytes is None:
             log_bytes = min(max(snapshot * BLOCK_BYTES // 2, 1 << 20), 256 << 20)

@@ -1,4 +1,4 @@
-"""Making a volume of a device, and telling whether one may be opened: what may be lost is only lost when asked for."""
+"""Formatting a device as a volume, and checks whether a device may be formatted or opened."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -66,7 +66,8 @@ def format_volume(
     first = SnapshotHeader(
         generation=1, blocks=0, records=0, log_first=1, log_epoch=0, log_last=0, created_ms=superblock.created_ms
     )
-    # Zeros first: at no moment are there the superblocks of two volumes. Both copies come last.
+    # The order: both superblocks are erased, so that there are never those of two volumes; then the empty
+    # snapshot's header; last both superblocks.
     reader = BlockReader(device)
     page = bytes(BLOCK_BYTES)
     write_blocks(reader, [(offset, page) for offset in SUPERBLOCK_OFFSETS])

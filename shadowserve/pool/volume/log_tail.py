@@ -71,7 +71,7 @@ class LogTail:
                 everybody = bool(record["flags"] & RecordFlag.EVERY_TENANT)
                 self.torn = {key: None for key in self.torn if not everybody and key[0] != record["tenant"]}
             elif kind in (RecordKind.EXPIRE, RecordKind.PIN):
-                kept[at] = key not in self.torn  # they are about the put that never was
+                kept[at] = key not in self.torn  # they belong to a put that is dropped
         return np.ascontiguousarray(records[kept])
 
 
@@ -86,7 +86,7 @@ def _is_complete(entry: IndexEntry, blocks: int, read: ReadBlocks) -> bool:
     """
     count = blocks_of(entry.length, entry.name_blocks)
     if entry.extent + count > blocks:
-        return True  # the index refuses it
+        return True  # the index refuses its record
     blocks_read = read(entry.extent, count)
     if blocks_read is None:
         return True

@@ -141,7 +141,7 @@ class NameReader:
             self.refused += 1
             return
         _, tenant, key, start, length, piece = text
-        if start == 0:  # of a text that was changed, pieces of the old one are not to be taken for the new one's
+        if start == 0:  # a new text begins: drop the pieces of the old one
             self._pieces[tenant, key] = {}
         pieces = self._pieces.setdefault((tenant, key), {})
         pieces[start] = piece
@@ -217,7 +217,7 @@ class Recovery:
             if header is not None:
                 found.append(header)
                 continue
-            # The next time it may be read. It must not vouch for blocks of another snapshot with its number.
+            # The header may become readable again. Its generation must not be used for another snapshot's blocks.
             block = unpack_block(SNAPSHOT_MAGIC, self._volume_id, self._reader.block(first + 1))
             self._generation_seen = max(self._generation_seen, block.epoch if block is not None else 0)
             if any(data):
@@ -286,7 +286,9 @@ class Recovery:
             self.report.notes.append(f"blocks {sequence} to {durable} of the log are damaged in both copies")
             self._drop_unproven()
             sequence = durable + 1
-        self._must_have_read_one(*self._log_places(sequence, sequence + 1))  # else nobody knows whether it is the end
+        self._must_have_read_one(
+            *self._log_places(sequence, sequence + 1)
+        )  # otherwise it is unknown whether the log ends here
         self._judge_tail()
         durable = tail.proven if tail.torn else sequence - 1
         return LogEnd(first=first, sequence=sequence, epoch=epoch, durable=durable, torn=tuple(tail.torn))
@@ -319,7 +321,7 @@ class Recovery:
 
     def _replay_piece(self, data: Bytes, sequence: int, epoch: int) -> tuple[int, int]:
         tail = self._tail
-        data = data.copy()  # the tail keeps parts of it
+        data = data.copy()  # the log tail keeps parts of it
         view = memoryview(data)
         counts: list[int] = []
         for at in range(len(data) // BLOCK_BYTES):

@@ -97,7 +97,7 @@ def repair_log(reader: BlockReader, superblock: Superblock, epochs: Mapping[int,
         if repaired.refused < _REFUSED_MAX and _write(reader, bad.place, bad.count, page.address, repaired):
             repaired.written += bad.count
             continue
-        for at in range(bad.count):  # what a device refuses as a whole it may take in part, or the second time
+        for at in range(bad.count):  # a single block may succeed where the whole write has failed
             asked = repaired.refused < _REFUSED_MAX
             taken = asked and _write(reader, bad.place + at, 1, page.address + at * BLOCK_BYTES, repaired)
             repaired.written += taken

@@ -56,7 +56,7 @@ def fit_file(path: Path, wanted_bytes: int, open_device: Callable[[int], _Device
         return device
     used_bytes = 0 if superblock is None else superblock.device_bytes
     if used_bytes > device.capacity_bytes:
-        return device  # its end was cut off: made longer it would look whole, and what was there would be zeros
+        return device  # truncated: a longer file would look intact, with zeros at its end
     device.close()
     if used_bytes > wanted_bytes:
         raise ConfigurationError(

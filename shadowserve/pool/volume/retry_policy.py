@@ -64,7 +64,7 @@ class RetryPolicy:
     def _waits(self, operation: Operation) -> bool:
         tried = self._tried.pop(id(operation), None)
         flushing = operation.kind is OperationKind.FLUSH
-        # A read into pages has told already what of it is in place: once more, it would say so of what is not.
+        # A read into pages has reported its progress already: a retry would report it twice.
         if operation.error is None or operation.pages is not None:
             return False
         if not is_passing(operation.error, flushing=flushing):

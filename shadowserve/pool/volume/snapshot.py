@@ -167,7 +167,7 @@ class Snapshot:
             self._settle_writes(self._settled)
 
     def _write_slice(self, room: int) -> None:
-        # Only the last block may be less than full: what does not fill one waits for the next slice.
+        # Only the last block of a snapshot may be partly filled: the rest waits for the next slice.
         count = min(len(self._pending), room)
         if not self._dump.ended:
             count -= count % (RECORDS_PER_BLOCK * RECORD_BYTES)

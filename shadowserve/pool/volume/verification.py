@@ -92,7 +92,7 @@ def verify_volume(device: BlockDevice, *, objects: bool = True, progress: Progre
         damaged = _check_superblocks(found, device)
         if damaged is not None:
             _check_volume(found, device, damaged, progress or (lambda _done, _total: None) if objects else None)
-    except (FormatError, OSError) as error:  # what a server would say, too
+    except (FormatError, OSError) as error:  # the same message as a server's
         part = "device" if isinstance(error, OSError) else "superblock"
         found.findings.append(Finding(part, "", str(error)))
     return found

@@ -564,7 +564,7 @@ class Volume:
         if not self.idle or self._snapshots.wanted or self._room is not None:
             self._log.step()
             self._snapshots.step()
-            self._log.step()  # with what the snapshot has asked for
+            self._log.step()  # for flushes that the snapshot needs
             self._send()
             if self._room is not None and (self.error is not None or self._has_room()):
                 room, self._room = self._room, None
