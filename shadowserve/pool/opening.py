@@ -129,8 +129,8 @@ def open_devices(config: PoolConfig) -> tuple[Found, list[tuple[str, str]]]:
                 for _, opened in found:
                     opened.close()
                 raise ConfigurationError(
-                    f"{error}. The device is there: without it the server does not start, since others would go on "
-                    "without it and what is on it would be dropped. To do without it, take it out of 'devices'"
+                    f"{error}. The device is there: the server does not start without it, which would drop all its "
+                    "objects. Free the device, or take it out of 'devices'"
                 ) from error
             absent.append((str(entry.path), str(error)))
         else:

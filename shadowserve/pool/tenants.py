@@ -60,7 +60,7 @@ class Tenants:
                 self._next_id += 1
             tenant = self._next_id if self._next_id < TENANTS_MAX else 0
             if not tenant:
-                raise OutOfBudgetError(f"there are {TENANTS_MAX} tenants already")
+                raise OutOfBudgetError(f"there are {TENANTS_MAX} tenants already; use fewer tenants")
             self._ids[name] = tenant
             self._names[tenant] = name
             for disk in self._disks:

@@ -320,7 +320,7 @@ class ColdReader:
                 buffer[:] = data
             head = record.verify(data if buffer is None else buffer, read.key)
             if head.head_length != read.place.head_bytes:
-                raise RecordError(f"its head has {head.head_length} bytes, the entry says {read.place.head_bytes}")
+                raise RecordError(f"its header has {head.head_length} bytes, the entry says {read.place.head_bytes}")
         except RecordError as error:
             self._give_back(buffer)
             self._catalog.hide(read.contents)

@@ -57,6 +57,15 @@ class BlockReader:
                 return
             self._pause(operation)
 
+    def write(self, first: int, blocks: int, address: int) -> None:
+        """Write blocks from memory and wait for that, as run()."""
+        offset, length = first * BLOCK_BYTES, blocks * BLOCK_BYTES
+        self.run(Operation(OperationKind.WRITE, offset, length, address, Priority.WRITE, self._done))
+
+    def flush(self) -> None:
+        """Flush the device and wait for that, as run()."""
+        self.run(Operation(OperationKind.FLUSH, 0, 0, 0, Priority.WRITE, self._done))
+
     def block(self, number: int) -> bytes:
         """Return one block; zeros if it cannot be read. Allowed during pieces(), which uses other buffers.
 

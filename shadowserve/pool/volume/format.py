@@ -116,7 +116,7 @@ class Layout:
         if capacity > 0xFFFF_FFFF:
             raise FormatError(f"a device of {capacity_bytes} bytes is more than a volume can be: 16 TiB; partition it")
         if not 0 < objects_max < 1 << 32:
-            raise FormatError(f"{objects_max} objects cannot be; choose from 1 to 4294967295")
+            raise FormatError(f"objects_max is {objects_max}; it must be from 1 to 4294967295")
         # Besides objects: names of keys, and objects that move during a snapshot and so occur twice (records_max).
         snapshot = 34 + -(-objects_max * 5 // (2 * RECORDS_PER_BLOCK))
         if log_bytes is None:

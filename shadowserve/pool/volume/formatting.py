@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.clock import wall_clock_ms
 from shadowserve.pool.volume.block_reader import BlockReader
 from shadowserve.pool.volume.device import BlockDevice, Pages
@@ -148,9 +147,5 @@ def write_blocks(reader: BlockReader, blocks: Sequence[tuple[int, bytes]]) -> No
     page = Pages(BLOCK_BYTES)
     for offset, content in blocks:
         page.view[:BLOCK_BYTES] = content
-        reader.run(Operation(OperationKind.WRITE, offset, BLOCK_BYTES, page.address, Priority.WRITE, _nothing))
-    reader.run(Operation(OperationKind.FLUSH, 0, 0, 0, Priority.WRITE, _nothing))
-
-
-def _nothing(_operation: Operation) -> None:
-    """No-op: a BlockReader waits for its operations itself."""
+        reader.write(offset // BLOCK_BYTES, 1, page.address)
+    reader.flush()

@@ -197,7 +197,7 @@ class Recovery:
         if partial is not None:
             self._load(partial)
             self._used = partial
-            self.report.notes.append("a snapshot is damaged, and there is no older one that the log reaches back to")
+            self.report.notes.append("a snapshot is damaged, and the log does not reach back to an older one")
             return self._replay(partial.log_first, partial.log_epoch, durable)
         return self._salvage(headers, durable)
 
@@ -395,7 +395,7 @@ class Recovery:
 
     def _salvage(self, headers: list[SnapshotHeader], durable: int) -> LogEnd:
         """Keep what can be proven: of an old snapshot, and of all blocks of the log."""
-        self.report.notes.append("no snapshot is sound that the log reaches back to")
+        self.report.notes.append("the log does not reach back to a sound snapshot")
         if headers:
             self._load(headers[0])
             self._used = headers[0]

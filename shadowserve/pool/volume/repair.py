@@ -12,7 +12,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.pool.volume.block_reader import BlockReader
 from shadowserve.pool.volume.device import Pages
 from shadowserve.pool.volume.format import BLOCK_BYTES, LOG_MAGIC, Superblock, unpack_block
@@ -107,9 +106,7 @@ def repair_log(reader: BlockReader, superblock: Superblock, epochs: Mapping[int,
 
 def _write(reader: BlockReader, place: int, blocks: int, address: int, repaired: Repaired) -> bool:
     try:
-        reader.run(
-            Operation(OperationKind.WRITE, place * BLOCK_BYTES, blocks * BLOCK_BYTES, address, Priority.WRITE, _nothing)
-        )
+        reader.write(place, blocks, address)
     except OSError as error:
         repaired.error = error
         return False
@@ -144,7 +141,3 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
         if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
             yield numbers[begin], at - begin
             begin = at
-
-
-def _nothing(_operation: Operation) -> None:
-    """No-op: a BlockReader waits for its operations itself."""

@@ -173,7 +173,7 @@ class Snapshot:
             count -= count % (RECORDS_PER_BLOCK * RECORD_BYTES)
         blocks = -(-count // (RECORDS_PER_BLOCK * RECORD_BYTES))
         if 1 + self._blocks + blocks > self._superblock.layout.snapshot_blocks:
-            self._fail(OSError(f"snapshot {self._generation} does not fit its region: too much changed meanwhile"))
+            self._fail(OSError(f"snapshot {self._generation} does not fit its region: too many changes"))
             return
         with memoryview(self._pending) as pending:
             for block in range(blocks):

@@ -12,7 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.clock import wall_clock_ms
@@ -24,8 +24,6 @@ from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
 from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
-    NAME_PIECE_BYTES,
-    RECORDS_PER_BLOCK,
     SUPERBLOCK_OFFSETS,
     Layout,
     RecordFlag,
@@ -42,9 +40,9 @@ from shadowserve.pool.volume.repair import Repaired, repair_log
 from shadowserve.pool.volume.resizing import grown
 from shadowserve.pool.volume.retry_policy import RetryPolicy
 from shadowserve.pool.volume.snapshot import Living, Snapshot, SnapshotSchedule
+from shadowserve.pool.volume.writes_in_flight import Key, Write, WritesInFlight, log_blocks_of
 
 Call = Callable[[], None]
-Key = tuple[int, bytes]
 
 
 class VolumeError(ShadowServeError):
@@ -100,102 +98,6 @@ class VolumeStatistics:
     failed: bool
 
 
-@dataclass(slots=True, eq=False)
-class _Write:
-    """An object that is being written.
-
-    Attributes:
-        followers: Records about the object that must be logged behind its own record.
-        superseded: A later write or a removal of the same key has overtaken this one.
-    """
-
-    key: Key
-    record: bytes
-    name: bytes | None
-    size: int
-    ticket: Ticket
-    number: int
-    followers: list[bytes] = field(default_factory=list)
-    superseded: bool = False
-
-    @property
-    def log_blocks(self) -> int:
-        """Blocks of the log that are reserved for it."""
-        return _log_blocks(self.name) + len(self.followers)
-
-
-class _WritesInFlight:
-    """Objects whose bytes are on their way to the device: their records are not in the log yet.
-
-    Attributes:
-        log_blocks: Blocks of the log that are reserved for their records.
-        followers: Number of records that wait for the record of their object.
-    """
-
-    def __init__(self) -> None:
-        self.log_blocks = 0
-        self.followers = 0
-        self._by_key: dict[Key, list[_Write]] = {}
-        self._numbers: dict[int, None] = {}  # in ascending order
-        self._last_number = 0
-        self._waiting: deque[tuple[int, Call]] = deque()  # calls, each with the last write that it waits for
-
-    def __len__(self) -> int:
-        return len(self._by_key)
-
-    def begin(self, key: Key, record: bytes, name: bytes | None, size: int) -> _Write:
-        self._last_number += 1
-        write = _Write(key, record, name, size, Ticket(), self._last_number)
-        self._by_key.setdefault(key, []).append(write)
-        self._numbers[write.number] = None
-        self.log_blocks += write.log_blocks
-        return write
-
-    def end(self, write: _Write) -> list[_Write]:
-        """Forget a write; return the older ones of the same key. call_waiting() follows when its record is logged."""
-        writes = self._by_key[write.key]
-        older = writes[: writes.index(write)]
-        writes.remove(write)
-        if not writes:
-            del self._by_key[write.key]
-        self.log_blocks -= write.log_blocks
-        self.followers -= len(write.followers)
-        return older
-
-    def call_waiting(self, write: _Write) -> None:
-        """Make the calls that have waited for this write and for no other one."""
-        del self._numbers[write.number]
-        oldest = next(iter(self._numbers), self._last_number + 1)
-        while self._waiting and self._waiting[0][0] < oldest:
-            self._waiting.popleft()[1]()
-
-    def after_all(self, call: Call) -> None:
-        """Call when each present write has its record in the log, or has failed; at once if there is none."""
-        if self._numbers:
-            self._waiting.append((self._last_number, call))
-        else:
-            call()
-
-    def follow(self, key: Key, record: bytes) -> bool:
-        """Log a record behind that of the newest write of its key; return False if no such write is in flight."""
-        if key not in self._by_key:
-            return False
-        self._by_key[key][-1].followers.append(record)
-        self.followers += 1
-        self.log_blocks += 1
-        return True
-
-    def supersede(self, key: Key) -> None:
-        for write in self._by_key.get(key, ()):
-            write.superseded = True
-
-    def supersede_tenant(self, tenant: int | None) -> None:
-        """Supersede all writes of a tenant, or of all tenants."""
-        for key in self._by_key:
-            if tenant is None or key[0] == tenant:
-                self.supersede(key)
-
-
 @dataclass(slots=True)
 class _Counters:
     writes: int = 0
@@ -234,7 +136,7 @@ class Volume:
         self._recovery: Recovery | None = None  # until ready()
         self._torn: tuple[Key, ...] = ()
         self._snapshots: SnapshotSchedule
-        self._writing = _WritesInFlight()
+        self._writing = WritesInFlight()
         self._held: dict[Key, bytes] = {}  # records that snapshots still need, of objects that the index has no more
         self._outbox: deque[Operation] = deque()  # operations that the device has not taken yet
         self._retry_policy = RetryPolicy()
@@ -448,7 +350,7 @@ class Volume:
                 f"device {self.device.name} takes no more writes since one failed ({self.error}); "
                 "replace the device, or restart the server to try it again"
             )
-        if self._log.blocks_free - self._writing.log_blocks - _log_blocks(name) < self._layout.log_blocks // 8:
+        if self._log.blocks_free - self._writing.log_blocks - log_blocks_of(name) < self._layout.log_blocks // 8:
             self._counters.busy += 1
             raise BusyError(f"the log of device {self.device.name} is nearly full", self._room_ticket())
         totals = self._index.totals(device=self.number)
@@ -632,7 +534,7 @@ class Volume:
                 return
             self._outbox.popleft()
 
-    def _written(self, write: _Write, error: OSError | None) -> None:
+    def _written(self, write: Write, error: OSError | None) -> None:
         """Log the record of an object whose bytes are on the device, or its removal where they are not."""
         older = self._writing.end(write)
         if write.superseded:
@@ -670,7 +572,7 @@ class Volume:
         """Raise BusyError unless the log has room for one more record, or those of a text, besides the reserved
         ones.
         """
-        if self._log.blocks_free - self._writing.log_blocks <= _log_blocks(text):
+        if self._log.blocks_free - self._writing.log_blocks <= log_blocks_of(text):
             self._counters.busy += 1
             raise BusyError(f"the log of device {self.device.name} is full", self._room_ticket())
 
@@ -680,7 +582,7 @@ class Volume:
         return self._room
 
     def _has_room(self) -> bool:
-        return self._log.blocks_free - self._writing.log_blocks - _log_blocks(None) >= self._layout.log_blocks // 8
+        return self._log.blocks_free - self._writing.log_blocks - log_blocks_of(None) >= self._layout.log_blocks // 8
 
 
 def _key_of(record: bytes) -> Key:
@@ -695,9 +597,3 @@ def _without_device(record: bytes) -> bytes:
 def _name_records(key: Key, name: bytes | None) -> bytes:
     """Return the records of a key's text, if it has one."""
     return b"" if name is None else pack_name(RecordKind.NAME, *key, name)
-
-
-def _log_blocks(name: bytes | None) -> int:
-    """Return the most blocks of the log that an object's records take in a group of their own."""
-    pieces = 0 if name is None else max(-(-len(name) // NAME_PIECE_BYTES), 1)
-    return -(-(1 + pieces) // RECORDS_PER_BLOCK)
