@@ -1,4 +1,4 @@
-"""What tests of the pool share: pools over memory, over simulated devices and over files."""
+"""Shared by tests of the pool: pools over memory, simulated devices and files."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ OBJECTS_MAX = 4096
 
 
 def configuration(**keys: Any) -> StorageConfig:
-    """Return a configuration of a small pool that does nothing in the background."""
+    """Return a configuration of a small pool without background work."""
     return StorageConfig.load(
         flags={"engine": "pool", "memory_budget_bytes": 8 * MIB, "scrub_bytes_per_s": 0, **keys}, environment={}
     )
@@ -36,7 +36,7 @@ def simulated_pool(
     budget_bytes: int | None = None,
     **keys: Any,
 ) -> DevicePool:
-    """Return a pool over devices in memory; without ``bandwidths`` they are all alike."""
+    """Return a pool over simulated devices; without ``bandwidths`` they are equal."""
     entries = []
     for number, device in enumerate(devices):
         given = {"objects_max": OBJECTS_MAX, **(options[number] if options else {})}
@@ -102,7 +102,6 @@ def disks_of(driver: Driver) -> list[Disk]:
 
 
 def pool_statistics(driver: Driver) -> Statistics:
-    """Return the pool's own statistics."""
     return driver.statistics()
 
 

@@ -1,4 +1,4 @@
-"""What every store must do. A test module of a store derives from StoreConformance and says how to make one."""
+"""The conformance suite of pools. A test module derives from StoreConformance and implements make()."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -19,24 +19,24 @@ from shadowserve.pool.volume.changes import OutOfBudgetError
 
 
 class StoreConformance(ABC):
-    """The suite. Budgets are given in bytes; stores say with self.cost() what an entry needs."""
+    """The suite. Budgets are in bytes; cost() returns the bytes that an entry counts for."""
 
     MANY = 3_000
-    """Entries of which there are enough to tell work on each of them from work on some."""
+    """Entries that are enough to tell work on all of them from work on some."""
     PIN_UNIT_MS = 1000
-    """How exactly the store keeps the end of a pin."""
+    """Resolution of a pin's end."""
 
     def cost(self, key: bytes, size: int) -> int:
-        """Return what an entry with a client's key and a value of ``size`` bytes counts for."""
+        """Return the bytes that an entry with a value of ``size`` bytes counts for."""
         return len(key) + size + ENTRY_OVERHEAD_BYTES
 
     @abstractmethod
     def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Pool:
-        """Return an empty store."""
+        """Return an empty pool."""
 
     @pytest.fixture(autouse=True)
     def _stops(self) -> Iterator[None]:
-        """Stop every store that a test has begun to drive."""
+        """Stop every pool of a test."""
         self.driven: list[Driver] = []
         yield
         for driver in self.driven:
@@ -47,7 +47,7 @@ class StoreConformance(ABC):
         return self.driven[-1]
 
     def fill(self, store: Driver, count: int, tenant: int = 0, size: int = 0, **named: Any) -> None:
-        """Store so many entries, and wait until all are durable."""
+        """Store ``count`` entries, and wait until all are durable."""
         changes = [store.put_soon(b"%d" % number, b"x" * size, tenant, **named) for number in range(count)]
         assert {change.wait() for change in changes} == {None}
 
@@ -567,7 +567,7 @@ KEYS = st.sampled_from([b"a", b"b", b"c", b"dd", b"eee", b"ffff"])
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Random calls against a model: what is there must be right, within the budget; what is gone must have a reason."""
+    """Random calls against a model: present values are right and within the budget; absent ones have a reason."""
 
     suite: StoreConformance
 
