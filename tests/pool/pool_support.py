@@ -12,7 +12,6 @@ from shadowserve.pool.config import DeviceConfig
 from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import Entry, PoolItem
-from shadowserve.pool.statistics import Statistics
 from storage_kv.config import StorageConfig
 
 MIB = 1 << 20
@@ -99,10 +98,6 @@ def entry_of(driver: Driver, key: bytes) -> Entry:
 
 def disks_of(driver: Driver) -> list[Disk]:
     return driver.store._core.disks
-
-
-def pool_statistics(driver: Driver) -> Statistics:
-    return driver.statistics()
 
 
 def chunk(number: int, chain: int = 0) -> bytes:

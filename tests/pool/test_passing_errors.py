@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from pool_support import configuration, drop_copies, file_pool, pool_statistics, start_pool
+from pool_support import configuration, drop_copies, file_pool, start_pool
 from simulated_device import SimulatedDevice
 from store_driver import Clock, Driver
 from test_pool_faults import place_of
@@ -159,7 +159,7 @@ def test_a_read_of_a_busy_device_is_retried(error: int) -> None:
     assert pool.value(b"a") is None and fault.met > 3
     devices[0].faults.clear()
     assert pool.value(b"a") == b"x" * 100_000
-    found = pool_statistics(pool)
+    found = pool.statistics()
     assert found.lost_keys == 0 and found.devices[0].quarantined_bytes == 0
     assert found.devices[0].state == "ok" and found.devices[0].errors == 0 and found.devices[0].busy == fault.met + 3
     pool.stop()
@@ -175,7 +175,7 @@ def test_a_write_to_a_busy_device_is_retried(error: int) -> None:
     data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, error=error, times=3, last_block=data)  # of the log
     pool.put(b"b", b"y" * 10_000)
-    found = pool_statistics(pool).devices[0]
+    found = pool.statistics().devices[0]
     assert found.state == "ok" and found.errors == 0 and found.busy == 7
     pool.stop()
 
@@ -185,11 +185,11 @@ def test_a_failed_flush_is_retried_only_if_it_has_not_begun() -> None:
     devices[0].fail(OperationKind.FLUSH, error=errno.EBUSY, times=2)
     pool.put(b"a", b"x")
     pool.put(b"b", b"x")
-    assert [device.state for device in pool_statistics(pool).devices] == ["ok", "ok"]
+    assert [device.state for device in pool.statistics().devices] == ["ok", "ok"]
     devices[0].fail(OperationKind.FLUSH, error=errno.ENOMEM, times=1)
     for number in range(8):
         pool.put_soon(b"%d" % number, b"x").wait()
-    assert [device.state for device in pool_statistics(pool).devices] == ["gone", "ok"]
+    assert [device.state for device in pool.statistics().devices] == ["gone", "ok"]
     pool.stop()
 
 
@@ -202,7 +202,7 @@ def test_a_device_that_stays_busy_is_not_given_up(monkeypatch: pytest.MonkeyPatc
     assert pool.peek(b"a") is None
     devices[0].faults.clear()
     pool.put(b"a", b"x" * 10_000)
-    found = pool_statistics(pool).devices[0]
+    found = pool.statistics().devices[0]
     assert found.state == "avoided" and found.errors == 0 and found.quarantined_bytes == 0
     pool.stop()
 
@@ -217,7 +217,7 @@ def quarantined(pool: Driver, devices: list[SimulatedDevice], key: bytes = b"a",
     _, offset = place_of(pool, key)
     devices[0].rot(offset + 77)
     assert pool.value(key) is None
-    assert pool_statistics(pool).devices[0].quarantined_bytes
+    assert pool.statistics().devices[0].quarantined_bytes
     return offset
 
 
@@ -234,9 +234,9 @@ def test_quarantined_extents_are_tested_without_scrubbing() -> None:
     pool, devices = start_pool(clock_ms=clock)
     quarantined(pool, devices)
     pass_time(pool, clock, 50)
-    assert pool_statistics(pool).devices[0].quarantined_bytes
+    assert pool.statistics().devices[0].quarantined_bytes
     pass_time(pool, clock, 30)
-    found = pool_statistics(pool).devices[0]
+    found = pool.statistics().devices[0]
     assert not found.quarantined_bytes and found.scrubbed_bytes == 0
     pool.stop()
 
@@ -250,7 +250,7 @@ def test_quarantined_extents_are_tested_while_all_memory_is_in_use() -> None:
         number += 1
     assert number
     pass_time(pool, clock, 80)
-    assert not pool_statistics(pool).devices[0].quarantined_bytes
+    assert not pool.statistics().devices[0].quarantined_bytes
     pool.stop()
 
 
@@ -262,10 +262,10 @@ def test_a_test_of_an_extent_is_repeated_if_the_device_was_busy(kind: OperationK
     extent = quarantined(pool, devices) // BLOCK_BYTES
     fault = devices[0].fail(kind, error=errno.EBUSY, times=None, first_block=extent, last_block=extent + 20)
     pass_time(pool, clock, 90)
-    assert fault.met and pool_statistics(pool).devices[0].quarantined_bytes
+    assert fault.met and pool.statistics().devices[0].quarantined_bytes
     devices[0].faults.clear()
     pass_time(pool, clock, 130)
-    assert not pool_statistics(pool).devices[0].quarantined_bytes
+    assert not pool.statistics().devices[0].quarantined_bytes
     pool.stop()
 
 
@@ -277,7 +277,7 @@ def test_an_extent_that_fails_its_test_stays_out_of_use() -> None:
     pass_time(pool, clock, 80)
     assert fault.met == 1
     pass_time(pool, clock, 1000)
-    assert pool_statistics(pool).devices[0].quarantined_bytes
+    assert pool.statistics().devices[0].quarantined_bytes
     pool.stop()
 
 
@@ -292,7 +292,7 @@ def test_tests_of_extents_use_a_bounded_part_of_a_device() -> None:
     pass_time(pool, clock, 10)
     assert 0 < counted[OperationKind.WRITE] - before <= 12 * (256 << 10)
     pass_time(pool, clock, 60)
-    assert not pool_statistics(pool).devices[0].quarantined_bytes
+    assert not pool.statistics().devices[0].quarantined_bytes
     pool.stop()
 
 
@@ -308,5 +308,5 @@ def test_scrubbing_continues_while_all_memory_is_in_use() -> None:
     while arenas.take(1) is not None:
         pass
     pass_time(pool, clock, 20)
-    assert pool_statistics(pool).lost == {"rotten": 1} and arenas.used_bytes <= arenas.budget_bytes
+    assert pool.statistics().lost == {"rotten": 1} and arenas.used_bytes <= arenas.budget_bytes
     pool.stop()

@@ -13,7 +13,6 @@ from pool_support import (
     drop_copies,
     entry_of,
     file_pool,
-    pool_statistics,
     simulated_pool,
     start_pool,
 )
@@ -56,7 +55,7 @@ def test_a_failed_read_is_a_miss_dropped_counted_and_quarantined(fault: str, rea
         devices[0].fail(OperationKind.READ)
     assert pool.value(b"a") is None and pool.peek(b"a") is None
     assert pool.value(b"b") == b"b" * 100_000
-    found = pool_statistics(pool)
+    found = pool.statistics()
     assert found.lost == {reason: 1} and found.lost_keys == 1
     assert found.devices[0].quarantined_bytes == 102_400 + (0 if 2048 + 100_000 <= 102_400 else 4096)
     for number in range(50):
@@ -76,7 +75,7 @@ def test_damage_in_one_part_does_not_affect_reads_of_others() -> None:
     devices[0].rot(place_of(pool, b"a")[1] + 900_000)
     assert pool.value(b"a", 1_000, 50_000) == value[1_000:50_000]
     assert pool.value(b"a", 899_000, 901_000) is None
-    assert pool_statistics(pool).lost == {"rotten": 1}
+    assert pool.statistics().lost == {"rotten": 1}
     pool.stop()
 
 
@@ -105,7 +104,7 @@ def test_a_real_device_checks_reads_and_the_pool_checks_the_rest(
     assert pool.value(b"part", 400_000, 450_000) == value[400_000:450_000]
     assert pool.value(b"part", 890_000, 910_000) is None
     assert checked == [6, 13]  # parts behind the header, which come in two operations
-    assert pool_statistics(pool).lost == {"rotten": 2}
+    assert pool.statistics().lost == {"rotten": 2}
     pool.stop()
 
 
@@ -120,7 +119,7 @@ def test_a_lost_write_does_not_return_the_old_value() -> None:
     pool.put(b"a", b"new" * 10_000)  # the same key, length and place: all that tells is the number of the put
     assert place_of(pool, b"a")[1] == first
     drop_copies(pool)
-    assert pool.value(b"a") is None and pool_statistics(pool).lost == {"misdirected": 1}
+    assert pool.value(b"a") is None and pool.statistics().lost == {"misdirected": 1}
     pool.stop()
 
 
@@ -147,7 +146,7 @@ def test_a_pool_continues_without_a_lost_device() -> None:
     for number in range(40, 60):
         pool.put(b"%d" % number, b"%d" % number * 20_000)
         assert place_of(pool, b"%d" % number)[0] == 1
-    found = pool_statistics(pool)
+    found = pool.statistics()
     assert [device.state for device in found.devices] == ["gone", "ok"] and found.devices[0].reason
     assert found.lost == {"device_gone": homes.count(0)}
     assert pool.remove(b"50") and pool.call(pool.store.barrier) is None
@@ -196,7 +195,7 @@ def test_a_write_after_a_failed_one_goes_to_the_device() -> None:
 def test_a_memory_only_value_keeps_the_older_one_from_returning_after_a_crash() -> None:
     pool, devices = start_pool(options=[{"write_bytes_per_day": MIB}])
     pool.put(b"a", b"old")
-    while not pool_statistics(pool).devices[0].wear_refused:
+    while not pool.statistics().devices[0].wear_refused:
         pool.put(b"filler", b"x" * 4000)  # all that may be written today
     pool.put(b"a", b"new")
     assert pool.value(b"a") == b"new" and place_of(pool, b"a")[0] == 255
@@ -218,13 +217,13 @@ def test_the_scrubber_finds_damage_and_extents_are_tested_before_reuse() -> None
         return bool(scrubber.rounds >= 2 and scrubber.found)
 
     pool.pump(turn)
-    assert pool.peek(b"7") is None and pool_statistics(pool).lost == {"rotten": 1}
-    found = pool_statistics(pool).devices[0]
+    assert pool.peek(b"7") is None and pool.statistics().lost == {"rotten": 1}
+    found = pool.statistics().devices[0]
     assert found.quarantined_bytes and found.scrubbed_bytes and found.reads == 0
 
     def over() -> bool:
         clock.now_ms += 10_000
-        return not pool_statistics(pool).devices[0].quarantined_bytes
+        return not pool.statistics().devices[0].quarantined_bytes
 
     pool.pump(over)  # what was written to it could be read back
     pool.put(b"8", b"y")
@@ -235,7 +234,7 @@ def test_the_scrubber_finds_damage_and_extents_are_tested_before_reuse() -> None
     for _ in range(50):
         clock.now_ms += 10_000
         pool.store.poll()
-    assert pool_statistics(pool).devices[0].quarantined_bytes  # it never passes
+    assert pool.statistics().devices[0].quarantined_bytes  # it never passes
     pool.stop()
 
 
@@ -255,7 +254,7 @@ def test_a_pool_starts_without_a_missing_device(tmp_path: Any) -> None:
     devices = [{"path": str(tmp_path / "there"), "size": 8 * MIB}, {"path": str(tmp_path / "not there")}]
     pool = Driver(DevicePool(configuration(devices=devices), measure=False))
     pool.put(b"a", b"x")
-    assert [device.state for device in pool_statistics(pool).devices] == ["ok", "gone"]
+    assert [device.state for device in pool.statistics().devices] == ["ok", "gone"]
     pool.stop()
 
 
@@ -284,7 +283,7 @@ def test_a_returning_device_brings_no_removed_object_back(when: str) -> None:
     pool = Driver(simulated_pool([away.restart(), here.restart()], clock_ms=Clock()))
     for number in range(20):
         assert pool.value(b"%d" % number) == (None if number < 10 else b"new")
-    assert pool_statistics(pool).lost["stale"] <= 20 - len(kept) or when == "while it runs"
+    assert pool.statistics().lost["stale"] <= 20 - len(kept) or when == "while it runs"
     pool.stop()
 
 
@@ -323,7 +322,7 @@ def test_objects_dropped_for_a_damaged_block_of_the_log_are_counted(
     device.rot(torn * 4096 + 1000)
     pool = Driver(simulated_pool([device], clock_ms=Clock()))
     present = sum(pool.peek(b"%d" % number) is not None for number in range(10))
-    found = pool_statistics(pool)
+    found = pool.statistics()
     assert 0 < present < 10
     assert found.lost["unproven"] == found.lost_keys > 0
     messages = [record.getMessage() for record in caplog.records]
@@ -331,7 +330,7 @@ def test_objects_dropped_for_a_damaged_block_of_the_log_are_counted(
     assert "log_repaired device=simulated0 blocks=1" in messages
     pool.stop()
     pool = Driver(simulated_pool([device.restart()], clock_ms=Clock()))
-    assert not pool_statistics(pool).lost, "counters are since the start"
+    assert not pool.statistics().lost, "counters are since the start"
     pool.stop()
 
 
@@ -372,7 +371,7 @@ def test_objects_of_a_conflicting_tenant_id_are_dropped(first: int) -> None:
     # The later one counts, with what its tenant has there; never is one's object the other's.
     assert pool.keys(pool.call(pool.store.tenant, "other")) == {b"secret of other"}
     assert pool.keys(pool.call(pool.store.tenant, "one")) == set()
-    assert pool_statistics(pool).lost["stale"] == 1
+    assert pool.statistics().lost["stale"] == 1
     pool.stop()
 
 

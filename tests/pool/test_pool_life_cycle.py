@@ -15,7 +15,6 @@ from pool_support import (
     drop_copies,
     file_pool,
     key_of,
-    pool_statistics,
     simulated_pool,
     start_pool,
 )
@@ -39,7 +38,7 @@ def in_memory(driver: Driver, key: bytes) -> bool:
 
 
 def reads_of(driver: Driver) -> int:
-    return sum(device.reads for device in pool_statistics(driver).devices)
+    return sum(device.reads for device in driver.statistics().devices)
 
 
 def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
@@ -88,7 +87,7 @@ def test_a_pool_of_files_keeps_its_objects(tmp_path: Path) -> None:
         bytes([number]) * 1_000 for number in range(10)
     ]
     assert pool.value(b"5") == bytes([5]) * 300_000
-    found = pool_statistics(pool)
+    found = pool.statistics()
     assert found.partial_reads and found.orchestration_ns and all(device.read_bytes for device in found.devices)
     pool.stop()
 
@@ -117,7 +116,7 @@ def test_gets_of_one_object_share_one_read_and_the_copy_stays() -> None:
     for reading in readings:
         assert reading is not None
         reading.release()
-    found = pool_statistics(pool)
+    found = pool.statistics()
     assert reads_of(pool) == 1 and found.shared_reads == 4 and in_memory(pool, b"a")
     pool.stop()
 
@@ -132,7 +131,7 @@ def test_entries_read_twice_stay_in_memory_during_a_large_scan() -> None:
     for number in range(100, 200):  # more than the memory holds
         assert pool.value(b"%d" % number) is not None
     assert in_memory(pool, b"7") and not in_memory(pool, b"100")
-    assert pool_statistics(pool).promotions and pool_statistics(pool).copies_dropped
+    assert pool.statistics().promotions and pool.statistics().copies_dropped
     pool.stop()
 
 
@@ -245,7 +244,7 @@ def test_the_only_object_that_a_device_may_hold_is_overwritten_without_being_evi
         if settles:
             assert [change.wait() for change in changes] == [None] * 3
             assert pool.value(b"a") == b"2" * 20_000
-    assert not any(pool_statistics(pool).evictions.values())
+    assert not any(pool.statistics().evictions.values())
     assert pool.remove(b"a")
     pool.pump(lambda: not disk.is_freeing and not pool.store.busy)
     assert disk.volume.free_blocks == free
@@ -299,15 +298,15 @@ def test_second_hit_admission_writes_entries_that_are_read() -> None:
     pool.settle(pool.call(pool.store.barrier))
     for number in range(10):
         assert pool.put_soon(b"%d" % number, b"x" * 1000).outcomes == [None]  # in memory, and done
-    assert pool_statistics(pool).held_back == 10 and pool_statistics(pool).devices[0].objects == 0
+    assert pool.statistics().held_back == 10 and pool.statistics().devices[0].objects == 0
     assert pool.value(b"3") == b"x" * 1000
     pool.pump(lambda: not pool.store.busy)  # type: ignore[attr-defined]
-    assert pool_statistics(pool).devices[0].objects == 1
+    assert pool.statistics().devices[0].objects == 1
     for number in range(10, 3000):  # more than the memory holds
         pool.put(b"%d" % number, b"x" * 1000)
     assert pool.peek(b"0") is None
     pool.put(b"0", b"y" * 1000)  # it was there before: so it is written at once
-    assert pool_statistics(pool).devices[0].objects == 2
+    assert pool.statistics().devices[0].objects == 2
     pool = again(devices, admission="second_hit")
     assert pool.value(b"3") == b"x" * 1000 and pool.value(b"0") == b"y" * 1000 and pool.count() == 2
     pool.stop()
@@ -319,7 +318,7 @@ def test_a_full_device_evicts_in_time_and_loses_nothing_else(policy: str) -> Non
     for number in range(600):
         pool.put(b"%d" % number, b"%d" % number * 20_000)
         pool.store.poll()
-    found = pool_statistics(pool)
+    found = pool.statistics()
     assert found.evicted_keys == found.evictions["device"] > 0
     assert found.devices[0].used_bytes <= found.devices[0].capacity_bytes
     kept = [number for number in range(600) if (value := pool.value(b"%d" % number)) is not None
@@ -359,7 +358,7 @@ def test_writers_wait_while_too_many_writes_are_in_progress() -> None:
     assert pool.call(pool.store.settling, (0, b"a")) is None
     assert pool.value(b"a", 0, 5) == bytes(5)
     pool.put(b"b", b"x" * 600_000)
-    assert pool_statistics(pool).writing_bytes == 0
+    assert pool.statistics().writing_bytes == 0
     pool.stop()
 
 
@@ -369,7 +368,7 @@ def test_an_abandoned_buffer_is_freed() -> None:
     assert buffer is not None
     del buffer  # its client has gone away
     pool.store.poll()
-    assert pool_statistics(pool).memory_used_bytes == 0
+    assert pool.statistics().memory_used_bytes == 0
     pool.stop()
 
 
@@ -391,7 +390,7 @@ def test_a_long_prefix_that_uses_all_memory_evicts_no_memory_only_object() -> No
     for number in range(16):
         value = bytes([number]) * 1_000_000
         pool.put(key_of(chunk(number)), value, parent=chunk(number - 1) if number else b"")
-    assert pool_statistics(pool).devices[0].objects == 12
+    assert pool.statistics().devices[0].objects == 12
     drop_copies(pool)
     readings = [pool.open(key_of(chunk(number))) for number in range(16)]
     for number, reading in enumerate(readings):
@@ -410,7 +409,7 @@ def test_budgets_and_quotas_change_at_any_time() -> None:
     assert pool.count(one) == 3 and pool.count() == 10
     pool.call(pool.store.follow, configuration(memory_budget_bytes=MIB))
     assert pool.count() == 10
-    devices = [{"path": each.name, "bytes_max": MIB, "objects_max": 2} for each in pool_statistics(pool).devices]
+    devices = [{"path": each.name, "bytes_max": MIB, "objects_max": 2} for each in pool.statistics().devices]
     pool.call(pool.store.follow, configuration(memory_budget_bytes=MIB, devices=devices))
     pool.pump(lambda: pool.statistics().keys <= 4)
     pool.stop()

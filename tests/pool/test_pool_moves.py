@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pool_support import disks_of, entry_of, pool_statistics, simulated_pool, start_pool
+from pool_support import disks_of, entry_of, simulated_pool, start_pool
 from simulated_device import SimulatedDevice
 from store_driver import Change, Clock, Driver
 
@@ -272,7 +272,7 @@ def test_a_value_that_moves_back_and_forth_is_the_last_one_and_frees_all_extents
     free = [disk.volume.data_blocks - disk.volume.free_blocks for disk in disks_of(pool)]
     assert sorted(free) == [0, 0, 1] and not any(disk.volume._held for disk in disks_of(pool))
     pool = crash(pool)
-    assert pool.value(KEY) == b"59" and pool_statistics(pool).keys == 1
+    assert pool.value(KEY) == b"59" and pool.statistics().keys == 1
     pool.stop()
 
 

@@ -12,7 +12,6 @@ from pool_support import (
     configuration,
     entry_of,
     key_of,
-    pool_statistics,
     simulated_devices,
     simulated_pool,
 )
@@ -88,7 +87,7 @@ def test_a_pool_places_by_the_bandwidths_of_its_devices() -> None:
         pool.put(key, b"x" * 30_000, parent=chunk(number - 1) if number else b"")
         placed[home_of(pool, key)] += 1
     assert abs(placed[0] - 180) <= 1.8 and abs(placed[1] - 90) <= 0.9 and abs(placed[2] - 30) <= 0.3
-    found = pool_statistics(pool).devices
+    found = pool.statistics().devices
     assert [round(device.share, 3) for device in found] == [0.599, 0.3, 0.1]  # memory has one of 1,001
     assert sum(device.placed_bytes for device in found) == 300 * 32_768
     pool.stop()
@@ -100,7 +99,7 @@ def test_objects_of_memorys_share_stay_in_memory_and_are_on_a_device_too() -> No
         pool.put(key_of(chunk(number)), b"x" * 2000, parent=chunk(number - 1) if number else b"")
     homes = Counter(home_of(pool, key_of(chunk(number))) for number in range(64))
     assert homes == {0: 32, 1: 32}
-    assert pool_statistics(pool).memory_share == 0.5 and pool_statistics(pool).promotions == 32
+    assert pool.statistics().memory_share == 0.5 and pool.statistics().promotions == 32
     pool.stop()
 
 
@@ -122,7 +121,7 @@ def test_a_full_device_is_avoided_and_then_evicts_its_oldest_object() -> None:
     pool.call(pool.store.follow, configuration(devices=[{"path": "small", "bytes_max": MIB}]))
     for number in range(40):
         pool.put(b"%d" % number, b"x" * 100_000)
-    used = {device.name: device for device in pool_statistics(pool).devices}
+    used = {device.name: device for device in pool.statistics().devices}
     assert used["small"].used_bytes <= MIB and used["large"].objects >= 20
     with pytest.raises(ConfigurationError, match="no device"):
         pool.call(pool.store.follow, configuration(devices=["none"]))
@@ -136,13 +135,13 @@ def test_a_device_beyond_its_write_budget_gets_no_objects_until_midnight() -> No
     pool = Driver(simulated_pool(given, options=options, clock_ms=clock))
     for number in range(60):
         pool.put(b"%d" % number, b"x" * 60_000)
-    first, second = pool_statistics(pool).devices
+    first, second = pool.statistics().devices
     assert first.objects < 16 < second.objects and first.wear_refused and first.written_today_bytes <= 2 * MIB
     pool.stop()
     # The count of the day survives a restart.
     again = [device.restart() for device in given]
     pool = Driver(simulated_pool(again, options=options, clock_ms=clock))
-    assert pool_statistics(pool).devices[0].written_today_bytes >= MIB / 2
+    assert pool.statistics().devices[0].written_today_bytes >= MIB / 2
     pool.put(b"more", b"x" * 60_000)
     assert home_of(pool, b"more") == 1
     clock.now_ms += 24 * 3600 * 1000
@@ -166,7 +165,7 @@ def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
     for number in range(10):
         pool.put(b"later%d" % number, b"x" * 10_000)
         assert home_of(pool, b"later%d" % number) == 1
-    states = [device.state for device in pool_statistics(pool).devices]
+    states = [device.state for device in pool.statistics().devices]
     assert states == ["avoided", "ok"]
     clock.now_ms += 2_000
     for number in range(10):
