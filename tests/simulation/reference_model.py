@@ -128,7 +128,7 @@ class Model:
         for write in reversed(self.writes(key)):
             if not matches(write):
                 continue
-            reason = self._find_stale(key, write, begin_ns, end_ns, wall)
+            reason = self._stale_reason(key, write, begin_ns, end_ns, wall)
             if reason is None:
                 return
             reasons.append(f"write {write.number}: {reason}")
@@ -142,7 +142,7 @@ class Model:
         ]
         raise Violation(f"wrong: {what} of {key} returned bytes that nobody stored there; they are of {others}")
 
-    def _find_stale(self, key: Key, write: Write, begin_ns: int, end_ns: int, wall: tuple[int, int]) -> str | None:
+    def _stale_reason(self, key: Key, write: Write, begin_ns: int, end_ns: int, wall: tuple[int, int]) -> str | None:
         if write.begin_ns > end_ns:
             return "it was written later"
         after = write.end()
@@ -204,21 +204,23 @@ class Model:
         for write in reversed(self.writes(key)):
             if not write.acknowledged or write.lost or write.end() >= begin_ns:
                 continue
-            removed = any(
-                change is not write
-                and not change.rejected
-                and change.begin_ns < end_ns
-                and change.end() > write.begin_ns
-                and (change.kind == "remove" or change.failed or (isinstance(change, Write) and change.lost))
-                for change in changes
-            )
-            expired = any(
-                not other.rejected
-                and other.begin_ns < end_ns
-                and (other.end() > write.begin_ns or write.is_record)  # it may be the first that was kept
-                and (other.keeps_expiry or (other.expires is not None and other.expires[0] <= wall[1]))
-                for other in changes
-            )
-            if not removed and not expired:
+            others = [each for each in changes if not each.rejected and each.begin_ns < end_ns]
+            if any(_may_remove(each, write) for each in others):
+                continue
+            if not any(_may_expire(each, write, wall) for each in others):
                 return write
         return None
+
+
+def _may_remove(change: Change, write: Write) -> bool:
+    """Return whether a change may have removed the value of a write, or replaced it by one that was lost."""
+    if change is write or change.end() <= write.begin_ns:
+        return False
+    return change.kind == "remove" or change.failed or (isinstance(change, Write) and change.lost)
+
+
+def _may_expire(change: Change, write: Write, wall: tuple[int, int]) -> bool:
+    """Return whether the key may have expired by a change; ``wall``: least and greatest time of the wall clock."""
+    if change.end() <= write.begin_ns and not write.is_record:  # of two records, the store may have kept the first
+        return False
+    return change.keeps_expiry or (change.expires is not None and change.expires[0] <= wall[1])
