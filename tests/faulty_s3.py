@@ -1,8 +1,8 @@
-"""A small S3 server of the tests' own, real HTTP on loopback, that does whatever it is told to do wrong.
+"""A small S3 server for tests: real HTTP on loopback, with faults on request.
 
-It keeps one bucket in memory and knows what the storage node asks for: PUT with ``If-None-Match: *``, GET of ranges,
-lists, DELETE, all by path. It checks no signatures; Ceph RGW does (``tests/storage/test_object_storage.py``).
-Run as a program it serves until SIGTERM.
+It keeps one bucket in memory and serves the storage node's requests: PUT with ``If-None-Match: *``, GET of ranges,
+lists, DELETE, all by path. It checks no signatures; Ceph RGW does (``tests/storage/test_object_storage.py``). Run as a
+program it serves until SIGTERM.
 """
 
 import hashlib
@@ -28,7 +28,9 @@ PAGE = 3  # objects that one list names: small, so that lists have pages
 
 @dataclass
 class Asked:
-    """One request: ``operation`` is list, get, put or delete; ``range`` is [first, end) or None; whose key signs it."""
+    """One request: ``operation`` is list, get, put or delete; ``range`` is [first, end) or None; the key id that
+    signs it.
+    """
 
     operation: str
     name: str
@@ -38,14 +40,14 @@ class Asked:
 
 @dataclass
 class Answer:
-    """What is answered in place of what would be right.
+    """A wrong answer.
 
     Attributes:
-        status: of HTTP; 0 for what is right.
-        code: S3's, in the body of an error.
-        body: in place of the right one; None for that one.
-        truncate: end the connection when so many bytes of the body were sent.
-        after: wait for it first.
+        status: HTTP status; 0 for the right one.
+        code: S3's error code.
+        body: Body; None for the right one.
+        truncate: Bytes of the body after which the connection ends.
+        after: Event to wait for before the answer.
     """
 
     status: int = 0
@@ -85,23 +87,23 @@ LIES: dict[str, Fault] = {
     "another_body": _to_reads(Answer(206, body=b"x" * 4096)),
     "same_length": _same_length,
 }
-"""What a bucket may answer to whoever reads: refusals, and bytes that are not those asked for."""
+"""Refusals, and bytes that were not requested."""
 
 
 class FaultyS3:
     """The server.
 
     Attributes:
-        objects: by name, prefix included.
-        asked: every request so far.
-        fault: makes the answer to a request; None for the right one.
-        skew_s: how far its clock is ahead.
-        encodes: whether lists have names as URLs have them, where that is asked for.
-        bytes_per_s: that its link carries of what is read, all requests together; 0: no bound.
+        objects: Objects by name, prefix included.
+        asked: All requests so far.
+        fault: Returns the answer to a request; None for the right one.
+        skew_s: Time by which its clock is ahead.
+        encodes: Lists have URL-encoded names where the request asks for that.
+        bytes_per_s: Rate of all reads together; 0 for no limit.
     """
 
     def __init__(self, certificates: Path | None = None) -> None:
-        """Serve; through TLS with the server's certificate of a folder, if one is given."""
+        """Serve; with TLS if a folder with the server's certificate is given."""
         self.objects: dict[str, bytes] = {}
         self.written: dict[str, float] = {}
         self.asked: list[Asked] = []
@@ -135,11 +137,11 @@ class FaultyS3:
         return f"{self._scheme}://127.0.0.1:{self._server.server_address[1]}"
 
     def count(self, operation: str) -> int:
-        """Return how often something was asked."""
+        """Return the number of requests of an operation."""
         return sum(asked.operation == operation for asked in self.asked)
 
     def carry(self, size: int) -> None:
-        """Wait until the link has carried so many bytes more."""
+        """Wait until the link has carried as many more bytes."""
         if self.bytes_per_s:
             with self.lock:
                 self._link_free = max(self._link_free, time.monotonic()) + size / self.bytes_per_s
@@ -166,7 +168,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, *_: Any) -> None:
-        """Say nothing of clients that have gone: their time was over."""
+        """No-op: clients may leave at their deadline."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -174,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_of_tests: FaultyS3
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """No-op."""
 
     def _do(self) -> None:
         own = self.server_of_tests

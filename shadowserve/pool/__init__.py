@@ -1,3 +1,1 @@
-"""Memory and SSDs as one store: a library, without sockets. ``README.md`` beside this file says what is where."""
-
-__all__: list[str] = []
+"""Memory and SSDs as one store: a library without sockets. README.md lists the files."""

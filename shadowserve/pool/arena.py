@@ -1,9 +1,9 @@
-"""Memory arenas: where objects are received, read to, kept and sent from.
+"""Memory arenas: where objects are received, read into, kept and sent from.
 
-An arena is one mapping of memory, on huge pages where there are any, near one NUMA node where there are several, and
-registered with every device, so that a device writes what it read straight to where the socket sends it from. Objects
-lie in it as they lie on a device: a header of 2 KiB, then the value, rounded to blocks of 4 KiB. So a read of a whole
-object is a copy in memory the moment it is complete, and a received one is written from where it was received.
+An arena is one mapping, on huge pages if possible, near one NUMA node, and registered with every device: a device
+writes what it reads straight to where the socket sends it from. Objects have the same layout as on a device: a header
+of 2 KiB, then the value, rounded to blocks of 4 KiB. So a read of a whole object is a copy in memory as soon as it is
+complete, and a received value is written from where it was received.
 
 Nothing here takes a lock: the pool calls it with the pool's lock held.
 """
@@ -25,8 +25,6 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.native import Extents
 from shadowserve.pool.placement import Interleaver
 
-__all__ = ["BLOCK_BYTES", "HEADER_BYTES", "Arena", "Arenas", "Buffer", "memory_nodes", "object_blocks"]
-
 BLOCK_BYTES: Final = 4096
 HEADER_BYTES: Final = 2048
 _HUGE_PAGE_BYTES: Final = 2 << 20
@@ -38,12 +36,12 @@ _NODES: Final = Path("/sys/devices/system/node")
 
 
 def object_blocks(length: int) -> int:
-    """Return how many blocks an object with a value of ``length`` bytes takes, in memory or on a device."""
+    """Return the blocks of an object with a value of ``length`` bytes, in memory or on a device."""
     return -(-(HEADER_BYTES + length) // BLOCK_BYTES)
 
 
 def memory_nodes(folder: Path = _NODES) -> list[int]:
-    """Return the NUMA nodes that have memory; one, 0, where the kernel does not tell."""
+    """Return the NUMA nodes that have memory; [0] where the kernel does not say."""
     try:
         text = (folder / "has_memory").read_text().strip()
     except OSError:
@@ -59,19 +57,18 @@ class Arena:
     """One mapping.
 
     Attributes:
-        node: the NUMA node that its memory was asked of; None where there is but one.
-        memory: all of it.
-        readable: the same, for reading.
-        address: where it begins.
+        node: NUMA node that the memory was requested from; None if there is only one.
+        memory: All bytes.
+        readable: The same, read-only.
         pages: ``"huge"`` (reserved huge pages), ``"transparent"`` or ``"small"``.
-        bytes_per_s: how fast one core copies out of it; 0 before it was measured.
+        bytes_per_s: Copy rate of one core; 0 before it was measured.
     """
 
     def __init__(self, size: int, node: int | None) -> None:
         """Map ``size`` bytes, rounded up to huge pages.
 
         Raises:
-            ConfigurationError: there is not that much memory.
+            ConfigurationError: There is not as much memory.
         """
         size = -(-size // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         self.node = node
@@ -85,29 +82,27 @@ class Arena:
 
     @property
     def size(self) -> int:
-        """Bytes of it."""
         return len(self.memory)
 
     def measure(self) -> None:
-        """Measure how fast it is read; it must be free of objects still."""
+        """Measure the copy rate, before the arena has objects."""
         size = min(_MEASURED_BYTES, self.size // 2)
         source, target = self.memory[:size], self.memory[size : 2 * size]
-        target[:] = source  # which also makes the pages
+        target[:] = source  # this also makes the pages
         began_ns = time.perf_counter_ns()
         target[:] = source
         self.bytes_per_s = size / max(time.perf_counter_ns() - began_ns, 1) * 1e9
 
 
 class Buffer:
-    """Blocks of an arena that hold one object, or part of one, for as long as somebody uses them.
+    """Blocks of an arena that hold one object, or a part of one.
 
     Attributes:
-        address: of the first block.
-        blocks: how many.
-        size: bytes of these.
-        users: who needs them; :meth:`Arenas.release` frees them with the last.
-        hits: times that it was asked for on its way into the main queue of copies.
-        detached: whether its entry is gone, and only those who send it keep it.
+        address: Address of the first block.
+        size: Bytes of all blocks.
+        users: Number of users; :meth:`Arenas.release` of the last one frees the blocks.
+        hits: Requests for it, until it enters the main queue of copies.
+        detached: Its entry is gone; only senders use it.
     """
 
     __slots__ = ("address", "arena", "blocks", "detached", "first", "hits", "size", "users")
@@ -123,18 +118,18 @@ class Buffer:
         self.detached = False
 
     def view(self, start: int, end: int) -> memoryview:
-        """Return bytes ``start`` to ``end`` of it, writable."""
+        """Return the bytes ``[start, end)``, writable."""
         begin = self.first * BLOCK_BYTES
         return self.arena.memory[begin + start : begin + end]
 
     def value(self, start: int, end: int) -> memoryview:
-        """Return bytes ``start`` to ``end`` of the value of the object that begins with it, for reading."""
+        """Return the bytes ``[start, end)`` of the value of the object that begins here, read-only."""
         begin = self.first * BLOCK_BYTES + HEADER_BYTES
         return self.arena.readable[begin + start : begin + end]
 
 
 class _Loan:
-    """A buffer that somebody receives a value in."""
+    """A buffer that a value is received into."""
 
     __slots__ = ("buffer", "ended", "reference")
 
@@ -145,22 +140,22 @@ class _Loan:
 
 
 class Arenas:
-    """All arenas of a pool: blocks are taken from them in proportion to how fast they are.
+    """All arenas of a pool. Blocks are taken from them in proportion to their rates.
 
     Attributes:
-        size: bytes of all arenas.
-        largest_bytes: of the largest one.
-        budget_bytes: most that buffers may have.
-        used_bytes: of buffers.
-        held_bytes: of these, those whose entries are gone.
-        lent_bytes: of these, those that values are being received in.
+        size: Bytes of all arenas.
+        largest_bytes: Bytes of the largest arena.
+        budget_bytes: Most bytes of buffers.
+        used_bytes: Bytes of buffers.
+        held_bytes: Bytes of detached buffers.
+        lent_bytes: Bytes of buffers that values are being received into.
     """
 
     def __init__(self, size: int, nodes: Sequence[int] | None = None) -> None:
-        """Map ``size`` bytes in all, the same on each of the NUMA nodes; by default on those that have memory. 0: none.
+        """Map ``size`` bytes (0 for none), evenly on the given NUMA nodes, by default on all that have memory.
 
         Raises:
-            ConfigurationError: there is not that much memory.
+            ConfigurationError: There is not as much memory.
         """
         chosen = list(nodes) if nodes else memory_nodes()
         bind = len(chosen) > 1
@@ -176,14 +171,14 @@ class Arenas:
         self.largest_bytes = max((arena.size for arena in self.arenas), default=0)
 
     def measure(self) -> None:
-        """Measure every arena, and share objects out by it from then on."""
+        """Measure all arenas, and distribute objects by the results."""
         for arena in self.arenas:
             arena.measure()
         if len(self.arenas) > 1:
             self._interleaver.set_shares([arena.bytes_per_s for arena in self.arenas])
 
     def take(self, blocks: int, parent: bytes = b"", key: bytes = b"") -> Buffer | None:
-        """Return a buffer of that many blocks with one user; None if the budget or no arena has room for it."""
+        """Return a buffer with one user; None if the budget or the arenas have no room for it."""
         if self._returned:
             self.settle()
         if self.used_bytes + blocks * BLOCK_BYTES > self.budget_bytes:
@@ -201,7 +196,7 @@ class Arenas:
         return None
 
     def release(self, buffer: Buffer) -> None:
-        """Take one user away; with the last, the blocks are free."""
+        """Remove one user; without users, the blocks are free."""
         assert buffer.users > 0, "released more often than used"
         buffer.users -= 1
         if buffer.users == 0:
@@ -211,17 +206,17 @@ class Arenas:
                 self.held_bytes -= buffer.size
 
     def detach(self, buffer: Buffer) -> None:
-        """Take away the user that was its entry."""
+        """Remove the user that was the entry."""
         if buffer.users > 1 and not buffer.detached:
             buffer.detached = True
             self.held_bytes += buffer.size
         self.release(buffer)
 
     def lend(self, buffer: Buffer, length: int) -> memoryview:
-        """Return a view to receive a value's ``length`` bytes in; its one user becomes the loan.
+        """Return a view for receiving a value of ``length`` bytes. The buffer's one user becomes the loan.
 
-        The loan ends with :meth:`end_loan`, or when the last view of it is gone. So a value that is received and then
-        refused, or whose client goes away, gives its memory back by itself.
+        The loan ends with :meth:`end_loan`, or with the last view. So the memory of a value that was refused, or whose
+        client has left, is freed without any call.
         """
         address = buffer.address + HEADER_BYTES
         loan = self._loans[address] = _Loan(buffer)
@@ -229,14 +224,14 @@ class Arenas:
         returned = self._returned  # not self: the views must not keep the pool alive
 
         def give_back(_: Any) -> None:
-            returned.append(loan)  # in any thread, whatever it holds: so no more than this
+            returned.append(loan)  # runs in any thread with any lock held, so it does nothing else
 
         array = np.frombuffer(buffer.view(HEADER_BYTES, HEADER_BYTES + length), dtype=np.uint8)
         loan.reference = weakref.ref(array, give_back)
         return memoryview(array)
 
     def lent(self, value: memoryview) -> Buffer | None:
-        """Return the buffer of a loan that begins with ``value``; None for other memory."""
+        """Return the buffer of the loan that begins with ``value``; None for other memory."""
         if not len(value):
             return None
         loan = self._loans.get(address_of(value))
@@ -249,7 +244,7 @@ class Arenas:
             self._end(loan)
 
     def settle(self) -> bool:
-        """Take back what was lent and is not looked at any more; return whether there was something."""
+        """End loans that have no views any more; return whether there were any."""
         if not self._returned:
             return False
         with contextlib.suppress(IndexError):
@@ -266,7 +261,7 @@ class Arenas:
 
 
 def address_of(memory: Any) -> int:
-    """Return where memory begins that has the buffer protocol; 0 for none at all."""
+    """Return the address of memory with the buffer protocol; 0 for empty memory."""
     array = np.frombuffer(memory, dtype=np.uint8)
     return int(array.__array_interface__["data"][0])
 
@@ -285,13 +280,15 @@ def _map(size: int) -> tuple[mmap.mmap, str]:
         ) from error
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel built without them
+    except OSError:  # the kernel has no huge pages
         return mapping, "small"
     return mapping, "transparent"
 
 
 def _bind(address: int, size: int, node: int) -> bool:
-    """Ask for a node's memory; return whether the kernel took it. Preferred, not bound: full, it takes another's."""
+    """Prefer a node's memory; return whether the kernel accepts that. Not a strict binding: a full node uses
+    another's memory.
+    """
     number = _MBIND_NUMBERS.get(platform.machine())
     if number is None:
         return False

@@ -1,22 +1,22 @@
-"""Memory for values: where the bytes of a value stay from the socket that brought them to the sockets that fetch them.
+"""Memory for values: a value stays there from the socket that receives it to the sockets that send it.
 
-Some facts. A ``bytearray(n)`` writes n zeros before the first byte is received, and one of many MiB comes from a fresh
-mapping each time, so that every page is faulted in twice as often as needed. Freed, it may stay with the allocator.
-An anonymous private mapping is zero without being touched, goes back to the kernel when its last user lets go, and
-takes huge pages, which alone are worth a fifth of loopback throughput. It costs two system calls and a page's rounding.
+Facts. ``bytearray(n)`` writes n zeros before the first byte is received. One of many MiB is a fresh mapping each time,
+so each page is faulted in twice as often as needed; freed, it may stay with the allocator. An anonymous private mapping
+is zero without being touched, returns to the kernel when its last user ends, and takes huge pages, which alone are
+worth a fifth of loopback throughput. It costs two system calls and the rounding to pages.
 
-Where in a page a value begins matters as well. To send, the kernel copies it behind the reply's header into fresh
-pages of its own: with the value at the start of a page, every load is from an address whose low 12 bits are just below
-those of the stores before it. The CPU takes such loads for loads of those stores and waits (known as 4K aliasing).
-Measured on Zen 4, sending 2 MiB with a header of 10 bytes: 0.33 CPU s/GB from the start of a page, 0.16 from 20, 522,
-2,058 or 3,500 bytes further on, and 0.32 again where header and offset differ by ten.
+The value's position in a page matters too. To send, the kernel copies it behind the reply's header into fresh pages.
+With the value at the start of a page, every load has low 12 address bits just below those of earlier stores, and the
+CPU waits as if they were the same address (4K aliasing). Measured on Zen 4, sending 2 MiB behind a header of 10 bytes:
+0.33 CPU s/GB from the start of a page, 0.16 from 20, 522, 2,058 or 3,500 bytes further on, 0.32 where header and offset
+differ by ten.
 
 Decision: values of ``MAPPED_BYTES_MIN`` or more get a mapping of their own, smaller ones a bytearray. In a mapping the
-value begins half a page in: no header is that long, and ranges at multiples of a page keep that distance.
+value begins half a page in: no header is as long, and ranges at multiples of a page keep the distance.
 
-A store that is full lets go of a value for each one that comes. The kernel zeroes a page before it gives it out, and
-under a hypervisor that gives out memory as it is touched the page may be new to the machine as well. So a few mappings
-that nobody uses any more are kept for what comes next. Sizes are rounded, so that one fits what hardly differs.
+A full store frees one value for each new one. The kernel zeroes each page that it hands out, and under a hypervisor
+that allocates on first touch the page may be new to the machine as well. So a few unused mappings are kept for the next
+values. Their sizes are rounded, so that one fits slightly different values.
 """
 
 import mmap
@@ -24,28 +24,26 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["KEPT_BYTES_MAX", "MAPPED_BYTES_MIN", "allocate"]
-
 MAPPED_BYTES_MIN: Final = 1 << 20
-"""Below 1 MiB the system calls and the rounding to pages outweigh what a mapping saves."""
+"""Below 1 MiB, the system calls and the rounding cost more than a mapping saves."""
 
 KEPT_BYTES_MAX: Final = 16 << 20
-"""Of mappings that nobody uses; of a process, beyond what its values take. A full store lets go of one value for each
-that comes, so that one or two are enough; what a store that is emptied held is to go back to the system."""
+"""Most bytes of unused mappings in a process. A full store frees one value for each new one, so one or two are
+enough; the memory of an emptied store returns to the system."""
 
 _LEAD_BYTES: Final = 2048
 _HUGE_PAGE_BYTES: Final = 2 << 20
 _ADVICE_HUGE_PAGE: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
 _ROUNDED_SHARE: Final = 128
-"""A mapping is larger than its value by a page, or by such a part of it, at most."""
+"""A mapping is larger than its value by at most this part of it, or a page."""
 
 _kept: list[mmap.mmap] = []
-"""In the order in which they came. The last view may go in any thread, whatever that holds: so there is no lock, and
-each change is one call, which CPython does as a whole."""
+"""Unused mappings, oldest first. The last view of a mapping may end in any thread with any lock held. So there is no
+lock, and each change is one call, which CPython does atomically."""
 
 
 class _Lent(np.ndarray[Any, np.dtype[np.uint8]]):
-    """A mapping while there is a view of it."""
+    """A mapping with at least one view."""
 
     mapping: mmap.mmap | None = None
 
@@ -55,10 +53,10 @@ class _Lent(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def allocate(size: int) -> memoryview:
-    """Return a writable buffer of ``size`` bytes, of any content; it lives as long as any view of it.
+    """Return a writable buffer of ``size`` bytes with any content; it lives as long as any view of it.
 
     Raises:
-        MemoryError: there is not that much memory.
+        MemoryError: There is not as much memory.
     """
     if size < MAPPED_BYTES_MIN:
         return memoryview(bytearray(size))
@@ -73,14 +71,14 @@ def allocate(size: int) -> memoryview:
 def _mapped(pages_bytes: int) -> mmap.mmap:
     huge = _ADVICE_HUGE_PAGE is not None and pages_bytes >= _HUGE_PAGE_BYTES
     try:
-        # Linux puts a mapping at a boundary of huge pages only if it is a multiple of them long. So take and give back.
+        # Linux aligns a mapping to huge pages only if its size is a multiple of them. So map more, and unmap the rest.
         whole = _rounded_up(pages_bytes, _HUGE_PAGE_BYTES) if huge else pages_bytes
         try:
             mapping = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError:
             if not _kept:
                 raise
-            _kept.clear()  # there is too little memory to keep any
+            _kept.clear()  # too little memory to keep unused mappings
             mapping = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if huge:
             mapping.resize(pages_bytes)
@@ -90,20 +88,20 @@ def _mapped(pages_bytes: int) -> mmap.mmap:
         assert _ADVICE_HUGE_PAGE is not None
         try:
             mapping.madvise(_ADVICE_HUGE_PAGE)
-        except OSError:  # a kernel built without them: ordinary pages do
+        except OSError:  # the kernel has no huge pages
             pass
     return mapping
 
 
 def _reused(pages_bytes: int) -> mmap.mmap | None:
-    """Return the smallest mapping that is kept and large enough, cut to size; None where there is none."""
+    """Return the smallest kept mapping that is large enough, cut to size; None if there is none."""
     for mapping in sorted((each for each in _kept.copy() if len(each) >= pages_bytes), key=len):
         try:
             _kept.remove(mapping)
             if len(mapping) > pages_bytes:
                 mapping.resize(pages_bytes)
             return mapping
-        except (ValueError, OSError, BufferError):  # another thread has taken it, or is still letting go of it
+        except (ValueError, OSError, BufferError):  # another thread has taken it, or still releases it
             continue
     return None
 
@@ -113,7 +111,7 @@ def _keep(mapping: mmap.mmap) -> None:
     while sum(map(len, _kept.copy())) > KEPT_BYTES_MAX:
         try:
             del _kept[0]
-        except IndexError:  # another thread was faster
+        except IndexError:  # another thread has removed it
             return
 
 

@@ -1,8 +1,8 @@
-"""What was cleared and is in the index still: nobody finds it any more, and it goes bit by bit.
+"""Cleared entries that are still in the index: they are absent for clients, and are removed bit by bit.
 
-Every put has a number that grows, its generation. So one number for each tenant that was cleared tells what is gone:
-all that was put before. The logs have a CLEAR record each, and snapshots leave out what it covers, so that a restart
-finds none of it either.
+Each put has a growing number, its generation. So one number for each cleared tenant tells which entries are cleared:
+all that were put before. The logs have a CLEAR record each, and snapshots leave cleared entries out, so a restart finds
+none.
 """
 
 from collections import defaultdict, deque
@@ -14,22 +14,20 @@ import numpy.typing as npt
 
 from shadowserve.native import ANY, Index
 
-__all__ = ["SCAN_LINES", "Clears"]
-
 SCAN_LINES: Final = 4_000
-"""Lines of the index that are looked at in one hold of the lock, some ten objects each: about 2 ms."""
+"""Lines of the index that one hold of the lock scans, with about ten objects each: about 2 ms."""
 _GENERATIONS: Final = 1 << 32
 
 
 @dataclass(slots=True)
 class _Job:
-    """A walk through the index for what one clear has left.
+    """A walk through the index for the entries of one clear.
 
     Attributes:
-        tenant: whose, or :data:`ANY`.
-        generation: of the last put that it covers.
-        cursor: where the walk goes on.
-        slots: that it has come to, not looked at yet.
+        tenant: The cleared tenant, or :data:`ANY`.
+        generation: Generation of the last covered put.
+        cursor: Position of the walk in the index.
+        slots: Found slots that are not examined yet.
     """
 
     tenant: int
@@ -40,10 +38,10 @@ class _Job:
 
 
 class Clears:
-    """The clears that are not done with yet.
+    """Clears whose entries are not all removed yet.
 
     Attributes:
-        under_way: whether there may be entries that are covered.
+        under_way: There may be covered entries.
     """
 
     def __init__(self, index: Index) -> None:
@@ -54,7 +52,7 @@ class Clears:
         self._living: defaultdict[int, int] = defaultdict(int)
 
     def begin(self, tenant: int, generation: int) -> None:
-        """Cover all of a tenant's entries (:data:`ANY`: of all tenants) up to the one that was put last."""
+        """Cover all present entries of a tenant (:data:`ANY`: of all tenants)."""
         if tenant == ANY:
             self._marks.clear()
             self._jobs.clear()
@@ -67,7 +65,7 @@ class Clears:
         self._jobs.append(_Job(tenant, generation))
 
     def covers(self, tenant: int, generation: int) -> bool:
-        """Return whether an entry is gone."""
+        """Return whether an entry was cleared."""
         for whose in (tenant, ANY):
             mark = self._marks.get(whose)
             if mark is not None and (mark - generation) % _GENERATIONS < _GENERATIONS // 2:
@@ -75,7 +73,7 @@ class Clears:
         return False
 
     def next_slot(self) -> int | None:
-        """Return a slot that may have a covered entry; 0: ask again, the walk has looked at much; None: all is done."""
+        """Return a slot that may have a covered entry; 0 to ask again in the next hold; None at the end."""
         while self._jobs:
             job = self._jobs[0]
             if job.slots:
@@ -102,18 +100,18 @@ class Clears:
     # ---- What is left of a tenant
 
     def count_change(self, tenant: int, change: int) -> None:
-        """Count an entry that came after the clear, or went again."""
+        """Count an entry that was added after the clear, or removed again."""
         if ANY in self._marks or tenant in self._marks:
             self._living[tenant] += change
 
     def count(self, tenant: int) -> int | None:
-        """Return how many entries a tenant has; None where nothing of it is covered, and the index says so."""
+        """Return the number of a tenant's entries; None if none are covered, so that the index knows the number."""
         if ANY in self._marks or tenant in self._marks:
             return self._living[tenant]
         return None
 
     def count_all(self) -> int:
-        """Return how many entries there are that nothing covers."""
+        """Return the number of entries that are not covered."""
         if ANY in self._marks:
             return sum(self._living.values())
         totals = self._index.totals
@@ -121,7 +119,7 @@ class Clears:
         return totals().objects - covered
 
     def living(self, records: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return those of some PUT records, as :meth:`Index.dump` gives them, that nothing covers."""
+        """Return those PUT records, in the form of :meth:`Index.dump`, that are not covered."""
         if not self._marks:
             return records
         kept = np.ones(len(records), dtype=bool)

@@ -1,4 +1,4 @@
-"""What a pool is made of. A program that has one adds these keys to its own section."""
+"""Configuration of a pool. A program with a pool has these keys in its own section."""
 
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -7,33 +7,31 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from shadowserve.sizes import ByteSize
 
-__all__ = ["DEVICES_MAX", "DeviceConfig", "PoolConfig"]
-
 DEVICES_MAX: Final = 255
-"""The index has a byte for the device; 255 stands for memory alone."""
+"""The index has one byte for the device; 255 stands for memory alone."""
 
 
 class DeviceConfig(BaseModel):
-    """One device of the pool, an entry of ``devices``: these keys, or its path alone."""
+    """One device of the pool, an entry of ``devices``: these keys, or only its path."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: Path
-    """A block device, an NVMe namespace's character device, or a file, which is made if ``size`` says how large."""
+    """A block device, an NVMe namespace's character device, or a file, which is created if ``size`` is given."""
     size: ByteSize | None = Field(None, ge=1 << 20)
-    """Bytes of a file; none: as large as it is. A file of a pool grows when this does; a smaller size is refused."""
+    """Bytes of a file; none for its present size. A file of a pool grows with this; a smaller size is refused."""
     bandwidth: ByteSize | None = Field(None, ge=1)
-    """Bytes a second that it reads; none measures it, at the start and ever after."""
+    """Read rate in bytes per second; none to measure it, at the start and from then on."""
     bytes_max: ByteSize | None = Field(None, ge=1 << 20)
-    """Most bytes of objects; none for all that it has room for."""
+    """Most bytes of objects; none for the whole device."""
     objects_max: int | None = Field(None, ge=1, lt=1 << 32)
-    """Most objects, given when it is formatted; none for one to each 64 KiB."""
+    """Most objects, fixed when the device is formatted; none for one for each 64 KiB."""
     write_bytes_per_day: ByteSize | None = Field(None, ge=1 << 20)
-    """Most that is written in a day (UTC), to make the SSD last; none for no limit."""
+    """Most bytes written in a day (UTC), to limit the SSD's wear; none for no limit."""
     access: Literal["auto", "nvme", "io_uring", "threads"] = "auto"
-    """How it is accessed; auto for the first of these that the device, the kernel and this build have."""
+    """Access method; auto for the first of these that device, kernel and build support."""
     core: int | None = Field(None, ge=0)
-    """Core of its thread; none for any of the process."""
+    """Core of its thread; none for any core of the process."""
 
 
 class PoolConfig(BaseModel):
@@ -42,31 +40,30 @@ class PoolConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     memory_budget_bytes: ByteSize = Field(ByteSize(4 << 30), ge=1 << 20)
-    """Most that keys, values and their overhead take; beyond it the least recently used are evicted."""
+    """Most bytes of keys, values and their overhead; beyond it, the least recently used entries are evicted."""
 
     devices: list[DeviceConfig] = []
-    """SSDs and files of the pool: paths, or mappings as docs/pool.md has them."""
+    """SSDs and files of the pool: paths, or mappings (docs/pool.md)."""
     objects_max: int | None = Field(None, ge=1, lt=1 << 32)
-    """Most objects of the pool; none for what its devices and its memory can hold as they are at the start. Of memory
-    alone, it is what a larger memory_budget_bytes has room for later."""
+    """Most objects of the pool; none for as many as devices and memory can hold at the start. Without devices, give it
+    if memory_budget_bytes will be raised later."""
     eviction: Literal["lru", "s3fifo", "frequency"] = "lru"
-    """Which objects of the pool go first: the least recently used, those that S3-FIFO has in its small queue, or
-    those used least often of late."""
+    """Eviction policy: the least recently used objects first, S3-FIFO, or the least frequently used of late."""
     admission: Literal["all", "second_hit"] = "all"
-    """Which objects are written to devices: all, or those that are asked for or stored again."""
+    """Objects to write to devices: all, or only those that are read, or stored again."""
     memory_homes: bool = False
-    """Objects that fall to memory by its bandwidth live there alone; false: each has a home on a device as well."""
+    """Objects of memory's share by bandwidth are in memory alone; false: a device has them too."""
     memory_bandwidth: ByteSize | None = Field(None, ge=1)
-    """Bytes a second that memory counts with in the pool's shares; none measures it at the start."""
+    """Memory's rate for the shares, in bytes per second; none to measure it at the start."""
     arena_nodes: list[int] | Literal["auto"] = "auto"
-    """NUMA nodes that the pool takes its memory from; auto for all that have memory."""
+    """NUMA nodes of the pool's memory; auto for all that have memory."""
     strict_order: bool = False
-    """Never read from a device while it writes. Writes then wait for reads to pause, up to a second, in which their
-    clients wait as well; reads have nearly all of the device as long as there are any."""
+    """Never read from a device while it is written. Writes, and their clients, then wait up to a second for a pause in
+    the reads, which get nearly all of the device's bandwidth."""
     write_bytes_under_way_max: ByteSize = Field(ByteSize(256 << 20), ge=1 << 20)
-    """Bytes that wait to be written to devices, beyond which writers wait."""
+    """Most bytes that wait to be written to devices; beyond it, writers wait."""
     scrub_bytes_per_s: ByteSize = Field(ByteSize(16 << 20), ge=0)
-    """Bytes of each device that are read and checked in the background a second; 0 for none."""
+    """Rate of background checks for each device, in bytes per second; 0 for none."""
 
     @field_validator("devices", mode="before")
     @classmethod
@@ -81,7 +78,7 @@ class PoolConfig(BaseModel):
         paths = [entry.path.resolve() for entry in value]
         for path in paths:
             if paths.count(path) > 1:
-                raise ValueError(f"{path} is there twice")
+                raise ValueError(f"{path} is listed twice")
         if len(value) > DEVICES_MAX:
             raise ValueError(f"{len(value)} devices; a pool has at most {DEVICES_MAX}")
         return value

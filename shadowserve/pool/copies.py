@@ -1,12 +1,12 @@
-"""What of the pool's objects is in memory, and which copies go when memory is needed.
+"""The memory cache: which of the pool's objects are in memory, and which copies are dropped when memory is needed.
 
-Three kinds lie in the arenas. *Kept* ones have no durable home yet, or none at all: they go only when they are written
-or their entry goes. The others are copies of what a device holds, in two queues: a new copy is on probation, and the
-second hit promotes it to the main queue, where the least recently used goes first. So one pass over much that is read
-once takes no more than a share of the memory, and what is asked for again stays. What memory was given by its own share
-of the bandwidth (placement) begins in the main queue.
+The arenas hold three kinds of objects. *Kept* ones are on no device, or not yet: they leave memory only when they are
+written or removed. The others are copies of objects on devices, in two queues: a new copy is on probation, and its
+second hit moves it to the main queue, where the least recently used copy is dropped first. So reading many objects once
+takes only a share of the memory, and objects that are read again stay. Objects of memory's own share (placement) begin
+in the main queue.
 
-A copy that somebody reads or sends is passed over: dropping it would free nothing.
+A copy that is being read or sent is skipped: dropping it would free nothing.
 """
 
 from collections import OrderedDict
@@ -15,13 +15,12 @@ from typing import Final
 
 from shadowserve.pool.arena import Arenas, Buffer
 
-__all__ = ["Copies"]
-
 _PROBATION_SHARE: Final = 0.25
-"""Of the copies' memory, up to which the main queue gives way as well; a quarter, as 2Q's authors found."""
+"""Share of the copies' memory that probation may have before the main queue is spared: a quarter, as 2Q's authors
+found."""
 _GHOSTS_MAX: Final = 65_536
 _SKIPPED_MAX: Final = 64
-"""Copies in use that are passed over in search of one to drop; those that are sent are the most recently used."""
+"""Most copies in use that are skipped in search of one to drop; those in use are the most recently used."""
 _PROMOTING_HITS: Final = 2
 
 
@@ -29,10 +28,8 @@ class Copies:
     """Buffers by the slot of their entry in the index.
 
     Attributes:
-        hits: times that a copy was there.
-        misses: times that it was not.
-        promotions: copies that moved to the main queue.
-        dropped: copies that went to make room.
+        promotions: Copies that moved to the main queue.
+        dropped: Copies that were dropped for room.
     """
 
     def __init__(self, arenas: Arenas) -> None:
@@ -54,15 +51,15 @@ class Copies:
 
     @property
     def copy_bytes(self) -> int:
-        """Memory of those that have a home elsewhere."""
+        """Memory of objects that are on a device too."""
         return self._main_bytes + self._probation_bytes
 
     def peek(self, slot: int) -> Buffer | None:
-        """Return the buffer of an entry, if it is in memory."""
+        """Return the buffer of an entry; None if it is not in memory."""
         return self._main.get(slot) or self._kept.get(slot) or self._probation.get(slot)
 
     def get(self, slot: int) -> Buffer | None:
-        """Return the buffer of an entry, if it is in memory, and count this as a use of it."""
+        """Return the buffer of an entry and count a hit or miss; None if it is not in memory."""
         buffer = self._main.get(slot)
         if buffer is not None:
             self._main.move_to_end(slot)
@@ -86,16 +83,17 @@ class Copies:
         return buffer
 
     def is_kept(self, slot: int) -> bool:
-        """Return whether an entry is in memory without a durable home."""
+        """Return whether an entry is in memory and not durable on a device."""
         return slot in self._kept
 
     def keep(self, slot: int, buffer: Buffer) -> None:
-        """Take a buffer of an entry without a durable home; its user becomes this."""
+        """Add the buffer of an entry that no device has; its one user becomes this cache."""
         self._kept[slot] = buffer
         self.kept_bytes += buffer.size
 
     def add(self, slot: int, buffer: Buffer, *, placed: bool = False) -> None:
-        """Take a copy of what a device holds; its user becomes this. ``placed``: memory was given it by its share."""
+        """Add a copy of an object on a device; its one user becomes this cache. ``placed``: it belongs to memory's
+        own share."""
         if placed or buffer.hits >= _PROMOTING_HITS or slot in self._ghosts:
             self._ghosts.pop(slot, None)
             self._to_main(slot, buffer)
@@ -104,13 +102,13 @@ class Copies:
             self._probation_bytes += buffer.size
 
     def written(self, slot: int, *, placed: bool) -> None:
-        """Turn a kept buffer into a copy: its object has a durable home now."""
+        """Turn a kept buffer into a copy: its object is durable."""
         buffer = self._kept.pop(slot)
         self.kept_bytes -= buffer.size
         self.add(slot, buffer, placed=placed)
 
     def drop(self, slot: int) -> None:
-        """Forget the buffer of an entry that goes, if there is one."""
+        """Remove the buffer of an entry that is removed."""
         buffer = self._kept.pop(slot, None)
         if buffer is not None:
             self.kept_bytes -= buffer.size
@@ -127,7 +125,7 @@ class Copies:
             self._arenas.detach(buffer)
 
     def make_room(self) -> bool:
-        """Drop one copy that nobody uses; return whether there was one."""
+        """Drop one copy that has no other user; return False if there is none."""
         first_probation = not self._main or self._probation_bytes > _PROBATION_SHARE * self.copy_bytes
         queues = (self._probation, self._main) if first_probation else (self._main, self._probation)
         for queue in queues:
@@ -137,7 +135,7 @@ class Copies:
             buffer = queue.pop(slot)
             if queue is self._probation:
                 self._probation_bytes -= buffer.size
-                if buffer.hits:  # what nobody has asked for has had no first hit
+                if buffer.hits:  # a copy without a hit leaves no ghost entry
                     self._remember(slot)
             else:
                 self._main_bytes -= buffer.size
@@ -164,7 +162,7 @@ class Copies:
 
 
 def _unused(queue: OrderedDict[int, Buffer]) -> int | None:
-    """Return the first slot of a queue whose buffer nobody else uses, among the first few."""
+    """Return the first slot of a queue whose buffer has no other user, among the first few."""
     for skipped, (slot, buffer) in enumerate(queue.items()):
         if buffer.users == 1:
             return slot

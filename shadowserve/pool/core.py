@@ -1,37 +1,88 @@
-"""What the parts of the pool share: the index, the memory, the devices, and how an entry goes.
+"""State that the parts of the pool share: index, memory, devices, and the removal of entries.
 
 Everything here is called with the pool's lock held.
 """
 
+import contextlib
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from shadowserve.native import ANY, Index
-from shadowserve.pool.admission import Admission
 from shadowserve.pool.arena import Arenas
 from shadowserve.pool.clears import Clears
 from shadowserve.pool.copies import Copies
-from shadowserve.pool.disk import Disk, Place, Quarantined
+from shadowserve.pool.disk import Disk, Extent, Quarantined
 from shadowserve.pool.entries import MEMORY_ONLY, Entry
 from shadowserve.pool.keys import CHUNK_KEY_BYTES
 from shadowserve.pool.next_use import NextUse
 from shadowserve.pool.pins import Pins
+from shadowserve.pool.usage_ranking import UsageRanking
 from shadowserve.pool.volume.volume import Call, VolumeError
-from shadowserve.pool.wake import Wake
-from shadowserve.pool.weights import Weights
-from shadowserve.pool.writing import Left, Writes
-
-__all__ = ["Core", "Counters", "TenantCounters"]
+from shadowserve.pool.write_states import OldCopy, Writes
 
 _NOT_THE_EXTENTS: Final = frozenset({"device_gone", "no_memory", "stale", "stranger"})
-"""Reasons for which an object was dropped, but which say nothing against its extent."""
+"""Reasons for dropping an object that say nothing about its extent."""
+
+
+class Waker:
+    """A descriptor that becomes readable when the pool has work that no device signals."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._awake = False
+
+    def wake(self) -> None:
+        """Make the descriptor readable; from any thread."""
+        os.eventfd_write(self.descriptor, 1)
+        self._awake = True  # after the write: otherwise reset() could miss it
+
+    def reset(self) -> None:
+        """Undo wake()."""
+        if self._awake:
+            self._awake = False
+            with contextlib.suppress(BlockingIOError):  # an earlier reset() has read it
+                os.eventfd_read(self.descriptor)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+AdmissionPolicy = Literal["all", "second_hit"]
+
+
+class Admission:
+    """Decides which objects are written to an SSD at all.
+
+    Much of what is stored is never read, and writing it wears SSDs out. With ``second_hit`` a new object stays in
+    memory alone until it is read, or stored again soon after its eviction. The price: an object that was stored once
+    and never read is lost at a restart, and when memory is full. The default is ``all``. Evicted keys are remembered as
+    ghost entries of the index: fingerprints of about as many keys as the pool may hold.
+
+    Attributes:
+        held_back: Objects that were stored in memory alone.
+        admitted_later: Objects of these that were written later.
+    """
+
+    def __init__(self, policy: AdmissionPolicy, index: Index) -> None:
+        self.policy: AdmissionPolicy = policy
+        self._index = index
+        self.held_back = 0
+        self.admitted_later = 0
+
+    def admits(self, tenant: int, key: bytes) -> bool:
+        """Return whether an object that is being stored is written to a device at once."""
+        if self.policy == "all" or self._index.ghost(tenant, key):
+            return True
+        self.held_back += 1
+        return False
 
 
 @dataclass(slots=True)
 class TenantCounters:
-    """What has become of a tenant's objects, and the bytes of those that are records."""
+    """Counters of a tenant's objects; ``record_bytes`` counts present records only."""
 
     evictions: Counter[str] = field(default_factory=Counter)
     evicted_bytes: int = 0
@@ -43,21 +94,21 @@ class TenantCounters:
 
 @dataclass(slots=True)
 class Counters:
-    """What the pool has done since it was opened; none ever decreases.
+    """Counters since the pool was opened; none ever decreases. Times are in ns.
 
     Attributes:
-        lookups: keys looked up.
-        lookup_ns: time spent in finding keys in the index and in memory.
-        placement_ns: time spent in choosing devices and extents, evictions for them included.
-        grouping_ns: time spent in planning reads, finding memory for them, and taking them back.
-        submission_ns: time spent in handing them to the devices and back: calls into the kernel.
-        verify_ns: time spent in checking what was read and its device had not checked; apart from the pool's lock.
-        shared_reads: requests that were served by another one's read.
-        partial_reads: reads of a part of an object.
-        copied_bytes: of values that were stored from other memory than the pool's.
-        busy_writes: puts that were turned away for the moment.
-        lost: entries dropped because of their bytes, by reason.
-        everyones: the sums over all tenants.
+        lookups: Looked-up keys.
+        lookup_ns: Time to find keys in the index and in memory.
+        placement_ns: Time to choose devices and extents, including evictions.
+        grouping_ns: Time to plan reads, find memory for them, and take them back.
+        submission_ns: Time to pass reads to devices and back: calls into the kernel.
+        verify_ns: Time to check what no device has checked, without the pool's lock.
+        shared_reads: Requests that were served by another request's read.
+        partial_reads: Reads of a part of an object.
+        copied_bytes: Bytes of values that were stored from memory other than the pool's.
+        busy_writes: Puts that were refused with BusyError.
+        lost: Entries that were dropped because of their bytes, by reason.
+        everyones: Sums over all tenants.
     """
 
     lookups: int = 0
@@ -75,7 +126,7 @@ class Counters:
     everyones: TenantCounters = field(default_factory=TenantCounters)
 
     def of(self, tenant: int) -> tuple[TenantCounters, TenantCounters]:
-        """Return a tenant's counters and those of all: whoever counts for the one counts for the others, too."""
+        """Return the counters of a tenant and of all tenants: both count each event."""
         return self.tenants[tenant], self.everyones
 
 
@@ -83,16 +134,16 @@ class Core:
     """The pool's state.
 
     Attributes:
-        writes: those under way.
-        waker: has the pool's thread look after the pool.
-        pins: which entries are pinned, by slot.
-        next_use: what goes next, with what requests wait for.
-        clears: what was cleared, and is in the index still.
-        weights: who has how many bytes.
-        ticks: clock of the counters of time, in ns.
-        held_bytes: of the budget, what only those need who send it; with devices, the budget is of their room.
-        may_write, may_scrub: whether so many bytes of a device may be written, or scrubbed, now. Who answers no wakes
-            the pool when to ask again.
+        writes: Puts in progress.
+        waker: Wakes the pool's thread.
+        pins: Pinned entries, by slot.
+        next_use: Chooses victims; knows what waiting requests need.
+        clears: Cleared entries that are still in the index.
+        usage_ranking: Tenants by their bytes.
+        ticks: Clock of the counters of time, in ns.
+        held_bytes: Bytes of the budget of removed values that are still being sent. With devices it is 0.
+        may_write, may_scrub: Return whether a device may write, or scrub, a number of bytes now. A callback that
+            returns False wakes the pool when to ask again.
     """
 
     def __init__(
@@ -102,7 +153,7 @@ class Core:
         arenas: Arenas,
         disks: list[Disk],
         admission: Admission,
-        waker: Wake,
+        waker: Waker,
         clock_ms: Callable[[], int],
         ticks: Callable[[], int],
     ) -> None:
@@ -119,7 +170,7 @@ class Core:
         self.pins = Pins()
         self.next_use = NextUse(index, self.pins.has)
         self.clears = clears
-        self.weights = Weights(index.used_bytes)
+        self.usage_ranking = UsageRanking(index.used_bytes)
         self.writes = Writes()
         self.held_bytes = 0
         self.may_write: Callable[[int], bool] = lambda size: True
@@ -128,17 +179,17 @@ class Core:
     # ---- the pool's thread
 
     def turn(self) -> None:
-        """Do what is to be done ten times a second."""
+        """Do the work of every 100 ms."""
 
     def step_disks(self, now_ms: int) -> list[Call]:
-        """Take back what devices have done; return what is to be called without the lock."""
+        """Process completions of devices; return calls to make without the lock."""
         calls: list[Call] = []
         for disk in self.disks:
             calls += disk.step(now_ms)
         return calls
 
     def refusal(self) -> VolumeError | None:
-        """Return why nothing can be changed: there were devices, and none is left. None if it can."""
+        """Return the error of all changes when the pool had devices and none is left; None otherwise."""
         if not self.disks or any(disk.gone is None for disk in self.disks):
             return None
         return VolumeError(f"no device is left to write to: {self.disks[0].gone}")
@@ -146,7 +197,7 @@ class Core:
     # ---- Entries
 
     def entry(self, slot: int) -> Entry | None:
-        """Return what the index says of a slot; None where there is nothing."""
+        """Return the entry of a slot; None for an empty slot."""
         try:
             return Entry(slot, self.index.read(slot))
         except KeyError:
@@ -154,11 +205,11 @@ class Core:
 
     @property
     def objects(self) -> int:
-        """How many there are, those that were cleared and are not gone yet included."""
+        """Number of entries, including cleared ones that are not removed yet."""
         return len(self.index)
 
     def used_bytes(self) -> int:
-        """Return the bytes of the budget that are used."""
+        """Return the used bytes of the budget."""
         return self.index.used_bytes()
 
     def held_bytes_of(self, tenant: int) -> int:
@@ -166,23 +217,23 @@ class Core:
         return 0
 
     def freed_bytes(self, entry: Entry) -> int:
-        """Return how much of the budget becomes free when an entry is replaced."""
+        """Return the bytes of the budget that replacing an entry frees."""
         return entry.size
 
     def count_uses(self) -> None:
-        """Have the index know of all uses so far: before an entry comes, before one goes, where there are many."""
+        """Report all uses so far to the index, where they are collected."""
 
     def is_current(self, entry: Entry) -> bool:
-        """Return whether the index still has what ``entry`` was read from."""
+        """Return whether the index still has the put that ``entry`` was read from."""
         return self.index.holds(entry.slot, entry.key, entry.generation)
 
-    def unsure(self, tenant: int, key: bytes, *, but: Disk | None = None) -> list[Disk]:
-        """Return the devices whose logs must become durable before anybody relies on a new value of a key.
+    def undurable_disks(self, tenant: int, key: bytes, *, but: Disk | None = None) -> list[Disk]:
+        """Return the devices whose logs must become durable before a new value of a key may be acknowledged.
 
-        After a power cut they could bring back an older one: at once where the new one's device is missing, or once
-        the new one has gone. ``but``: the device that has the new one, whose log has them in their order.
+        After a power cut they could bring back an older value: where the new one's device is missing, or after the new
+        value is evicted. ``but``: the device of the new value, whose log has both in order.
         """
-        return [disk for disk in self.disks if not disk.is_sure_of(tenant, key, own=disk is but)]
+        return [disk for disk in self.disks if not disk.log.is_durable(tenant, key, own=disk is but)]
 
     def next_generation(self) -> int:
         """Return the number of the next put."""
@@ -190,45 +241,45 @@ class Core:
         return self.generation
 
     def disk_of(self, entry: Entry) -> Disk | None:
-        """Return the device that holds an object; None for memory alone."""
+        """Return the device of an object; None for memory alone."""
         return None if entry.device == MEMORY_ONLY else self.disks[entry.device]
 
     def forget(self, entry: Entry, *, remember: bool = False, quarantine: str | None = None) -> None:
-        """Remove an entry: from the log of its device, its extent, its memory, the index.
+        """Remove an entry: from its device's log, its extent, memory and the index.
 
         Args:
-            entry: what the index has now.
-            remember: put it into the ghost queue.
-            quarantine: why its extent must not be used again before it was tested; None for no reason.
+            entry: The present entry.
+            remember: Make it a ghost entry.
+            quarantine: Reason for testing the extent before it is used again; None for none.
         """
         disk, logged = self.disk_of(entry), False
         if self.clears.under_way:
             if self.clears.covers(entry.tenant, entry.generation):
-                logged, remember = True, False  # the log says so already
+                logged, remember = True, False  # the log has a CLEAR record already
             else:
                 self.clears.count_change(entry.tenant, -1)
         write = self.writes.cancel(entry.slot, False)
         if disk is not None and disk.gone is None:
             place = (entry.extent, entry.size)
             if not logged and (write is None or write.submitted or write.replaced is not None):
-                disk.log_removal(entry.tenant, entry.key)
+                disk.log.remove(entry.tenant, entry.key)
             if write is not None and write.replaced is not None:
                 disk.free(write.replaced)
             if quarantine is None:
                 disk.free(place)
             else:
-                disk.quarantine.append(Quarantined(*place, quarantine, self.clock_ms()))
+                disk.quarantine.waiting.append(Quarantined(*place, quarantine, self.clock_ms()))
         if write is not None:
-            self.leave(entry.tenant, entry.key, write.left, logged=logged)
-        self._take_leave(entry.slot, entry.tenant, entry.length, entry.fields.head_length)
+            self.free_old_copies(entry.tenant, entry.key, write.old_copies, logged=logged)
+        self._detach(entry.slot, entry.tenant, entry.length, entry.fields.head_length)
         if remember:
             self.index.evict(entry.slot)
         else:
             self.index.remove(entry.slot)
-        self.weights.note(entry.tenant)
+        self.usage_ranking.note(entry.tenant)
 
     def evict(self, slot: int, cause: str) -> bool:
-        """Evict an entry; return whether that was of use: not where somebody sends what is in memory alone."""
+        """Evict an entry; return False if that would free nothing, since a reply is sending what is in memory alone."""
         entry = Entry(slot, self.index.read(slot))
         if entry.device == MEMORY_ONLY:
             kept = self.copies.peek(slot)
@@ -240,27 +291,25 @@ class Core:
         return True
 
     def count_eviction(self, tenant: int, cause: str, size: int) -> None:
-        """Count an entry whose key and value have ``size`` bytes."""
+        """Count an eviction; ``size`` is the size of key and value."""
         for counters in self.counters.of(tenant):
             counters.evictions[cause] += 1
             counters.evicted_bytes += size
 
     def pin(self, slot: int, until_s: int) -> None:
-        """Have an entry stay until then; 0 ends that."""
         self.index.pin(slot, until_s)
 
     def set_expiry(self, slot: int, expires_at_ms: int | None) -> None:
-        """Set or clear when an entry expires."""
         self.index.set_expiry(slot, expires_at_ms or 0)
 
     def clear(self, tenant: int | None) -> None:
-        """Have nobody find a tenant's entries any more, or anyone's; step_clears() removes them."""
+        """Make all entries of a tenant, or of all tenants, absent; step_clears() removes them."""
         for disk in self.disks:
-            disk.log_clear(tenant)
+            disk.log.clear(tenant)
         self.clears.begin(ANY if tenant is None else tenant, self.generation)
 
     def step_clears(self, looks: int) -> int:
-        """Look at so many entries for what was cleared, and remove it; return how many were."""
+        """Examine at most ``looks`` entries and remove those that were cleared; return the number of removed ones."""
         removed = 0
         for _ in range(looks):
             slot = self.clears.next_slot()
@@ -272,40 +321,40 @@ class Core:
                 removed += 1
         return removed
 
-    def replace(self, old: Entry, disk: Disk | None) -> tuple[Place | None, list[Left]]:
-        """Take leave of what an entry was: its slot in the index has been given to a put on ``disk`` already.
+    def replace(self, old: Entry, disk: Disk | None) -> tuple[Extent | None, list[OldCopy]]:
+        """Release the old object of an entry whose slot now has a put on ``disk``.
 
         Returns:
-            What lies on ``disk`` under the key, for the log's record of the new object to free; and what lies on other
-            devices, to take leave of when the new object is durable.
+            The old extent on ``disk``, which the record of the new object frees; and the copies on other devices, to be
+            freed when the new object is durable.
         """
-        self._take_leave(old.slot, old.tenant, old.length, old.fields.head_length)
+        self._detach(old.slot, old.tenant, old.length, old.fields.head_length)
         write = self.writes.cancel(old.slot, True)
         home = self.disk_of(old)
-        left = [] if write is None else write.left
+        old_copies = [] if write is None else write.old_copies
         if home is not None and home.gone is None:
-            place: Place | None = (old.extent, old.size)
+            place: Extent | None = (old.extent, old.size)
             if write is not None and not write.submitted:
                 home.free((old.extent, old.size))
                 place = write.replaced
             else:
                 home.volume.hold(old.fields.pack())
             if place is not None:
-                left.append(Left(home, place))
-        own = next((each for each in left if each.disk is disk), None)
+                old_copies.append(OldCopy(home, place))
+        own = next((each for each in old_copies if each.disk is disk), None)
         if own is None:
-            return None, left
-        left.remove(own)
-        return own.place, left
+            return None, old_copies
+        old_copies.remove(own)
+        return own.extent, old_copies
 
-    def leave(self, tenant: int, key: bytes, left: list[Left], *, logged: bool = False) -> None:
-        """Have devices forget what an object has left behind; ``logged``: their logs say so already."""
-        for disk, place in left:
+    def free_old_copies(self, tenant: int, key: bytes, old_copies: list[OldCopy], *, logged: bool = False) -> None:
+        """Remove an object's old copies from other devices; ``logged``: their logs have the removal already."""
+        for disk, place in old_copies:
             if not logged:
-                disk.log_removal(tenant, key)
+                disk.log.remove(tenant, key)
             disk.free(place)
 
-    def _take_leave(self, slot: int, tenant: int, length: int, head_bytes: int) -> None:
+    def _detach(self, slot: int, tenant: int, length: int, head_bytes: int) -> None:
         self._drop(slot)
         self.pins.drop(tenant, slot)
         if head_bytes:
@@ -313,22 +362,21 @@ class Core:
                 counters.record_bytes -= length
 
     def _drop(self, slot: int) -> None:
-        """Forget where the value of an entry that goes lies in memory; it stays for those who hold it."""
+        """Forget the entry's memory; holders of the value keep it."""
         self.copies.drop(slot)
 
     def expire(self, entry: Entry) -> None:
-        """Remove an entry whose time has come."""
+        """Remove an expired entry."""
         for counters in self.counters.of(entry.tenant):
             counters.expired_keys += 1
         self.forget(entry)
 
-    def lose(self, entry: Entry, reason: str) -> None:
-        """Drop an entry whose bytes are not to be had; ``reason`` is counted."""
+    def drop_lost(self, entry: Entry, reason: str) -> None:
+        """Drop an entry whose bytes cannot be read, and count the reason."""
         self.count_lost(reason, entry.tenant, 1)
         self.forget(entry, quarantine=None if reason in _NOT_THE_EXTENTS else reason)
 
     def count_lost(self, reason: str, tenant: int, count: int) -> None:
-        """Count entries of a tenant that were dropped."""
         self.counters.lost[reason] = self.counters.lost.get(reason, 0) + count
         for counters in self.counters.of(tenant):
             counters.lost_keys += count
@@ -336,5 +384,5 @@ class Core:
     # ---- Time
 
     def now_s(self) -> int:
-        """Return Unix time in seconds, as the index has it."""
+        """Return Unix time in seconds, the index's unit."""
         return self.clock_ms() // 1000

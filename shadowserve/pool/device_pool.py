@@ -1,4 +1,4 @@
-"""A pool over devices: values lie on them, and in arenas for as long as there is room."""
+"""A pool over devices: they hold the values, and memory caches some."""
 
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -6,19 +6,17 @@ from typing import Final
 from shadowserve.native import NO_PARENT, IndexFlag, IndexPlace
 from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer, object_blocks
 from shadowserve.pool.core import Core
-from shadowserve.pool.disk import Disk, Place
+from shadowserve.pool.disk import Disk, Extent
 from shadowserve.pool.entries import MEMORY_ONLY, Entry, PoolItem
 from shadowserve.pool.homes import Home
 from shadowserve.pool.keys import ParsedKey, chunk_key, parse_key
-from shadowserve.pool.pool import WRITABLE_SHARE, Pool
+from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import DEFAULT_TENANT, Address, Item, Lease
 from shadowserve.pool.volume.changes import OutOfBudgetError, Ticket
-from shadowserve.pool.writes import joined
-from shadowserve.pool.writing import Left
+from shadowserve.pool.write_states import OldCopy
+from shadowserve.pool.writes import WRITABLE_SHARE, joined
 
-__all__ = ["DevicePool"]
-
-_NAMED: Final = int(IndexFlag.NAMED)  # a flag's own operators are functions of Python
+_NAMED: Final = int(IndexFlag.NAMED)  # an int, since operators of IntFlag are slow
 
 
 class DevicePool(Pool):
@@ -27,11 +25,11 @@ class DevicePool(Pool):
     core_class = Core
 
     def hold_back(self, may_write: Callable[[int], bool], may_scrub: Callable[[int], bool]) -> None:
-        """Have the pool's thread ask before it writes, or scrubs, so many bytes; after a no it asks when woken."""
+        """Ask the callbacks before writing, or scrubbing, a number of bytes; after False, ask again when woken."""
         self._core.may_write, self._core.may_scrub = may_write, may_scrub
 
     def wake(self) -> None:
-        """Have the pool's thread look after the pool soon; from any thread."""
+        """Wake the pool's thread; from any thread."""
         self._core.waker.wake()
 
     # ---- Reading
@@ -49,7 +47,7 @@ class DevicePool(Pool):
         entry = self._entry(parse_key(address), core.now_s() if use else 0)
         if entry is None:
             core.counters.lookup_ns += core.ticks() - began
-            return self._find_below(address)
+            return self._find_in_lower_tier(address)
         if use:
             buffer = core.copies.get(entry.slot)
         else:
@@ -57,8 +55,8 @@ class DevicePool(Pool):
         if buffer is None:
             disk = core.disk_of(entry)
             if disk is None or disk.gone is not None:
-                core.lose(entry, "device_gone" if disk is not None else "no_memory")
-                return self._find_below(address)
+                core.drop_lost(entry, "device_gone" if disk is not None else "no_memory")
+                return self._find_in_lower_tier(address)
         elif use and entry.device == MEMORY_ONLY and core.admission.policy != "all":
             self._give_home(entry, buffer)
         core.counters.lookup_ns += core.ticks() - began
@@ -68,13 +66,14 @@ class DevicePool(Pool):
         return self._entry(parse_key(address))
 
     def _entry(self, parsed: ParsedKey, now_s: int = 0) -> Entry | None:
-        """Return the entry of a key, unless it has expired, which removes it. ``now_s`` as of :meth:`Index.get`."""
+        """Return the entry of a key; None if it is absent or has expired, which removes it. ``now_s`` as in
+        :meth:`Index.get`."""
         tenant, key, name = parsed
         found = self._index.get(tenant, key, now_s)
         if found is None:
             return None
         entry = self._unless_cleared(Entry(*found))
-        # A chunk's key may be made from another key's digest, or the reverse.
+        # A client can make a chunk key from another key's digest.
         if entry is None or (entry.fields.flags & _NAMED == 0) != (name is None):
             return None
         expires_at_ms = entry.fields.expires_at_ms
@@ -88,12 +87,12 @@ class DevicePool(Pool):
             done(Lease(memoryview(item.value)[start:end]))
             return
         if item.is_cold:
-            assert self._below is not None
-            self._below.read(item, start, end, done)
+            assert self._lower_tier is not None
+            self._lower_tier.read(item, start, end, done)
             return
         assert isinstance(item, PoolItem)
         buffer = self._core.copies.peek(item.entry.slot)
-        if buffer is not None and self._core.is_current(item.entry):  # it has come since
+        if buffer is not None and self._core.is_current(item.entry):  # it was read in the meantime
             buffer.users += 1
             done(Lease(buffer.value(start, end), self._release, buffer))
             return
@@ -106,33 +105,34 @@ class DevicePool(Pool):
     def _release(self, buffer: Buffer) -> None:
         self._core.arenas.release(buffer)
         self._reader.pump()
-        if self._ready or self._busy:
+        if self._waiting:
             self._core.waker.wake()
 
     # ---- Reading into memory of others
 
     def register(self, memory: memoryview) -> None:
-        """Make memory known to all devices, as far as they take it; without the lock."""
+        """Register memory with all devices, as far as they accept it; without the lock."""
         for disk in self._core.disks:
             disk.volume.device.register(memory)
 
     def unregister(self, memory: memoryview) -> None:
-        """Have devices forget memory that no read goes to; without the lock."""
+        """Unregister memory that no read uses; without the lock."""
         for disk in self._core.disks:
             disk.volume.device.unregister(memory)
 
     def lend_extents(self, keys: Sequence[bytes], lengths: Sequence[int]) -> list[IndexPlace]:
-        """Leave records where they lie on devices until return_extents(), whatever becomes of them.
+        """Protect the extents of records until return_extents(), even if the records are removed. Counts a use of each.
 
-        Counts as a use of each. Whoever reads there checks what comes.
+        The reader checks the bytes.
 
         Args:
-            keys: of :data:`DEFAULT_TENANT`'s chunks, 32 bytes each, no more than :data:`ENTRIES_PER_HOLD`.
-            lengths: that they are expected to have.
+            keys: Chunk keys of :data:`DEFAULT_TENANT`, 32 bytes each, at most :data:`ENTRIES_PER_HOLD`.
+            lengths: Expected lengths.
 
         Returns:
-            Where the leading ones are: those before the first that is absent, of another length, on no device that
-            works, or not durable there yet.
+            Places of the leading records: up to the first that is absent, has another length, is on no working device,
+                or is
+            not durable there yet.
         """
         core, ticket, lent = self._core, self._writer.ticket, list[IndexPlace]()
         disks, clears = core.disks, core.clears
@@ -147,12 +147,12 @@ class DevicePool(Pool):
             lent.append(place)
         core.counters.lookups += len(lent)
         core.counters.lookup_ns += core.ticks() - began
-        if len(lent) < len(keys):  # what has expired, say, goes as it does when anybody else comes upon it
+        if len(lent) < len(keys):  # removes the entry if it has expired
             self.get((DEFAULT_TENANT, chunk_key(keys[len(lent)])))
         return lent
 
     def return_extents(self, lent: Sequence[IndexPlace]) -> None:
-        """Undo lend_extents(); no read of these is under way. No more than :data:`ENTRIES_PER_HOLD`."""
+        """Undo lend_extents() for at most :data:`ENTRIES_PER_HOLD` records that no operation reads any more."""
         disks = self._core.disks
         for entry in lent:
             disks[entry.device].unuse(entry.extent)
@@ -170,10 +170,10 @@ class DevicePool(Pool):
             raise MemoryError(
                 f"a value of {size} bytes is more than half of an arena; give memory_budget_bytes more for such values"
             )
-        buffer = self._space.memory(blocks) if self._may_receive(blocks * BLOCK_BYTES) else None
+        buffer = self._space.memory(blocks) if self._waiting.may_receive(blocks * BLOCK_BYTES) else None
         if buffer is None:
-            self._ready.append(ready)
-            if self._space.wants_turn:
+            self._waiting.await_memory(ready)
+            if self._space.wants_poll:
                 self._core.waker.wake()
             return None
         return self._core.arenas.lend(buffer, size)
@@ -181,7 +181,7 @@ class DevicePool(Pool):
     def discard(self, buffer: memoryview) -> None:
         self._core.arenas.end_loan(buffer)
         self._reader.pump()
-        if self._ready:
+        if self._waiting:
             self._core.waker.wake()
 
     def put(
@@ -195,7 +195,7 @@ class DevicePool(Pool):
     ) -> Ticket | None:
         core = self._core
         began = core.ticks()
-        if (refusal := core.refusal()) is not None:  # after a restart, what was there before would be there again
+        if (refusal := core.refusal()) is not None:  # a restart would bring the old value back
             return self._writer.refused(refusal)
         parsed = parse_key(address)
         old = self._present(parsed)
@@ -203,17 +203,17 @@ class DevicePool(Pool):
         self._check_size(len(value), blocks)
         under_way = self._writer.bytes_under_way
         if under_way and under_way + blocks * BLOCK_BYTES > self._config.write_bytes_under_way_max:
-            raise self._busy_error("as many bytes as write_bytes_under_way_max wait to be written")
+            raise self._waiting.busy_error("as many bytes as write_bytes_under_way_max wait to be written")
         self._space.begin_hold()
         if not self._space.make_room_for(parsed[0], blocks * BLOCK_BYTES, old):
-            raise self._busy_error("more has to be evicted than is at a time")
+            raise self._waiting.busy_error("more has to be evicted than is at a time")
         buffer = core.arenas.lent(value) if isinstance(value, memoryview) else None
         if buffer is not None:
             buffer.users += 1
         else:
             buffer = self._space.memory(blocks, parent, parsed[1])
             if buffer is None:
-                raise self._busy_error("all of the pool's memory is in use")
+                raise self._waiting.busy_error("all of the pool's memory is in use")
             buffer.view(HEADER_BYTES, HEADER_BYTES + len(value))[:] = value
             core.counters.copied_bytes += len(value)
         try:
@@ -222,7 +222,9 @@ class DevicePool(Pool):
             core.arenas.release(buffer)
             raise
         core.counters.placement_ns += core.ticks() - began
-        return joined((ticket, self._put_below(address, len(value), head_bytes, expires_at_ms is not None, parent)))
+        return joined(
+            (ticket, self._put_in_lower_tier(address, len(value), head_bytes, expires_at_ms is not None, parent))
+        )
 
     def _check_size(self, length: int, blocks: int) -> None:
         if blocks * BLOCK_BYTES > self._core.arenas.largest_bytes or length >= 1 << 32:
@@ -231,19 +233,27 @@ class DevicePool(Pool):
             )
 
     def _store(
-        self, parsed: ParsedKey, buffer: Buffer, length: int, head_bytes: int, expires_at_ms: int | None, parent: bytes
+        self,
+        parsed: ParsedKey,
+        buffer: Buffer,
+        length: int,
+        head_bytes: int,
+        expires_at_ms: int | None,
+        parent: bytes,
     ) -> Ticket | None:
-        """Make an entry of a value in memory, and begin to write it."""
+        """Add an entry for a value in memory, and begin to write it."""
         core = self._core
         tenant, key, name = parsed
-        old = self._present(parsed)  # making room may have evicted it
+        old = self._present(parsed)  # make_room_for() may have evicted it
         home = self._home(parsed, length, parent, old)
         if old is not None and not core.is_current(old):
-            old = None  # and so has finding a home
+            old = None  # evicted while a device was chosen
         disk = home.disk
         extent = buffer.size - length if disk is None else home.extent
         try:
-            slot, replaced, left = self._enter(parsed, disk, extent, old, length, head_bytes, expires_at_ms, parent)
+            slot, replaced, old_copies = self._enter(
+                parsed, disk, extent, old, length, head_bytes, expires_at_ms, parent
+            )
         except BaseException:
             if disk is not None:
                 disk.free((extent, object_blocks(length) * BLOCK_BYTES))
@@ -251,10 +261,12 @@ class DevicePool(Pool):
         core.copies.keep(slot, buffer)
         self._peak_bytes = max(self._peak_bytes, core.used_bytes())
         if disk is None:
-            core.leave(tenant, key, left)
-            return self._writer.memory_alone(slot, tenant, key)
+            core.free_old_copies(tenant, key, old_copies)
+            return self._writer.finish_memory_only(slot, tenant, key)
         entry = Entry(slot, self._index.read(slot))
-        return self._writer.begin(entry, disk, buffer, name, placed=home.placed, replaced=replaced, left=left)
+        return self._writer.begin(
+            entry, disk, buffer, name, placed=home.placed, replaced=replaced, old_copies=old_copies
+        )
 
     def _enter(
         self,
@@ -266,8 +278,8 @@ class DevicePool(Pool):
         head_bytes: int,
         expires_at_ms: int | None,
         parent: bytes,
-    ) -> tuple[int, Place | None, list[Left]]:
-        """Have the index know of a value; return its slot, and what :meth:`Core.replace` says of the old one."""
+    ) -> tuple[int, Extent | None, list[OldCopy]]:
+        """Add a value to the index; return its slot and the result of :meth:`Core.replace` for the old one."""
         tenant, key, name = parsed
         slot = self._index.insert(
             tenant,
@@ -283,33 +295,33 @@ class DevicePool(Pool):
             generation=self._core.next_generation(),
             parent=parent,
         )
-        replaced, left = (None, []) if old is None else self._core.replace(old, disk)
+        replaced, old_copies = (None, []) if old is None else self._core.replace(old, disk)
         self._entered(tenant, length, head_bytes, is_new=old is None)
-        return slot, replaced, left
+        return slot, replaced, old_copies
 
     def _home(self, parsed: ParsedKey, length: int, parent: bytes, old: Entry | None) -> Home:
         core = self._core
         tenant, key, _ = parsed
         if not core.admission.admits(tenant, key):
             return Home(None, 0, True)
-        home = self._homes.choose(length, tenant, parent, key, old)
+        home = self._opened.homes.choose(length, tenant, parent, key, old)
         if home is not None:
             return home
-        if self._space.left <= 0 or any(disk.is_freeing for disk in core.disks):
-            raise self._busy_error("the devices are full, and what was evicted is not free yet")
+        if self._space.evictions_left <= 0 or any(disk.is_freeing for disk in core.disks):
+            raise self._waiting.busy_error("the devices are full, and what was evicted is not free yet")
         raise OutOfBudgetError(f"no device has room for {length} bytes, and nothing on them may be evicted")
 
     def _give_home(self, entry: Entry, buffer: Buffer) -> None:
-        """Write an object that is in memory alone to a device: it was asked for."""
+        """Write an object that is in memory alone to a device, since it was read."""
         fields = entry.fields
         parent = b"" if fields.parent == NO_PARENT else fields.parent
-        if not self._may_receive(entry.size):
-            return  # the next time that it is asked for
-        home = self._homes.choose(entry.length, entry.tenant, parent, entry.key, None)
+        if not self._waiting.may_receive(entry.size):
+            return  # try again with the next read
+        home = self._opened.homes.choose(entry.length, entry.tenant, parent, entry.key, None)
         if home is None or home.disk is None:
             return
         current = self._core.entry(entry.slot)
-        if current is None or current.generation != entry.generation:  # making room has evicted it
+        if current is None or current.generation != entry.generation:  # evicted while a device was chosen
             home.disk.free((home.extent, entry.size))
             return
         self._core.admission.admitted_later += 1
@@ -334,9 +346,9 @@ class DevicePool(Pool):
     def settling(self, address: Address) -> Ticket | None:
         entry = self._present(parse_key(address))
         writer = self._writer
-        own = None if entry is None else writer.ticket(entry.slot) or writer.sure(entry.tenant, entry.key)
-        return joined((own, None if self._below is None else self._below.settling(address)))
+        own = None if entry is None else writer.ticket(entry.slot) or writer.await_old_removed(entry.tenant, entry.key)
+        return joined((own, None if self._lower_tier is None else self._lower_tier.settling(address)))
 
     def _bound_memory(self, size: int) -> None:
-        arenas = self._core.arenas  # they stay as large as they were mapped
+        arenas = self._core.arenas  # the mappings keep their size
         arenas.budget_bytes = min(size, arenas.size)

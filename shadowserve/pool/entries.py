@@ -1,4 +1,4 @@
-"""What the index says of an object, and what is known of it besides."""
+"""What the index knows about an object, and where its bytes are in memory."""
 
 from typing import Final
 
@@ -6,15 +6,13 @@ from shadowserve.native import IndexEntry, ObjectFields
 from shadowserve.pool.arena import BLOCK_BYTES, Buffer, object_blocks
 from shadowserve.pool.terms import Item
 
-__all__ = ["MEMORY_ONLY", "Entry", "PoolItem"]
-
 MEMORY_ONLY: Final = 255
-"""The index's number of the device of objects that are in memory alone; ``extent`` says what they take there beside
-their values."""
+"""Device number of objects that are in memory alone. Their ``extent`` is the memory that they take besides the
+value."""
 
 
 class Entry:
-    """What the index said of an object, and its slot there."""
+    """An object's fields in the index, and its slot there."""
 
     __slots__ = ("device", "extent", "fields", "generation", "key", "length", "slot", "tenant")
 
@@ -30,17 +28,17 @@ class Entry:
 
     @property
     def blocks(self) -> int:
-        """Blocks of 4 KiB that it takes."""
+        """Blocks of 4 KiB."""
         return object_blocks(self.length)
 
     @property
     def size(self) -> int:
-        """Bytes of these; in memory alone, bytes that it counts for there."""
+        """Bytes of these blocks; for memory alone, bytes that count against the budget."""
         return object_blocks(self.length) * BLOCK_BYTES if self.device != MEMORY_ONLY else self.length + self.extent
 
     @property
     def header(self) -> ObjectFields:
-        """What the object's header says, if it is the object."""
+        """Expected fields of the object's header."""
         fields = self.fields
         return ObjectFields(
             self.key, self.tenant, self.length, self.generation, head_length=fields.head_length, flags=fields.flags
@@ -48,12 +46,11 @@ class Entry:
 
 
 class PoolItem(Item):
-    """What is known of an object: what the index says, and where its bytes lie in memory."""
+    """An object with the index's fields and its memory."""
 
     __slots__ = ("buffer", "entry")
 
     def __init__(self, entry: Entry, buffer: Buffer | None) -> None:
-        """Describe an entry; ``buffer`` has its bytes."""
         fields = entry.fields
         self.length = entry.length
         self.head_bytes = fields.head_length
@@ -64,5 +61,4 @@ class PoolItem(Item):
 
     @property
     def kept(self) -> Buffer | None:
-        """See :attr:`Item.kept`."""
         return self.buffer

@@ -1,8 +1,7 @@
-"""The memory of a pool without devices: each value lies in memory of its own, or is the object that brought it.
+"""The memory of a pool without devices: each value has memory of its own, or is the object that brought it.
 
-The index counts, orders and evicts what is here as it does what lies on devices. But who looks a value up finds it by
-its key's text, without a digest of it and without a description made of the index's entry; and the index hears of uses
-many at a time.
+The index counts, orders and evicts these entries as it does those on devices. But a value is found by its key's text,
+without a digest and without an object made from the index's entry, and uses are reported to the index many at a time.
 """
 
 from array import array
@@ -14,23 +13,21 @@ from shadowserve.pool.entries import Entry
 from shadowserve.pool.terms import Item
 from shadowserve.pool.volume.changes import OutOfBudgetError
 
-__all__ = ["ENTRY_OVERHEAD_BYTES", "Heap", "HeapItem"]
-
 ENTRY_OVERHEAD_BYTES: Final = 640
-"""What an entry costs beside its key and value: its places in the index and in two dictionaries, the item, object
-headers, the key's text in the index, the allocator's rounding and a possible expiry. Measured with CPython 3.11: at
-most so many, depending on how full the tables are; ``tests/pool/test_pool_of_memory.py`` holds it."""
+"""Bytes of an entry besides key and value: its places in the index and in two dictionaries, the item, object headers,
+the key's text in the index, the allocator's rounding and an expiry. Largest value measured with CPython 3.11; it
+depends on how full the tables are. ``tests/pool/test_pool_of_memory.py`` checks it."""
 
 
 class HeapItem(Item):
     """An entry of a pool without devices.
 
     Attributes:
-        size: bytes that it counts for.
-        users: who needs the value: the entry while it is stored, and whoever holds it.
-        slot: in the index.
-        names: where it is found.
-        is_plain: whether there is not, and was not, more to it than a value: no head, parent, expiry or pin.
+        size: Bytes that it counts for.
+        users: Users of the value: the entry while it is stored, and each holder.
+        slot: Slot in the index.
+        names: Dictionary that has the entry by its key.
+        is_plain: It never had a record header, parent, expiry or pin.
     """
 
     __slots__ = ("is_plain", "key", "names", "size", "slot", "tenant", "users")
@@ -47,10 +44,10 @@ class HeapItem(Item):
         expires_at_ms: int | None,
         parent: bytes,
     ) -> None:
-        """Make an item that is stored nowhere yet.
+        """Make an item that is not stored yet.
 
         Raises:
-            OutOfBudgetError: the index cannot count so many bytes.
+            OutOfBudgetError: The index cannot count as many bytes.
         """
         length = self.length = len(value)
         if length >= 1 << 32:
@@ -70,14 +67,14 @@ class HeapItem(Item):
 
 
 class Heap(Core):
-    """The state of a pool without devices: values by tenant and key, and by their slots in the index.
+    """The state of a pool without devices: items by tenant and key, and by slot.
 
     Attributes:
-        tenants: their items by their keys, until a clear().
-        taken_bytes: of all values, ``held_bytes`` included.
-        uses: slots of entries that were used, in order, and that the index has yet to hear of: a call into it for each
-            would be dearer than all the rest of a look-up.
-        turn_s: Unix time of uses and puts, as of the last turn: nobody looks at the clock for one.
+        tenants: Items of each tenant by key, until a clear().
+        taken_bytes: Bytes of all values, ``held_bytes`` included.
+        uses: Slots of used entries, in order, that the index does not know of yet: a call for each would cost more than
+            the rest of a look-up.
+        turn_s: Unix time at the last turn, used for uses and puts: reading the clock for each would cost too much.
     """
 
     def __init__(self, *parts: Any) -> None:
@@ -122,15 +119,15 @@ class Heap(Core):
         self.taken_bytes += item.size
 
     def resize(self, item: HeapItem, length: int) -> None:
-        """Say how long the new value of an item is."""
+        """Set the length of an item's new value."""
         self.index.resize(item.slot, length)
         more = length - item.length
         item.length, item.size = length, item.size + more
         self.taken_bytes += more
-        self.weights.note(item.tenant)
+        self.usage_ranking.note(item.tenant)
 
     def release(self, item: HeapItem) -> None:
-        """Take one user away that is not the entry."""
+        """Remove one holder."""
         assert item.users > 0, "released more often than held"
         item.users -= 1
         if not item.users:
@@ -158,7 +155,7 @@ class Heap(Core):
         del self._slots[slot], item.names[item.key]
         self.taken_bytes -= item.size
         self.index.evict(slot)
-        self.weights.note(item.tenant)
+        self.usage_ranking.note(item.tenant)
         return True
 
     def pin(self, slot: int, until_s: int) -> None:

@@ -1,27 +1,25 @@
-"""Where an object is put: which device is its home, and whether it stays in memory as well.
+"""Placement: which device gets an object, and whether it stays in memory as well.
 
-Memory and devices are the pool's devices, with shares by their bandwidths. What falls to a device has its home there.
-What falls to memory stays there, and gets a home on a device too, chosen by the devices' shares among themselves, so
-that a restart keeps it, and so that the devices' reads stay in proportion when memory has to let go of it. With
-``memory_homes`` it gets none, as in the paper.
+Memory and devices have shares by their bandwidths. An object of a device's share is written there. An object of
+memory's share stays in memory and is written to a device too, chosen by the devices' shares among themselves: so a
+restart keeps it, and the devices' reads stay in proportion when memory drops it. With ``memory_homes`` it is in memory
+alone, as in the paper.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from shadowserve.pool.arena import BLOCK_BYTES, object_blocks
+from shadowserve.pool.bandwidth_shares import BandwidthMeter, BandwidthShares
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import Entry
-from shadowserve.pool.organizer import BandwidthMeter, Organizer
 from shadowserve.pool.placement import Interleaver
 from shadowserve.pool.space import Space
 
-__all__ = ["Home", "Homes"]
-
 
 class Home(NamedTuple):
-    """Where an object goes: device and extent, or memory alone; and whether memory keeps it by its share."""
+    """Device and extent of an object, or memory alone; ``placed``: memory keeps it by its own share."""
 
     disk: Disk | None
     extent: int
@@ -29,43 +27,43 @@ class Home(NamedTuple):
 
 
 class Homes:
-    """Chooses homes. With the pool's lock held.
+    """Places objects. With the pool's lock held.
 
     Attributes:
-        organizer: of memory, first, and the devices.
-        pool: who gets what is stored: memory and the devices.
-        devices: who gets a home for what falls to memory.
+        bandwidth_shares: Shares of memory (first) and of the devices.
+        pool: Distributes all objects over memory and devices.
+        devices: Distributes the objects of memory's share over the devices.
     """
 
     def __init__(self, core: Core, space: Space, meters: Sequence[BandwidthMeter], *, memory_homes: bool) -> None:
         self._core = core
         self._space = space
         self._memory_homes = memory_homes
-        self.organizer = Organizer(meters)
-        self.pool = Interleaver(self.organizer.shares)
-        self.devices = Interleaver(self.organizer.shares[1:] or [1.0])
+        self.bandwidth_shares = BandwidthShares(meters)
+        self.pool = Interleaver(self.bandwidth_shares.shares)
+        self.devices = Interleaver(self.bandwidth_shares.shares[1:] or [1.0])
 
     def update(self) -> None:
-        """Take new bandwidths into account."""
-        if self.organizer.update():
-            self.pool.set_shares(self.organizer.shares)
-            self.devices.set_shares(self.organizer.shares[1:] or [1.0])
+        """Apply new bandwidths."""
+        if self.bandwidth_shares.update():
+            self.pool.set_shares(self.bandwidth_shares.shares)
+            self.devices.set_shares(self.bandwidth_shares.shares[1:] or [1.0])
 
     def choose(self, length: int, tenant: int, parent: bytes, key: bytes, old: Entry | None) -> Home | None:
-        """Return the home of an object, its extent reserved; None if no device has room for it now.
+        """Return the place of an object, with its extent reserved; None if no device has room now.
 
         Args:
-            length: bytes of the value.
-            tenant: whose it is.
-            parent: of the chunk before it; empty for none.
-            key: its own.
-            old: what it replaces; it may be evicted for it.
+            length: Bytes of the value.
+            tenant: Tenant of the object.
+            parent: Key of the previous chunk; empty for none.
+            key: Key of the object.
+            old: The replaced entry, which may be evicted for it.
         """
         core = self._core
         size = object_blocks(length) * BLOCK_BYTES
         now_ms = core.clock_ms()
         may = [disk.takes_objects(size, now_ms) for disk in core.disks]
-        if not any(may):  # an error tells the writer more than an OK that the next start knows nothing of
+        if not any(may):  # an error is better than an OK for a value that the next start would lose
             may = [disk.takes_objects(size, now_ms, avoided=True) for disk in core.disks]
         if not any(may):
             return Home(None, 0, True)
@@ -81,7 +79,7 @@ class Homes:
         else:
             candidates = [number - 1 for number in order if number]
         if old is not None and old.device in candidates:
-            # The log of one device tells the order of an object's puts; those of two would need both to be whole.
+            # One device's log has the order of the object's puts; with two logs, both would have to be intact.
             candidates.remove(old.device)
             candidates.insert(0, old.device)
         for number in candidates:

@@ -1,7 +1,7 @@
-"""Keys and the 32 bytes that the index knows them by.
+"""Keys, and the 32 bytes that the index has for each.
 
-A chunk's key is ``kv:`` and 64 hexadecimal digits: those are its 32 bytes. Any other key is known by its SHA-256, and
-its text is kept beside, for SCAN and for the log.
+A chunk's key is ``kv:`` and 64 hexadecimal digits, which are its 32 bytes. Any other key has its SHA-256, and its text
+is kept for SCAN and for the log.
 """
 
 import hashlib
@@ -11,19 +11,17 @@ from typing import Final
 
 from shadowserve.pool.terms import Address
 
-__all__ = ["CHUNK_KEY_BYTES", "ParsedKey", "chunk_key", "is_chunk_key", "parse_key"]
-
 _PREFIX: Final = b"kv:"
 CHUNK_KEY_BYTES: Final = len(_PREFIX) + 64
-"""Of a chunk's key."""
+"""Length of a chunk's key."""
 
 
 ParsedKey = tuple[int, bytes, bytes | None]
-"""Whose a key is, what the index calls it, and its text, None for a chunk's."""
+"""Tenant, the index's key, and the text; None as the text of a chunk's key."""
 
 
 def parse_key(address: Address) -> ParsedKey:
-    """Return what the index calls an object."""
+    """Return the index's key of an address."""
     tenant, text = address
     if is_chunk_key(text) and text.lower() == text:
         with suppress(ValueError):
@@ -32,10 +30,10 @@ def parse_key(address: Address) -> ParsedKey:
 
 
 def is_chunk_key(text: bytes) -> bool:
-    """Return whether a key may be a chunk's: all others are not, which is quickly said."""
+    """Return whether a key may be a chunk's, by a quick test."""
     return len(text) == CHUNK_KEY_BYTES and text.startswith(_PREFIX)
 
 
 def chunk_key(key: bytes) -> bytes:
-    """Return the key of a chunk."""
+    """Return the client's key of a chunk."""
     return _PREFIX + key.hex().encode()

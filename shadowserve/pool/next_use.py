@@ -1,12 +1,12 @@
-"""Which object goes when all that nobody waits for has gone: what runs last (TierKV, section 3.4).
+"""Which object is evicted when all others are gone: the one that is needed last (TierKV, section 3.4).
 
-A scheduler knows its queue. Objects that a waiting request needs are held as if they were pinned, so that the index's
-own policy takes what nobody waits for first. When that is used up, the request that runs last gives, the end of its
-chain first, as of any chain; what an earlier request needs as well stays for that one.
+A scheduler knows its queue. Objects that a waiting request needs are pinned in the index, so the index's policy evicts
+all others first. After that, the request that runs last gives up its objects, beginning with the end of its chain; an
+object that an earlier request needs too stays.
 
-No clock and no I/O: callers say when, in seconds of the index. A publication ends by itself, so that a request that
-never comes keeps nothing. A call takes as long as what it names; a victim is found by looking at each key once in all,
-and at the requests behind it that other tenants, or other devices, have.
+No clock and no I/O: callers pass the time, in seconds. A published request expires, so one that never runs keeps
+nothing. The time of a call grows with what it names. A search for a victim looks at each key once in all, and at the
+later requests of other tenants or devices.
 """
 
 from collections import Counter
@@ -16,15 +16,18 @@ from typing import Final
 
 from shadowserve.native import ANY, Index
 
-__all__ = ["REQUESTS_MAX", "NextUse"]
-
 REQUESTS_MAX: Final = 4_096
-"""Requests that are waited for at a time; more are not noted. Engines have some hundreds in their queues."""
+"""Most waiting requests; further ones are refused. Engines have some hundreds in their queues."""
 
 
 @dataclass(slots=True)
 class _Request:
-    """Keys that it gives up from their end; those that a search for another device has met, by device."""
+    """A waiting request.
+
+    Attributes:
+        keys: Keys of the chain, given up from the end.
+        met: Keys that a search for another device has skipped, by device.
+    """
 
     tenant: int
     keys: list[bytes]
@@ -32,34 +35,33 @@ class _Request:
 
 
 class NextUse:
-    """Lies over an index, and says what goes.
-
-    One index, or one device of it, is one tier. Calls come from one thread at a time, as the index's.
-    """
+    """Chooses victims over an index. One index, or one device of it, is one tier. Called by one thread at a time."""
 
     def __init__(self, index: Index, is_pinned: Callable[[int, int], bool] = lambda tenant, slot: False) -> None:
-        """``is_pinned`` says of a tenant's slot whether somebody else has pinned it: then it is left alone."""
+        """``is_pinned`` returns whether a tenant's slot has a client's pin, which must stay."""
         self._index = index
         self._is_pinned = is_pinned
-        self._requests: dict[Hashable, _Request] = {}  # what runs first, first
+        self._requests: dict[Hashable, _Request] = {}  # in the order in which they run
         self._places: dict[Hashable, int] = {}
-        self._givers: list[Hashable] | None = None  # those that may have something to give; None, places too: not known
-        self._waiting: Counter[tuple[int, bytes]] = Counter()  # requests that would give it up
+        self._givers: list[Hashable] | None = None  # requests with keys left; None, as places, until they are needed
+        self._waiting: Counter[tuple[int, bytes]] = Counter()  # number of requests that need a key
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def publish(self, request: Hashable, tenant: int, keys: Iterable[bytes], until_s: int) -> bool:
-        """Hold what a request needs, of that what is there; behind all others, unless it has its place already.
+        """Hold the present entries that a request needs. A new request is the last one; a known one keeps its
+        position.
 
         Args:
-            request: its name; what was published under it before is replaced, so that what has come since is held, too.
-            tenant: whose objects.
-            keys: the index's, in the order of the chain.
-            until_s: when this ends if nobody withdraws it.
+            request: Name of the request; a known one's entries are replaced, so that entries that came since are held
+                too.
+            tenant: Tenant of the entries.
+            keys: The index's keys, in the order of the chain.
+            until_s: Time when the request expires.
 
         Returns:
-            Whether it was noted: not beyond :data:`REQUESTS_MAX`.
+            False if there are :data:`REQUESTS_MAX` requests already.
         """
         known = self._requests.get(request)
         if known is None and len(self._requests) >= REQUESTS_MAX:
@@ -77,7 +79,7 @@ class NextUse:
         return True
 
     def withdraw(self, request: Hashable) -> None:
-        """Forget a request, which runs or never will: what it alone waited for is the index's to choose from again."""
+        """Forget a request that runs or was cancelled, and release the entries that it alone needed."""
         known = self._requests.pop(request, None)
         if known is not None:
             self._release(known)
@@ -88,7 +90,7 @@ class NextUse:
                 self._leave(request.tenant, key)
 
     def _leave(self, tenant: int, key: bytes) -> int:
-        """Have one request less wait for a key; return the slot that nobody waits for any more, else 0."""
+        """Remove one request's need of a key; return the slot if no request needs it any more, else 0."""
         self._waiting[tenant, key] -= 1
         if self._waiting[tenant, key]:
             return 0
@@ -100,7 +102,7 @@ class NextUse:
         return slot
 
     def order(self, requests: Iterable[Hashable]) -> None:
-        """Say in which order they run. Unknown ones are passed over; those that are not named come last."""
+        """Set the order in which requests run. Unknown requests are ignored; requests that are not named come last."""
         known = self._requests
         ordered = {request: known[request] for request in requests if request in known}
         if len(ordered) < len(known):
@@ -109,9 +111,9 @@ class NextUse:
         self._givers = None
 
     def victim(self, now_s: int, device: int = ANY, tenant: int = ANY, *, sake: Hashable | None = None) -> int:
-        """Return the slot of what goes next, which is held no more; 0: nothing. As :meth:`Index.victim`.
+        """Return the slot of the next victim, which is released; 0 for none. Arguments as of :meth:`Index.victim`.
 
-        ``sake`` is the request that room is made for: it gives nothing itself, nor does what runs before it.
+        ``sake`` is the request that needs the room: neither it nor earlier requests give up anything.
         """
         slot = self._index.victim(now_s, device, tenant)
         if slot or not self._requests:
@@ -132,7 +134,7 @@ class NextUse:
         return 0
 
     def _last_of(self, request: _Request, device: int) -> int:
-        """Return the last object of a request on a device that no other one would give; 0: none."""
+        """Return the last entry of a request on a device that no other request needs; 0 for none."""
         met = request.met
         for own in list(met) if device == ANY else [device]:
             while met.get(own):

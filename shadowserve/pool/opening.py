@@ -1,6 +1,7 @@
-"""Opening a pool: devices, what is on them, memory, and how fast they are."""
+"""Opening a pool: open the devices, recover their objects, map memory, measure bandwidths."""
 
 import errno
+import hashlib
 import logging
 import select
 import time
@@ -11,33 +12,28 @@ from typing import Final
 
 import numpy as np
 
+from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.errors import ConfigurationError, DeviceError, NativeError, is_passing
 from shadowserve.native import INDEX_RECORD_DTYPE, BlockAccess, Index, IndexFlag, IndexPolicy
 from shadowserve.native import BlockDevice as NativeDevice
-from shadowserve.pool.admission import Admission
 from shadowserve.pool.arena import BLOCK_BYTES, Arenas
+from shadowserve.pool.bandwidth_shares import BUSY_DEPTH, BandwidthMeter
 from shadowserve.pool.clears import SCAN_LINES, Clears
 from shadowserve.pool.config import DeviceConfig, PoolConfig
-from shadowserve.pool.core import Core
-from shadowserve.pool.disk import Disk
+from shadowserve.pool.core import Admission, Core, Waker
+from shadowserve.pool.disk import Disk, WriteBudget
 from shadowserve.pool.heap import ENTRY_OVERHEAD_BYTES
 from shadowserve.pool.homes import Homes
-from shadowserve.pool.organizer import BUSY_DEPTH, BandwidthMeter
 from shadowserve.pool.registration import Registration
-from shadowserve.pool.sessions import Sessions
 from shadowserve.pool.space import Space
 from shadowserve.pool.tenants import Tenants
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
-from shadowserve.pool.volume.device import BlockDevice, Operation, OperationKind, Priority
+from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
+from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.format import FormatError
 from shadowserve.pool.volume.formatting import check_empty
-from shadowserve.pool.volume.recovery import Reader, read_superblocks
 from shadowserve.pool.volume.resizing import fit_file
 from shadowserve.pool.volume.volume import Volume
-from shadowserve.pool.wake import Wake
-from shadowserve.pool.wear import Wear
-
-__all__ = ["Found", "Opened", "open_devices", "open_parts"]
 
 _log = logging.getLogger(__name__)
 
@@ -59,13 +55,38 @@ _ACCESS: Final = {
 Found = list[tuple[DeviceConfig, BlockDevice]]
 
 
+class Sessions:
+    """Begins sessions of a pool: periods in which the same devices belong to it (``disk_log``)."""
+
+    def __init__(self, clock_ms: Callable[[], int], disks: Sequence[Disk]) -> None:
+        self._clock_ms = clock_ms
+        self._disks = disks
+
+    def begin(self) -> None:
+        """Begin a new session on all working devices.
+
+        A device that is missing, or was given up, does not log what is removed or replaced from now on. When it
+        returns, its log has an older session than the others', so its objects may be stale and are dropped. A session
+        is a number, a digest of its members and their earlier sessions, so that two pools that went on without each
+        other are told apart, and the list of members, since a power cut may come when only some logs have it. The
+        number is the time where possible: of two sessions that did not know of each other, the later one counts.
+        """
+        present = [disk for disk in self._disks if disk.gone is None]
+        newest = max((disk.log.session for disk in self._disks), default=b"")
+        members = b"".join(member for disk in present for member in disk.log.memberships)
+        parts = hashlib.sha256(self._clock_ms().to_bytes(8, "big", signed=True) + members)
+        number = max(int.from_bytes(newest[:8], "big") + 1, self._clock_ms())
+        for disk in present:
+            disk.log.enter_session(number.to_bytes(8, "big") + parts.digest()[:8] + members)
+
+
 @dataclass(slots=True)
 class Opened:
     """The parts of an open pool.
 
     Attributes:
-        absent: devices of the configuration that could not be opened, and why.
-        seconds: what opening took, measurements included.
+        absent: Devices of the configuration that could not be opened, with the reason.
+        seconds: Duration of opening, measurements included.
     """
 
     core: Core
@@ -77,7 +98,7 @@ class Opened:
     seconds: float
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         self.registration.stop()
         for disk in self.core.disks:
             disk.volume.device.close()
@@ -87,12 +108,11 @@ class Opened:
 
 
 def open_devices(config: PoolConfig) -> tuple[Found, list[tuple[str, str]]]:
-    """Open the devices that the configuration names; return them, and those that cannot be, with the reason.
+    """Open the devices of the configuration; return them, and those that cannot be opened with the reason.
 
     Raises:
-        ConfigurationError: there are devices, and none of them can be opened; or one of them is there, but not to be
-            had at the moment (going on without it would cost all that is on it), or not with the size that is
-            configured.
+        ConfigurationError: No device can be opened; or one is present but busy or not permitted (without it, all its
+            objects would be dropped); or one has not the configured size.
     """
     found: Found = []
     absent: list[tuple[str, str]] = []
@@ -109,8 +129,8 @@ def open_devices(config: PoolConfig) -> tuple[Found, list[tuple[str, str]]]:
                 for _, opened in found:
                     opened.close()
                 raise ConfigurationError(
-                    f"{error}. The device is there: without it the server does not start, since others would go on "
-                    "without it and what is on it would be dropped. To do without it, take it out of 'devices'"
+                    f"{error}. The device is there: the server does not start without it, which would drop all its "
+                    "objects. Free the device, or take it out of 'devices'"
                 ) from error
             absent.append((str(entry.path), str(error)))
         else:
@@ -124,7 +144,7 @@ def open_devices(config: PoolConfig) -> tuple[Found, list[tuple[str, str]]]:
 
 
 def _open_device(entry: DeviceConfig, *, strict: bool) -> NativeDevice:
-    """Open a device; a file is made, or gets the size that is configured now."""
+    """Open a device. A file is created, or resized to the configured size."""
 
     def opened(size: int) -> NativeDevice:
         core = -1 if entry.core is None else entry.core
@@ -137,7 +157,7 @@ def _open_device(entry: DeviceConfig, *, strict: bool) -> NativeDevice:
     wanted_bytes = int(entry.size) // BLOCK_BYTES * BLOCK_BYTES
     try:
         is_there = entry.path.is_file() and entry.path.stat().st_size > 0
-    except OSError:  # opening it says why
+    except OSError:  # opening the file reports the error
         is_there = False
     return fit_file(entry.path, wanted_bytes, opened) if is_there else opened(wanted_bytes)
 
@@ -154,16 +174,16 @@ def open_parts(
     measure: bool,
     entropy: Callable[[int], bytes],
 ) -> Opened:
-    """Recover what is on the devices, map memory, measure.
+    """Recover the objects of the devices, map memory, and measure bandwidths.
 
     Raises:
-        ConfigurationError: a device holds something else, or there is not that much memory.
+        ConfigurationError: A device holds something else, or there is not as much memory.
     """
     began = time.monotonic()
     memory_bytes = int(config.memory_budget_bytes)
     arenas = Arenas(memory_bytes if found else 0, None if config.arena_nodes == "auto" else config.arena_nodes)
     disks: list[Disk] = []
-    waker, sessions = Wake(), Sessions(clock_ms, disks)
+    waker, sessions = Waker(), Sessions(clock_ms, disks)
     recover = partial(_recover, found, waker.wake, sessions.begin, clock_ms, entropy)
     try:
         objects_max = _prepare(found, config, clock_ms, entropy)
@@ -173,7 +193,7 @@ def open_parts(
         index = Index(objects_max, policy, seed)
         clears = Clears(index)
         disks += recover(clears, index)
-        stale = _stale(disks)
+        stale = _find_stale(disks)
         lost: dict[int, int] = {}
         if stale:
             for disk in disks:
@@ -192,7 +212,7 @@ def open_parts(
         _measure_all(memory, disks, arenas)
     core = core_class(index, clears, arenas, disks, Admission(config.admission, index), waker, clock_ms, ticks)
     core.generation = max((disk.volume.generation_last for disk in disks), default=0)
-    _take_census(core)
+    _count_entries(core)
     space = Space(
         core,
         budget_bytes=None if found else memory_bytes,
@@ -201,11 +221,11 @@ def open_parts(
     )
     tenants = Tenants(sorted(disks, key=lambda disk: disk.number in stale))
     for tenant in tenants.ids():
-        core.weights.note(tenant)
-    _drop_strangers(core, tenants)
+        core.usage_ranking.note(tenant)
+    _drop_foreign_objects(core, tenants)
     _count_losses(core, lost)
     for disk in disks:
-        disk.log_recovered(index.rivals(disk.number), stale=disk.number in stale)
+        disk.log.log_recovered(index.rivals(disk.number), stale=disk.number in stale)
     sessions.begin()
     homes = Homes(core, space, [memory, *(disk.meter for disk in disks)], memory_homes=config.memory_homes)
     registration = Registration(arenas.arenas, [disk.volume.device for disk in disks])
@@ -215,8 +235,8 @@ def open_parts(
 
 
 def _prepare(found: Found, config: PoolConfig, clock_ms: Callable[[], int], entropy: Callable[[int], bytes]) -> int:
-    """Make volumes of empty devices, if none holds anything else; return how many objects all of them may hold."""
-    superblocks = [read_superblocks(Reader(device), device)[0] for _, device in found]
+    """Format empty devices, if no device holds foreign data; return the most objects that all devices may hold."""
+    superblocks = [read_superblocks(BlockReader(device), device)[0] for _, device in found]
     pool_id = next((superblock.pool_id for superblock in superblocks if superblock is not None), None)
     for (_, device), superblock in zip(found, superblocks, strict=True):
         if superblock is None:
@@ -245,9 +265,9 @@ def _recover(
     stale: Sequence[int] = (),
     lost: dict[int, int] | None = None,
 ) -> list[Disk]:
-    """Open all volumes; what is on those that are ``stale`` is dropped, and counted in ``lost`` by tenant.
+    """Open all volumes; drop the objects of ``stale`` ones, counted by tenant in ``lost``.
 
-    They come first: what they say must not win over what is so, whatever the numbers of their puts are.
+    Stale volumes come first: their records must not win over current ones, whatever their generations are.
     """
     volumes: dict[int, Volume] = {}
     pool_id: bytes | None = None
@@ -270,13 +290,12 @@ def _recover(
     for number, (entry, _) in enumerate(found):
         volume = volumes[number]
         volume.ready()
-        _tell_recovery(volume)
+        _log_recovery(volume)
         disks.append(
             Disk(
-                number,
                 volume,
                 BandwidthMeter(None if entry.bandwidth is None else float(entry.bandwidth)),
-                Wear(None if entry.write_bytes_per_day is None else int(entry.write_bytes_per_day)),
+                WriteBudget(None if entry.write_bytes_per_day is None else int(entry.write_bytes_per_day)),
                 None if entry.bytes_max is None else int(entry.bytes_max),
                 entry.objects_max,
                 wake=wake,
@@ -286,8 +305,8 @@ def _recover(
     return disks
 
 
-def _tell_recovery(volume: Volume) -> None:
-    """Log what opening a volume has found."""
+def _log_recovery(volume: Volume) -> None:
+    """Log the results of opening a volume."""
     name, report = volume.device.name, volume.report
     _log.info("volume_recovered device=%s objects=%d seconds=%.2f", name, report.objects, report.seconds)
     if report.grown_bytes:
@@ -313,8 +332,8 @@ def _tell_recovery(volume: Volume) -> None:
         )
 
 
-def _take_census(core: Core) -> None:
-    """Find out what the index does not sum up: bytes of records, and pins."""
+def _count_entries(core: Core) -> None:
+    """Count what the index does not sum up: bytes of records, and pins."""
     records = np.zeros(_CENSUS_OBJECTS, dtype=INDEX_RECORD_DTYPE)
     now_s, cursor, first = core.now_s(), 0, True
     while first or cursor:
@@ -333,9 +352,9 @@ def _take_census(core: Core) -> None:
                 core.pins.add(entry.tenant, slot, entry.size, 1000 * int(pinned["pinned_until_s"]))
 
 
-def _drop_strangers(core: Core, tenants: Tenants) -> None:
-    """Drop objects whose tenant's id means somebody else by now."""
-    for disk, tenant in tenants.strangers:
+def _drop_foreign_objects(core: Core, tenants: Tenants) -> None:
+    """Drop objects whose tenant's id has another meaning on the other devices."""
+    for disk, tenant in tenants.conflicts:
         cursor, first = 0, True
         while first or cursor:
             first = False
@@ -343,13 +362,15 @@ def _drop_strangers(core: Core, tenants: Tenants) -> None:
             for slot in slots:
                 entry = core.entry(slot)
                 if entry is not None and entry.device == disk.number:
-                    core.lose(entry, "stranger")
+                    core.drop_lost(entry, "stranger")
 
 
-def _stale(disks: list[Disk]) -> list[int]:
-    """Return the devices that were away in the last session: what they hold may have been replaced meanwhile."""
-    newest = max((disk.session for disk in disks), default=b"")
-    return [disk.number for disk in disks if not disk.took_part(newest)]
+def _find_stale(disks: list[Disk]) -> list[int]:
+    """Return the devices that were missing in the last session: their objects may have been replaced in the
+    meantime.
+    """
+    newest = max((disk.log.session for disk in disks), default=b"")
+    return [disk.number for disk in disks if not disk.log.took_part(newest)]
 
 
 def _drop_stale(index: Index, volume: Volume, lost: dict[int, int]) -> None:
@@ -364,7 +385,7 @@ def _drop_stale(index: Index, volume: Volume, lost: dict[int, int]) -> None:
 
 
 def _count_losses(core: Core, stale: dict[int, int]) -> None:
-    """Count what recovery could not keep, and what was stale."""
+    """Count objects that recovery has dropped, and those of stale devices."""
     for tenant, count in stale.items():
         if count:
             core.count_lost("stale", tenant, count)
@@ -385,10 +406,10 @@ def _measure_all(memory: BandwidthMeter, disks: list[Disk], arenas: Arenas) -> N
 
 
 def _measure(disk: Disk, arenas: Arenas) -> None:
-    """Read pieces of the device for a moment, several at a time.
+    """Read from the device for a moment, several reads at a time.
 
-    They are written first where there is room: what was never written is not read from the device at all by file
-    systems and by many SSDs.
+    They are written before, if there is room: file systems and many SSDs do not read from the medium what was never
+    written.
     """
     if disk.meter.fixed:
         return
@@ -425,7 +446,7 @@ def _operation(kind: OperationKind, first: int, size: int, address: int) -> Oper
 
 
 def _run(device: BlockDevice, operations: list[Operation]) -> int:
-    """Do operations and wait for them; return the bytes."""
+    """Run operations and wait for them; return their bytes."""
     device.submit(operations)
     left = len(operations)
     while left:

@@ -1,21 +1,20 @@
-"""Who keeps how much from eviction, and until when.
+"""Pins: which entries must not be evicted, and until when.
 
-A pin counts against the share of its tenant and of all together (``pin_share_of_tenant``, ``pin_share``). Nothing here
-takes longer as there are more pins: ends are in order, and what each tenant has is summed up.
+A pin counts against the share of its tenant (``pin_share_of_tenant``) and of all tenants (``pin_share``). The pins are
+sorted by their end, so no operation becomes slower as there are more of them.
 """
 
 from itertools import count, islice
 from typing import NamedTuple
 
-from shadowserve.pool.ordered import Ordered
-from shadowserve.pool.terms import PinnedEntries, PinShareError
+from sortedcontainers import SortedDict
 
-__all__ = ["Pins"]
+from shadowserve.pool.terms import PinnedEntries, PinShareError
 
 
 class _Pin(NamedTuple):
     number: int
-    """Its end in ms, and what makes it unique, in one number."""
+    """The end in ms, followed by 64 bits that make the number unique."""
     size: int
 
 
@@ -23,9 +22,8 @@ class Pins:
     """Pins of entries, by tenant and slot.
 
     Attributes:
-        of_tenant: share of a tenant's quota, or of the budget without one, that its pins may take.
-        of_all: share of the budget that all pins may take together.
-        total: of all pins.
+        of_tenant: Largest share of a tenant's quota, or of the budget without a quota, that its pins may have.
+        of_all: Largest share of the budget that all pins may have.
     """
 
     def __init__(self) -> None:
@@ -34,14 +32,10 @@ class Pins:
         self.total_bytes = 0
         self._pins: dict[int, dict[int, _Pin]] = {}
         self._bytes: dict[int, int] = {}
-        self._ends: Ordered[tuple[int, int]] = Ordered()
+        self._by_end: SortedDict[int, tuple[int, int]] = SortedDict()
         self._numbers = count()
 
-    def __len__(self) -> int:
-        return len(self._ends)
-
     def has(self, tenant: int, slot: int) -> bool:
-        """Return whether an entry is pinned."""
         return slot in self._pins.get(tenant, ())
 
     def bytes_of(self, tenant: int) -> int:
@@ -49,14 +43,14 @@ class Pins:
         return self._bytes.get(tenant, 0)
 
     def count(self, tenant: int | None) -> int:
-        """Return the number of a tenant's pins, or of all."""
-        return len(self._ends) if tenant is None else len(self._pins.get(tenant, ()))
+        """Return the number of pins of a tenant, or of all tenants."""
+        return len(self._by_end) if tenant is None else len(self._pins.get(tenant, ()))
 
     def check(self, tenant: int, slot: int, size: int, *, quota_bytes: int | None, budget_bytes: int) -> None:
         """Check that an entry may be pinned.
 
         Raises:
-            PinShareError: its tenant, or all, would have too much pinned.
+            PinShareError: The tenant, or all tenants together, would have too much pinned.
         """
         pin = self._pins.get(tenant, {}).get(slot)
         more = size - (pin.size if pin is not None else 0)
@@ -65,11 +59,11 @@ class Pins:
         own_max = self._own_max(quota_bytes, budget_bytes)
         if self.bytes_of(tenant) + more > own_max:
             raise PinShareError(
-                f"pins of this tenant may take {own_max} bytes, and {self.bytes_of(tenant)} are; "
-                "unpin some, or wait until their pins end"
+                f"pins of this tenant may have {own_max} bytes and have {self.bytes_of(tenant)}; "
+                "unpin some entries, or wait until pins end"
             )
         if self.total_bytes + more > int(self.of_all * budget_bytes):
-            raise PinShareError("pins may not take more at present; wait until some end")
+            raise PinShareError("all pins together have their share of the budget; wait until some pins end")
 
     def add(self, tenant: int, slot: int, size: int, until_ms: int) -> None:
         """Pin an entry of ``size`` bytes, or change its pin."""
@@ -78,7 +72,7 @@ class Pins:
         self._pins.setdefault(tenant, {})[slot] = pin
         self._bytes[tenant] = self._bytes.get(tenant, 0) + size
         self.total_bytes += size
-        self._ends.add(pin.number, (tenant, slot))
+        self._by_end[pin.number] = (tenant, slot)
 
     def drop(self, tenant: int, slot: int) -> None:
         """Unpin an entry, if it is pinned."""
@@ -86,25 +80,26 @@ class Pins:
         pin = None if pins is None else pins.pop(slot, None)
         if pins is None or pin is None:
             return
-        self._ends.remove(pin.number)
+        del self._by_end[pin.number]
         self.total_bytes -= pin.size
         self._bytes[tenant] -= pin.size
         if not pins:
             del self._pins[tenant], self._bytes[tenant]
 
     def ended(self, now_ms: int) -> tuple[int, int] | None:
-        """Return tenant and slot of the pin that ended first, if it has; it is still there."""
-        first = self._ends.first()
-        return None if first is None or first[0] >> 64 > now_ms else first[1]
+        """Return tenant and slot of the pin with the earliest end, if that has passed. The pin is not dropped."""
+        if not self._by_end:
+            return None
+        number, pinned = self._by_end.peekitem(0)
+        return pinned if number >> 64 <= now_ms else None
 
     def some(self, tenant: int | None, count_max: int) -> list[tuple[int, int]]:
-        """Return tenants and slots of some of a tenant's pins, or of anyone's."""
+        """Return tenants and slots of some pins of a tenant, or of all tenants."""
         if tenant is None:
-            return self._ends.page(0, count_max)[1]
+            return list(islice(self._by_end.values(), count_max))
         return [(tenant, slot) for slot in islice(self._pins.get(tenant, ()), count_max)]
 
     def entries(self, tenant: int, *, quota_bytes: int | None, budget_bytes: int) -> PinnedEntries:
-        """Return what a tenant has pinned, and may."""
         return PinnedEntries(self.count(tenant), self.bytes_of(tenant), self._own_max(quota_bytes, budget_bytes))
 
     def _own_max(self, quota_bytes: int | None, budget_bytes: int) -> int:

@@ -1,18 +1,12 @@
-"""What is asked of a pool, and what pools over devices and those of memory alone do alike (docs/pool.md).
-
-What happens when is told by the parts: ``homes`` where an object goes, ``space`` what goes for it, ``writes`` and
-``reads`` how bytes travel, ``volume`` what survives, ``scrub`` who looks after what nobody asks for.
-"""
+"""The interface of a pool, and what pools over devices and pools of memory alone have in common (docs/pool.md)."""
 
 import os
 import select
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import ClassVar, Final, Self
 
 from shadowserve.clock import wall_clock_ms
@@ -21,52 +15,45 @@ from shadowserve.native import ANY
 from shadowserve.pool.config import PoolConfig
 from shadowserve.pool.core import Core
 from shadowserve.pool.entries import Entry
-from shadowserve.pool.homes import Homes
 from shadowserve.pool.keys import ParsedKey
 from shadowserve.pool.next_use import NextUse
 from shadowserve.pool.opening import Found, Opened, open_devices, open_parts
-from shadowserve.pool.reads import Reader, Told
+from shadowserve.pool.reads import Completion, Reader
 from shadowserve.pool.reports import pool_statistics, tenant_statistics
 from shadowserve.pool.scanning import Cursors, scan_keys
 from shadowserve.pool.scrub import Scrubber
 from shadowserve.pool.space import Quota
 from shadowserve.pool.statistics import Statistics
-from shadowserve.pool.terms import ENTRIES_PER_HOLD, Address, Below, Item, Lease, PinnedEntries
-from shadowserve.pool.volume.changes import BusyError, Ticket
+from shadowserve.pool.terms import ENTRIES_PER_HOLD, Address, Item, Lease, LowerTier, PinnedEntries
+from shadowserve.pool.volume.changes import Ticket
 from shadowserve.pool.volume.volume import Call
-from shadowserve.pool.writes import Writer, joined
-
-__all__ = ["WRITABLE_SHARE", "Pool"]
+from shadowserve.pool.writes import WaitingWriters, Writer, joined
 
 _TURN_MS: Final = 100
-WRITABLE_SHARE: Final = 2
-"""Of the memory, at most a half receives values and waits to be written: the other half is for readers."""
 
 
 class Pool(ABC):
-    """A store: it maps keys to :class:`Item` within budgets, and knows nothing of connections or commands.
+    """A store: it maps keys to :class:`Item` within budgets, without any knowledge of connections or commands.
 
-    A key comes with its tenant's id (:data:`Address`): whoever serves several chooses it for them, so that another
-    tenant's key is another key. Absent and expired are the same to every method.
+    An address (:data:`Address`) has the id of a tenant and a key of that tenant. An expired entry is absent.
 
-    All methods but start(), poll(), drain(), close() and descriptors() are called with the pool's lock held, and never
-    wait for a device; what takes longer comes later: a read through its callback, a write's durability through its
-    :class:`Ticket`, room for more through ``ready`` and :class:`BusyError`. Nor does a method take longer as more is
-    stored: what concerns many entries is done :data:`ENTRIES_PER_HOLD` at a time, the rest in poll(), which gives the
-    lock up in between. Callbacks are called once, from any thread, without the lock; those of read() may also come
-    inside the call.
+    All methods but start(), poll(), drain(), close() and descriptors() are called with the pool's lock held and never
+    wait for a device. Later results come by callback (reads), :class:`Ticket` (durability of writes), or ``ready`` and
+    :class:`BusyError` (room). The time of a call does not grow with the number of entries: work on many entries is done
+    :data:`ENTRIES_PER_HOLD` at a time, the rest in poll(), which releases the lock in between. Each callback is called
+    once, from any thread, without the lock; callbacks of read() also inside the call.
 
-    Eviction takes the least recently used (or what the policy takes for it) with these rules: a tenant beyond its own
-    quota evicts its own entries only; beyond the whole budget, whoever uses most of it gives first. An entry with
-    present children (entries put with its name as ``parent``) never goes before them, unless these are pinned and
-    nothing else is left; a pinned one never goes before its pin ends.
+    Evicted is the least recently used entry (or the one that the policy chooses), under these rules. A tenant beyond
+    its quota evicts its own entries only. Beyond the budget, the tenant that uses most evicts first. An entry with
+    children (entries that were put with its name as ``parent``) is evicted after them, unless they are pinned and
+    nothing else is left. A pinned entry is not evicted before its pin ends.
 
     Every kind of pool passes ``tests/pool/store_conformance.py``.
     """
 
     core_class: ClassVar[type[Core]]
     client = 0
-    """Who calls, set with the lock held: a tenant's clients have turns in the tier below."""
+    """The caller's number, set with the lock held: the lower tier serves the clients of a tenant in turn."""
 
     def __init__(
         self,
@@ -74,58 +61,61 @@ class Pool(ABC):
         *,
         devices: Callable[[], Found] | None = None,
         budget_bytes: int | None = None,
-        below: Below | None = None,
+        below: LowerTier | None = None,
         clock_ms: Callable[[], int] = wall_clock_ms,
         seed: int | None = None,
         measure: bool = True,
         ticks: Callable[[], int] = time.perf_counter_ns,
         entropy: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """Make what start() opens.
+        """Prepare a pool; start() opens it.
 
         Args:
-            config: of the storage node.
-            devices: opens devices in place of those that ``config`` names; for simulation.
-            budget_bytes: of all objects; None for what devices, or without them memory, have room for.
-            below: has what this pool does not have any more.
+            config: Memory and devices.
+            devices: Opens other devices than those of ``config``; for simulation.
+            budget_bytes: Most bytes of all objects; None for what devices, or memory without devices, have room for.
+            below: The lower tier, which keeps records that this pool evicts.
             clock_ms: Unix time.
-            seed: of the index; by default random.
-            measure: whether to measure bandwidths; else all are the same but for configured ones.
-            ticks: clock of the counters of time, in ns.
-            entropy: gives random bytes.
+            seed: Seed of the index; random by default.
+            measure: Measure bandwidths at the start; otherwise devices without a configured bandwidth are equal.
+            ticks: Clock of the counters of time, in ns.
+            entropy: Returns random bytes.
         """
         self._config = config
-        self._devices = devices
-        self._budget_bytes = budget_bytes
-        self._below = below
+        self._lower_tier = below
         self._clock_ms = clock_ms
-        self._entropy = entropy
-        self._open_parts = partial(
-            open_parts,
-            config,
-            core_class=self.core_class,
-            clock_ms=clock_ms,
-            ticks=ticks,
-            seed=seed,
-            measure=measure,
-            entropy=entropy,
-        )
+
+        def open_pool() -> Opened:
+            found, absent = open_devices(config) if devices is None else (devices(), [])
+            opened = open_parts(
+                config,
+                found,
+                absent,
+                core_class=self.core_class,
+                clock_ms=clock_ms,
+                ticks=ticks,
+                seed=seed,
+                measure=measure,
+                entropy=entropy,
+            )
+            if budget_bytes is not None:
+                opened.space.budget_bytes = budget_bytes
+            self._cursors = Cursors(entropy(16))
+            return opened
+
+        self._open = open_pool
+        self._opened: Opened
         self._lock: threading.Lock | None = None
-        self._ready: deque[Callable[[], None]] = deque()
-        self._busy: list[Ticket] = []
-        self._free_blocks = 0
-        self._barriers: list[Ticket] = []
         self._next_turn_ms = 0
         self._peak_bytes = 0
         self._closed = False
-        self._opened: Opened
 
     @classmethod
     def open(cls, config: PoolConfig, clock_ms: Callable[[], int] = wall_clock_ms) -> Self:
         """Return a started pool with a lock of its own, for programs without a server.
 
         Raises:
-            ConfigurationError: a device cannot be used.
+            ConfigurationError: A device cannot be used.
         """
         pool = cls(config, clock_ms=clock_ms)
         pool.start(threading.Lock())
@@ -134,135 +124,135 @@ class Pool(ABC):
     # ---- Life
 
     def start(self, lock: threading.Lock) -> None:
-        """Begin; before any other call, without the lock. ``lock`` is the node's, for poll() and threads to take.
+        """Open the pool, before any other call and without the lock. poll() and the pool's threads take ``lock``.
 
         Raises:
-            ConfigurationError: a device or folder cannot be used.
+            ConfigurationError: A device or folder cannot be used.
         """
         self._lock = lock
-        found, absent = open_devices(self._config) if self._devices is None else (self._devices(), [])
-        opened = self._open_parts(found, absent)
-        self._opened = opened
-        self._core = opened.core
-        self._index = opened.core.index
+        opened = self._opened = self._open()
+        core = self._core = opened.core
+        self._index = core.index
         self._space = opened.space
-        if self._budget_bytes is not None:
-            self._space.budget_bytes = self._budget_bytes
-        self._homes: Homes = opened.homes
-        self._reader = Reader(opened.core, opened.space)
-        self._writer = Writer(opened.core)
-        self._scrubber = Scrubber(opened.core, self._config.scrub_bytes_per_s)
-        self._tenants = opened.tenants
-        self._cursors = Cursors(self._entropy(16))
-        if self._below is not None:
-            self._space.held_back = self._below.holds_back
-            self._below.start(self, lock)
+        self._reader = Reader(core, opened.space)
+        self._writer = Writer(core)
+        self._waiting = WaitingWriters(core, self._writer, self._config.write_bytes_under_way_max)
+        self._scrubber = Scrubber(core, self._config.scrub_bytes_per_s)
+        if self._lower_tier is not None:
+            self._space.held_back = self._lower_tier.holds_back
+            self._lower_tier.start(self, lock)
 
     def descriptors(self) -> list[int]:
-        """Return what to wait for: poll() is called when one of them is readable. After start(), always the same."""
+        """Return the descriptors to wait for: poll() is due when one is readable. They never change after start()."""
         return [self._core.waker.descriptor, *(disk.volume.device.fileno() for disk in self._core.disks)]
 
     def poll(self) -> bool:
-        """Deal with what devices have completed. Called without the lock, from the one thread that drives the store.
+        """Process completions of devices, and all work that is due. Called without the lock, by one thread.
 
-        It comes when a descriptor is readable and at least every 100 ms.
+        It is called when a descriptor is readable, and at least every 100 ms. Its phases:
+
+        1. with the lock: take completions; finish the reads that their device has found sound
+        2. without: complete these reads
+        3. only if there is more work (:meth:`_run_turn`): verify other reads and seal values without the lock, then
+           finish reads and writes, evict and scrub with it, and tell the waiting clients without it
+        4. with the lock: remove some cleared entries, and evict some entries beyond a lowered quota or budget
 
         Returns:
-            Whether it has left something undone so that others get the lock: it is called again a moment later.
+            True if work is left, which waits so that others get the lock: call poll() again a moment later.
         """
         lock, core, reader = self._lock, self._core, self._reader
         assert lock is not None, "start() comes first"
-        core.waker.calm()
-        tell: list[Told] = []
+        core.waker.reset()
+        completions: list[Completion] = []
         reading = reader.under_way > 0
         with lock:
             began, now_ms = core.ticks(), self._clock_ms()
             calls = core.step_disks(now_ms)
             stepped = core.ticks()
-            reader.take_ended(tell)
+            reader.take_ended(completions)
             if reading:
                 core.counters.submission_ns += stepped - began
                 core.counters.grouping_ns += core.ticks() - stepped
-            more = self._has_more(now_ms)
-        for done, lease in tell:
+            has_work = self._has_work(now_ms)
+        for done, lease in completions:
             done(lease)
-        if calls or more:
-            self._go_on(lock, calls)
-        return self._work_on(lock)
+        if calls or has_work:
+            self._run_turn(lock, calls)
+        return self._trim(lock)
 
-    def _work_on(self, lock: threading.Lock) -> bool:
-        """Go on with what takes long, in a hold of the lock of its own; return whether there is more."""
-        core, space = self._core, self._space
-        if not (core.clears.under_way or space.is_beyond):
-            return False
-        with lock:
-            space.begin_hold()
-            if core.clears.under_way:
-                space.left -= core.step_clears(ENTRIES_PER_HOLD)
-            space.trim()
-            return core.clears.under_way or space.is_beyond
+    def _has_work(self, now_ms: int) -> bool:
+        """Return whether more is due than completing sound reads."""
+        waiting = self._waiting or self._space.wants_poll or self._reader.wants_poll
+        more = self._writer.has_more or self._reader.unverified or self._scrubber.has_read
+        return bool(waiting or more or self._is_turn_due(now_ms))
 
-    def _has_more(self, now_ms: int) -> bool:
-        """Return whether there is more to do than to hand on what devices have read and found sound."""
-        waiting = self._barriers or self._busy or self._ready or self._space.wants_turn or self._reader.wants_turn
-        more = self._writer.has_more or self._reader.unsure or self._scrubber.has_read
-        return bool(waiting or more or self._is_turn(now_ms))
-
-    def _go_on(self, lock: threading.Lock, calls: list[Call]) -> None:
-        """Check reads that are not known to be sound, go on with writes, take a turn, tell those who wait."""
-        core, reader, writer, scrubber = self._core, self._reader, self._writer, self._scrubber
+    def _run_turn(self, lock: threading.Lock, calls: list[Call]) -> None:
+        reader, writer, scrubber = self._reader, self._writer, self._scrubber
         for call in calls:
             call()
         with lock:
-            reads, scrubbed, unsealed = reader.take_unsure(), scrubber.take_read(), writer.take_unsealed()
+            reads, scrubbed, unsealed = reader.take_unverified(), scrubber.take_read(), writer.take_unsealed()
+        # Checksums take long: without the lock.
         reader.verify(reads)
         scrubber.verify(scrubbed)
         writer.seal(unsealed)
-        tell: list[Told] = []
+        completions: list[Completion] = []
         with lock:
-            began, reading = core.ticks(), reader.under_way > 0
-            # Where nothing but sound reads has ended, there is nothing to hand on, and no memory has become free.
-            changed = bool(scrubbed or len(writer) or self._barriers) or any(read.failure for read in reads)
-            reader.finish(reads, tell)
+            began, reading = self._core.ticks(), reader.under_way > 0
+            # Where only sound reads have ended, there is nothing to write and no memory has become free.
+            changed = bool(scrubbed or len(writer) or writer.has_barriers) or any(read.failure for read in reads)
+            reader.finish(reads, completions)
             scrubber.finish(scrubbed)
             calls = []
             if changed:
                 writer.submit(unsealed)
-                calls = core.step_disks(self._clock_ms())
+                calls = self._core.step_disks(self._clock_ms())
                 writer.finish()
-                self._pass_barriers()
-            core.arenas.settle()
-            changed |= self._turn() | self._space.wants_turn | reader.wants_turn
-            self._space.wants_turn = False
+            self._core.arenas.settle()
+            changed |= self._do_periodic_work() | self._space.wants_poll | reader.wants_poll
+            self._space.wants_poll = False
             if reading:
-                core.counters.grouping_ns += core.ticks() - began
+                self._core.counters.grouping_ns += self._core.ticks() - began
             if changed:
                 reader.pump()
-            settled = [*writer.take_settled(), *((ticket, None) for ticket in self._take_busy())]
-            ready = self._take_ready()
+            retried = [] if self._space.waits_for_lower_tier else self._waiting.take_busy()
+            settled = [*writer.take_settled(), *((ticket, None) for ticket in retried)]
+            ready = self._waiting.take_ready()
             if writer.waiting or reader.has_ended:
-                core.waker.wake()
+                self._core.waker.wake()
         for call in calls:
             call()
-        for done, lease in tell:
+        for done, lease in completions:
             done(lease)
         for ticket, error in settled:
             ticket.settle(error)
         for callback in ready:
             callback()
 
-    def _is_turn(self, now_ms: int) -> bool:
+    def _trim(self, lock: threading.Lock) -> bool:
+        """Remove some cleared entries and some entries beyond a bound; return whether there are more."""
+        core, space = self._core, self._space
+        if not (core.clears.under_way or space.is_beyond):
+            return False
+        with lock:
+            space.begin_hold()
+            if core.clears.under_way:
+                space.evictions_left -= core.step_clears(ENTRIES_PER_HOLD)
+            space.trim()
+            return core.clears.under_way or space.is_beyond
+
+    def _is_turn_due(self, now_ms: int) -> bool:
         return now_ms >= self._next_turn_ms or now_ms <= self._next_turn_ms - 10 * _TURN_MS
 
-    def _turn(self) -> bool:
-        """Do what is to be done ten times a second; return whether it was time."""
+    def _do_periodic_work(self) -> bool:
+        """Do the work of every 100 ms, if it is due; return whether it was."""
         now_ms = self._clock_ms()
-        if not self._is_turn(now_ms):
+        if not self._is_turn_due(now_ms):
             return False
         self._next_turn_ms = now_ms + _TURN_MS
         self._core.turn()
-        self._space.waits_below = False
-        self._homes.update()
+        self._space.waits_for_lower_tier = False
+        self._opened.homes.update()
         self._space.begin_hold()
         self._space.keep_headroom()
         self._end_pins()
@@ -270,24 +260,24 @@ class Pool(ABC):
         return True
 
     def drain(self, timeout_s: float) -> None:
-        """Make everything durable and leave what makes the next start quick; no calls but poll()'s own come any more.
+        """Make everything durable, and write snapshots so that the next start is quick.
 
-        Called without the lock, from the thread that called poll(), which this does for itself from now on. It returns
-        within ``timeout_s`` whatever devices do.
+        Called without the lock, by the thread that has called poll(), which this calls itself from now on; no other
+        calls come any more. It returns within ``timeout_s`` whatever devices do.
         """
         ends = time.monotonic() + timeout_s
         self._drain_until(ends, lambda: not self.busy)
-        if (below := self._below) is not None:
-            below.hurry()
-            self._drain_until(ends, lambda: below.idle)
+        if (lower_tier := self._lower_tier) is not None:
+            lower_tier.hurry()
+            self._drain_until(ends, lambda: lower_tier.idle)
         lock = self._lock
         assert lock is not None
         with lock:
-            waiting = self.barrier()
+            barrier = self.barrier()
             for disk in self._core.disks:
-                disk.remember_wear()
+                disk.log_write_budget()
                 disk.volume.snapshot()
-        self._drain_until(ends, lambda: waiting is None or waiting.settled)
+        self._drain_until(ends, lambda: barrier is None or barrier.settled)
         self._drain_until(ends, lambda: all(disk.gone or disk.volume.idle for disk in self._core.disks))
 
     def _drain_until(self, ends: float, condition: Callable[[], bool]) -> None:
@@ -298,46 +288,47 @@ class Pool(ABC):
 
     @property
     def busy(self) -> bool:
-        """Whether something is still on its way to a device, or back."""
+        """True while bytes are on their way to a device, or back."""
         return bool(len(self._writer) or self._reader.under_way)
 
     def close(self) -> None:
-        """Give everything back; from the same thread, after drain() or without it (then as after a crash)."""
+        """Release everything, in the same thread. Without drain() before, the state is that after a crash."""
         if not self._closed:
             self._closed = True
-            if self._below is not None and self._lock is not None:
-                self._below.close()
-                with self._lock:
-                    """Whoever of it had the lock before close() is done with this pool."""
+            if self._lower_tier is not None and self._lock is not None:
+                self._lower_tier.close()
+                # A barrier: after it, no thread of the lower tier uses this pool any more.
+                self._lock.acquire()
+                self._lock.release()
             self._opened.close()
-            if self._below is not None:
-                self._below.join()
+            if self._lower_tier is not None:
+                self._lower_tier.join()
 
     # ---- Reading
 
     @abstractmethod
     def get(self, address: Address) -> Item | None:
-        """Return the item of ``address`` and count this as a use of it; None if absent."""
+        """Return the item of ``address`` and count a use of it; None if absent."""
 
     @abstractmethod
     def peek(self, address: Address) -> Item | None:
-        """Return the item of ``address`` without counting this as a use."""
+        """Return the item of ``address`` without counting a use."""
 
     @abstractmethod
     def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
-        """Bring the bytes ``[start, end)`` of an item whose value is None, 0 <= start < end <= length.
+        """Read the bytes ``[start, end)`` of an item whose value is None, 0 <= start < end <= length.
 
-        Whatever happens to the entry meanwhile, ``done`` gets what the item's value was, or None: the bytes are not to
-        be had (a device error, a failed check); the store has counted why and dropped the entry. Never wrong bytes.
-        Never refused: a store that can only do so many at a time lets the others wait.
+        ``done`` gets the item's bytes, whatever happens to the entry in the meantime; or None after a device error or a
+        failed check, which the pool has counted and for which it has dropped the entry. Never wrong bytes. The read is
+        never refused: it may wait for others.
         """
 
     def expected_s(self, size: int) -> float | None:
-        """Return how many seconds cold items of so many bytes are expected to take, asked for now; None: none is."""
-        return None if self._below is None else self._below.expected_s(size)
+        """Return the expected time to read ``size`` bytes from the lower tier now; None without a lower tier."""
+        return None if self._lower_tier is None else self._lower_tier.expected_s(size)
 
     def hold(self, item: Item) -> None:
-        """Keep the bytes of an item with a value valid, and counted, until as many calls of release()."""
+        """Keep the bytes of an item with a value valid, and counted, until release()."""
         assert item.kept is not None
         item.kept.users += 1
 
@@ -349,17 +340,17 @@ class Pool(ABC):
 
     @abstractmethod
     def allocate(self, size: int, ready: Callable[[], None]) -> memoryview | None:
-        """Return a writable buffer to receive a value of ``size`` bytes in, which put() then takes.
+        """Return a writable buffer for a value of ``size`` bytes, to be passed to put().
 
-        None: there is no room now; ``ready`` is called when to try again.
+        None: there is no memory now; ``ready`` is called when there may be some.
 
         Raises:
-            MemoryError: there will never be.
+            MemoryError: There will never be as much.
         """
 
     @abstractmethod
     def discard(self, buffer: memoryview) -> None:
-        """Take a buffer of allocate() back unless put() has taken it; its user is done with it in either case."""
+        """Return a buffer of allocate(), also after put(), which keeps what it needs of it."""
 
     @abstractmethod
     def put(
@@ -371,79 +362,72 @@ class Pool(ABC):
         expires_at_ms: int | None = None,
         parent: bytes = b"",
     ) -> Ticket | None:
-        """Store a value in place of what is there, evicting others if need be; a pin goes with the old.
+        """Store a value, evicting others if needed. It replaces the present value of the address and its pin.
 
-        The store keeps ``value`` itself: the caller does not change it afterwards. It can be read at once.
+        The pool keeps ``value`` itself, so the caller must not change it afterwards. The value can be read at once.
 
         Args:
-            address: where to.
-            value: what.
-            head_bytes: length of the record's head, 0 if the value is no record.
-            expires_at_ms: Unix time in milliseconds, or None.
-            parent: the name (32 bytes) of the chunk before this one, of the same tenant; empty for none.
+            address: Tenant and key.
+            value: The bytes.
+            head_bytes: Length of the record's header; 0 if the value is no record.
+            expires_at_ms: Unix time in milliseconds; None for no expiry.
+            parent: Name (32 bytes) of the previous chunk, of the same tenant; empty for none.
 
         Returns:
-            None if it is as durable as this store makes it, and the record that it replaces is gone from the tier
-            below; else a ticket: settled when that is so, or with an error. An entry that failed here is then gone.
+            None if the value is as durable as this pool makes it, and no lower tier has a record that it replaces.
+            Otherwise a ticket that settles when that is so, or with an error; then the entry is gone.
 
         Raises:
-            OutOfBudgetError: it does not fit; nothing has changed.
-            BusyError: too many writes are under way, or more has to be evicted than one hold of the lock does; some
-                may have been. Else nothing has changed.
+            OutOfBudgetError: The value does not fit; nothing has changed.
+            BusyError: Too many writes are in progress, or more entries have to be evicted than one hold of the lock
+                allows; some may be evicted. Nothing else has changed.
         """
 
     @abstractmethod
     def settling(self, address: Address) -> Ticket | None:
-        """Return the ticket of the entry of ``address`` while it is not settled: its value may yet be lost."""
+        """Return the ticket of the address's value while it is not settled: the value may still be lost."""
 
-    def _find_below(self, address: Address) -> Item | None:
-        """Return the item of what is not here but in the tier below."""
-        return None if self._below is None else self._below.find(address)
+    def _find_in_lower_tier(self, address: Address) -> Item | None:
+        return None if self._lower_tier is None else self._lower_tier.find(address)
 
     def _present(self, parsed: ParsedKey) -> Entry | None:
         found = self._index.get(parsed[0], parsed[1])
         return None if found is None else self._unless_cleared(Entry(*found))
 
     def _unless_cleared(self, entry: Entry) -> Entry | None:
-        """Return an entry; None for what was cleared, which then goes at once."""
+        """Return an entry; None if it was cleared, after removing it."""
         if self._core.clears.under_way and self._core.clears.covers(entry.tenant, entry.generation):
             self._core.forget(entry)
             return None
         return entry
 
     def _entered(self, tenant: int, length: int, head_bytes: int, *, is_new: bool) -> None:
-        """Count an entry that the index has been given."""
+        """Count an entry that was added to the index."""
         core = self._core
         if head_bytes:
             for counters in core.counters.of(tenant):
                 counters.record_bytes += length
         if is_new and core.clears.under_way:
             core.clears.count_change(tenant, 1)
-        core.weights.note(tenant)
+        core.usage_ranking.note(tenant)
 
-    def _put_below(self, address: Address, size: int, head_bytes: int, expires: bool, parent: bytes) -> Ticket | None:
-        """Give the tier below a value; return a ticket if the client has to wait for it."""
-        if self._below is None:
+    def _put_in_lower_tier(
+        self, address: Address, size: int, head_bytes: int, expires: bool, parent: bytes
+    ) -> Ticket | None:
+        """Pass a value to the lower tier; return a ticket if the client has to wait for it."""
+        if self._lower_tier is None:
             return None
-        return self._below.stored(address, head_bytes=head_bytes, expires=expires, parent=parent, length=size)
-
-    def _busy_error(self, why: str) -> BusyError:
-        self._core.counters.busy_writes += 1
-        again = Ticket()
-        self._busy.append(again)
-        self._free_blocks = self._count_free_blocks()
-        self._core.waker.wake()
-        return BusyError(f"too many writes are under way: {why}", again)
+        return self._lower_tier.stored(address, head_bytes=head_bytes, expires=expires, parent=parent, length=size)
 
     # ---- Changing
 
     @abstractmethod
     def _entry_of(self, address: Address) -> Entry | None:
-        """Return the entry of a client's key, unless it has expired, which removes it."""
+        """Return the entry of an address; None if it is absent or has expired, which removes it."""
 
     def remove(self, address: Address) -> bool:
-        """Remove ``address``; return whether it was there."""
-        was_below = self._below is not None and self._below.removed(address)
+        """Remove an entry, here and in the lower tier; return whether it was present."""
+        was_below = self._lower_tier is not None and self._lower_tier.removed(address)
         entry = self._entry_of(address)
         if entry is None:
             return was_below
@@ -451,11 +435,11 @@ class Pool(ABC):
         return True
 
     def set_expiry(self, address: Address, expires_at_ms: int | None) -> bool:
-        """Set or clear the expiry of ``address``; return whether it was there. A time in the past removes it.
+        """Set or clear an expiry; return whether the entry was present. A time in the past removes the entry.
 
-        What expires leaves the tier below; where it was there alone, at once.
+        A record with an expiry is removed from the lower tier, at once also where only the lower tier has it.
         """
-        was_below = expires_at_ms is not None and self._below is not None and self._below.removed(address)
+        was_below = expires_at_ms is not None and self._lower_tier is not None and self._lower_tier.removed(address)
         entry = self._entry_of(address)
         if entry is None:
             return was_below
@@ -465,14 +449,14 @@ class Pool(ABC):
         self._core.set_expiry(entry.slot, expires_at_ms)
         disk = self._core.disk_of(entry)
         if disk is not None and not self._writer.is_unsubmitted(entry.slot):
-            disk.log_expiry(entry.tenant, entry.key, expires_at_ms or 0)
+            disk.log.expire(entry.tenant, entry.key, expires_at_ms or 0)
         return True
 
     def pin(self, address: Address, until_ms: int) -> bool:
-        """Keep ``address`` from eviction until then (Unix time; 0 or the past unpins); return whether it was there.
+        """Protect an entry from eviction until a Unix time (0 or the past unpins); return whether it was present.
 
         Raises:
-            PinShareError: its tenant, or all together, would have too much pinned; nothing has changed.
+            PinShareError: Its tenant, or all tenants, would have too much pinned; nothing has changed.
         """
         entry = self._entry_of(address)
         if entry is None:
@@ -495,15 +479,15 @@ class Pool(ABC):
             self._core.pins.drop(entry.tenant, entry.slot)
         disk = self._core.disk_of(entry)
         if disk is not None and not self._writer.is_unsubmitted(entry.slot):
-            disk.log_pin(entry.tenant, entry.key, until_s)
+            disk.log.pin(entry.tenant, entry.key, until_s)
 
     @property
     def next_use(self) -> NextUse:
-        """Who waits for what, which goes after all else. Keys are :func:`parse_key`'s."""
+        """Entries that waiting requests need, which are evicted last. Its keys are those of :func:`parse_key`."""
         return self._core.next_use
 
     def unpin_some(self, tenant: int | None) -> int:
-        """Unpin up to :data:`ENTRIES_PER_HOLD` entries of a tenant, or of all; return how many these were."""
+        """Unpin up to :data:`ENTRIES_PER_HOLD` entries of a tenant, or of all tenants; return their number."""
         some = self._core.pins.some(tenant, ENTRIES_PER_HOLD)
         for _, slot in some:
             entry = self._core.entry(slot)
@@ -512,16 +496,15 @@ class Pool(ABC):
         return len(some)
 
     def pinned(self, tenant: int) -> PinnedEntries:
-        """Return what a tenant has pinned."""
         quota_bytes, budget_bytes = self._space.bounds(tenant)
         return self._core.pins.entries(tenant, quota_bytes=quota_bytes, budget_bytes=budget_bytes)
 
     def pinning_tenants(self, count_max: int) -> list[int]:
-        """Return ids of some tenants that have pinned something."""
+        """Return ids of some tenants that have pins."""
         return self._core.pins.tenants(count_max)
 
     def _end_pins(self) -> None:
-        """Let objects take part again whose pins have ended."""
+        """Make entries evictable again whose pins have ended."""
         now_ms = self._clock_ms()
         for _ in range(ENTRIES_PER_HOLD):
             ended = self._core.pins.ended(now_ms)
@@ -532,55 +515,34 @@ class Pool(ABC):
             self._core.index.pin(slot, 0)
 
     def set_pin_shares(self, of_tenant: float, of_all: float) -> None:
-        """Bound what pins may take: shares of a tenant's quota (of the budget without one), and of the budget.
+        """Limit pins: shares of a tenant's quota (without one, of the budget), and of the budget. Both begin as 1.
 
-        What is pinned already stays so. Without a call both are 1.
+        Present pins stay.
         """
         self._core.pins.of_tenant, self._core.pins.of_all = of_tenant, of_all
 
     def clear(self, tenant: int | None) -> None:
-        """Remove everything of a tenant, or of all: at once nobody finds it any more, and by and by it is gone."""
+        """Remove all entries of a tenant, or of all tenants. They are absent at once; poll() frees them."""
         self._core.clear(tenant)
-        if self._below is not None:
-            self._below.cleared(tenant)
-        if self._index.totals(ANY if tenant is None else tenant).objects <= self._space.left:
-            self._space.left -= self._core.step_clears(ENTRIES_PER_HOLD)
+        if self._lower_tier is not None:
+            self._lower_tier.cleared(tenant)
+        if self._index.totals(ANY if tenant is None else tenant).objects <= self._space.evictions_left:
+            self._space.evictions_left -= self._core.step_clears(ENTRIES_PER_HOLD)
         if self._core.clears.under_way:
             self._core.waker.wake()
 
     def barrier(self) -> Ticket | None:
         """Return a ticket that settles when every remove, set_expiry, pin and clear so far is durable; None if all are.
 
-        It settles with an error when one of them could not be written. What was cleared is then gone.
+        It settles with an error when one of them could not be written.
         """
         if (refusal := self._core.refusal()) is not None:
             return self._writer.refused(refusal)
-        below = None if self._below is None else self._below.barrier()
-        if any(disk.is_logging for disk in self._core.disks):  # some are not even in a log
-            ticket = Ticket()
-            self._barriers.append(ticket)
-            self._core.waker.wake()
-            return joined((ticket, below))
-        return joined((self._durable(), below))
-
-    def _durable(self) -> Ticket | None:
-        """Return a ticket for what is in the logs. The volumes' own settle in poll(), like ours."""
-        return joined(disk.barrier() for disk in self._core.disks)
-
-    def _pass_barriers(self) -> None:
-        """Go on with barriers that waited for room in a log."""
-        if not self._barriers or any(disk.is_logging for disk in self._core.disks):
-            return
-        waiting = self._durable()
-        for ticket in self._barriers:
-            if waiting is None:
-                self._writer.settle_later(ticket)
-            else:
-                waiting.then(partial(self._writer.settle_later, ticket))
-        self._barriers.clear()
+        lower_tier = None if self._lower_tier is None else self._lower_tier.barrier()
+        return joined((self._writer.barrier(), lower_tier))
 
     def sweep(self, keys_max: int) -> int:
-        """Remove at most ``keys_max`` expired entries that nobody asked for; return how many were looked at."""
+        """Remove at most ``keys_max`` expired entries; return how many entries were examined."""
         slots = self._index.expired(self._clock_ms(), keys_max)
         for slot in slots:
             entry = self._core.entry(slot)
@@ -591,30 +553,30 @@ class Pool(ABC):
     # ---- Tenants, sizes
 
     def scan(self, tenant: int, cursor: int, count: int) -> tuple[int, list[bytes]]:
-        """Return the next cursor, 0 at the end, and keys; as SCAN promises, whatever changes in between.
+        """Return the next cursor (0 at the end) and some keys, with the guarantees of Redis' SCAN.
 
-        A cursor depends on this tenant's keys alone, so that it tells nothing of others.
+        A cursor depends on this tenant's keys alone, so it reveals nothing about other tenants.
         """
         position, keys = scan_keys(self._core, tenant, self._cursors.position(cursor), count)
         return self._cursors.shown(position), keys
 
     def count(self, tenant: int) -> int:
-        """Return a tenant's number of entries, expired ones that were not noticed yet included."""
+        """Return a tenant's number of entries, including those that have expired without notice."""
         living = self._core.clears.count(tenant) if self._core.clears.under_way else None
         return self._index.totals(tenant).objects if living is None else living
 
     def tenant(self, name: str) -> int:
-        """Return the id of a tenant, given out on first use and kept as long as the store keeps values; "" has 0."""
-        return self._tenants.id_of(name)
+        """Return the id of a tenant, assigned on first use and kept as long as the pool keeps values; "" has id 0."""
+        return self._opened.tenants.id_of(name)
 
     def tenants(self) -> Mapping[str, int]:
-        """Return the ids of the tenants that have one, by their names."""
-        return self._tenants.by_name()
+        """Return all assigned ids by the tenants' names."""
+        return self._opened.tenants.by_name()
 
     def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
-        """Bound a tenant's bytes and keys, and its share below; None for no bound. Entries beyond it go soon."""
-        if self._below is not None:
-            self._below.set_quota(self._tenants.name_of(tenant), bytes_max, keys_max)
+        """Limit a tenant's bytes and keys, here and in the lower tier; None for no limit. Excess is evicted soon."""
+        if self._lower_tier is not None:
+            self._lower_tier.set_quota(self._opened.tenants.name_of(tenant), bytes_max, keys_max)
         if bytes_max is None and keys_max is None:
             self._space.quotas.pop(tenant, None)
         else:
@@ -627,40 +589,42 @@ class Pool(ABC):
             self._core.waker.wake()
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Change the budget. What is beyond it goes soon, as far as it may."""
+        """Change the budget. The excess is evicted soon, as far as it may be."""
         self._space.budget_bytes = budget_bytes
         self._bound()
 
     def follow(self, config: PoolConfig) -> None:
-        """Take over what a new configuration says of memory, of devices' budgets, and of the scrub.
+        """Apply a new configuration: memory, budgets of devices, and the scrub rate.
 
         Raises:
-            ConfigurationError: it names a device that is not there.
+            ConfigurationError: It names a device that the pool does not have.
         """
         disks = {disk.name: disk for disk in self._core.disks}
         present = set(disks).union(name for name, _ in self._opened.absent)
         unknown = [str(device.path) for device in config.devices if str(device.path) not in present]
         if unknown:
-            raise ConfigurationError(f"there is no device {unknown[0]}; there are {sorted(present)}")
+            raise ConfigurationError(
+                f"the pool has no device {unknown[0]}; it has {sorted(present)}. Restart the server to change devices"
+            )
         self._bound_memory(int(config.memory_budget_bytes))
         self._bound()
         for device in config.devices:
             disk = disks.get(str(device.path))
             if disk is not None:
                 self._space.set_device_budget(disk, device.bytes_max, device.objects_max)
-                disk.wear.budget_bytes = device.write_bytes_per_day
+                disk.write_budget.budget_bytes = device.write_bytes_per_day
         self._scrubber.bytes_per_s = int(config.scrub_bytes_per_s)
 
     @abstractmethod
     def _bound_memory(self, size: int) -> None:
-        """Change how much memory there may be."""
+        """Change the limit of memory."""
 
     def statistics(self, tenant: int | None = None) -> Statistics:
-        """Return counters and sizes, of all or of one tenant."""
+        """Return counters and sizes of the pool, or of one tenant."""
         keys = self._core.clears.count_all() if tenant is None else self.count(tenant)
         if tenant is None:
             found = pool_statistics(self._opened, self._reader, self._writer, self._peak_bytes)
-            cold = None if self._below is None else self._below.statistics()
+            cold = None if self._lower_tier is None else self._lower_tier.statistics()
             return replace(
                 found, keys=keys, cold=cold, scrub_passes=self._scrubber.rounds, scrub_rotten=self._scrubber.found
             )
@@ -669,32 +633,3 @@ class Pool(ABC):
         if quota is not None and quota.bytes_max is not None:
             budget = quota.bytes_max
         return replace(tenant_statistics(self._core, tenant, budget), keys=keys)
-
-    # ---- Those that wait
-
-    def _may_receive(self, size: int) -> bool:
-        """Return whether writers may take ``size`` bytes of memory more; one always may."""
-        self._core.arenas.settle()
-        under_way = self._core.arenas.lent_bytes + self._writer.bytes_under_way
-        bound = min(self._config.write_bytes_under_way_max, self._core.arenas.size // WRITABLE_SHARE)
-        return under_way == 0 or under_way + size <= bound
-
-    def _take_ready(self) -> list[Callable[[], None]]:
-        if not self._ready or not self._may_receive(0):
-            return []
-        taken = list(self._ready)
-        self._ready.clear()
-        return taken
-
-    def _take_busy(self) -> list[Ticket]:
-        """Return whose writes may be tried again: bytes have been written, or extents have become free."""
-        full = self._writer.bytes_under_way >= self._config.write_bytes_under_way_max
-        if not self._busy or full or self._space.waits_below:
-            return []
-        if self._count_free_blocks() <= self._free_blocks and any(disk.is_freeing for disk in self._core.disks):
-            return []
-        taken, self._busy = self._busy, []
-        return taken
-
-    def _count_free_blocks(self) -> int:
-        return sum(disk.volume.free_blocks for disk in self._core.disks if disk.gone is None)

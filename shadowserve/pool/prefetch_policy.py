@@ -1,71 +1,69 @@
-"""What is moved up for requests before they run: TierKV's equations 1 and 2, and its algorithm 1.
+"""What is prefetched for requests before they run: TierKV's equations 1 and 2, and its algorithm 1.
 
-A tier is reached from the one below it by a hop. Moving n bytes over a hop takes its latency and n over its bandwidth
-(equation 2); what it has promised to carry already goes first. A request's bytes are prefetched as far as they arrive
-before it runs (equation 1): the rest would be late, and is loaded when the request's turn comes, like anybody's. The
-paper checks each block as if it were alone on the link, so that it promises more than the link carries.
+A hop is the way from a tier to the next nearer one. Moving n bytes over a hop takes its latency plus n divided by its
+bandwidth (equation 2), after the bytes that are queued there. A request's bytes are prefetched as far as they arrive
+before it runs (equation 1); the rest is loaded when the request runs. The paper checks each block as if it were alone
+on the link, and so promises more than the link carries.
 
-How far ahead is a number of requests, or a time. What lies two hops down begins earlier: each hop looks further ahead
-by as much as it is slower than the first.
+The reach is a number of requests, or a time. A hop looks further ahead by as much as it is slower than the first, so
+bytes two hops away begin earlier.
 
-No clock and no I/O. A step takes as long as there are requests within reach, whatever the number of their blocks: who
-keeps account of blocks sums up the bytes that lie in each tier as they come and go.
+No clock and no I/O. The time of a step grows with the requests within reach, not with their blocks: the caller sums up
+the bytes in each tier.
 """
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Hop", "Move", "PrefetchPolicy", "Waiting"]
-
 
 class Hop(NamedTuple):
-    """The way up from a tier to the one above it."""
+    """The way from a tier to the next nearer one."""
 
     bytes_per_s: float
-    """What it really carries now."""
+    """Measured rate."""
     latency_s: float = 0.0
 
     def seconds(self, size: float) -> float:
-        """Return how long ``size`` bytes take: equation 2."""
+        """Return the time for ``size`` bytes: equation 2."""
         return self.latency_s + size / self.bytes_per_s
 
 
 class Waiting(NamedTuple):
-    """A request that has not begun."""
+    """A request that has not begun to run."""
 
     request: Hashable
     begins_in_s: float
-    """Expected; with what its scheduling takes."""
+    """Expected time until it runs, scheduling included."""
     below: Sequence[float]
-    """Its bytes in each tier below the first that are not on their way up yet, from the nearest tier on."""
+    """Its bytes in each tier beyond the first that are not on their way yet, from the nearest tier on."""
 
 
 class Move(NamedTuple):
-    """What to begin to move."""
+    """A move to begin."""
 
     request: Hashable
     hop: int
-    """0: into the first tier."""
+    """Number of the hop; 0 leads into the first tier."""
     size: float
-    """At most so many bytes of the request, those that its prefix begins with first."""
+    """Most bytes of the request to move, from the beginning of its prefix."""
 
 
 class PrefetchPolicy:
     """Decides what to prefetch."""
 
     def __init__(self, requests: int | None = 1, ahead_s: float = math.inf) -> None:
-        """Look ahead.
+        """Set the reach.
 
         Args:
-            requests: that are next, the paper's K; None for all.
-            ahead_s: seconds before a request is expected to run.
+            requests: Number of next requests, the paper's K; None for all.
+            ahead_s: Time before a request is expected to run.
         """
         self.requests = requests
         self.ahead_s = ahead_s
 
     def reach(self, hops: Sequence[Hop]) -> tuple[float, float]:
-        """Return how many requests are looked at, and how many seconds ahead, over the hop that looks furthest."""
+        """Return the largest reach over all hops: number of requests, and seconds."""
         counts, times = self._reaches(hops)
         return max(counts), max(times)
 
@@ -75,12 +73,12 @@ class PrefetchPolicy:
         return counts, [self.ahead_s * each for each in slower]
 
     def plan(self, waiting: Iterable[Waiting], hops: Sequence[Hop], promised: Sequence[float]) -> list[Move]:
-        """Return what to begin now.
+        """Return the moves to begin now.
 
         Args:
-            waiting: in the order in which they run.
-            hops: what each hop carries, the way into the first tier first.
-            promised: bytes that each hop has yet to carry.
+            waiting: Requests in the order in which they run.
+            hops: Rates, the hop into the first tier first.
+            promised: Queued bytes of each hop.
         """
         moves: list[Move] = []
         counts, times = self._reaches(hops)
@@ -91,7 +89,7 @@ class PrefetchPolicy:
                 break
             for hop, size in enumerate(below):
                 if size > 0 and place < counts[hop] and begins_in_s <= times[hop]:
-                    # The last of it has to pass the hops above as well, behind what is promised there.
+                    # The last byte also passes the nearer hops, behind the bytes that are queued there.
                     room_s = begins_in_s - sum(owed_s[: hop + 1])
                     fits = min(size, room_s * hops[hop].bytes_per_s)
                     if fits > 0:

@@ -1,9 +1,8 @@
-"""Extents that are kept out of use, since something was wrong with what lay there: tested before they are used again.
+"""Tests of extents in quarantine.
 
-An extent is free again if a pattern that is written to it can be read back. If it cannot, it stays out of use until the
-next start. If the device was too busy for the test, that says nothing, and it is tested later. That goes on whether
-devices are scrubbed or not: one extent of each device at a time, one a second at most, in pieces, behind everything
-else that the device has to do, and with memory of its own.
+An extent is free again if a pattern that is written to it can be read back. Otherwise it stays out of use until the
+next start. A device that was too busy is tested again later. Tests run whether devices are scrubbed or not: one extent
+of each device at a time, at most one a second, in pieces, with the lowest priority and memory of their own.
 """
 
 from dataclasses import dataclass
@@ -14,20 +13,18 @@ from shadowserve.errors import is_passing
 from shadowserve.pool.arena import BLOCK_BYTES
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk, Quarantined
-from shadowserve.pool.volume.pages import Pages
-
-__all__ = ["Tester"]
+from shadowserve.pool.volume.device import Pages
 
 _BETWEEN_MS: Final = 1_000
 _WAIT_LONGEST_MS: Final = 3_600_000
 _PIECE_BYTES: Final = 256 << 10
-_PATTERN_BYTES: Final = 251  # no power of two is a multiple of it
+_PATTERN_BYTES: Final = 251  # prime, so that the pattern differs in each block
 _PATTERN: Final = bytes(range(1, _PATTERN_BYTES + 1)) * (_PIECE_BYTES // _PATTERN_BYTES + 2)
 
 
 @dataclass(slots=True, eq=False)
 class _Test:
-    """An extent being written, and then read."""
+    """An extent that is being written, and then read."""
 
     disk: Disk
     place: Quarantined
@@ -37,13 +34,13 @@ class _Test:
 
     @property
     def expected(self) -> bytes:
-        """What the piece is to hold that comes next."""
+        """The bytes of the next piece."""
         shift = (self.place.extent + self.done_bytes // _PIECE_BYTES) % _PATTERN_BYTES
         return _PATTERN[shift : shift + min(self.place.size - self.done_bytes, _PIECE_BYTES)]
 
 
 class Tester:
-    """Tests what is in quarantine. With the pool's lock held."""
+    """Tests the extents in quarantine. With the pool's lock held."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -51,25 +48,25 @@ class Tester:
         self._next_ms = [0] * len(core.disks)
 
     def turn(self, now_ms: int) -> None:
-        """Begin what is due: as seldom as may be, a test of one extent on each device."""
+        """Begin tests that are due: of one extent on each device."""
         for disk in self._core.disks:
-            if disk.quarantine and disk.tested is None and disk.gone is None:
+            if disk.quarantine.waiting and disk.quarantine.tested is None and disk.gone is None:
                 if not 0 <= self._next_ms[disk.number] - now_ms <= _BETWEEN_MS:
                     self._look_at_one(disk, now_ms)
 
     def _look_at_one(self, disk: Disk, now_ms: int) -> None:
-        place = disk.quarantine[0]
+        place = disk.quarantine.waiting[0]
         if now_ms - place.since_ms < place.wait_ms or disk.is_used(place.extent):
-            disk.quarantine.rotate(-1)
+            disk.quarantine.waiting.rotate(-1)
             return
-        disk.tested = disk.quarantine.popleft()
+        disk.quarantine.tested = disk.quarantine.waiting.popleft()
         self._next_ms[disk.number] = now_ms + _BETWEEN_MS
         pages = self._pages.get(disk.number)
         if pages is None:
             pages = self._pages[disk.number] = Pages(_PIECE_BYTES)
-        self._go_on(_Test(disk, place, pages))
+        self._continue(_Test(disk, place, pages))
 
-    def _go_on(self, test: _Test) -> None:
+    def _continue(self, test: _Test) -> None:
         expected = test.expected
         test.pages.view[: len(expected)] = bytes(len(expected)) if test.reading else expected
         test.disk.volume.submit(
@@ -80,7 +77,7 @@ class Tester:
                     len(expected),
                     test.pages.address,
                     Priority.BACKGROUND,
-                    lambda ended: self._ended(test, ended),  # by the volume's step(), with the lock
+                    lambda ended: self._ended(test, ended),  # called by the volume's step(), with the lock
                 )
             ]
         )
@@ -88,19 +85,19 @@ class Tester:
     def _ended(self, test: _Test, operation: Operation) -> None:
         disk, place = test.disk, test.place
         if operation.error is not None and is_passing(operation.error):
-            disk.tested = None
+            disk.quarantine.tested = None
             place.since_ms = self._core.clock_ms()
             place.wait_ms = min(2 * place.wait_ms, _WAIT_LONGEST_MS)
-            disk.quarantine.append(place)
+            disk.quarantine.waiting.append(place)
         elif operation.error is not None or (test.reading and test.pages.view[: operation.length] != test.expected):
-            disk.tested = None
-            disk.bad.append(place)
+            disk.quarantine.tested = None
+            disk.quarantine.bad.append(place)
         else:
             test.done_bytes += operation.length
             if test.done_bytes >= place.size and not test.reading:
                 test.reading, test.done_bytes = True, 0
             if test.done_bytes < place.size:
-                self._go_on(test)
+                self._continue(test)
                 return
-            disk.tested = None
+            disk.quarantine.tested = None
             disk.free((place.extent, place.size))

@@ -1,13 +1,13 @@
-"""Reading: from a device into memory that the socket sends from, checked before anybody sees it.
+"""Reading: from a device into memory that the socket sends from, after a check.
 
-A read of a whole object becomes a copy in memory without being copied. Requests for one object while it is being read
-wait for that read. A small part of a large object (a record's head) is read alone: header and the units around it.
+A read of a whole object becomes a copy in the memory cache without copying bytes. Requests for an object that is being
+read share that read. A small part of a large object (a record's header) is read alone: the object's header and the
+units around the part.
 
-What comes back is checked outside of the pool's lock: that it is the object that was asked for, of that very put, and
-that each unit has its checksum. The device's own thread does that, so that reads of several devices are checked beside
-each other. What a device has not checked, because the bytes come in two operations or it is one that never does, the
-pool's thread checks. What fails is dropped, its extent kept out of use, the reason counted, and whoever asked gets
-None: a miss.
+The check compares the object's identity, the number of the put, and the checksum of each unit.
+The device's own thread checks, so that reads of several devices are checked in parallel. The pool's thread checks
+without the lock what no device has checked: reads of two operations, and devices that never check. After a failed check
+the object is dropped, its extent goes into quarantine, the reason is counted, and the client gets None: a miss.
 """
 
 from collections import deque
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from shadowserve.block import Operation, Priority
 from shadowserve.errors import is_passing
 from shadowserve.native import Result, check_object, object_unit
 from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer
@@ -24,35 +25,34 @@ from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.space import Space
 from shadowserve.pool.terms import ENTRIES_PER_HOLD, Lease
-from shadowserve.pool.volume.device import Operation, Priority
-
-__all__ = ["Reader", "Told"]
 
 _WHOLE_BYTES: Final = 256 << 10
 """Objects up to this size are read whole: on any SSD the time is the same."""
 _WHOLE_SHARE: Final = 8
-"""A request for an eighth of an object or more reads it whole: the rest is asked for next."""
+"""A request for an eighth of an object or more reads it whole: requests for the rest usually follow."""
 _GROUP: Final = 8
-"""So many waiting reads begin together, since beginning one costs least right after another..."""
+"""Waiting reads that begin together, since beginning several in a row costs least..."""
 _BUSY_READS: Final = 16
-"""...unless their device has fewer than this to do."""
+"""...unless their device has fewer reads than this in progress."""
 _SOUND: Final = Result.OK
 
 Done = Callable[[Lease | None], None]
-Told = tuple[Done, Lease | None]
+Completion = tuple[Done, Lease | None]
 
 
 _Waiter = tuple[int, int, Done]
-"""Where the bytes that it wants begin and end, and who hears of them."""
+"""First byte, end, and callback."""
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """One read of an object, or of a part.
+    """A read of an object, or of a part.
 
     Attributes:
-        parts: what to read of it: offsets and lengths.
-        size: bytes of all parts.
+        parts: Offsets and lengths to read.
+        size: Bytes of all parts.
+        left: Parts whose operation has not ended.
+        depth: Reads of the device in progress when this one began.
     """
 
     entry: Entry
@@ -73,28 +73,28 @@ class _Read:
 
 
 class Reader:
-    """Reads for clients. With the pool's lock held, but for :meth:`verify`.
+    """Reads for clients. With the pool's lock held, except :meth:`verify`.
 
     Attributes:
-        under_way: reads that nobody has been told of yet.
-        wants_turn: more of those that wait can begin than did in one hold of the lock.
-        unsure: of these, what has ended, but has failed, or was not checked by its device.
+        under_way: Reads that are not completed.
+        wants_poll: More of the waiting reads can begin than one hold of the lock allows.
+        unverified: Ended reads that have failed, or that their device has not checked.
     """
 
     def __init__(self, core: Core, space: Space) -> None:
         self._core = core
         self._space = space
-        self._whole: dict[int, _Read] = {}  # by slot, the newest
+        self._whole: dict[int, _Read] = {}  # the newest read of each slot
         self._waiting: deque[_Read] = deque()
         self._ended: deque[tuple[_Read, Operation]] = deque()
-        self._spare_bytes = 0  # that have become free since memory was last looked for in vain
-        self.unsure: list[_Read] = []
+        self._spare_bytes = 0  # freed since the last failed search for memory
+        self.unverified: list[_Read] = []
         self.under_way = 0
-        self.wants_turn = False
+        self.wants_poll = False
 
     @property
     def waiting(self) -> int:
-        """Reads that wait for memory, or for their device to take more."""
+        """Reads that wait for memory, or for their device to accept more."""
         return len(self._waiting)
 
     def read(self, entry: Entry, start: int, end: int, done: Done) -> None:
@@ -116,20 +116,22 @@ class Reader:
         self._core.counters.grouping_ns += self._core.ticks() - began
 
     def pump(self) -> None:
-        """Begin reads that had to wait, in their order, as far as there is memory now."""
-        self.wants_turn = False
+        """Begin waiting reads in their order, as far as there is memory."""
+        self.wants_poll = False
         if self._waiting:
             self._spare_bytes = self._core.arenas.size
             self._use_spare()
 
     def _use_spare(self) -> None:
-        """Begin waiting reads while what has become free may be enough: looking for memory in vain takes long."""
+        """Begin waiting reads while the memory that became free may be enough: a failed search for memory takes
+        long.
+        """
         began, left = self._core.ticks(), ENTRIES_PER_HOLD
         while left and self._waiting and self._waiting[0].size <= self._spare_bytes and self._begin(self._waiting[0]):
             self._waiting.popleft()
             left -= 1
         if not left:
-            self.wants_turn = True
+            self.wants_poll = True
             self._core.waker.wake()
         self._core.counters.grouping_ns += self._core.ticks() - began
 
@@ -146,18 +148,18 @@ class Reader:
         return _Read(entry, disk, False, first, units, parts, sum(length for _, length in parts))
 
     def _begin(self, read: _Read) -> bool:
-        """Hand a read to its device; return whether it took it."""
+        """Pass a read to its device; return False if there is no memory now."""
         entry = read.entry
         if read.disk.gone is not None:
             read.failure = "device_gone"
-            self.unsure.append(read)
+            self.unverified.append(read)
             self._core.waker.wake()
             return True
         parts = read.parts
         if read.buffer is None:
             if read.size > self._core.arenas.largest_bytes:
                 read.failure = "no_memory"
-                self.unsure.append(read)
+                self.unverified.append(read)
                 self._core.waker.wake()
                 return True
             read.buffer = self._space.memory(read.size // BLOCK_BYTES)
@@ -172,32 +174,31 @@ class Reader:
         address = read.buffer.address
 
         began = self._core.ticks()
-        done = partial(self._note_end, read)
+        done = partial(self._on_read_end, read)
         volume = read.disk.volume
         if len(parts) == 1:
             expected = entry.header
             volume.read(entry.extent, 0, parts[0][1], address, Priority.FOREGROUND, done, expected, read.units)
-        else:  # what the device checks is one operation's
+        else:  # a device checks single operations only
             for offset, length in parts:
                 volume.read(entry.extent, offset, length, address, Priority.FOREGROUND, done)
                 address += length
         took = self._core.ticks() - began
         self._core.counters.submission_ns += took
-        self._core.counters.grouping_ns -= took  # the calls into the kernel are I/O, not orchestration
+        self._core.counters.grouping_ns -= took  # calls into the kernel count as I/O
         return True
 
-    def _note_end(self, read: _Read, operation: Operation) -> None:
+    def _on_read_end(self, read: _Read, operation: Operation) -> None:
         self._ended.append((read, operation))
 
     @property
     def has_ended(self) -> bool:
-        """Whether there is something to take."""
-        return bool(self._ended or self.unsure)
+        return bool(self._ended or self.unverified)
 
-    def take_ended(self, tell: list[Told]) -> None:
-        """Finish what has come and was found sound by its device; ``tell`` gets who is to hear of it, without the lock.
+    def take_ended(self, completions: list[Completion]) -> None:
+        """Finish ended reads that their device has found sound; the others become unverified.
 
-        What has failed, or was not checked, is unsure.
+        Adds callbacks to ``completions``, to be called without the lock.
         """
         while self._ended:
             read, operation = self._ended.popleft()
@@ -211,17 +212,17 @@ class Reader:
                 read.verdict = operation.verdict
             read.left -= 1
             if read.verdict is _SOUND:
-                self._finish(read, tell)
+                self._finish(read, completions)
             elif read.left == 0:
-                self.unsure.append(read)
+                self.unverified.append(read)
 
-    def take_unsure(self) -> list[_Read]:
-        """Return what is to be verified, and finished then."""
-        reads, self.unsure = self.unsure, []
+    def take_unverified(self) -> list[_Read]:
+        """Return reads to verify and finish."""
+        reads, self.unverified = self.unverified, []
         return reads
 
     def verify(self, reads: list[_Read]) -> None:
-        """Check what was read and was not checked by its device; without the pool's lock."""
+        """Check what no device has checked; without the pool's lock."""
         for read in reads:
             if read.failure is None:
                 began = self._core.ticks()
@@ -235,12 +236,12 @@ class Reader:
         data = buffer.view(HEADER_BYTES if read.first_unit == 0 else BLOCK_BYTES + HEADER_BYTES, buffer.size)
         return failure_of(entry, read.verdict, buffer.view(0, HEADER_BYTES), read.first_unit, read.units, data)
 
-    def finish(self, reads: list[_Read], tell: list[Told]) -> None:
-        """Make copies and leases of what was verified, and drop what is not sound."""
+    def finish(self, reads: list[_Read], completions: list[Completion]) -> None:
+        """Make copies and leases of sound reads, and drop objects whose read has failed."""
         for read in reads:
-            self._finish(read, tell)
+            self._finish(read, completions)
 
-    def _finish(self, read: _Read, tell: list[Told]) -> None:
+    def _finish(self, read: _Read, completions: list[Completion]) -> None:
         core, entry, buffer, disk = self._core, read.entry, read.buffer, read.disk
         self.under_way -= 1
         disk.reading -= read.begun
@@ -254,13 +255,13 @@ class Reader:
             if buffer is not None:
                 core.arenas.release(buffer)
             if core.is_current(entry) and (read.error is None or not is_passing(read.error)):
-                core.lose(entry, read.failure)
-            tell += [(done, None) for _, _, done in read.waiters]
+                core.drop_lost(entry, read.failure)
+            completions += [(done, None) for _, _, done in read.waiters]
             return
         assert buffer is not None
         for start, end, done in read.waiters:
-            tell.append((done, self._lease(read, buffer, start, end)))
-        if read.whole and core.is_current(entry):  # else it has gone, or is another, since it was asked for
+            completions.append((done, self._lease(read, buffer, start, end)))
+        if read.whole and core.is_current(entry):  # otherwise it was removed or replaced during the read
             buffer.hits += len(read.waiters)
             core.copies.add(entry.slot, buffer)
         else:
@@ -269,7 +270,7 @@ class Reader:
     def _lease(self, read: _Read, buffer: Buffer, start: int, end: int) -> Lease:
         buffer.users += 1
         shift = 0
-        if read.first_unit:  # the value does not begin behind its header, but so far behind it
+        if read.first_unit:  # the buffer begins with a later unit of the value
             shift = BLOCK_BYTES - read.first_unit * object_unit(read.entry.length)
         return Lease(buffer.value(shift + start, shift + end), self._release, buffer)
 
@@ -286,9 +287,9 @@ class Reader:
 def failure_of(
     entry: Entry, verdict: Result | None, header: memoryview, first_unit: int, units: int, data: memoryview
 ) -> str | None:
-    """Return why bytes in memory are not what ``entry`` says; None if they are.
+    """Return why bytes in memory are not the object of ``entry``; None if they are.
 
-    They are checked here unless the device that read them has: then ``verdict`` is what it found.
+    ``verdict`` is the result of the device's check; without one they are checked here.
     """
     result = check_object(header, entry.header, data, first_unit, units) if verdict is None else verdict
     if result is Result.OK:
@@ -297,11 +298,11 @@ def failure_of(
 
 
 def _parts(length: int, first_unit: int, units: int) -> list[tuple[int, int]]:
-    """Return what to read of an object for some units: offsets and lengths, in blocks. The header comes first."""
+    """Return offsets and lengths to read for some units of an object, in blocks. The object's header comes first."""
     unit = object_unit(length)
     end = min(HEADER_BYTES + (first_unit + units) * unit, HEADER_BYTES + length)
     end = -(-end // BLOCK_BYTES) * BLOCK_BYTES
     if first_unit == 0:
         return [(0, end)]
-    begin = first_unit * unit  # the value begins half a block later, and so does each unit
+    begin = first_unit * unit  # units begin half a block later, like the value
     return [(0, BLOCK_BYTES), (begin, end - begin)]

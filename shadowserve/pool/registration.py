@@ -1,9 +1,9 @@
-"""Making the pool's memory known to its devices, while the pool serves already.
+"""Registers the pool's memory with its devices while the pool already serves.
 
-A device reads into memory that the kernel knows for less: nothing is looked up and pinned for each read. But to be
-known, all pages have to be there, which takes from a tenth of a second for each GiB to ten times as long where memory
-is scarce or virtual. A restarted server should not wait for that: until a part is registered, reads into it cost a
-little more CPU time.
+Reads into registered memory cost less, since the kernel need not look up and pin pages for each read. Registering needs
+all pages to exist, which takes a tenth of a second for each GiB, or ten times as long where memory is scarce or
+virtual. A restarted server does not wait for that: reads into memory that is not registered yet cost a little more CPU
+time.
 """
 
 import ctypes
@@ -12,19 +12,18 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
+from shadowserve.errors import DeviceError
 from shadowserve.pool.arena import BLOCK_BYTES, Arena
-from shadowserve.pool.volume.device import BlockDevice, DeviceError
-
-__all__ = ["Registration"]
+from shadowserve.pool.volume.device import BlockDevice
 
 _log = logging.getLogger(__name__)
 
-_MADV_POPULATE_WRITE: Final = 23  # since Linux 5.14; elsewhere the registering itself brings the pages
+_MADV_POPULATE_WRITE: Final = 23  # since Linux 5.14; on older kernels, registering makes the pages
 _STEP_BYTES: Final = 32 << 20
-"""Of pages made at a time: how long stopping may take."""
+"""Bytes of pages that are made at a time: it bounds the time to stop."""
 _REGION_BYTES_MIN: Final = 128 << 20
 _REGIONS_MAX: Final = 192
-"""A device takes 256 regions; registering one keeps it from taking requests for that long, so they are small."""
+"""A device accepts 256 regions. It serves no requests while one is registered, so regions are small."""
 
 
 class Registration:
@@ -41,7 +40,7 @@ class Registration:
         self._thread.start()
 
     def stop(self) -> None:
-        """End it where it is, before devices are closed or memory is given back."""
+        """Stop before devices are closed or memory is released."""
         self._stopped.set()
         self._thread.join()
 
@@ -58,7 +57,7 @@ class Registration:
         _log.info("memory_registered bytes=%d devices=%d", registered, len(self._devices))
 
     def _populate(self, arena: Arena, begin: int, end: int) -> None:
-        """Have the kernel make the pages, so that registering holds a device up for less."""
+        """Make the pages, so that registering blocks a device for a shorter time."""
         library = ctypes.CDLL(None)
         while begin < end and not self._stopped.is_set():
             size = min(_STEP_BYTES, end - begin)
@@ -68,14 +67,14 @@ class Registration:
             begin += size
 
     def _register(self, device: BlockDevice, memory: memoryview) -> int:
-        """Return how many bytes were registered."""
+        """Return the number of registered bytes."""
         try:
             if device.register(memory):
                 return len(memory)
             reason = "the limit of locked memory, or how the device is accessed"
         except (DeviceError, OSError) as error:
             reason = str(error)
-        # The rest would meet the same.
+        # Other regions would fail in the same way.
         self._devices.remove(device)
         _log.info("memory_not_registered device=%s reason=%r", device.name, reason)
         return 0

@@ -1,4 +1,4 @@
-"""What the pool says of itself."""
+"""Collects the pool's statistics from its parts."""
 
 from shadowserve.pool.core import Core, TenantCounters
 from shadowserve.pool.disk import Disk
@@ -9,11 +9,9 @@ from shadowserve.pool.space import EVICTION_CAUSES
 from shadowserve.pool.statistics import DeviceStatistics, Statistics
 from shadowserve.pool.writes import Writer
 
-__all__ = ["pool_statistics", "tenant_statistics"]
-
 
 def tenant_statistics(core: Core, tenant: int, budget_bytes: int) -> Statistics:
-    """Return what one tenant has."""
+    """Return the statistics of one tenant."""
     totals = core.index.totals(tenant)
     counters, held = core.counters.tenants[tenant], core.held_bytes_of(tenant)
     return Statistics(
@@ -37,7 +35,7 @@ def tenant_statistics(core: Core, tenant: int, budget_bytes: int) -> Statistics:
 
 
 def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: int) -> Statistics:
-    """Return what all of it has and has done."""
+    """Return the statistics of the whole pool."""
     core = opened.core
     totals, counters, arenas, copies = core.index.totals(), core.counters, core.arenas, core.copies
     summed = counters.everyones
@@ -67,8 +65,8 @@ def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: 
         memory_bytes=arenas.size,
         memory_used_bytes=arenas.used_bytes,
         memory_held_bytes=arenas.held_bytes,
-        memory_share=homes.organizer.shares[0],
-        memory_bandwidth_bytes_per_s=homes.organizer.meters[0].bytes_per_s,
+        memory_share=homes.bandwidth_shares.shares[0],
+        memory_bandwidth_bytes_per_s=homes.bandwidth_shares.meters[0].bytes_per_s,
         memory_objects=len(copies),
         memory_hits=copies.hits,
         memory_misses=copies.misses,
@@ -103,7 +101,7 @@ def _device_statistics(core: Core, homes: Homes, disk: Disk) -> DeviceStatistics
         state=state if disk.gone is None else "gone",
         reason=disk.gone or "",
         bandwidth_bytes_per_s=disk.meter.bytes_per_s,
-        share=homes.organizer.shares[disk.number + 1],
+        share=homes.bandwidth_shares.shares[disk.number + 1],
         placed_bytes=homes.pool.placed_bytes[disk.number + 1] + homes.devices.placed_bytes[disk.number],
         capacity_bytes=disk.capacity_bytes,
         used_bytes=totals.bytes,
@@ -111,13 +109,13 @@ def _device_statistics(core: Core, homes: Homes, disk: Disk) -> DeviceStatistics
         reads=disk.reads,
         read_bytes=disk.read_bytes,
         reading=disk.reading,
-        written_bytes=disk.wear.total_bytes,
-        written_today_bytes=disk.wear.day_bytes,
+        written_bytes=disk.write_budget.total_bytes,
+        written_today_bytes=disk.write_budget.day_bytes,
         errors=disk.errors,
         busy=disk.volume.busy,
-        quarantined_bytes=disk.quarantined_bytes,
+        quarantined_bytes=disk.quarantine.bytes,
         scrubbed_bytes=disk.scrubbed_bytes,
-        wear_refused=disk.wear.refused,
-        wear_budget_bytes=disk.wear.budget_bytes,
+        wear_refused=disk.write_budget.refused,
+        wear_budget_bytes=disk.write_budget.budget_bytes,
         latencies=disk.volume.device.latencies,
     )

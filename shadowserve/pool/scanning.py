@@ -1,8 +1,8 @@
 """Listing keys: a walk through a tenant's entries in the order of their keys' hashes, a bounded part at a time.
 
-The order is made by the keys and the index's seed, so that a cursor tells a tenant nothing of what others do, and a key
-that stays is returned exactly once whatever comes and goes. But hashes of keys that a client chooses tell of the seed,
-and who knows that can choose keys that collide. So clients get cursors enciphered.
+The keys and the index's seed determine the order: a cursor reveals nothing about other tenants, and a key that stays is
+returned exactly once, whatever else changes. But hashes of chosen keys reveal the seed, and with the seed a client
+could choose keys that collide. So clients get enciphered cursors.
 """
 
 import hashlib
@@ -16,22 +16,20 @@ from shadowserve.pool.entries import Entry
 from shadowserve.pool.keys import chunk_key
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
 
-__all__ = ["Cursors", "scan_keys"]
-
 _ROUNDS: Final = 4
 _HALF: Final = 32
 _MASK: Final = (1 << _HALF) - 1
 
 
 class Cursors:
-    """A permutation of the numbers of 64 bits, by four rounds of Feistel's; 0, where a scan begins and ends, stays."""
+    """A permutation of the 64-bit numbers by four Feistel rounds. 0, where a scan begins and ends, stays 0."""
 
     def __init__(self, key: bytes | None = None) -> None:
-        """``key`` is a secret of 16 bytes; by default a random one."""
+        """``key`` is a secret of 16 bytes; random by default."""
         self._key = key or os.urandom(16)
 
     def shown(self, position: int) -> int:
-        """Return the cursor that clients get for a position."""
+        """Return the client's cursor for a position."""
         while position:
             position = self._permuted(position, range(_ROUNDS))
             if position:
@@ -39,7 +37,7 @@ class Cursors:
         return position
 
     def position(self, cursor: int) -> int:
-        """Return the position that a client's cursor stands for."""
+        """Return the position of a client's cursor."""
         while cursor:
             left, right = cursor >> _HALF, cursor & _MASK
             swapped = self._permuted(right << _HALF | left, range(_ROUNDS - 1, -1, -1))
@@ -57,7 +55,7 @@ class Cursors:
 
 
 def scan_keys(core: Core, tenant: int, position: int, count: int) -> tuple[int, list[bytes]]:
-    """Return the next position and some of a tenant's keys; see :meth:`Pool.scan`."""
+    """Return the next position and some keys of a tenant; see :meth:`Pool.scan`."""
     index: Index = core.index
     found: list[bytes] = []
     now_ms = core.clock_ms()

@@ -1,7 +1,7 @@
-"""The scrubber: reads what nobody asks for and checks it, so that rot is found before somebody needs the object.
+"""The scrubber: reads and checks objects that no client reads, so that damage is found early.
 
-It goes round each device at a bounded rate, behind everything else that the device has to do. What it finds rotten is
-dropped and counted like what a client finds, and its extent goes into quarantine (``quarantine.py``).
+It goes round each device at a bounded rate with the lowest priority. Damaged objects are dropped and counted as after a
+client's read, and their extents go into quarantine (``quarantine.py``).
 """
 
 import contextlib
@@ -19,17 +19,15 @@ from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.quarantine import Tester
 from shadowserve.pool.reads import failure_of
-from shadowserve.pool.volume.pages import Pages
-
-__all__ = ["Scrubber"]
+from shadowserve.pool.volume.device import Pages
 
 _OBJECTS_PER_TURN: Final = 16
 _PASSED_PER_TURN: Final = 256
-"""Entries looked at in one turn."""
+"""Entries examined in one turn."""
 
 
 class _Own:
-    """Memory for one object, as a :class:`Buffer` is, of the scrubber's own."""
+    """The scrubber's own memory for one object, with the interface of :class:`Buffer`."""
 
     def __init__(self, blocks: int) -> None:
         self._pages = Pages(blocks * BLOCK_BYTES)
@@ -42,7 +40,7 @@ class _Own:
 
 @dataclass(slots=True, eq=False)
 class _Check:
-    """An object being read."""
+    """An object that is being read."""
 
     disk: Disk
     entry: Entry
@@ -53,12 +51,12 @@ class _Check:
 
 
 class Scrubber:
-    """Checks devices in the background. turn() with the pool's lock held, verify() without, finish() with it again.
+    """Checks devices in the background. turn() and finish() with the pool's lock held, verify() without.
 
     Attributes:
-        bytes_per_s: of each device, that are read; 0 for none.
-        rounds: times that all entries were passed.
-        found: objects that were not what had been stored.
+        bytes_per_s: Rate for each device; 0 for no scrubbing.
+        rounds: Completed rounds through all entries.
+        found: Damaged objects.
     """
 
     def __init__(self, core: Core, bytes_per_s: int) -> None:
@@ -66,7 +64,7 @@ class Scrubber:
         self._tester = Tester(core)
         self.bytes_per_s = bytes_per_s
         self._cursor = 0
-        self._slots: deque[int] = deque()  # come to, and not looked at yet
+        self._slots: deque[int] = deque()  # scanned, not examined yet
         self._credit = [0.0] * len(core.disks)
         self._last_ms: int | None = None
         self._under_way = 0
@@ -75,14 +73,14 @@ class Scrubber:
         self.found = 0
 
     def turn(self, now_ms: int) -> None:
-        """Begin as many reads as the time since the last turn allows, and tests of what is in quarantine."""
+        """Begin reads as far as the time since the last turn allows, and tests of extents in quarantine."""
         self._tester.turn(now_ms)
         if not self.bytes_per_s:
             return
         elapsed_ms = 0 if self._last_ms is None else min(max(now_ms - self._last_ms, 0), 1_000)
         self._last_ms = now_ms
         for disk in self._core.disks:
-            # What was not used is not saved up: the rate is a bound, not a plan.
+            # Unused credit expires: the rate is a limit, not a target.
             credit = self._credit[disk.number] + self.bytes_per_s * elapsed_ms / 1000
             self._credit[disk.number] = min(credit, self.bytes_per_s)
         if not self._slots:
@@ -92,14 +90,14 @@ class Scrubber:
                 return
 
     def _look(self) -> None:
-        """Come to some more entries."""
+        """Scan some more entries."""
         was = self._cursor
         self._cursor, slots = self._core.index.scan(ANY, was, _PASSED_PER_TURN, SCAN_LINES)
         self._slots.extend(slots)
         self.rounds += self._cursor == 0 and bool(was or slots)
 
     def _next(self) -> bool:
-        """Look at the next entry; return whether there is time for one more."""
+        """Examine the next entry; return whether there is time for one more."""
         core = self._core
         slot = self._slots[0]
         entry = core.entry(slot)
@@ -122,7 +120,7 @@ class Scrubber:
         return True
 
     def _memory(self, blocks: int) -> Buffer | _Own | None:
-        """Return memory that is free, since a scrubber drops no copies; where none is, its own for one at a time."""
+        """Return free memory, without dropping copies; if there is none, own memory for one object at a time."""
         buffer = self._core.arenas.take(blocks)
         if buffer is None and not self._under_way:
             with contextlib.suppress(MemoryError):
@@ -143,15 +141,14 @@ class Scrubber:
 
     @property
     def has_read(self) -> bool:
-        """Whether there is something to take."""
         return bool(self._read)
 
     def take_read(self) -> list[_Check]:
-        """Return what has been read, to be verified."""
+        """Return reads to verify."""
         return [self._read.popleft() for _ in range(len(self._read))]
 
     def verify(self, checks: list[_Check]) -> None:
-        """Check what was read and was not checked by its device; without the pool's lock."""
+        """Check what no device has checked; without the pool's lock."""
         for check in checks:
             if check.error is not None:
                 check.failure = "io_error"
@@ -161,7 +158,7 @@ class Scrubber:
             check.failure = failure_of(entry, check.verdict, header, 0, _units(entry), data)
 
     def finish(self, checks: list[_Check]) -> None:
-        """Drop what was not what had been stored."""
+        """Drop damaged objects."""
         core = self._core
         for check in checks:
             self._under_way -= 1
@@ -175,7 +172,7 @@ class Scrubber:
             if check.failure is None or busy or not core.is_current(check.entry):
                 continue
             self.found += 1
-            core.lose(check.entry, check.failure if check.disk.gone is None else "device_gone")
+            core.drop_lost(check.entry, check.failure if check.disk.gone is None else "device_gone")
 
 
 def _units(entry: Entry) -> int:

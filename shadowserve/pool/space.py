@@ -1,12 +1,11 @@
-"""Room: which object goes when there is none, in memory, on a device, in the index, or within a budget.
+"""Room: which object is evicted when memory, a device, the index or a budget is full.
 
-A tenant beyond its own quota gives up its own objects only. Beyond anything else, whoever has most gives first, if it
-has more than an equal share of the budget: what the index names, by the configured policy, never before its
-descendants, never while it is pinned; when all that is left is waited for, what is needed last. What was cleared goes
-before all that.
+A tenant beyond its quota evicts its own objects only. Otherwise the tenant with most evicts first, if it has more than
+an equal share of the budget. Its victim is chosen by the configured policy: never before the victim's descendants,
+never while it is pinned, and only last among those that requests wait for. Cleared objects go before all others.
 
-So many objects go in one hold of the pool's lock: whoever needs more room comes again, and what is beyond a bound that
-was lowered goes in poll().
+One hold of the pool's lock evicts a limited number of objects: a writer that needs more room tries again, and the
+excess over a lowered limit is evicted in poll().
 """
 
 from collections.abc import Callable
@@ -22,37 +21,36 @@ from shadowserve.pool.keys import chunk_key
 from shadowserve.pool.terms import ENTRIES_PER_HOLD, Address
 from shadowserve.pool.volume.changes import OutOfBudgetError
 
-__all__ = ["EVICTION_CAUSES", "Quota", "Space"]
-
 EVICTION_CAUSES: Final = ("budget", "device", "memory", "quota")
-"""Why an object goes: all have too much, a device is full, memory alone has it and is full, its tenant has too much."""
+"""Causes of evictions: the pool is beyond its budget, a device is full, memory is full of objects that no device has, a
+tenant is beyond its quota."""
 _TRIES_MAX: Final = 1_024
-"""Copies dropped for one object at a time: about 3 ms. One that needs more room goes on with the next poll()."""
+"""Copies that are dropped at a time to find memory for one object: about 3 ms. A larger object continues in the next
+poll()."""
 _HEADROOM_SHARE: Final = 0.01
 _HEADROOM_BYTES_MAX: Final = 256 << 20
 _HEADROOM_OBJECTS: Final = 8
 _HEADROOM_SMALL: Final = 8
-"""A hundredth of a device is kept free ahead of writers; where that is little, eight objects, or an eighth."""
+"""A hundredth of a device is kept free for writers; where that is little, room for eight objects, or an eighth."""
 _PIECES: Final = 2
-"""Evicted for an object that finds no room, in multiples of its size: space may be in pieces."""
+"""Evictions for an object that finds no room, in multiples of its size: free space may be in pieces."""
 _EVICTIONS_PER_TURN: Final = 64
 _CLEARED_LOOKS: Final = 16
-"""Entries looked at for one that was cleared, before another one is evicted."""
+"""Entries that are examined for cleared ones before another one is evicted."""
 _GIVERS: Final = 16
-"""Tenants that are asked for something on a device, those with most first."""
+"""Tenants that are asked for an object on a device, those with most bytes first."""
 _HELD_BACK_SHARE: Final = 0.25
 _MEMORY_HOMES_SHARE: Final = 0.75
 
 
 @dataclass(slots=True)
 class Quota:
-    """Most that a tenant may have; None for no bound."""
+    """Limits of a tenant; None for no limit."""
 
     bytes_max: int | None = None
     keys_max: int | None = None
 
     def is_exceeded(self, used_bytes: int, keys: int) -> bool:
-        """Return whether so much is too much."""
         too_large = self.bytes_max is not None and used_bytes > self.bytes_max
         return too_large or (self.keys_max is not None and keys > self.keys_max)
 
@@ -61,73 +59,73 @@ class Space:
     """Makes room.
 
     Attributes:
-        left: how many objects may still be evicted before the lock is given up; begin_hold() says anew.
-        wants_turn: somebody has looked for memory for as long as is allowed in one hold.
-        held_back: says of a record whether it must stay for now: the tier below still wants it.
-        waits_below: something had to stay; whoever needs room comes again with the next turn.
+        evictions_left: Evictions until the lock must be released; begin_hold() resets it.
+        wants_poll: The search for memory has taken as long as one hold of the lock allows.
+        held_back: Returns whether a record may not be evicted yet, since the lower tier still writes it.
+        waits_for_lower_tier: A record was held back; writers try again in the next turn.
     """
 
     def __init__(self, core: Core, *, budget_bytes: int | None, objects_max: int, memory_homes: bool) -> None:
         """Begin without quotas.
 
         Args:
-            core: the pool's state.
-            budget_bytes: most that all objects may take together; None for what devices and memory hold.
-            objects_max: most objects.
-            memory_homes: whether memory is the only home of its share of the objects.
+            core: The pool's state.
+            budget_bytes: Most bytes of all objects; None for the room of devices and memory.
+            objects_max: Most objects.
+            memory_homes: Objects of memory's share are in memory alone.
         """
         self._core = core
         self.budget_bytes = budget_bytes
         self.objects_max = objects_max
         self.quotas: dict[int, Quota] = {}
         self.begin_hold()
-        self.wants_turn = self.waits_below = False
+        self.wants_poll = self.waits_for_lower_tier = False
         self.held_back: Callable[[Address], bool] = lambda address: False
-        self._beyond: dict[int, None] = {}  # tenants that may have more than their quota
-        self._is_beyond = False  # whether all may have more than the capacity
-        self._filled = {disk.number for disk in core.disks}  # where less may be free than when there was enough
+        self._beyond: dict[int, None] = {}  # tenants that may be beyond their quota
+        self._is_beyond = False  # the pool may be beyond its capacity
+        self._filled = {disk.number for disk in core.disks}  # devices that may lack headroom
         share = _MEMORY_HOMES_SHARE if memory_homes else _HELD_BACK_SHARE
         self._memory_only_max = int(share * core.arenas.size)
 
     @property
     def capacity_bytes(self) -> int:
-        """What the pool may hold: the budget, or what devices or, where all are gone, memory have room for."""
+        """Most bytes of the pool: the budget, or the room of the devices, or of memory where all devices are gone."""
         if self.budget_bytes is not None:
             return self.budget_bytes
         return sum(disk.capacity_bytes for disk in self._core.disks if disk.gone is None) or self._core.arenas.size
 
     def begin_hold(self) -> None:
-        """Allow as many evictions as there may be in one hold of the lock."""
-        self.left = ENTRIES_PER_HOLD
+        """Allow as many evictions as one hold of the lock may do."""
+        self.evictions_left = ENTRIES_PER_HOLD
         self._cleared_looks = ENTRIES_PER_HOLD
 
     # ---- Quotas and budgets
 
     def bounds(self, tenant: int) -> tuple[int | None, int]:
-        """Return the bytes of a tenant's quota, None without one, and those that all may have."""
+        """Return the bytes of a tenant's quota (None without one) and of the budget."""
         quota = self.quotas.get(tenant)
         return None if quota is None else quota.bytes_max, self.capacity_bytes
 
     def make_room_for(self, tenant: int, size: int, old: Entry | None) -> bool:
-        """Evict until an object of ``size`` bytes is within its tenant's quota and the pool's budget.
+        """Evict until an object of ``size`` bytes fits its tenant's quota and the pool's budget.
 
         Args:
-            tenant: whose.
-            size: bytes that it counts for.
-            old: what it replaces.
+            tenant: The object's tenant.
+            size: Bytes that count.
+            old: The entry that it replaces.
 
         Returns:
-            Whether it is: if not, more has to be evicted than is at a time.
+            False if more has to be evicted than one hold of the lock allows.
 
         Raises:
-            OutOfBudgetError: it can never be, or everything else is pinned. Nothing has changed in the first case.
+            OutOfBudgetError: It can never fit (nothing has changed), or everything else is pinned.
         """
         core, capacity, quota = self._core, self.capacity_bytes, self.quotas.get(tenant)
         self._check_fits(size, capacity, core.held_bytes)
         if quota is not None and quota.bytes_max is not None:
             self._check_fits(size, quota.bytes_max, core.held_bytes_of(tenant))
         if old is not None:
-            core.index.touch(old.slot, core.now_s())  # it goes anyway: others must not go for it
+            core.index.touch(old.slot, core.now_s())  # it is replaced anyway: no other entry should be evicted first
         while quota is not None:
             totals = core.index.totals(tenant=tenant)
             freed_bytes, freed_keys = self._freed(old)
@@ -152,19 +150,19 @@ class Space:
             )
 
     def _refuse(self, why: str) -> bool:
-        """Return False where nothing was evicted for the sake of those who wait for the lock, else raise."""
-        if self.left > 0 and not self._core.clears.under_way:
+        """Return False if evictions stopped only because of the lock, otherwise raise."""
+        if self.evictions_left > 0 and not self._core.clears.under_way:
             raise OutOfBudgetError(why)
         return False
 
     def _freed(self, old: Entry | None) -> tuple[int, int]:
-        """Return the bytes, and the keys, that become free when an entry is replaced."""
+        """Return the bytes and keys that replacing an entry frees."""
         if old is None or not self._core.is_current(old):
             return 0, 0
         return self._core.freed_bytes(old), 1
 
     def bound(self, tenant: int | None) -> None:
-        """Take note that a tenant's quota has changed, or what all may have, and evict what is beyond it."""
+        """Evict what is beyond a tenant's changed quota, or beyond a changed budget, as far as this hold allows."""
         if tenant is None:
             self._is_beyond = True
         else:
@@ -173,11 +171,11 @@ class Space:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether trim() has more to do, and can."""
-        return (self._is_beyond or bool(self._beyond)) and not self.waits_below
+        """True if trim() has more to do, and can."""
+        return (self._is_beyond or bool(self._beyond)) and not self.waits_for_lower_tier
 
     def trim(self) -> None:
-        """Evict what is beyond quotas and budget, as far as it may be, and as many as there may in this hold."""
+        """Evict what is beyond quotas and budget, as far as this hold allows."""
         index = self._core.index
         for tenant in list(islice(self._beyond, ENTRIES_PER_HOLD)):
             quota = self.quotas.get(tenant)
@@ -185,23 +183,23 @@ class Space:
                 totals = index.totals(tenant=tenant)
                 if not quota.is_exceeded(totals.bytes, totals.objects) or not self.evict(cause="quota", tenant=tenant):
                     break
-            if self.left <= 0:
+            if self.evictions_left <= 0:
                 return
             del self._beyond[tenant]
-        while self._is_beyond and self.left > 0:
+        while self._is_beyond and self.evictions_left > 0:
             self._is_beyond = index.totals().bytes > self.capacity_bytes and self.evict(cause=self._shortage)
 
     @property
     def _shortage(self) -> str:
-        """Why objects go that take more than the pool's capacity."""
+        """Cause of evictions beyond the pool's capacity."""
         return "device" if self._core.disks and self.budget_bytes is None else "budget"
 
     def evict(self, *, cause: str, device: int = -1, tenant: int = -1) -> bool:
-        """Evict one object, of a device or of a tenant or any; return whether there was one that may go now."""
+        """Evict one object of a device, of a tenant, or any; return False if none may be evicted now."""
         core = self._core
-        if self.left <= 0:
+        if self.evictions_left <= 0:
             return False
-        self.left -= 1
+        self.evictions_left -= 1
         if core.clears.under_way and self._cleared_looks > 0:
             self._cleared_looks -= _CLEARED_LOOKS
             if core.step_clears(_CLEARED_LOOKS):
@@ -209,13 +207,13 @@ class Space:
         now_s, next_use = core.now_s(), core.next_use
         core.count_uses()
         for _ in range(_EVICTIONS_PER_TURN):
-            heavy = self._heaviest(device) if tenant < 0 and core.weights.several else None
+            heavy = self._heaviest(device) if tenant < 0 and core.usage_ranking.several else None
             slot = next_use.victim(now_s, device, heavy) if heavy is not None else 0
             slot = slot or next_use.victim(now_s, device, tenant)
             if not slot:
                 return False
             if self._is_held_back(slot):
-                self.left, self.waits_below = 0, True
+                self.evictions_left, self.waits_for_lower_tier = 0, True
                 return False
             if core.evict(slot, cause):
                 return True
@@ -227,8 +225,8 @@ class Space:
         return fields.head_length > 0 and self.held_back((fields.tenant, chunk_key(fields.key)))
 
     def _heaviest(self, device: int) -> int | None:
-        """Return the tenant that is most over an equal share of the budget, and has something on the device."""
-        for tenant in self._core.weights.heaviest_first(_GIVERS, self.capacity_bytes):
+        """Return the tenant that is most beyond an equal share of the budget and has an object on the device."""
+        for tenant in self._core.usage_ranking.heaviest_first(_GIVERS, self.capacity_bytes):
             if device < 0 or self._core.index.totals(tenant=tenant, device=device).objects:
                 return tenant
         return None
@@ -236,11 +234,11 @@ class Space:
     # ---- Devices
 
     def extent(self, disk: Disk, length: int, old: Entry | None = None) -> int | None:
-        """Return an extent for a value of ``length`` bytes on a device, evicting from it if need be, perhaps ``old``.
+        """Reserve an extent for a value of ``length`` bytes, evicting from the device if needed, even ``old``.
 
-        ``old`` is what it replaces: its bytes count as free, if they are on this device.
-        None: there is none now. What was evicted for it is free when the log says so, some milliseconds later, unless
-        :attr:`Disk.is_freeing` is false: then nothing on the device may be evicted.
+        ``old`` is the replaced entry: its bytes count as free if they are on this device. None: there is no extent now.
+        Extents of evicted objects become free some milliseconds later, when the log is durable. If
+        :attr:`Disk.is_freeing` is False, nothing on the device may be evicted.
         """
         blocks = object_blocks(length)
         size = blocks * BLOCK_BYTES
@@ -261,18 +259,18 @@ class Space:
                 return None
 
     def set_device_budget(self, disk: Disk, bytes_max: int | None, objects_max: int | None) -> None:
-        """Change what a device may hold; None for all that it has room for. What is beyond it goes bit by bit."""
+        """Change the limits of a device; None for its full size. The excess is evicted bit by bit."""
         disk.set_budget(bytes_max, objects_max)
         self._filled.add(disk.number)
         self.keep_headroom()
 
     def keep_headroom(self) -> None:
-        """Evict ahead of writers, so that they rarely wait: in poll(), a few at a time."""
+        """Evict ahead of writers so that they rarely wait: in poll(), a few objects at a time."""
         if self._filled:
             self._filled = {number for number in self._filled if not self._has_headroom(self._core.disks[number])}
 
     def _has_headroom(self, disk: Disk) -> bool:
-        """Return whether enough of a device is free, perhaps after some evictions."""
+        """Return whether a device has its headroom, after a few evictions if needed."""
         totals = self._core.index.totals(device=disk.number)
         if disk.gone is not None or not totals.objects:
             return True
@@ -291,17 +289,19 @@ class Space:
     # ---- Memory
 
     def memory(self, blocks: int, parent: bytes = b"", key: bytes = b"") -> Buffer | None:
-        """Return a buffer with one user, dropping copies and what is in memory alone; None if all is in use."""
+        """Return a buffer with one user, dropping copies and objects of memory alone if needed; None if all memory
+        is in use."""
         core = self._core
         tries = _TRIES_MAX
         while (buffer := core.arenas.take(blocks, parent, key)) is None:
             if not tries:
-                self.wants_turn = True
+                self.wants_poll = True
                 return None
             bound = self._memory_only_max - blocks * BLOCK_BYTES
-            first_homeless = core.copies.kept_bytes > bound and core.index.totals(device=MEMORY_ONLY).bytes > bound
+            memory_only_bytes = core.index.totals(device=MEMORY_ONLY).bytes
+            first_memory_only = core.copies.kept_bytes > bound and memory_only_bytes > bound
             tries -= 1
-            if first_homeless and self.evict(cause="memory", device=MEMORY_ONLY):
+            if first_memory_only and self.evict(cause="memory", device=MEMORY_ONLY):
                 continue
             if not core.copies.make_room() and not (
                 self._is_all_kept() and self.evict(cause="memory", device=MEMORY_ONLY)
@@ -310,9 +310,9 @@ class Space:
         return buffer
 
     def _is_all_kept(self) -> bool:
-        """Return whether waiting would free no memory: none is a copy, is read into, or is being sent.
+        """Return whether waiting would free no memory: it has no copies, and none is being read into or sent.
 
-        What is in memory alone is not evicted for a moment's need: a request for a long prefix has it all in use.
+        Objects of memory alone are not evicted for a short need: a request for a long prefix may use all of it.
         """
         arenas = self._core.arenas
         return arenas.used_bytes - arenas.lent_bytes <= self._core.copies.kept_bytes

@@ -1,11 +1,9 @@
-"""What the pool tells of itself."""
+"""Statistics of a pool. Counters never decrease."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shadowserve.latency import LatencyHistogram
-
-__all__ = ["ColdStatistics", "DeviceStatistics", "Statistics"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,27 +11,25 @@ class DeviceStatistics:
     """Of one device; counters since the pool was opened.
 
     Attributes:
-        name: its path.
-        state: ``"ok"``, ``"avoided"`` (it failed a write lately) or ``"gone"``.
-        reason: why it is gone; empty if it is not.
-        bandwidth_bytes_per_s: as configured or measured.
-        share: of the objects, by it; memory has the rest.
-        placed_bytes: of objects that were placed here, memory's among them by turns.
-        capacity_bytes: that objects may take.
-        used_bytes: that they take.
-        objects: how many.
-        reads: operations for clients.
-        read_bytes: that they brought.
-        reading: reads under way.
-        written_bytes: since the volume was made, log and snapshots included.
-        written_today_bytes: since midnight, UTC.
-        errors: operations that failed.
-        busy: times that it was too busy for one, or the system short of something, and the operation was begun again.
-        quarantined_bytes: of extents that are kept out of use.
-        scrubbed_bytes: checked in the background.
-        wear_refused: objects that went elsewhere because of write_bytes_per_day.
-        wear_budget_bytes: that may be written in a day; None for no limit.
-        latencies: of its operations, by ``read``, ``write``..., where the device counts them.
+        state: ``"ok"``, ``"avoided"`` (a write has failed lately) or ``"gone"``.
+        reason: Why it is gone; empty otherwise.
+        bandwidth_bytes_per_s: Configured or measured.
+        share: Share of the objects; memory has the rest.
+        placed_bytes: Bytes of objects that were placed here, including those of memory's share.
+        capacity_bytes: Most bytes of objects.
+        used_bytes: Present bytes of objects.
+        objects: Number of objects.
+        reads: Reads for clients.
+        reading: Reads in progress.
+        written_bytes: Since the volume was made, log and snapshots included.
+        written_today_bytes: Since midnight, UTC.
+        errors: Failed operations.
+        busy: Operations that were tried again since the device was too busy, or the system short of something.
+        quarantined_bytes: Bytes of extents that are kept out of use.
+        scrubbed_bytes: Bytes checked in the background.
+        wear_refused: Objects that went elsewhere because of write_bytes_per_day.
+        wear_budget_bytes: Most bytes written in a day; None for no limit.
+        latencies: Of operations, by ``read``, ``write``..., where the device counts them.
     """
 
     name: str
@@ -60,39 +56,37 @@ class DeviceStatistics:
 
     @property
     def healthy(self) -> bool:
-        """Whether it is read and written."""
+        """True while the device is read and written."""
         return self.state != "gone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdStatistics:
-    """Of the tier below, a bucket; counters since the start.
+    """Of the lower tier, a bucket; counters since the start.
 
     Attributes:
-        state: ``"ok"``, ``"away"`` (it failed, and is left alone for a while) or ``"unknown"`` (not listed yet).
-        lists: times that all of it was listed.
-        objects: that are known.
-        records: in these.
-        bytes: of these objects.
-        requests: ranges that were read for clients.
-        read_records: that these brought, sound.
-        read_bytes: that they had.
-        reading: records that are waited for.
-        failed_reads: requests and records that failed, by reason.
-        written_objects: by this node.
-        written_bytes: of these.
-        present_objects: that another node had written already.
-        failed_writes: objects that could not be written or deleted, by reason.
-        waiting_records: that wait to be written.
-        held_back: evictions that had to wait for the bucket (``write: evicted``).
-        missed_records: that were evicted before they were written, or for which the backlog had no room.
-        swept_objects: deleted because of bytes_max.
-        failing_s: for how long reads, writes or deletions have failed; 0 where they do not.
-        last_error: why they do.
-        deleting: removals that wait for the bucket.
-        foreign_objects: under the prefix that are none of ours; they are left alone.
-        left_out_objects: that are there, and not known because of chunks_max.
-        crowded_out_reads: reads that were a miss since others of their tenant were before them.
+        state: ``"ok"``, ``"away"`` (not used for a while after failures) or ``"unknown"`` (not listed yet).
+        lists: Complete lists of the bucket.
+        objects: Known objects.
+        records: Records in these.
+        bytes: Bytes of these objects.
+        requests: Ranges that were read for clients.
+        read_records: Sound records in these.
+        reading: Records that clients wait for.
+        failed_reads: Failed requests and records, by reason.
+        written_objects: Objects that this node has written.
+        present_objects: Objects that another node had written already.
+        failed_writes: Objects that could not be written or deleted, by reason.
+        waiting_records: Records that wait to be written.
+        held_back: Evictions that waited for the bucket (``write: evicted``).
+        missed_records: Records that were evicted before they were written, or that the backlog had no room for.
+        swept_objects: Objects that were deleted because of bytes_max.
+        failing_s: Time since reads, writes or deletions began to fail; 0 while they succeed.
+        last_error: Why they fail.
+        deleting: Removals that wait for the bucket.
+        foreign_objects: Objects under the prefix that ShadowServe has not written; it leaves them alone.
+        left_out_objects: Objects that are not known because of chunks_max.
+        crowded_out_reads: Reads that were a miss since other reads of their tenant came first.
     """
 
     state: str = "unknown"
@@ -122,16 +116,15 @@ class ColdStatistics:
 
     @property
     def away(self) -> bool:
-        """Whether it is left alone."""
+        """True while the bucket is not used."""
         return self.state == "away"
 
     @property
     def up(self) -> bool:
-        """Whether it has been listed, and neither reads nor writes nor deletions fail."""
+        """True if it was listed, and reads, writes and deletions succeed."""
         return self.lists > 0 and not self.failing_s
 
     def __str__(self) -> str:
-        """Say how it is."""
         held = f"{self.records} records in {self.objects} objects of {self.bytes >> 20} MiB"
         waits = f"{self.reading} reads, {self.waiting_records} writes and {self.deleting} removals wait"
         if self.up:
@@ -143,56 +136,54 @@ class ColdStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """What a store has done and holds, all of it or for one tenant; counters never decrease.
+    """Of a pool, or of one tenant; counters never decrease.
 
-    Of a tenant it has what comes before ``devices``. Two are equal if they agree in that.
+    A tenant has the fields before ``devices``; two statistics are equal if these fields are.
 
     Attributes:
-        keys: entries, expired ones that were not noticed yet included.
-        expiring_keys: entries with an expiry.
-        pinned_keys: entries with a pin, ended ones that were not noticed yet included.
-        pinned_bytes: of ``used_bytes``, theirs.
-        budget_bytes: what it may use; for a tenant its quota, or the budget without one.
-        used_bytes: what it uses, by the accounting that the store describes; held_bytes included.
-        held_bytes: of values removed but still being sent.
-        peak_bytes: most that was ever used.
-        records: entries that are valid records.
-        record_bytes: bytes of their values.
-        evicted_keys: removed to make room.
-        evictions: of these, how many for each cause: ``quota``, a tenant has more than its quota; ``budget``, all have
-            more than the store may hold; of a store with devices also ``device``, one is full or has as much as it
-            may, and ``memory``, of what lies in memory alone.
-        evicted_bytes: bytes of their keys and values.
-        expired_keys: removed because their time had come.
-        lost_keys: dropped because their bytes could not be read, or were not what had been stored.
-        lost: of these, how many for each reason; of a store as a whole only.
-        failed_writes: values that could not be made durable; their writers have been told.
-        devices: of each.
-        cold: of the bucket below, if there is one.
-        memory_bytes: of all arenas.
-        memory_used_bytes: of these, in use.
-        memory_held_bytes: of these, of values that were removed but are still being sent.
-        memory_share: memory's share of the objects.
-        memory_bandwidth_bytes_per_s: that it is by.
-        memory_objects: entries that are in memory.
-        memory_hits: times that an object was there.
-        memory_misses: times that it was not.
-        promotions: copies that moved to the main queue.
-        copies_dropped: copies that went to make room.
-        waiting_reads: reads that wait for memory or their device.
-        writing_bytes: of objects that are not durable yet.
-        held_back: objects that were stored in memory alone (admission).
-        orchestration_ns: time spent in looking up, placing and grouping, without any I/O: the three that follow.
-        lookup_ns: in finding keys.
-        placement_ns: in choosing homes, and evicting for them.
-        grouping_ns: in planning reads, finding memory for them, and taking them back.
-        submission_ns: in handing reads to devices and taking them back: calls into the kernel, which count as I/O.
-        verify_ns: in checking what was read and its device had not checked, apart from the lock.
-        lookups: keys looked up.
-        shared_reads: requests that another one's read served.
-        partial_reads: reads of parts of objects.
-        scrub_passes: times that the scrub passed all entries.
-        scrub_rotten: objects that it found not to be what had been stored.
+        keys: Entries, including those that have expired without notice.
+        expiring_keys: Entries with an expiry.
+        pinned_keys: Entries with a pin, including pins that have ended without notice.
+        pinned_bytes: Their part of ``used_bytes``.
+        budget_bytes: Most bytes; for a tenant its quota, or the budget without one.
+        used_bytes: Used bytes, held_bytes included.
+        held_bytes: Bytes of removed values that are still being sent.
+        peak_bytes: Most bytes ever used.
+        records: Entries that are valid records.
+        record_bytes: Bytes of their values.
+        evicted_keys: Evicted entries.
+        evictions: Evictions by cause: ``quota``, the tenant has more than its quota; ``budget``, all have more than the
+            pool may hold; with devices also ``device``, a device is full or at its limit, and ``memory``, for objects
+            of memory alone.
+        evicted_bytes: Bytes of their keys and values.
+        expired_keys: Entries that have expired.
+        lost_keys: Entries that were dropped because their bytes could not be read, or were wrong.
+        lost: These by reason; of a whole pool only.
+        failed_writes: Values that could not be made durable; their writers got an error.
+        cold: Of the bucket, if there is one.
+        memory_bytes: Bytes of all arenas.
+        memory_used_bytes: Used bytes of the arenas.
+        memory_held_bytes: Bytes of removed values that are still being sent.
+        memory_share: Memory's share of the objects, by ``memory_bandwidth_bytes_per_s``.
+        memory_objects: Entries in memory.
+        memory_hits: Look-ups of objects in memory.
+        memory_misses: Look-ups of other objects.
+        promotions: Copies that moved to the main queue.
+        copies_dropped: Copies that were dropped for room.
+        waiting_reads: Reads that wait for memory or their device.
+        writing_bytes: Bytes of objects that are not durable yet.
+        held_back: Objects that were stored in memory alone (admission).
+        orchestration_ns: Time to look up, place and group, without I/O: the sum of the next three.
+        lookup_ns: Time to find keys.
+        placement_ns: Time to choose devices, and to evict for that.
+        grouping_ns: Time to plan reads, find memory for them, and take them back.
+        submission_ns: Time to pass reads to devices and back: calls into the kernel, which count as I/O.
+        verify_ns: Time to check what no device has checked, without the lock.
+        lookups: Looked-up keys.
+        shared_reads: Requests that were served by another request's read.
+        partial_reads: Reads of a part of an object.
+        scrub_passes: Rounds of the scrubber through all objects.
+        scrub_rotten: Damaged objects that it has found.
     """
 
     keys: int = 0

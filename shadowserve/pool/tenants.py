@@ -1,4 +1,4 @@
-"""Tenants' ids: given out in order, and told to every device, so that a restart knows whose objects are whose."""
+"""Tenants' ids: assigned in order and logged on every device, so that a restart knows the tenants of all objects."""
 
 from collections.abc import Mapping
 
@@ -6,25 +6,23 @@ from shadowserve.pool.disk import Disk
 from shadowserve.pool.terms import TENANTS_MAX
 from shadowserve.pool.volume.changes import OutOfBudgetError
 
-__all__ = ["Tenants"]
-
 
 class Tenants:
-    """Names and ids."""
+    """Names and ids of tenants."""
 
     def __init__(self, disks: list[Disk]) -> None:
-        """Take over what the devices know.
+        """Recover names and ids from the devices.
 
-        Where two devices disagree, since one was absent when the other learned of a tenant, the first one counts, so
-        those that were away come last; :attr:`strangers` says what lies on the other.
+        Devices disagree where one was missing when another one logged a new tenant. The first one in the list counts,
+        so devices that were missing come last.
 
         Attributes:
-            strangers: devices and ids of tenants whose objects there are somebody else's.
+            conflicts: Devices and ids of tenants whose objects there belong to another tenant.
         """
         self._disks = disks
         self._next_id = 1
         self._ids: dict[str, int] = {"": 0}
-        self.strangers: list[tuple[Disk, int]] = []
+        self.conflicts: list[tuple[Disk, int]] = []
         names = self._names = {0: ""}
         for disk in disks:
             for tenant, text in disk.volume.tenants.items():
@@ -34,29 +32,27 @@ class Tenants:
                     names[tenant] = name
                     self._ids[name] = tenant
                 elif known != name:
-                    self.strangers.append((disk, tenant))
+                    self.conflicts.append((disk, tenant))
         for disk in disks:
             for name, tenant in self._ids.items():
                 if tenant:
-                    disk.name_tenant(tenant, name)
+                    disk.log.name_tenant(tenant, name)
 
     def by_name(self) -> Mapping[str, int]:
-        """Return all ids that were given out, by the tenants' names."""
+        """Return all assigned ids by name."""
         return self._ids
 
     def name_of(self, tenant: int) -> str:
-        """Return the name of an id that was given out."""
         return self._names[tenant]
 
     def ids(self) -> set[int]:
-        """Return all ids that were given out."""
         return set(self._ids.values())
 
     def id_of(self, name: str) -> int:
-        """Return a tenant's id, a new one if it has none.
+        """Return a tenant's id; assign one if needed.
 
         Raises:
-            OutOfBudgetError: there are no more.
+            OutOfBudgetError: All ids are assigned.
         """
         tenant = self._ids.get(name)
         if tenant is None:
@@ -64,9 +60,9 @@ class Tenants:
                 self._next_id += 1
             tenant = self._next_id if self._next_id < TENANTS_MAX else 0
             if not tenant:
-                raise OutOfBudgetError(f"there are {TENANTS_MAX} tenants already")
+                raise OutOfBudgetError(f"there are {TENANTS_MAX} tenants already; use fewer tenants")
             self._ids[name] = tenant
             self._names[tenant] = name
             for disk in self._disks:
-                disk.name_tenant(tenant, name)
+                disk.log.name_tenant(tenant, name)
         return tenant

@@ -1,4 +1,4 @@
-"""What a pool and those who use it meet in: values, memory that is lent, and what a hold of the lock may do."""
+"""Types that a pool and its users share: values, lent memory, limits, and the interface of the lower tier."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Final, NamedTuple, Protocol
@@ -6,61 +6,42 @@ from typing import Any, ClassVar, Final, NamedTuple, Protocol
 from shadowserve.errors import ShadowServeError
 from shadowserve.pool.volume.changes import Ticket
 
-__all__ = [
-    "DEFAULT_TENANT",
-    "ENTRIES_PER_HOLD",
-    "KEY_BYTES_MAX",
-    "TENANTS_MAX",
-    "Address",
-    "Below",
-    "Item",
-    "Kept",
-    "Lease",
-    "PinShareError",
-    "PinnedEntries",
-]
-
 Address = tuple[int, bytes]
-"""What an object is called: its tenant's id, and its key among those of that tenant."""
+"""Id of a tenant, and a key of that tenant."""
 
 TENANTS_MAX: Final = 1 << 16
 
 DEFAULT_TENANT: Final = 0
-"""The tenant of what belongs to nobody; its name is empty."""
+"""The tenant without a name, of clients without authentication."""
 
 ENTRIES_PER_HOLD: Final = 250
-"""Entries that one hold of the pool's lock touches at most, so that it is no longer than 10 ms: the longest that is
-done to one is its eviction, which takes the pool up to 30 us."""
+"""Most entries that one hold of the pool's lock processes, so that it takes at most 10 ms: the longest operation on one
+entry is its eviction, with up to 30 us."""
 
 KEY_BYTES_MAX: Final = (64 << 10) - 64
-"""Of a key: an object on a device has room for a name of 64 KiB, of which 64 bytes are left to the pool."""
+"""Most bytes of a key: an object on a device has room for a name of 64 KiB, and the pool uses 64 bytes of that."""
 
 
 class PinShareError(ShadowServeError):
-    """A pin would take more than its tenant, or all together, may have pinned."""
+    """A pin would exceed the share of its tenant, or of all tenants."""
 
 
 class Kept(Protocol):
-    """Memory that has a value.
-
-    Attributes:
-        users: who needs it.
-    """
+    """Memory that holds a value; ``users`` is the number of its users."""
 
     users: int
 
 
 class Item:
-    """What is known of a stored value without touching a device; good until the pool's lock is released.
+    """What the pool knows about a value without touching a device; valid until the pool's lock is released.
 
-    A pool derives its own from it. An item with a value stays valid for longer between hold() and release().
+    Each pool derives its own class. An item with a value stays valid longer between hold() and release().
 
     Attributes:
-        length: bytes of the value.
-        head_bytes: length of the record's head if the value is a valid record, else 0.
+        length: Bytes of the value.
+        head_bytes: Length of the record's header if the value is a valid record, else 0.
         expires_at_ms: Unix time in milliseconds, or None.
-        value: the bytes, never changed after they were stored; None where they are not in memory: ``Store.read()``
-            brings them.
+        value: The bytes, which never change; None if they are not in memory: ``Pool.read()`` reads them.
     """
 
     __slots__ = ("expires_at_ms", "head_bytes", "length", "value")
@@ -70,97 +51,99 @@ class Item:
     expires_at_ms: int | None
     value: bytes | memoryview | None
     is_cold: ClassVar[bool] = False
-    """Whether the pool itself does not have it: it lies in the tier below."""
+    """Only the lower tier has it."""
 
     @property
     def kept(self) -> Kept | None:
-        """What hold() keeps in memory, the same for all that share it; None of an item without a value."""
+        """Memory that hold() keeps, the same for all that share it; None for an item without a value."""
         return None
 
 
 class Lease:
-    """Bytes of a value in memory, valid until ``release()``.
-
-    Attributes:
-        view: the bytes.
-    """
+    """Bytes of a value in memory, valid until ``release()``."""
 
     __slots__ = ("_arguments", "_released", "view")
 
     def __init__(self, view: memoryview, released: Callable[..., None] | None = None, *arguments: Any) -> None:
-        """release() calls ``released`` with ``arguments``, with the pool's lock held."""
+        """release() calls ``released(*arguments)`` with the pool's lock held."""
         self.view = view
         self._released = released
         self._arguments = arguments
 
     @property
     def kept(self) -> object:
-        """What it keeps in memory."""
+        """Memory that it keeps."""
         return self
 
     def release(self) -> None:
-        """Give the bytes back: once, with the pool's lock held."""
+        """Release the bytes: once, with the pool's lock held."""
         released, self._released = self._released, None
         if released is not None:
             released(*self._arguments)
 
 
 class PinnedEntries(NamedTuple):
-    """What a tenant keeps from eviction, ended pins that were not noticed yet included; and how much it may."""
+    """Number and bytes of a tenant's pinned entries, including pins that have ended without notice, and the most
+    bytes.
+    """
 
     keys: int
     bytes: int
     bytes_max: int
 
 
-class Below(Protocol):
-    """A tier below a pool. All methods but those of its life are called with the pool's lock held; none waits."""
+class LowerTier(Protocol):
+    """A tier below a pool. All methods except start(), close() and join() are called with the pool's lock held; none
+    waits.
+    """
 
     def start(self, pool: Any, lock: Any) -> None:
-        """Begin to serve a pool, whose lock it takes for itself; without the lock."""
+        """Begin to serve a pool; ``lock`` is the pool's. Called without the lock."""
 
     def hurry(self) -> None:
-        """Write all that waits to be written: the end is near."""
+        """Write everything that waits to be written: the pool is about to close."""
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to be written."""
+        """True if nothing waits to be written."""
 
     def close(self) -> None:
-        """End, without the lock: the pool is not touched any more as soon as the lock was free once."""
+        """End. Called without the lock; the pool is not used any more once the lock was free."""
 
     def join(self) -> None:
-        """Wait, not long, for what close() could not end; without the lock."""
+        """Wait a short time for what close() could not end; without the lock."""
 
     def find(self, address: Address) -> Item | None:
-        """Return the item of what the pool itself does not have."""
+        """Return the item of a record that the pool does not have."""
 
     def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
-        """Bring bytes of an item of find(), as ``Pool.read()``."""
+        """Read bytes of an item of find(), as ``Pool.read()``."""
 
     def expected_s(self, size: int) -> float:
-        """Return how many seconds items of find() of so many bytes are expected to take, asked for together now."""
+        """Return the expected time to read items of find() with ``size`` bytes in total now."""
 
     def set_quota(self, tenant: str, bytes_max: int | None, keys_max: int | None) -> None:
-        """Bound a tenant's share, by its name, for when there is no room for all tenants' records."""
+        """Limit a tenant's share, by its name, when there is no room for the records of all tenants."""
 
     def stored(self, address: Address, *, head_bytes: int, expires: bool, parent: bytes, length: int) -> Ticket | None:
-        """Take over a value of the pool; return a ticket for when the record that it replaces is gone; None if so."""
+        """Receive a value of the pool; return a ticket for the removal of the record that it replaces; None if that
+        is done.
+        """
 
     def settling(self, address: Address) -> Ticket | None:
-        """Return a ticket for when the record that ``address``'s present value replaced is gone; None if it is."""
+        """Return a ticket for the removal of the record that the present value has replaced; None if that is done."""
 
     def holds_back(self, address: Address) -> bool:
-        """Return whether a record may not be evicted yet: it is being written here, for so long as that may take."""
+        """Return whether a record may not be evicted yet, since it is being written here, for a limited time."""
 
     def removed(self, address: Address) -> bool:
-        """Have nobody find ``address`` here any more; return whether it was here."""
+        """Make a record absent here; return whether it was present."""
 
     def cleared(self, tenant: int | None) -> None:
-        """Have nobody find anything of a tenant any more, or of all."""
+        """Make all records of a tenant, or of all tenants, absent."""
 
     def barrier(self) -> Ticket | None:
-        """Return a ticket for what removed() and cleared() have begun; None if it has ended."""
+        """Return a ticket for the removals that removed() and cleared() have begun; None if they are done."""
 
     def statistics(self) -> Any:
         """Return counters and sizes."""

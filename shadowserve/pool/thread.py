@@ -1,7 +1,7 @@
-"""The thread that drives a pool: it waits for devices, has their completions dealt with, and ends the pool.
+"""The thread that drives a pool: it waits for devices, processes their completions, and ends the pool.
 
-A pool's methods are called by whoever serves a client. What devices have done is dealt with here, so that no
-client's thread waits for a device, and a device that stands still delays nobody but those who asked for what is on it.
+Other threads call the pool's methods for clients. Completions are processed here, so no client's thread waits for a
+device, and a slow device delays only requests for its own objects.
 """
 
 import logging
@@ -13,25 +13,23 @@ from typing import Final
 
 from shadowserve.pool.pool import Pool
 
-__all__ = ["PoolThread"]
-
 _log = logging.getLogger(__name__)
 
 _INTERVAL_S: Final = 0.1
-"""Of poll() where nothing happens: for what a store does as time passes."""
+"""Longest time between two polls, for the pool's periodic work."""
 
 _BREATH_S: Final = 0.001
-"""Between two parts of long work: who has waited for the lock meanwhile is sure to get it."""
+"""Pause between two parts of long work: a thread that waits for the lock gets it."""
 
 _CLOSING_S: Final = 10.0
-"""Beyond the time to drain, until a process gives up a store that does not end: what is durable is so already."""
+"""Time beyond draining until the process gives up a store that does not end; durable data is safe by then."""
 
 
 class PoolThread:
-    """Drives one store, which has been started, until stop()."""
+    """Drives one started store until stop()."""
 
     def __init__(self, store: Pool) -> None:
-        """Start the thread, if the store has anything to be driven for."""
+        """Start the thread."""
         self._store = store
         self._descriptors = store.descriptors()
         self._stop = threading.Event()
@@ -40,16 +38,16 @@ class PoolThread:
         self._wake = select.epoll()
         for descriptor in self._descriptors:
             self._wake.register(descriptor, select.EPOLLIN)
-        # A daemon: a device that never answers must not keep the process.
+        # A daemon thread: a device that never answers must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._thread.start()
 
     def hand(self, function: Callable[[], None]) -> None:
-        """Have a function called in this thread, after its next poll()."""
+        """Call a function in this thread, after its next poll()."""
         self._handed.append(function)
 
     def stop(self, drain_s: float) -> bool:
-        """Have the store drained within ``drain_s`` and closed; return whether it was. Waits for it."""
+        """Drain the store within ``drain_s`` and close it; wait for that, and return whether it has ended."""
         self._drain_s = drain_s
         self._stop.set()
         self._thread.join(drain_s + _CLOSING_S)
@@ -70,7 +68,7 @@ class PoolThread:
                 more = store.poll()
                 while self._handed:
                     self._handed.popleft()()
-            except Exception:  # a bug of ours must not leave every client waiting
+            except Exception:  # a bug must not end this thread
                 _log.exception("store_poll_failed")
                 self._stop.wait(_INTERVAL_S)
         try:

@@ -1,12 +1,12 @@
-"""Writing: from where a value was received, through its checksums, to a device.
+"""Writing: from the memory that received a value, through its checksums, to a device.
 
-put() only takes note. The checksums are made in the pool's thread, apart from the pool's lock; then the volume writes
-the object, its record, and flushes. The entry can be read from memory all the while. ``writing`` has the states that a
-put goes through; here is what moves it on, and who hears of it.
+put() only enqueues. The pool's thread makes the checksums without the pool's lock; then the volume writes the object
+and its record, and flushes. The entry can be read from memory all the time. ``write_states`` has the states of a put;
+this module moves puts from state to state and settles their tickets.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -15,27 +15,29 @@ from shadowserve.errors import ShadowServeError, is_passing
 from shadowserve.native import seal_object
 from shadowserve.pool.arena import Buffer
 from shadowserve.pool.core import Core
-from shadowserve.pool.disk import Disk, Place
+from shadowserve.pool.disk import Disk, Extent
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
 from shadowserve.pool.volume.changes import BusyError, Ticket
-from shadowserve.pool.writing import ENDS, Left, State, Write
-
-__all__ = ["Writer", "joined"]
+from shadowserve.pool.write_states import ENDS, OldCopy, State, Write
 
 _SEALED_PER_TURN: Final = 32
-"""Objects whose checksums are made between two looks at the devices."""
+"""Objects whose checksums are made before devices are polled again."""
 _SEALED_MAX: Final = 256
-"""Objects that wait for their device with their checksums made: each is looked at in every turn."""
+"""Most objects that are sealed and wait for their device. Each is examined in every turn."""
+
+
+WRITABLE_SHARE: Final = 2
+"""Received values and waiting writes have at most 1 / WRITABLE_SHARE of the memory; the rest is for reads."""
 
 
 @dataclass(slots=True, eq=False)
-class _Unsure:
-    """Tickets of a value that is where it belongs, while a power cut could still bring back an older one.
+class _Undurable:
+    """Tickets of a value that is written, while a power cut could still bring back an older one.
 
     Attributes:
-        own: the device that has it; None for memory alone.
-        removed: it was removed before it was written: that has to be durable as well.
+        own: The device of the value; None for memory alone.
+        removed: The value was removed before it was written; the removal has to be durable too.
     """
 
     tenant: int
@@ -46,10 +48,10 @@ class _Unsure:
 
 
 class Writer:
-    """Writes what is put. With the pool's lock held, but for :meth:`seal`.
+    """Writes the values of put(). With the pool's lock held, except :meth:`seal`.
 
     Attributes:
-        bytes_under_way: of objects that are not durable yet.
+        bytes_under_way: Bytes of objects that are not durable yet.
     """
 
     def __init__(self, core: Core) -> None:
@@ -58,23 +60,29 @@ class Writer:
         self._unsealed: deque[Write] = deque()
         self._sealed: deque[Write] = deque()
         self._ended: deque[Write] = deque()
-        self._unsure: deque[_Unsure] = deque()
+        self._undurable: deque[_Undurable] = deque()
+        self._barriers: list[Ticket] = []  # waiting for room in a log
         self._settled: deque[tuple[Ticket, Exception | None]] = deque()
         self._count = 0
         self._may_settle_more = False
         self.bytes_under_way = 0
 
     def __len__(self) -> int:
-        return self._count + len(self._unsure)
+        return self._count + len(self._undurable)
 
     @property
     def has_more(self) -> bool:
-        """Whether poll() has something to do, now or when a device has done its part."""
-        return bool(self._count or self._unsure or self._settled)
+        """True if poll() has something to do now, or when a device completes an operation."""
+        return bool(self._count or self._undurable or self._settled or self._barriers)
+
+    @property
+    def has_barriers(self) -> bool:
+        """True while barriers wait for room in a log."""
+        return bool(self._barriers)
 
     @property
     def waiting(self) -> bool:
-        """Whether poll() has something to do that no device publishes."""
+        """True if poll() has something to do that no device signals."""
         is_full = len(self._sealed) >= _SEALED_MAX
         return bool((self._unsealed and not is_full) or self._ended or self._settled or self._may_settle_more)
 
@@ -91,13 +99,13 @@ class Writer:
         name: bytes | None,
         *,
         placed: bool,
-        replaced: Place | None = None,
-        left: list[Left] | None = None,
+        replaced: Extent | None = None,
+        old_copies: list[OldCopy] | None = None,
     ) -> Ticket:
-        """Take note of an object to write; the buffer gets a user more."""
+        """Enqueue an object. The buffer gets one more user."""
         buffer.users += 1
         disk.use(entry.extent)
-        write = Write(entry, disk, buffer, name, placed, replaced, left or [], Ticket(), [])
+        write = Write(entry, disk, buffer, name, placed, replaced, old_copies or [], Ticket(), [])
         self._writes.begin(write)
         self._unsealed.append(write)
         self._count += 1
@@ -106,42 +114,68 @@ class Writer:
         return write.ticket
 
     def is_unsubmitted(self, slot: int) -> bool:
-        """Return whether an entry's record is yet to be made: it will say what the index says then."""
+        """Return whether the entry's record is not made yet: it will have the index's fields of that time."""
         write = self._writes.of(slot)
         return write is not None and write.state is not State.WRITING
+
+    # ---- Barriers
+
+    def barrier(self) -> Ticket | None:
+        """Return a ticket that settles when all logged changes, and those that wait for their log, are durable."""
+        if any(disk.log.is_pending for disk in self._core.disks):
+            ticket = Ticket()
+            self._barriers.append(ticket)
+            self._core.waker.wake()
+            return joined((ticket,))
+        return self._when_logs_are_durable()
+
+    def _when_logs_are_durable(self) -> Ticket | None:
+        return joined(disk.log.barrier() for disk in self._core.disks)
+
+    def _continue_barriers(self) -> None:
+        """Go on with barriers that have waited for room in a log."""
+        if not self._barriers or any(disk.log.is_pending for disk in self._core.disks):
+            return
+        durable = self._when_logs_are_durable()
+        for ticket in self._barriers:
+            if durable is None:
+                self.settle_later(ticket)
+            else:
+                durable.then(partial(self.settle_later, ticket))
+        self._barriers.clear()
 
     # ---- In the pool's thread
 
     def take_unsealed(self) -> list[Write]:
-        """Return writes to seal, the first few."""
+        """Return the next writes to seal."""
         count = min(len(self._unsealed), _SEALED_PER_TURN) if len(self._sealed) < _SEALED_MAX else 0
         return [self._unsealed.popleft() for _ in range(count)]
 
     def seal(self, writes: list[Write]) -> None:
-        """Make header and checksums; without the pool's lock."""
+        """Make headers and checksums, without the pool's lock."""
         for write in writes:
             if write.state is State.TAKEN:
                 seal_object(write.buffer.view(0, write.entry.size), write.entry.header)
 
     def submit(self, writes: list[Write]) -> None:
-        """Hand sealed writes to their volumes, as far as those take them; the rest waits for the next time."""
+        """Pass sealed writes to their volumes as far as these accept them; keep the rest for the next time."""
         for write in writes:
             if write.state is State.TAKEN:
-                write.go(State.SEALED)
+                write.move_to(State.SEALED)
         self._sealed.extend(writes)
         waiting: deque[Write] = deque()
         while self._sealed:
             write = self._sealed.popleft()
             entry = write.entry
             if write.state is State.SEALED and self._core.clears.covers(entry.tenant, entry.generation):
-                self._core.forget(entry)  # behind the log's CLEAR its record would bring it back
+                self._core.forget(entry)  # its record behind the log's CLEAR would bring it back
             if write.state is State.TAKEN_BACK:
                 self._end(write)
                 continue
             if any(other.disk is write.disk for other in waiting) or not self._core.may_write(entry.size):
                 waiting.append(write)
                 continue
-            # What has changed since the put, an expiry or a pin, belongs to the record.
+            # The record gets changes since the put: expiry and pin.
             fields = self._core.index.read(write.entry.slot)
             try:
                 ticket = write.disk.write(write.buffer.address, fields, write.name)
@@ -151,7 +185,7 @@ class Writer:
                 write.error = error
                 self._ended.append(write)
             else:
-                write.go(State.WRITING)
+                write.move_to(State.WRITING)
                 if write.replaced is not None:
                     write.disk.free(write.replaced)
                 self._await(write, ticket)
@@ -166,19 +200,20 @@ class Writer:
         ticket.then(note_end)
 
     def finish(self) -> None:
-        """Deal with writes that have ended, so many at a time."""
+        """Process some of the ended writes."""
         for _ in range(min(len(self._ended), ENTRIES_PER_HOLD)):
             write = self._ended.popleft()
             if write.error is None:
                 write.disk.note_written()
             if write.state not in ENDS:
-                write.go(State.DURABLE if write.error is None else State.FAILED)
+                write.move_to(State.DURABLE if write.error is None else State.FAILED)
             if write.state is State.FAILED and write.error is not None:
                 for counters in self._core.counters.of(write.entry.tenant):
                     counters.failed_writes += 1
                 write.disk.note_error(write.error, self._core.clock_ms(), writing=True)
             self._end(write)
-        self._settle_sure()
+        self._settle_durable()
+        self._continue_barriers()
 
     def _end(self, write: Write) -> None:
         entry, core, end = write.entry, self._core, ENDS[write.state]
@@ -186,7 +221,7 @@ class Writer:
         self._count -= 1
         if end.has_entry:
             self._writes.end(entry.slot)
-            core.leave(entry.tenant, entry.key, write.left)
+            core.free_old_copies(entry.tenant, entry.key, write.old_copies)
             if write.error is None:
                 core.copies.written(entry.slot, placed=write.placed)
             else:
@@ -197,59 +232,65 @@ class Writer:
             for ticket in write.tickets:
                 self.settle_later(ticket, write.error)
         elif write.tickets:
-            self._unsure.append(_Unsure(entry.tenant, entry.key, write.disk, end.removal, write.tickets))
+            self._undurable.append(_Undurable(entry.tenant, entry.key, write.disk, end.removal, write.tickets))
 
-    def _settle_sure(self) -> None:
-        """Tell of values that no power cut can take back any more.
+    def _settle_durable(self) -> None:
+        """Settle the tickets of values that no power cut can undo any more.
 
-        Such a one could bring back what a value replaced on another device, or, where it was removed before it was
-        written, on its own.
+        A power cut could bring back the value that was replaced on another device or, where the new value was removed
+        before it was written, on its own device.
         """
-        waiting, self._may_settle_more = len(self._unsure), False
+        waiting, self._may_settle_more = len(self._undurable), False
         for _ in range(min(waiting, ENTRIES_PER_HOLD)):
-            unsure = self._unsure.popleft()
-            disks = self._core.unsure(unsure.tenant, unsure.key, but=unsure.own)
-            if unsure.removed and unsure.own is not None and unsure.own.gone is None and unsure.own not in disks:
-                disks.append(unsure.own)
-            if any(disk.is_logging for disk in disks):
-                self._unsure.append(unsure)
+            undurable = self._undurable.popleft()
+            own = undurable.own
+            disks = self._core.undurable_disks(undurable.tenant, undurable.key, but=own)
+            if undurable.removed and own is not None and own.gone is None and own not in disks:
+                disks.append(own)
+            if any(disk.log.is_pending for disk in disks):
+                self._undurable.append(undurable)
                 continue
             self._may_settle_more = waiting > ENTRIES_PER_HOLD
-            durable = joined(disk.barrier() for disk in disks)
+            durable = joined(disk.log.barrier() for disk in disks)
             if durable is None:
-                self._settle_all(unsure, None)
+                self._settle_all(undurable, None)
             else:
-                durable.then(partial(self._settle_all, unsure))
+                durable.then(partial(self._settle_all, undurable))
 
-    def _settle_all(self, unsure: _Unsure, error: Exception | None) -> None:
-        """Settle the tickets; where a device has failed meanwhile, the others' logs have to say so first."""
-        if error is not None and (unsure.own is None or unsure.own.gone is None):
-            self._unsure.append(unsure)
+    def _settle_all(self, undurable: _Undurable, error: Exception | None) -> None:
+        """Settle the tickets. Where another device has failed, wait until the remaining logs have the change of
+        session.
+        """
+        if error is not None and (undurable.own is None or undurable.own.gone is None):
+            self._undurable.append(undurable)
             self._core.waker.wake()
             return
-        for ticket in unsure.tickets:
+        for ticket in undurable.tickets:
             self.settle_later(ticket, error)
 
-    def memory_alone(self, slot: int, tenant: int, key: bytes) -> Ticket | None:
-        """Return a ticket for a value that is in memory alone, and so has nothing to wait for but what was before it.
+    def finish_memory_only(self, slot: int, tenant: int, key: bytes) -> Ticket | None:
+        """Return a ticket for a value in memory alone, which only waits for the removal of older values; None if there
+        are none.
 
-        Those whose values it replaced hear of it at the same time.
+        The tickets of the values that it replaced settle with it.
         """
-        ticket = self.sure(tenant, key)
+        ticket = self.await_old_removed(tenant, key)
         inherited = self._writes.inherit(slot)
         if ticket is not None:
-            self._unsure[-1].tickets.extend(inherited)
+            self._undurable[-1].tickets.extend(inherited)
             return ticket
         for each in inherited:
             self.settle_later(each)
         return None
 
-    def sure(self, tenant: int, key: bytes) -> Ticket | None:
-        """Return a ticket that settles when no power cut can bring back an older value of a key; None if none can."""
-        if not self._core.unsure(tenant, key):
+    def await_old_removed(self, tenant: int, key: bytes) -> Ticket | None:
+        """Return a ticket that settles when no power cut can bring back an older value of a key; None if none can
+        now.
+        """
+        if not self._core.undurable_disks(tenant, key):
             return None
         ticket = Ticket()
-        self._unsure.append(_Unsure(tenant, key, None, False, [ticket]))
+        self._undurable.append(_Undurable(tenant, key, None, False, [ticket]))
         self._core.waker.wake()
         return ticket
 
@@ -260,17 +301,71 @@ class Writer:
         return ticket
 
     def settle_later(self, ticket: Ticket, error: Exception | None = None) -> None:
-        """Have a ticket settled by poll(), without the lock. From any thread."""
+        """Let poll() settle a ticket without the lock. From any thread."""
         self._settled.append((ticket, error))
         self._core.waker.wake()
 
     def take_settled(self) -> list[tuple[Ticket, Exception | None]]:
-        """Return the tickets to settle, now that the lock is given up."""
+        """Return the tickets to settle after the lock is released."""
         return [self._settled.popleft() for _ in range(len(self._settled))]
 
 
+class WaitingWriters:
+    """Writers that wait for memory or for free extents. With the pool's lock held."""
+
+    def __init__(self, core: Core, writer: Writer, bytes_max: int) -> None:
+        """``bytes_max``: most bytes that wait to be written."""
+        self._core = core
+        self._writer = writer
+        self._bytes_max = bytes_max
+        self._ready: list[Callable[[], None]] = []
+        self._busy: list[Ticket] = []
+        self._free_blocks = 0  # when the last busy write began to wait
+
+    def __bool__(self) -> bool:
+        return bool(self._busy or self._ready)
+
+    def may_receive(self, size: int) -> bool:
+        """Return whether writers may have ``size`` more bytes of memory. A single writer always may."""
+        self._core.arenas.settle()
+        in_use = self._core.arenas.lent_bytes + self._writer.bytes_under_way
+        return in_use == 0 or in_use + size <= min(self._bytes_max, self._core.arenas.size // WRITABLE_SHARE)
+
+    def await_memory(self, ready: Callable[[], None]) -> None:
+        """Call ``ready`` when there may be memory."""
+        self._ready.append(ready)
+
+    def busy_error(self, why: str) -> BusyError:
+        """Return the error of a write that has to be tried again later."""
+        self._core.counters.busy_writes += 1
+        again = Ticket()
+        self._busy.append(again)
+        self._free_blocks = self._count_free_blocks()
+        self._core.waker.wake()
+        return BusyError(f"too many writes are in progress: {why}", again)
+
+    def take_ready(self) -> list[Callable[[], None]]:
+        """Return the callbacks of writers that may have memory now."""
+        if not self._ready or not self.may_receive(0):
+            return []
+        taken, self._ready = self._ready, []
+        return taken
+
+    def take_busy(self) -> list[Ticket]:
+        """Return the tickets of writes to try again: bytes were written, or extents became free."""
+        if not self._busy or self._writer.bytes_under_way >= self._bytes_max:
+            return []
+        if self._count_free_blocks() <= self._free_blocks and any(disk.is_freeing for disk in self._core.disks):
+            return []
+        taken, self._busy = self._busy, []
+        return taken
+
+    def _count_free_blocks(self) -> int:
+        return sum(disk.volume.free_blocks for disk in self._core.disks if disk.gone is None)
+
+
 def joined(tickets: Iterable[Ticket | None]) -> Ticket | None:
-    """Return a ticket that settles with the last of those given, and with the first error; None if there are none."""
+    """Return a ticket that settles with the last of several, with the first error; None if there are none."""
     waiting = [ticket for ticket in tickets if ticket is not None]
     if len(waiting) < 2:
         return waiting[0] if waiting else None

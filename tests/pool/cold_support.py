@@ -1,4 +1,4 @@
-"""What tests of the coldest tier share: pools over a bucket, and chains of records."""
+"""Shared by tests of the bucket: pools over a bucket, and chains of records."""
 
 import contextlib
 import hashlib
@@ -41,19 +41,19 @@ class Node(Driver):
             self.put(storage_key(name), value, tenant, head_bytes=head_bytes, parent=parent)
 
     def await_written(self, count: int) -> None:
-        """Wait until the bucket has all that is to be written, ``count`` objects of it by this node."""
+        """Wait until nothing waits to be written, and this node has written ``count`` objects."""
         wait_for(lambda: self.cold().written_objects >= count and not self.cold().waiting_records)
 
     def await_known(self, records: int) -> None:
         wait_for(lambda: self.cold().records == records)
 
     def await_listed(self) -> None:
-        """Wait until the bucket was listed again."""
+        """Wait for another list of the bucket."""
         before = self.cold().lists
         wait_for(lambda: self.cold().lists > before + 1)
 
     def read_chain(self, chain: "Chain", tenant: int = 0) -> list[bytes | None]:
-        """Return all values of a chain, asked for at once."""
+        """Return all values of a chain, read concurrently."""
         readings = [self.open(storage_key(name), tenant=tenant) for name, *_ in chain.records]
         found = [None if reading is None else reading.wait() for reading in readings]
         for reading in readings:
@@ -63,7 +63,7 @@ class Node(Driver):
 
 
 class Chain:
-    """Records that follow each other."""
+    """Consecutive records."""
 
     def __init__(self, label: str, count: int, body_bytes: int = 4096) -> None:
         layout = ChunkLayout(
@@ -121,7 +121,7 @@ def device_node(endpoint: str, path: Path, **keys: Any) -> Node:
 
 @contextlib.contextmanager
 def nodes(server: FaultyS3) -> Iterator[Opens]:
-    """Yield what opens nodes over a bucket; they end with the test, without waiting for the bucket."""
+    """Yield a function that opens nodes over a bucket; they are closed with the test."""
     opened: list[Pool] = []
 
     def open_node(**keys: Any) -> Node:

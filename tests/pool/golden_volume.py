@@ -1,6 +1,6 @@
-"""The golden volume: an image of version 1 in tests/assets that must be opened for ever.
+"""The golden volume: an image of version 1 in tests/assets that must stay readable.
 
-``python tests/pool/golden_volume.py FILE`` writes the one of this code: for a new version, beside the old one.
+``python tests/pool/golden_volume.py FILE`` writes the image of this code: for a new version, beside the old one.
 """
 
 import struct
@@ -13,16 +13,14 @@ from volume_support import SMALL, Store, device_of, index_key
 
 from shadowserve.pool.volume.format import RecordKind, pack_record
 
-__all__ = ["GOLDEN", "NAME", "VALUES", "load", "make", "save"]
-
 GOLDEN = Path(__file__).parents[1] / "assets" / "volumes" / "version-1.bin"
 NAME = b"a name that is longer than one piece of eighty bytes, so that its text takes two records of the log"
 VALUES = {number.to_bytes(32, "little"): bytes([number]) * (1000 * number) for number in range(1, 41)}
-"""What it holds beside a named key of tenant 5; the first twenty are in the snapshot, the others in the log alone."""
+"""Its values besides a named key of tenant 5; the first twenty are in the snapshot, the others in the log only."""
 
 
 def make() -> SimulatedDevice:
-    """Return a device with the golden volume, as this code writes it."""
+    """Return a device with the golden volume, written by this code."""
     store = Store(device_of(objects_max=100))
     store.volume.name_tenant(5, b"five")
     store.volume.note(b"wear", b"12345")

@@ -1,16 +1,17 @@
-"""What tests of the pool share: pools over memory, over simulated devices and over files."""
+"""Shared by tests of the pool: pools over memory, simulated devices and files."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from simulated_device import SimulatedDevice
-from store_driver import Driver
+from store_driver import Clock, Driver
 
 from shadowserve.clock import wall_clock_ms
 from shadowserve.pool.config import DeviceConfig
 from shadowserve.pool.device_pool import DevicePool
-from shadowserve.pool.statistics import Statistics
+from shadowserve.pool.disk import Disk
+from shadowserve.pool.entries import Entry, PoolItem
 from storage_kv.config import StorageConfig
 
 MIB = 1 << 20
@@ -19,8 +20,10 @@ OBJECTS_MAX = 4096
 
 
 def configuration(**keys: Any) -> StorageConfig:
-    """Return a configuration of a small pool that does nothing in the background."""
-    return StorageConfig.load(flags={"memory_budget_bytes": 8 * MIB, "scrub_bytes_per_s": 0, **keys}, environment={})
+    """Return a configuration of a small pool without background work."""
+    return StorageConfig.load(
+        flags={"memory_budget_bytes": 8 * MIB, "scrub_bytes_per_s": 0, **keys}, environment={}
+    )
 
 
 def simulated_pool(
@@ -32,7 +35,7 @@ def simulated_pool(
     budget_bytes: int | None = None,
     **keys: Any,
 ) -> DevicePool:
-    """Return a pool over devices in memory; without ``bandwidths`` they are all alike."""
+    """Return a pool over simulated devices; without ``bandwidths`` they are equal."""
     entries = []
     for number, device in enumerate(devices):
         given = {"objects_max": OBJECTS_MAX, **(options[number] if options else {})}
@@ -69,9 +72,32 @@ def file_pool(
     )
 
 
-def pool_statistics(driver: Driver) -> Statistics:
-    """Return the pool's own statistics."""
-    return driver.statistics()
+def simulated_devices(count: int = 1, size: int = DEVICE_BYTES) -> list[SimulatedDevice]:
+    return [SimulatedDevice(size, seed=number, name=f"simulated{number}") for number in range(count)]
+
+
+def start_pool(count: int = 1, *, size: int = DEVICE_BYTES, **keys: Any) -> tuple[Driver, list[SimulatedDevice]]:
+    """Return a started pool over new simulated devices, and the devices."""
+    devices = simulated_devices(count, size)
+    keys.setdefault("clock_ms", Clock())
+    return Driver(simulated_pool(devices, **keys)), devices
+
+
+def drop_copies(driver: Driver) -> None:
+    """Drop all copies in memory that have no other user."""
+    with driver.lock:
+        while driver.store._core.copies.make_room():
+            pass
+
+
+def entry_of(driver: Driver, key: bytes) -> Entry:
+    item = driver.peek(key)
+    assert isinstance(item, PoolItem)
+    return item.entry
+
+
+def disks_of(driver: Driver) -> list[Disk]:
+    return driver.store._core.disks
 
 
 def chunk(number: int, chain: int = 0) -> bytes:

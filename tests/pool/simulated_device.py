@@ -1,9 +1,8 @@
-"""A block device in memory whose every misfortune is chosen by a seed or by the test.
+"""A block device in memory, with faults that a seed or the test chooses.
 
-Operations end when the test says so, in any order. A crash keeps, of every 4 KiB that were written since the last
-flush, what was there before, or any of the writes, or pieces of 512 bytes of both: what a device may do that lies about
-nothing but promises nothing either. Faults go further: errors, rot, bytes that go elsewhere or nowhere, a device that
-is gone, or that never answers.
+Operations end when the test says so, in any order. A crash keeps of every block of 4 KiB one of these: the content
+before the last flush, any of the writes since, or pieces of 512 bytes of several: an honest device may do that. Faults
+go further: errors, damaged bits, misdirected or lost bytes, a device that is gone or never answers.
 """
 
 import contextlib
@@ -16,11 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from shadowserve.block import Operation, OperationKind
 from shadowserve.latency import LatencyHistogram
 from shadowserve.native import OBJECT_HEADER_BYTES, Result, check_object
-from shadowserve.pool.volume.device import Operation, OperationKind
-
-__all__ = ["BLOCK_BYTES", "SECTOR_BYTES", "Fault", "SimulatedDevice", "SimulatedStatistics"]
 
 BLOCK_BYTES: Final = 4096
 SECTOR_BYTES: Final = 512
@@ -29,19 +26,19 @@ _ZEROS: Final = bytes(BLOCK_BYTES)
 
 @dataclass(slots=True)
 class Fault:
-    """Something that happens to operations of one kind.
+    """A fault of operations of one kind.
 
     Attributes:
-        kind: whose.
-        error: errno that they end with; 0: they end well, whatever really happened.
-        after: so many that it would meet go unharmed first.
-        times: so many meet it; None for all from then on.
-        first_block: only operations that touch these blocks, and the next.
-        last_block: the end of that, exclusive; None for the device's.
-        lost: a write that is not written; of a read, its bytes are not brought.
-        moved_blocks: the bytes go to, or come from, so many blocks further.
-        stuck: it never ends.
-        met: how many have met it.
+        kind: Kind of operation.
+        error: errno of the operation; 0 for success, whatever really happens.
+        after: Matching operations that succeed first.
+        times: Matching operations that fail; None for all.
+        first_block: First block of the affected range.
+        last_block: End of the range, exclusive; None for the device's end.
+        lost: The bytes are not written, or not read.
+        moved_blocks: The bytes are written, or read, this many blocks further on.
+        stuck: The operation never ends.
+        met: Operations that have failed so far.
     """
 
     kind: OperationKind
@@ -56,7 +53,7 @@ class Fault:
     met: int = 0
 
     def meets(self, operation: Operation) -> bool:
-        """Whether the operation meets it; counts."""
+        """Return whether an operation fails, and count it."""
         if operation.kind is not self.kind or (self.times is not None and self.met >= self.times):
             return False
         if operation.kind is not OperationKind.FLUSH:
@@ -72,7 +69,7 @@ class Fault:
 
 @dataclass(slots=True)
 class SimulatedStatistics:
-    """What was done: operations and bytes by kind, and errors."""
+    """Operations and bytes by kind, and errors."""
 
     operations: dict[OperationKind, int] = field(default_factory=lambda: defaultdict(int))
     bytes: dict[OperationKind, int] = field(default_factory=lambda: defaultdict(int))
@@ -81,21 +78,21 @@ class SimulatedStatistics:
 
 @dataclass(slots=True)
 class _Version:
-    """One write of one block since the last flush; ``completed`` is its place in the order of completions, or None."""
+    """One write of a block since the last flush; ``completed`` is its place in the order of completions, or None."""
 
     content: bytes
     completed: int | None
 
 
 class SimulatedDevice:
-    """Implements ``shadowserve.pool.device.BlockDevice``. It checks every second read that may be checked.
+    """Implements ``shadowserve.pool.volume.device.BlockDevice``. It checks every second read that has an expectation.
 
     Attributes:
-        automatic: completed() first ends everything that is under way, in a random order: for opening and formatting.
-        faults: those that are in force; append to it.
-        trace: (kind, first block, blocks) of each operation, in the order in which they ended.
-        submitted: called with how many operations were queued.
-        before: called before an operation ends; what it raises comes out of completed().
+        automatic: completed() first ends all operations in a random order: for opening and formatting.
+        faults: Active faults; append to it.
+        trace: (kind, first block, blocks) of each operation in the order of completion.
+        submitted: Called with the number of queued operations.
+        before: Called before an operation ends; its exception leaves completed().
     """
 
     def __init__(
@@ -132,10 +129,9 @@ class SimulatedDevice:
     # ---- What a volume sees
 
     def register(self, memory: memoryview) -> None:
-        """Without effect."""
+        """No-op."""
 
     def submit(self, operations: Sequence[Operation]) -> None:
-        """Queue operations."""
         if len(self._waiting) + len(self._ended) + len(operations) > self._operations_max:
             raise AssertionError(f"more than {self._operations_max} operations at a time")
         for operation in operations:
@@ -150,7 +146,6 @@ class SimulatedDevice:
         self.submitted(len(operations))
 
     def completed(self) -> list[Operation]:
-        """Take back what has ended."""
         if self.automatic:
             self.complete_all()
         ended, self._ended = self._ended, []
@@ -161,11 +156,10 @@ class SimulatedDevice:
         return self._descriptor
 
     def statistics(self) -> SimulatedStatistics:
-        """Return what was done."""
         return self._statistics
 
     def close(self) -> None:
-        """Forget what is under way."""
+        """Forget operations in progress."""
         self._waiting.clear()
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -179,11 +173,11 @@ class SimulatedDevice:
 
     @property
     def waiting(self) -> list[Operation]:
-        """What is under way, in the order of submission."""
+        """Operations in progress, in the order of submission."""
         return [operation for operation, _, _ in self._waiting]
 
     def complete(self, chosen: Callable[[Operation], bool] | None = None) -> Operation | None:
-        """End one operation at random of those that ``chosen`` takes; return it, None if there is none."""
+        """End a random operation among those that ``chosen`` accepts; return it, None if there is none."""
         if self.before is not None:
             self.before()
         candidates = [at for at, (operation, _, _) in enumerate(self._waiting) if chosen is None or chosen(operation)]
@@ -209,14 +203,14 @@ class SimulatedDevice:
         return operation
 
     def complete_all(self) -> None:
-        """End everything that is under way, in a random order."""
+        """End all operations in a random order."""
         while self._waiting:
             self.complete()
 
     def crash(self, *, torn: bool = True, seed: int | None = None) -> "SimulatedDevice":
-        """Return the device as it may be after the power was lost now; this one is dead.
+        """Return the device after a power cut; this one is dead.
 
-        Of each block that was written since the last flush, any version survives; with ``torn`` sectors of several.
+        Of each block written since the last flush any version survives; with ``torn``, sectors of several.
         """
         chance = self.random if seed is None else random.Random(seed)
         after = SimulatedDevice(
@@ -243,7 +237,7 @@ class SimulatedDevice:
         return after
 
     def restart(self) -> "SimulatedDevice":
-        """Return the device as it is after the process died and the power stayed: all completed writes are there."""
+        """Return the device after the process has died with the power on: all completed writes are there."""
         after = SimulatedDevice(
             self.capacity_bytes,
             seed=self.random.randrange(1 << 32),
@@ -258,30 +252,30 @@ class SimulatedDevice:
         return after
 
     def fail(self, kind: OperationKind, **how: int | bool | None) -> Fault:
-        """Put a fault in force: ``fail(OperationKind.WRITE, after=2)`` for an EIO of the third write."""
+        """Add a fault: ``fail(OperationKind.WRITE, after=2)`` for an EIO of the third write."""
         fault = Fault(kind, **how)  # type: ignore[arg-type]
         self.faults.append(fault)
         return fault
 
     def remove(self) -> None:
-        """Take the device away: everything fails with ENODEV from now on."""
+        """Make all operations fail with ENODEV from now on."""
         self._gone = True
 
     def rot(self, offset: int, *, bit: int = 0) -> None:
-        """Flip one bit of what is durable and of every version since."""
+        """Flip one bit of the durable content and of every later version."""
         block, at = divmod(offset, BLOCK_BYTES)
         self._durable[block] = _flipped(self._durable.get(block, _ZEROS), at, bit)
         for version in self._dirty.get(block, ()):
             version.content = _flipped(version.content, at, bit)
 
     def peek(self, offset: int, length: int) -> bytes:
-        """Return bytes as a read of them would, aligned or not."""
+        """Return the bytes that a read would return, aligned or not."""
         first, last = offset // BLOCK_BYTES, -(-(offset + length) // BLOCK_BYTES)
         content = b"".join(self._current(block) for block in range(first, last))
         return content[offset - first * BLOCK_BYTES :][:length]
 
     def poke(self, offset: int, content: bytes) -> None:
-        """Change durable bytes, aligned or not, as somebody else who has the device might."""
+        """Change durable bytes, aligned or not, as another program might."""
         for at, byte in enumerate(content):
             block, place = divmod(offset + at, BLOCK_BYTES)
             old = self._durable.get(block, _ZEROS)
@@ -294,7 +288,7 @@ class SimulatedDevice:
         self._durable[number] = content
 
     def copy(self) -> "SimulatedDevice":
-        """Return a device with the content that a read sees now."""
+        """Return a device with the content that reads return now."""
         after = SimulatedDevice(self.capacity_bytes, name=self.name, operations_max=self._operations_max)
         after._durable = dict(self.blocks())
         return after
@@ -336,7 +330,7 @@ class SimulatedDevice:
             self._dirty.setdefault(block + at // BLOCK_BYTES, []).append(version)
 
     def _flush(self, submitted: int) -> None:
-        """Make durable what was complete when the flush was submitted."""
+        """Make all operations durable that were complete when the flush was submitted."""
         for block, versions in list(self._dirty.items()):
             covered = [
                 version for version in versions if version.completed is not None and version.completed < submitted

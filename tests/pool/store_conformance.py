@@ -1,4 +1,4 @@
-"""What every store must do. A test module of a store derives from StoreConformance and says how to make one."""
+"""The conformance suite of pools. A test module derives from StoreConformance and implements make()."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -19,24 +19,24 @@ from shadowserve.pool.volume.changes import OutOfBudgetError
 
 
 class StoreConformance(ABC):
-    """The suite. Budgets are given in bytes; stores say with self.cost() what an entry needs."""
+    """The suite. Budgets are in bytes; cost() returns the bytes that an entry counts for."""
 
     MANY = 3_000
-    """Entries of which there are enough to tell work on each of them from work on some."""
+    """Entries that are enough to tell work on all of them from work on some."""
     PIN_UNIT_MS = 1000
-    """How exactly the store keeps the end of a pin."""
+    """Resolution of a pin's end."""
 
     def cost(self, key: bytes, size: int) -> int:
-        """Return what an entry with a client's key and a value of ``size`` bytes counts for."""
+        """Return the bytes that an entry with a value of ``size`` bytes counts for."""
         return len(key) + size + ENTRY_OVERHEAD_BYTES
 
     @abstractmethod
     def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Pool:
-        """Return an empty store."""
+        """Return an empty pool."""
 
     @pytest.fixture(autouse=True)
     def _stops(self) -> Iterator[None]:
-        """Stop every store that a test has begun to drive."""
+        """Stop every pool of a test."""
         self.driven: list[Driver] = []
         yield
         for driver in self.driven:
@@ -47,11 +47,11 @@ class StoreConformance(ABC):
         return self.driven[-1]
 
     def fill(self, store: Driver, count: int, tenant: int = 0, size: int = 0, **named: Any) -> None:
-        """Store so many entries, and wait until all are durable."""
+        """Store ``count`` entries, and wait until all are durable."""
         changes = [store.put_soon(b"%d" % number, b"x" * size, tenant, **named) for number in range(count)]
         assert {change.wait() for change in changes} == {None}
 
-    def test_a_value_is_read_back_as_it_was_stored(self) -> None:
+    def test_get_returns_the_stored_value(self) -> None:
         store = self.drive(1 << 20, Clock())
         for value in (b"", b"x", bytes(range(256)) * 40, memoryview(b"view" * 100)):
             store.put(b"key", value)
@@ -59,7 +59,7 @@ class StoreConformance(ABC):
         assert store.value(b"other") is None and store.peek(b"other") is None
         assert store.count() == 1
 
-    def test_removing_and_clearing(self) -> None:
+    def test_remove_and_clear(self) -> None:
         store = self.drive(1 << 20, Clock())
         store.put(b"a", b"1")
         store.put(b"b", b"2")
@@ -69,7 +69,7 @@ class StoreConformance(ABC):
         assert store.count() == 0 and store.value(b"b") is None
         assert store.statistics().used_bytes == 0
 
-    def test_the_least_recently_used_is_evicted_first(self) -> None:
+    def test_the_least_recently_used_entry_is_evicted_first(self) -> None:
         store = self.drive(3 * self.cost(b"a", 100), Clock())
         for key in (b"a", b"b", b"c"):
             store.put(key, b"x" * 100)
@@ -137,7 +137,7 @@ class StoreConformance(ABC):
         assert store.set_expiry(b"a", clock.now_ms) and store.peek(b"a") is None
         assert not store.set_expiry(b"none", None)
 
-    def test_sweeping_finds_what_nobody_asks_for(self) -> None:
+    def test_sweep_removes_expired_entries_without_a_read(self) -> None:
         clock = Clock()
         store = self.drive(1 << 22, clock)
         for number in range(100):
@@ -150,7 +150,7 @@ class StoreConformance(ABC):
         assert store.count() == 51 and store.value(b"0") == b"stays"
         assert store.statistics().expired_keys == 49
 
-    def test_changing_expiry_again_and_again_takes_no_memory(self) -> None:
+    def test_repeated_changes_of_an_expiry_use_no_memory(self) -> None:
         clock = Clock()
         store = self.drive(1 << 20, clock)
         store.put(b"a", b"1")
@@ -184,7 +184,7 @@ class StoreConformance(ABC):
         assert sorted(stays) == sorted(b"stays%d" % number for number in range(300))
         assert len(set(found)) == len(found)
 
-    def test_scanning_an_empty_engine_or_with_an_old_cursor_ends(self) -> None:
+    def test_scan_ends_in_an_empty_pool_and_with_an_old_cursor(self) -> None:
         store = self.drive(1 << 20, Clock())
         assert store.scan(0, 10) == (0, [])
         assert store.scan(1 << 63, 10) == (0, [])
@@ -213,12 +213,12 @@ class StoreConformance(ABC):
         store.put(b"a", b"plain")
         assert (store.statistics().records, store.statistics().record_bytes) == (0, 0)
 
-    def test_all_tenants_can_be_named(self) -> None:
+    def test_tenants_are_listed_by_name(self) -> None:
         store = self.drive(1 << 20, Clock())
         ids = {name: store.call(store.store.tenant, name) for name in ("b", "a")}
         assert dict(store.call(store.store.tenants)) == {"": 0, **ids}
 
-    def test_tenants_have_keys_of_their_own(self) -> None:
+    def test_tenants_have_separate_keys(self) -> None:
         store = self.drive(1 << 20, Clock())
         one, two = store.call(store.store.tenant, "one"), store.call(store.store.tenant, "two")
         assert len({0, one, two}) == 3 and store.call(store.store.tenant, "one") == one
@@ -235,7 +235,7 @@ class StoreConformance(ABC):
         store.clear(one)
         assert store.count(one) == 0 and store.value(b"a") == b"none" and store.statistics(one).used_bytes == 0
 
-    def test_a_tenant_beyond_its_quota_evicts_its_own_only(self) -> None:
+    def test_a_tenant_beyond_its_quota_evicts_its_own_entries_only(self) -> None:
         store = self.drive(100 * self.cost(b"a", 1000), Clock())
         one = store.call(store.store.tenant, "one")
         store.put(b"a", b"x" * 1000)
@@ -255,7 +255,7 @@ class StoreConformance(ABC):
         assert store.statistics(one).evicted_keys == 3 and store.statistics(0).evicted_keys == 0
         assert {cause: count for cause, count in store.statistics().evictions.items() if count} == {"quota": 3}
 
-    def test_beyond_the_budget_whoever_has_most_gives_first(self) -> None:
+    def test_beyond_the_budget_the_largest_tenant_evicts_first(self) -> None:
         store = self.drive(6 * self.cost(b"a", 1000), Clock())
         one = store.call(store.store.tenant, "one")
         store.put(b"old", b"x" * 900)
@@ -288,7 +288,7 @@ class StoreConformance(ABC):
         assert store.pin(b"e", clock.now_ms + 100 * unit) and store.remove(b"e")  # a pin is no lock
         assert store.statistics().pinned_keys == 0
 
-    def test_a_chunk_never_goes_before_its_descendants(self) -> None:
+    def test_a_chunk_is_evicted_after_its_descendants(self) -> None:
         names = [bytes([number + 1]) * 32 for number in range(6)]
         keys = [b"kv:" + name.hex().encode() for name in names]
         store = self.drive(4 * self.cost(keys[0], 1000), Clock())
@@ -313,7 +313,7 @@ class StoreConformance(ABC):
         store.remove(keys[0])
         assert store.value(keys[4]) is not None
 
-    def test_chunks_that_name_each_other_as_parents_can_go(self) -> None:
+    def test_chunks_with_circular_parents_can_be_evicted(self) -> None:
         names = [bytes([number + 1]) * 32 for number in range(3)]
         store = self.drive(3 * self.cost(b"kv:" + 64 * b"a", 1000), Clock())
         for number, name in enumerate(names):
@@ -325,7 +325,7 @@ class StoreConformance(ABC):
 
     # ---- One tenant's pins
 
-    def test_a_tenant_that_pins_all_it_may_leaves_the_others_room(self) -> None:
+    def test_pins_of_one_tenant_leave_room_for_others(self) -> None:
         clock, unit = Clock(), self.PIN_UNIT_MS
         store = self.drive(16 * self.cost(b"00", 1000), clock)
         store.call(store.store.set_pin_shares, 0.25, 0.5)
@@ -361,7 +361,7 @@ class StoreConformance(ABC):
         assert pin_all(tenants[0]) == 4
         assert store.call(store.store.unpin_some, None) == 4 and store.statistics().pinned_keys == 0
 
-    def test_what_is_pinned_counts_against_the_share_of_a_quota(self) -> None:
+    def test_pins_count_against_the_share_of_a_quota(self) -> None:
         clock = Clock()
         store = self.drive(100 * self.cost(b"0", 1000), clock)
         one = store.call(store.store.tenant, "one")
@@ -379,7 +379,7 @@ class StoreConformance(ABC):
             store.put(b"%d" % (10 + number), b"x" * 1000, one)
         assert {b"1", b"2"} < store.keys(one)
 
-    def test_the_pin_of_the_end_of_a_chain_does_not_keep_all_of_it(self) -> None:
+    def test_a_pin_of_the_last_chunk_does_not_pin_the_chain(self) -> None:
         clock = Clock()
         names = [bytes([number + 1]) * 32 for number in range(8)]
         keys = [b"kv:" + name.hex().encode() for name in names]
@@ -395,7 +395,7 @@ class StoreConformance(ABC):
 
     # ---- Everything in parts
 
-    def test_no_hold_of_the_lock_grows_with_what_is_stored(self) -> None:
+    def test_no_hold_of_the_lock_grows_with_the_number_of_entries(self) -> None:
         clock, meter, many = Clock(), WorkMeter(), self.MANY
         store = self.drive(10 * many * self.cost(b"10000", 100), clock, meter)
         one = store.call(store.store.tenant, "one")
@@ -438,7 +438,7 @@ class StoreConformance(ABC):
         measure("after flush all", until, lambda: store.statistics().used_bytes == 0)
         assert max(longest.values()) < WORK_MAX, longest
 
-    def test_what_is_cleared_is_gone_at_once_and_what_comes_after_stays(self) -> None:
+    def test_cleared_entries_are_absent_at_once_and_later_ones_stay(self) -> None:
         store = self.drive(10 * self.MANY * self.cost(b"10000", 100), Clock())
         one = store.call(store.store.tenant, "one")
         self.fill(store, self.MANY, one)
@@ -466,7 +466,7 @@ class StoreConformance(ABC):
         assert store.count() == store.count(one) == 0 == store.statistics().keys
         store.pump(lambda: store.statistics().used_bytes == 0)
 
-    def test_a_cursor_tells_nothing_of_what_others_do(self) -> None:
+    def test_a_cursor_reveals_nothing_about_other_tenants(self) -> None:
         store = self.drive(1 << 24, Clock())
         one, two = (store.call(store.store.tenant, name) for name in ("one", "two"))
 
@@ -490,7 +490,7 @@ class StoreConformance(ABC):
         moved = [after - before for before, after in zip(first, second, strict=True)]
         assert [after - before for before, after in zip(second, third, strict=True)] == moved
 
-    def test_parts_of_a_value_are_read_as_they_were_stored(self) -> None:
+    def test_ranges_of_a_value_are_read(self) -> None:
         store = self.drive(1 << 24, Clock())
         value = bytes(range(251)) * 1200  # several units of checksums, and no multiple of anything
         store.put(b"a", value)
@@ -498,7 +498,7 @@ class StoreConformance(ABC):
         for start, end in ((0, size), (0, 1), (size - 1, size), (65_535, 65_537), (70_000, 200_001), (5, 5)):
             assert store.value(b"a", start, end) == value[start:end]
 
-    def test_overwriting_or_removing_what_is_being_read_changes_nothing_of_what_is_read(self) -> None:
+    def test_overwriting_or_removing_an_entry_does_not_change_reads_in_progress(self) -> None:
         store = self.drive(1 << 24, Clock())
         for change in ("evict", "put", "remove", "clear"):
             store.put(b"a", b"old" * 50_000)
@@ -521,7 +521,7 @@ class StoreConformance(ABC):
             if change != "evict":  # what is in memory and being sent may stay
                 assert store.value(b"a") == (b"new" * 50_000 if change == "put" else None)
 
-    def test_many_writes_at_once_are_all_durable_in_the_end(self) -> None:
+    def test_many_concurrent_writes_become_durable(self) -> None:
         store = self.drive(1 << 28, Clock())
         changes = [store.put_soon(b"%d" % number, b"v" * (1 << 20)) for number in range(100)]
         assert [change.wait() for change in changes] == [None] * 100
@@ -541,7 +541,7 @@ class StoreConformance(ABC):
             store.put(b"new%d" % number, b"x" * 900)
         assert store.count() == 6
 
-    def test_buffers_are_stored_or_given_back(self) -> None:
+    def test_buffers_are_stored_or_discarded(self) -> None:
         store = self.drive(1 << 24, Clock())
         for size in (0, 100, 40_000, 3 << 20):
             buffer = store.call(store.store.allocate, size, lambda: None)
@@ -567,7 +567,7 @@ KEYS = st.sampled_from([b"a", b"b", b"c", b"dd", b"eee", b"ffff"])
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Random calls against a model: what is there must be right, within the budget; what is gone must have a reason."""
+    """Random calls against a model: present values are right and within the budget; absent ones have a reason."""
 
     suite: StoreConformance
 

@@ -1,4 +1,4 @@
-"""What drives a store in tests as the server does: under a lock, with somebody who calls poll()."""
+"""Drives a pool in tests as the server does: with a lock, and a caller of poll()."""
 
 import threading
 from collections.abc import Callable
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Clock:
-    """A clock that goes when told to."""
+    """A clock that tests set."""
 
     def __init__(self) -> None:
         self.now_ms = 1_000_000
@@ -25,7 +25,7 @@ class Clock:
 
 
 class Reading:
-    """A read of an item, from memory or from a device; the bytes are there until release()."""
+    """A read of an item, from memory or from a device; the bytes stay until release()."""
 
     def __init__(self, driver: "Driver", item: Item, start: int, end: int) -> None:
         self._driver = driver
@@ -49,7 +49,7 @@ class Reading:
         self.finished = True
 
     def wait(self) -> bytes | None:
-        """Return the bytes, or None if they are not to be had."""
+        """Return the bytes, or None after a failure."""
         self._driver.pump(lambda: self.finished)
         return None if self.view is None else bytes(self.view)
 
@@ -63,7 +63,7 @@ class Reading:
 
 
 class Change:
-    """A change, and what became of it."""
+    """A change and its outcome."""
 
     def __init__(self, driver: "Driver", ticket: Ticket | None) -> None:
         self._driver = driver
@@ -81,7 +81,7 @@ class Change:
 
 
 class Driver:
-    """An store with its lock. Keys are clients' keys, of tenant 0 if not said otherwise."""
+    """A pool with its lock. Keys are clients' keys, by default of tenant 0."""
 
     def __init__(self, store: Pool, *, start: bool = True, lock: Any = None) -> None:
         self.store = store
@@ -92,7 +92,7 @@ class Driver:
     # ---- Waiting
 
     def pump(self, condition: Callable[[], Any]) -> None:
-        """Call poll() until something is so."""
+        """Call poll() until a condition holds."""
 
         def step() -> Any:
             for _ in range(8):  # a change of a device takes some: data, log, flush
@@ -118,7 +118,7 @@ class Driver:
     # ---- The engine's methods, waited for
 
     def put_soon(self, key: bytes, value: bytes | memoryview, tenant: int = 0, **named: Any) -> Change:
-        """Store a value; return what will become of it. Waits where the store has no room for one more."""
+        """Store a value without waiting for durability; wait while the pool is busy."""
         while True:
             again: list[Exception | None] = []
             try:
@@ -139,13 +139,13 @@ class Driver:
         return self.call(self.store.peek, (tenant, key))
 
     def open(self, key: bytes, start: int = 0, end: int | None = None, tenant: int = 0) -> Reading | None:
-        """Begin to read a value or a part of it; None if it is absent."""
+        """Begin to read a value or a range of it; None if it is absent."""
         with self.lock:
             item = self.store.get((tenant, key))
             return None if item is None else Reading(self, item, start, item.length if end is None else end)
 
     def value(self, key: bytes, start: int = 0, end: int | None = None, tenant: int = 0) -> bytes | None:
-        """Return a value or a part of it; None if it is absent."""
+        """Return a value or a range of it; None if it is absent."""
         reading = self.open(key, start, end, tenant)
         if reading is None:
             return None
@@ -190,6 +190,6 @@ class Driver:
         return self.call(self.store.statistics, tenant)
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """Stop in order, as the server does."""
+        """Drain and close, as the server does."""
         self.store.drain(timeout_s)
         self.store.close()

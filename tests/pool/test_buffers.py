@@ -1,4 +1,4 @@
-"""Memory for values: where it begins, what it holds, that it comes in huge pages, and what is kept of it."""
+"""Buffers for values: address, content, huge pages, and reuse."""
 
 import gc
 import mmap
@@ -23,7 +23,7 @@ def faults_in_writing(size: int) -> int:
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, MIB - 1, MIB, MIB + 1, 2 * MIB - 2048, 2 * MIB, 5 * MIB + 7])
-def test_a_buffer_has_the_size_asked_for_and_can_be_written(size: int) -> None:
+def test_a_buffer_has_the_requested_size_and_is_writable(size: int) -> None:
     view = allocate(size)
     assert view.nbytes == len(view) == size and not view.readonly
     np.frombuffer(view, np.uint8)[:] = 0xA5
@@ -47,7 +47,7 @@ def test_a_value_of_one_huge_page_gets_it() -> None:
     assert huge * 1024 >= 8 * 2 * MIB  # memory may be too fragmented for some
 
 
-def test_a_value_that_comes_when_another_has_gone_takes_its_pages() -> None:
+def test_a_new_value_reuses_the_pages_of_a_freed_one() -> None:
     size = 11 * MIB + 5000
     for first in (size, 14 * MIB):  # one a little larger, and one that is made smaller
         faults_in_writing(first)
@@ -55,7 +55,7 @@ def test_a_value_that_comes_when_another_has_gone_takes_its_pages() -> None:
             assert faults_in_writing(other) <= 4, "the kernel has zeroed pages for it"
 
 
-def test_pages_of_a_value_are_nobody_elses_while_there_is_a_view_of_it() -> None:
+def test_pages_are_not_reused_while_a_view_exists() -> None:
     view = allocate(3 * MIB)
     part = view[MIB : MIB + 10]
     part[:] = b"some bytes"
@@ -66,7 +66,7 @@ def test_pages_of_a_value_are_nobody_elses_while_there_is_a_view_of_it() -> None
     assert bytes(part) == b"some bytes"
 
 
-def test_no_more_is_kept_than_may_be() -> None:
+def test_unused_mappings_are_limited() -> None:
     def mapped() -> int:
         return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 

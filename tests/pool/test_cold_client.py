@@ -1,4 +1,4 @@
-"""The client of a bucket: signatures, credentials from each source, and answers that are wrong or have no end."""
+"""The S3 client: signatures, credentials of each source, and wrong or endless answers."""
 
 import json
 import threading
@@ -71,18 +71,18 @@ def test_an_odd_name_under_the_prefix_costs_that_object_alone(server: FaultyS3, 
     assert {listed.name: listed.size for listed in bucket.list()} == {odd: 1, NAME: 4}
 
 
-def test_a_store_that_does_not_encode_names_in_lists_is_understood(server: FaultyS3, bucket: Bucket) -> None:
+def test_a_server_that_does_not_encode_names_in_lists_is_understood(server: FaultyS3, bucket: Bucket) -> None:
     server.encodes = False
     server.objects = {f"{PREFIX}{name}": b"x" for name in (NAME, "a//b", "a\x01b", "a&<b+%41")}
     assert {listed.name for listed in bucket.list()} == {NAME, "a//b", "a\x01b", "a&<b+%41"}
 
 
-def test_a_list_of_many_pages_is_whole(server: FaultyS3, bucket: Bucket) -> None:
+def test_a_list_of_many_pages_is_complete(server: FaultyS3, bucket: Bucket) -> None:
     server.objects = {f"{PREFIX}{number}": b"x" for number in range(100)}
     assert {listed.name for listed in bucket.list()} == {str(number) for number in range(100)}
 
 
-def test_a_list_of_one_tenant_asks_for_nothing_else(server: FaultyS3, bucket: Bucket) -> None:
+def test_a_list_of_one_tenant_requests_only_its_prefix(server: FaultyS3, bucket: Bucket) -> None:
     server.objects = {f"{PREFIX}ta/1": b"x", f"{PREFIX}tab/1": b"x", f"{PREFIX}t/1": b"x"}
     assert [listed.name for listed in bucket.list("a")] == ["ta/1"]
     assert [listed.name for listed in bucket.list("")] == ["t/1"]
@@ -115,7 +115,7 @@ def page(names: int, *, token: str = "") -> bytes:
     ],
     ids=lambda each: repr(each[:20]) if isinstance(each, bytes) else each,
 )
-def test_a_page_that_is_none_ends_the_list_with_an_error(
+def test_an_invalid_page_ends_the_list_with_an_error(
     server: FaultyS3, bucket: Bucket, body: bytes, reason: str
 ) -> None:
     server.fault = lambda asked: Answer(200, body=body)
@@ -124,7 +124,7 @@ def test_a_page_that_is_none_ends_the_list_with_an_error(
     assert raised.value.reason == reason
 
 
-def test_a_list_without_an_end_ends_with_its_time(server: FaultyS3) -> None:
+def test_an_endless_list_ends_at_its_deadline(server: FaultyS3) -> None:
     """Symptom: FLUSHALL was never answered."""
     server.fault = lambda asked: Answer(200, body=page(3, token=str(len(server.asked))))
     with opened(server.endpoint, list_timeout_s=0.5) as bucket, pytest.raises(BucketError) as raised:
@@ -183,7 +183,7 @@ BODIES = {
 
 @pytest.mark.parametrize("how", BODIES)
 @pytest.mark.parametrize("operation", ["read", "list"])
-def test_a_body_without_an_end_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch, how: str, operation: str) -> None:
+def test_an_endless_body_uses_bounded_memory(monkeypatch: pytest.MonkeyPatch, how: str, operation: str) -> None:
     """Symptom: 2.5 GiB of memory for a range of some KiB, and 2 GiB for a page of a list."""
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
@@ -209,7 +209,7 @@ def test_a_body_without_an_end_takes_bounded_memory(monkeypatch: pytest.MonkeyPa
     assert peak[0] - before <= RSS_GROWTH_MAX, f"{(peak[0] - before) / MIB:.0f} MiB"
 
 
-def test_a_server_that_sends_a_byte_now_and_then_has_until_the_deadline(
+def test_a_slow_server_is_cut_off_at_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in CREDENTIALS.items():
@@ -242,7 +242,7 @@ def test_a_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch, server: Fau
         assert not elsewhere.asked
 
 
-def test_without_credentials_the_start_says_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_error_about_missing_credentials_says_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Symptom: a log line about the metadata service of AWS, of a node over MinIO."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)

@@ -1,12 +1,12 @@
-"""A bucket below a pool with devices that writes what is evicted: what no device has room for any more is there."""
+"""A bucket below a pool with devices and ``write: evicted``: evicted records are in the bucket."""
 
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cold_support import CREDENTIALS, Chain, Node, device_node, nodes
-from faulty_s3 import Answer, FaultyS3, faulty_s3
+from cold_support import Chain, Node, device_node, nodes
+from faulty_s3 import Answer, FaultyS3
 from machine import wait_for
 
 from shadowserve.keys import storage_key
@@ -15,14 +15,6 @@ FITS = Chain("fits", 16, 1 << 17)
 """2 MiB: the device has room for them."""
 MORE = Chain("more", 96, 1 << 17)
 """12 MiB, with which it has not."""
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-    with faulty_s3() as server:
-        yield server
 
 
 @pytest.fixture
@@ -51,9 +43,7 @@ def cool(node: Node) -> None:
             """Nothing is in memory."""
 
 
-def test_what_the_device_has_room_for_is_not_written_and_what_it_gives_up_is_read_back_from_the_bucket(
-    node: Node, bucket: FaultyS3
-) -> None:
+def test_only_evicted_records_are_written_to_the_bucket_and_read_back(node: Node, bucket: FaultyS3) -> None:
     node.store_chain(FITS)
     cool(node)
     assert in_memory(node, FITS) == 0, "it is written from the device"
@@ -68,9 +58,7 @@ def test_what_the_device_has_room_for_is_not_written_and_what_it_gives_up_is_rea
     assert node.cold().read_records > 0
 
 
-def test_a_node_that_is_restarted_has_what_is_on_its_device_and_in_the_bucket(
-    node: Node, bucket: FaultyS3, tmp_path: Path
-) -> None:
+def test_a_restarted_node_serves_its_device_and_the_bucket(node: Node, bucket: FaultyS3, tmp_path: Path) -> None:
     node.store_chain(FITS)
     node.store_chain(MORE)
     node.stop()
@@ -85,7 +73,7 @@ def test_a_node_that_is_restarted_has_what_is_on_its_device_and_in_the_bucket(
         again.store.close()
 
 
-def test_another_node_finds_what_was_written_and_nothing_else(node: Node, bucket: FaultyS3) -> None:
+def test_another_node_finds_exactly_the_written_records(node: Node, bucket: FaultyS3) -> None:
     node.store_chain(FITS)
     node.store_chain(MORE)
     with nodes(bucket) as open_node:
@@ -99,7 +87,7 @@ def test_another_node_finds_what_was_written_and_nothing_else(node: Node, bucket
 
 
 @pytest.mark.parametrize("how", ["slow", "refusing"])
-def test_a_bucket_that_takes_nothing_holds_stores_up_for_its_deadline_and_costs_what_the_device_gives_up(
+def test_an_unwritable_bucket_delays_stores_until_its_deadline_and_loses_evicted_records(
     node: Node, bucket: FaultyS3, how: str
 ) -> None:
     gate = threading.Event()
@@ -117,7 +105,7 @@ def test_a_bucket_that_takes_nothing_holds_stores_up_for_its_deadline_and_costs_
         gate.set()
 
 
-def test_a_record_that_the_device_lost_before_it_was_written_is_a_miss_and_no_other_is(
+def test_only_a_record_that_the_device_lost_before_its_write_is_a_miss(
     node: Node, bucket: FaultyS3, tmp_path: Path
 ) -> None:
     """Rot is met when it is read to be written: its neighbours get into the bucket all the same."""

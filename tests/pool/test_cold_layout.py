@@ -1,4 +1,4 @@
-"""What an object of the bucket is: frozen, and believed in nothing before it agrees with itself and with its name."""
+"""The format of an object in the bucket: frozen, and checked before it is used."""
 
 from pathlib import Path
 
@@ -10,10 +10,10 @@ from shadowserve.pool.cold.layout import (
     Contents,
     Place,
     finish,
+    footer_bytes,
     name_of,
+    parse_footer,
     parse_name,
-    parse_tail,
-    tail_bytes,
 )
 
 CORPUS = sorted((Path(__file__).parent / "corpus" / "cold").iterdir())
@@ -23,11 +23,11 @@ def parsed(data: bytes, size: int | None = None) -> Contents:
     """Return the contents of a file of the corpus: the object's name, a line's end, the object."""
     name, _, body = data.partition(b"\n")
     size = len(body) if size is None else size
-    return parse_tail(name.decode(), body[-tail_bytes(body, size) :], size)
+    return parse_footer(name.decode(), body[-footer_bytes(body, size) :], size)
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
-def test_of_the_corpus_what_is_sound_is_taken_and_nothing_else(path: Path) -> None:
+def test_only_sound_files_of_the_corpus_are_accepted(path: Path) -> None:
     if not path.stem.startswith("sound"):
         with pytest.raises(ColdObjectError):
             parsed(path.read_bytes())
@@ -39,10 +39,10 @@ def test_of_the_corpus_what_is_sound_is_taken_and_nothing_else(path: Path) -> No
     assert bytes(body) == data.partition(b"\n")[2], "the format is frozen: what was written must be written so again"
 
 
-def test_every_changed_byte_of_a_tail_is_noticed() -> None:
+def test_every_changed_byte_of_a_footer_is_detected() -> None:
     data = next(path for path in CORPUS if path.stem == "sound-three").read_bytes()
     name, _, body = data.partition(b"\n")
-    tail = tail_bytes(body, len(body))
+    tail = footer_bytes(body, len(body))
     for position in range(len(body) - tail, len(body)):
         broken = bytearray(body)
         broken[position] ^= 0x41
@@ -52,11 +52,11 @@ def test_every_changed_byte_of_a_tail_is_noticed() -> None:
         with pytest.raises(ColdObjectError):
             parsed(data, size)
     with pytest.raises(ColdObjectError, match="only"):
-        parse_tail(name.decode(), body[-FOOTER_BYTES:], len(body))
+        parse_footer(name.decode(), body[-FOOTER_BYTES:], len(body))
 
 
 @pytest.mark.parametrize("tenant", ["", "team-a", "we/..%2F=x", "!~" * 64])
-def test_a_name_says_whose_the_records_are_and_is_a_plain_path(tenant: str) -> None:
+def test_a_name_contains_the_tenant_and_is_a_plain_path(tenant: str) -> None:
     name = name_of(tenant, [b"k" * 32])
     assert parse_name(name) == tenant
     assert name.count("/") == 1 and all(each.isalnum() or each in "_-=/." for each in name)
@@ -67,13 +67,13 @@ def test_a_name_says_whose_the_records_are_and_is_a_plain_path(tenant: str) -> N
     "name",
     ["", "t", "t/x.kv", "../t/" + "0" * 40 + ".kv", "t=20/" + "0" * 40 + ".kv", "t" + "a" * 129 + f"/{'0' * 40}.kv"],
 )
-def test_other_names_are_nobodys(name: str) -> None:
+def test_other_names_have_no_tenant(name: str) -> None:
     assert parse_name(name) is None
 
 
-def test_two_records_of_one_key_do_not_make_an_object() -> None:
+def test_an_object_with_a_duplicate_key_is_refused() -> None:
     body = bytearray(200)
     place = [(b"k" * 32, Place(0, 100, 50)), (b"k" * 32, Place(100, 100, 50))]
     contents = finish(body, "", place)
     with pytest.raises(ColdObjectError, match="each once"):
-        parse_tail(contents.name, bytes(body), len(body))
+        parse_footer(contents.name, bytes(body), len(body))

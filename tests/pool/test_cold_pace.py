@@ -1,13 +1,13 @@
-"""What the bucket is expected to take, by what it has taken."""
+"""The estimate of the bucket's speed."""
 
 import pytest
 
-from shadowserve.pool.cold.pace import Pace
+from shadowserve.pool.cold.reads import ThroughputEstimate
 
 MB = 1_000_000
 
 
-def told(pace: Pace, rounds: int, *, at_once: int, seconds: float, size: int) -> Pace:
+def told(pace: ThroughputEstimate, rounds: int, *, at_once: int, seconds: float, size: int) -> ThroughputEstimate:
     """Have so many requests go on side by side, again and again."""
     now_s = 0.0
     for _ in range(rounds):
@@ -20,20 +20,20 @@ def told(pace: Pace, rounds: int, *, at_once: int, seconds: float, size: int) ->
     return pace
 
 
-def test_before_anything_is_known_a_request_takes_what_s3_takes() -> None:
-    assert Pace().expected_s(1) == pytest.approx(0.05)
-    assert Pace().expected_s(100 * MB) == pytest.approx(1.0)
+def test_the_first_estimate_is_that_of_s3() -> None:
+    assert ThroughputEstimate().expected_s(1) == pytest.approx(0.05)
+    assert ThroughputEstimate().expected_s(100 * MB) == pytest.approx(1.0)
 
 
-def test_many_bytes_take_what_all_requests_together_bring_and_few_as_long_as_a_request() -> None:
-    pace = told(Pace(), 40, at_once=4, seconds=0.2, size=2 * MB)
+def test_large_reads_depend_on_the_total_rate_and_small_ones_on_the_latency() -> None:
+    pace = told(ThroughputEstimate(), 40, at_once=4, seconds=0.2, size=2 * MB)
     assert pace.expected_s(1) == pytest.approx(0.2, rel=0.05)
     assert pace.expected_s(400 * MB) == pytest.approx(10.0, rel=0.1)
 
 
-def test_a_bucket_that_becomes_slower_or_fails_is_expected_to_take_longer() -> None:
-    pace = told(Pace(), 40, at_once=1, seconds=0.02, size=2 * MB)
+def test_the_estimate_grows_when_the_bucket_becomes_slower_or_fails() -> None:
+    pace = told(ThroughputEstimate(), 40, at_once=1, seconds=0.02, size=2 * MB)
     before = pace.expected_s(100 * MB)
     assert told(pace, 40, at_once=1, seconds=0.2, size=2 * MB).expected_s(100 * MB) > 8 * before
-    failing = told(Pace(), 10, at_once=1, seconds=5.0, size=0)
+    failing = told(ThroughputEstimate(), 10, at_once=1, seconds=5.0, size=0)
     assert failing.expected_s(MB) > 5

@@ -1,11 +1,10 @@
-"""Tenants over one bucket: shares of its bytes and of the records that a node knows, and turns of reads and writes."""
+"""Tenants of one bucket: shares of its bytes and of known records, and turns of reads and writes."""
 
 import threading
-from collections.abc import Iterator
 
 import pytest
-from cold_support import CREDENTIALS, MIB, Chain, Node, Opens, nodes
-from faulty_s3 import Answer, Asked, FaultyS3, faulty_s3
+from cold_support import MIB, Chain, Node, Opens
+from faulty_s3 import Answer, Asked, FaultyS3
 from machine import wait_for
 
 from shadowserve.pool.cold.bucket import Listed
@@ -16,20 +15,6 @@ from shadowserve.pool.cold.layout import Contents, Place, name_of
 from shadowserve.pool.cold.shares import Shares, most_beyond
 
 MINE = Chain("mine", 12)
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-    with faulty_s3() as server:
-        yield server
-
-
-@pytest.fixture
-def open_node(bucket: FaultyS3) -> Iterator[Opens]:
-    with nodes(bucket) as opens:
-        yield opens
 
 
 def tenant(node: Node, name: str) -> int:
@@ -81,7 +66,7 @@ def test_the_tenant_furthest_beyond_its_share_is_the_same_on_each_node() -> None
 
 
 @pytest.mark.parametrize("quotas", [{}, {"greedy": (8 * MIB, None)}], ids=["equal parts", "a quota"])
-def test_a_sweep_takes_from_the_tenant_that_is_beyond_its_share(
+def test_a_sweep_deletes_objects_of_the_tenant_beyond_its_share(
     bucket: FaultyS3, open_node: Opens, quotas: dict[str, tuple[int, None]]
 ) -> None:
     """Symptom: 100 MiB of another tenant, whose quota is 8 MiB, left a tenant 0 of 12 records."""
@@ -106,7 +91,7 @@ def test_a_sweep_takes_from_the_tenant_that_is_beyond_its_share(
     assert other.read_chain(MINE, tenant(other, "modest")) == MINE.values
 
 
-def test_after_a_restart_each_tenant_is_known_as_far_as_its_share(bucket: FaultyS3, open_node: Opens) -> None:
+def test_after_a_restart_each_tenant_has_its_share_of_known_records(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: with chunks_max less than what another tenant had stored since, a tenant had 0 of 12 records."""
     node = open_node()
     node.store_chain(MINE, tenant(node, "modest"))
@@ -140,7 +125,7 @@ def test_a_full_catalog_makes_room_for_a_tenant_that_has_less_than_its_share() -
     assert catalog.begin_list() >= {object_of("modest", "more").name}
 
 
-def test_a_catalog_that_makes_room_counts_records_that_two_objects_have_once() -> None:
+def test_the_catalog_counts_a_record_of_two_objects_once() -> None:
     catalog = Catalog(Shares(4))
     keys = [b"shared".ljust(32), *(str(number).encode().ljust(32) for number in range(3))]
     one = Contents(name_of("a", keys[:2]), "a", 500, {key: Place(0, 100, 10) for key in keys[:2]})
@@ -156,7 +141,7 @@ def test_a_catalog_that_makes_room_counts_records_that_two_objects_have_once() -
 # ---- Turns
 
 
-def test_tenants_and_their_clients_have_turns_of_equal_cost() -> None:
+def test_tenants_and_their_clients_take_turns_of_equal_cost() -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(100):
         queue.push("greedy", number % 2, f"greedy {number}")
@@ -186,7 +171,7 @@ def test_tenants_and_their_clients_have_turns_of_equal_cost() -> None:
     assert sorted(taken) == sorted(set(taken)) and len(taken) == 105 and queue.peek() is None
 
 
-def test_a_flood_of_cold_reads_costs_another_tenant_no_miss(bucket: FaultyS3, open_node: Opens) -> None:
+def test_a_flood_of_reads_causes_no_miss_for_another_tenant(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: a tenant's read waited behind all of another's, and was a miss after timeout_s."""
     writer = open_node()
     floods = [Chain(f"flood {number}", 12) for number in range(20)]
@@ -219,9 +204,7 @@ def test_a_flood_of_cold_reads_costs_another_tenant_no_miss(bucket: FaultyS3, op
     assert "tmodest" in order[:3], "at most what is under way, and one turn, comes before"
 
 
-def test_reads_that_wait_for_their_turn_alone_do_not_make_the_bucket_look_away(
-    bucket: FaultyS3, open_node: Opens
-) -> None:
+def test_queued_reads_that_time_out_do_not_count_as_failures_of_the_bucket(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: a tenant whose reads were too many made all others be answered misses: the bucket counted as away."""
     writer = open_node()
     chains = [Chain(f"chain {number}", 4) for number in range(8)]
@@ -241,7 +224,7 @@ def test_reads_that_wait_for_their_turn_alone_do_not_make_the_bucket_look_away(
     assert not node.cold().away and node.cold().failed_reads.get("timeout", 0) <= 2
 
 
-def test_a_full_backlog_drops_records_of_the_tenant_that_has_most() -> None:
+def test_a_full_backlog_drops_records_of_the_largest_tenant() -> None:
     """Symptom: a tenant's stores pushed another's records out of the backlog, and they never got into the bucket."""
     gathering = Gathering(1000, 5.0, 100, backlog_max=10)
     for number in range(4):

@@ -1,33 +1,17 @@
-"""A bucket below the pool: what one node has stored, every other finds; what is gone or wrong there is a miss."""
+"""A bucket below the pool: every node finds the records of the others; faults of the bucket are misses."""
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cold_support import CREDENTIALS, MIB, Chain, Node, Opens, nodes
+from cold_support import MIB, Chain, Node, Opens, nodes
 from faulty_s3 import LIES, Answer, Asked, FaultyS3, faulty_s3
 from machine import drive, wait_for
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import storage_key
 from shadowserve.pool.cold.gathering import Gathering
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-    with faulty_s3() as server:
-        yield server
-
-
-@pytest.fixture
-def open_node(bucket: FaultyS3) -> Iterator[Opens]:
-    with nodes(bucket) as opens:
-        yield opens
-
 
 CHAIN = Chain("prefix", 12)
 
@@ -44,7 +28,7 @@ def filled(open_node: Opens, chain: Chain = CHAIN) -> Node:
 # ---- What it is for
 
 
-def test_a_node_that_starts_empty_serves_what_another_has_written(bucket: FaultyS3, open_node: Opens) -> None:
+def test_an_empty_node_serves_records_of_another_node(bucket: FaultyS3, open_node: Opens) -> None:
     filled(open_node)
     other = open_node()
     other.await_known(12)
@@ -57,9 +41,7 @@ def test_a_node_that_starts_empty_serves_what_another_has_written(bucket: Faulty
     assert len([each for each in bucket.asked if each.operation != "list"]) == requests, "they have come to stay"
 
 
-def test_a_chain_becomes_few_objects_and_nothing_is_asked_to_find_or_not_to_find_it(
-    bucket: FaultyS3, open_node: Opens
-) -> None:
+def test_a_chain_becomes_few_objects_and_lookups_need_no_request(bucket: FaultyS3, open_node: Opens) -> None:
     node = open_node(gather_s=0.3, index_ttl_s=3600.0)
     node.store_chain(CHAIN)
     node.await_written(1)
@@ -71,7 +53,7 @@ def test_a_chain_becomes_few_objects_and_nothing_is_asked_to_find_or_not_to_find
     assert len(bucket.asked) == asked
 
 
-def test_chains_stored_in_turns_do_not_end_up_in_each_others_objects(bucket: FaultyS3, open_node: Opens) -> None:
+def test_interleaved_chains_go_into_separate_objects(bucket: FaultyS3, open_node: Opens) -> None:
     one, two = Chain("one", 16, 1 << 17), Chain("two", 16, 1 << 17)
     node = open_node(gather_s=600.0, object_bytes=2 * MIB)
     for first, second in zip(one.records, two.records, strict=True):
@@ -83,7 +65,7 @@ def test_chains_stored_in_turns_do_not_end_up_in_each_others_objects(bucket: Fau
     assert [sum(value in body for value in one.values) for body in bodies] in ([16, 0], [0, 16])
 
 
-def test_what_memory_had_to_evict_comes_back_from_the_bucket(open_node: Opens) -> None:
+def test_evicted_records_are_read_from_the_bucket(open_node: Opens) -> None:
     node = open_node(memory_budget_bytes=4 * MIB)
     chains = [Chain(f"long {number}", 8, 1 << 18) for number in range(4)]
     for written, chain in enumerate(chains):
@@ -95,7 +77,7 @@ def test_what_memory_had_to_evict_comes_back_from_the_bucket(open_node: Opens) -
         assert node.read_chain(chain) == chain.values
 
 
-def test_written_when_evicted_nothing_is_written_before_there_is_no_room(bucket: FaultyS3, open_node: Opens) -> None:
+def test_write_evicted_writes_only_when_there_is_no_room(bucket: FaultyS3, open_node: Opens) -> None:
     node = open_node(write="evicted", memory_budget_bytes=2 * MIB)
     long = Chain("long", 40, 1 << 16)
     for name, value, head_bytes, parent in long.records[:4]:
@@ -111,7 +93,7 @@ def test_written_when_evicted_nothing_is_written_before_there_is_no_room(bucket:
 
 
 @pytest.mark.parametrize("how", ["slow", "refusing"])
-def test_written_when_evicted_a_bucket_that_takes_nothing_holds_stores_up_for_its_deadline_and_no_longer(
+def test_write_evicted_waits_for_an_unwritable_bucket_until_its_deadline(
     bucket: FaultyS3, open_node: Opens, how: str
 ) -> None:
     node = open_node(write="evicted", memory_budget_bytes=2 * MIB, timeout_s=0.5)
@@ -143,7 +125,7 @@ def test_tenants_do_not_find_each_others_records(bucket: FaultyS3, open_node: Op
     assert other.read_chain(Chain("theirs", 2), other.call(other.store.tenant, "we/..%2F=x")) is not None
 
 
-def test_two_nodes_that_store_the_same_chain_write_it_once(bucket: FaultyS3, open_node: Opens) -> None:
+def test_two_nodes_write_the_same_chain_once(bucket: FaultyS3, open_node: Opens) -> None:
     gate = threading.Event()
     bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "put" else None
     both = [open_node(gather_s=0.3), open_node(gather_s=0.3)]
@@ -159,7 +141,7 @@ def test_two_nodes_that_store_the_same_chain_write_it_once(bucket: FaultyS3, ope
     assert sorted(node.cold().present_objects for node in both) == [0, 1]
 
 
-def test_a_crash_after_the_write_loses_nothing(bucket: FaultyS3, open_node: Opens) -> None:
+def test_written_records_survive_a_crash(bucket: FaultyS3, open_node: Opens) -> None:
     gate = threading.Event()
     bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "put" else None
     node = open_node(gather_s=0.3)
@@ -175,7 +157,7 @@ def test_a_crash_after_the_write_loses_nothing(bucket: FaultyS3, open_node: Open
     assert other.read_chain(CHAIN) == CHAIN.values
 
 
-def test_a_stop_in_order_writes_what_waits_for_more_of_its_chain(bucket: FaultyS3, open_node: Opens) -> None:
+def test_an_orderly_stop_writes_waiting_records(bucket: FaultyS3, open_node: Opens) -> None:
     node = open_node(gather_s=600.0)
     node.store_chain(CHAIN)
     assert not bucket.objects
@@ -184,7 +166,7 @@ def test_a_stop_in_order_writes_what_waits_for_more_of_its_chain(bucket: FaultyS
     other.await_known(12)
 
 
-def test_a_node_that_only_reads_writes_nothing(bucket: FaultyS3, open_node: Opens) -> None:
+def test_write_never_writes_nothing(bucket: FaultyS3, open_node: Opens) -> None:
     node = open_node(write="never")
     node.store_chain(CHAIN)
     node.await_listed()
@@ -194,7 +176,7 @@ def test_a_node_that_only_reads_writes_nothing(bucket: FaultyS3, open_node: Open
 # ---- Removal
 
 
-def test_what_was_removed_is_gone_from_the_bucket_when_the_answer_comes(bucket: FaultyS3, open_node: Opens) -> None:
+def test_a_removed_record_is_gone_from_the_bucket_when_the_command_returns(bucket: FaultyS3, open_node: Opens) -> None:
     node = filled(open_node)
     assert node.remove(CHAIN.keys[3])
     assert not bucket.objects
@@ -203,9 +185,7 @@ def test_what_was_removed_is_gone_from_the_bucket_when_the_answer_comes(bucket: 
     assert other.peek(CHAIN.keys[3]) is None
 
 
-def test_a_removal_that_the_bucket_refuses_is_an_error_and_is_made_up_for_later(
-    bucket: FaultyS3, open_node: Opens
-) -> None:
+def test_a_refused_deletion_is_an_error_and_is_repeated_later(bucket: FaultyS3, open_node: Opens) -> None:
     node = filled(open_node)
     bucket.fault = lambda asked: Answer(403, "AccessDenied") if asked.operation == "delete" else None
     with pytest.raises(Exception, match="cannot delete"):
@@ -222,7 +202,7 @@ def test_a_removal_that_the_bucket_refuses_is_an_error_and_is_made_up_for_later(
     wait_for(lambda: len(bucket.objects) == 1)
 
 
-def test_a_removal_ends_with_its_time_and_another_tenants_is_done_meanwhile(bucket: FaultyS3, open_node: Opens) -> None:
+def test_a_removal_ends_at_its_deadline_and_does_not_block_another_tenant(bucket: FaultyS3, open_node: Opens) -> None:
     node = open_node(gather_s=0.3, timeout_s=0.5)
     modest, short = node.call(node.store.tenant, "modest"), Chain("short", 1)
     node.store_chain(CHAIN)
@@ -245,7 +225,7 @@ def test_a_removal_ends_with_its_time_and_another_tenants_is_done_meanwhile(buck
     wait_for(lambda: not bucket.objects)
 
 
-def test_a_removal_that_was_refused_at_once_is_an_error_all_the_same(bucket: FaultyS3, open_node: Opens) -> None:
+def test_a_removal_that_fails_at_once_is_an_error(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: success, where the bucket had said no before the removal's end was asked for."""
     node = filled(open_node)
     bucket.fault = lambda asked: Answer(403, "AccessDenied") if asked.operation == "delete" else None
@@ -257,9 +237,7 @@ def test_a_removal_that_was_refused_at_once_is_an_error_all_the_same(bucket: Fau
     bucket.fault = lambda asked: None
 
 
-def test_a_record_removed_while_it_is_written_is_not_in_the_bucket_afterwards(
-    bucket: FaultyS3, open_node: Opens
-) -> None:
+def test_a_record_removed_during_its_write_is_not_in_the_bucket(bucket: FaultyS3, open_node: Opens) -> None:
     gate = threading.Event()
     bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "put" else None
     node = open_node(gather_s=0.3)
@@ -272,7 +250,7 @@ def test_a_record_removed_while_it_is_written_is_not_in_the_bucket_afterwards(
     assert node.peek(CHAIN.keys[0]) is None
 
 
-def test_what_was_removed_is_not_found_again_by_a_tail_that_was_read_before(bucket: FaultyS3, open_node: Opens) -> None:
+def test_a_removed_record_does_not_return_by_a_footer_read_before(bucket: FaultyS3, open_node: Opens) -> None:
     node = open_node(index_ttl_s=1.0, gather_s=0.5)  # time to look before the next list repairs it
     gate = threading.Event()
     late: list[Asked] = []
@@ -301,9 +279,7 @@ def test_what_was_removed_is_not_found_again_by_a_tail_that_was_read_before(buck
     assert node.peek(CHAIN.keys[3]) is None and not node.cold().objects
 
 
-def test_clearing_a_tenant_deletes_its_objects_and_no_others_those_not_known_yet_too(
-    bucket: FaultyS3, open_node: Opens
-) -> None:
+def test_clearing_a_tenant_deletes_exactly_its_objects_even_unknown_ones(bucket: FaultyS3, open_node: Opens) -> None:
     writer = open_node()
     mine, theirs = (writer.call(writer.store.tenant, name) for name in ("mine", "theirs"))
     writer.store_chain(CHAIN, mine)
@@ -318,7 +294,7 @@ def test_clearing_a_tenant_deletes_its_objects_and_no_others_those_not_known_yet
     assert len(bucket.objects) == 1 and "ttheirs" in next(iter(bucket.objects))
 
 
-def test_what_expires_or_is_no_record_does_not_get_into_the_bucket_and_ends_what_is_there(
+def test_values_with_an_expiry_or_without_a_header_are_not_written_and_replace_the_record(
     bucket: FaultyS3, open_node: Opens
 ) -> None:
     node = filled(open_node)
@@ -348,7 +324,7 @@ def test_a_sweep_keeps_the_newest_within_bytes_max(bucket: FaultyS3, open_node: 
     assert other.peek(chains[0].keys[0]) is None
 
 
-def test_a_removal_waits_until_all_that_a_first_list_shows_is_known(bucket: FaultyS3, open_node: Opens) -> None:
+def test_a_removal_waits_for_the_first_complete_list(bucket: FaultyS3, open_node: Opens) -> None:
     filled(open_node)
     gate = threading.Event()
     bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
@@ -363,7 +339,7 @@ def test_a_removal_waits_until_all_that_a_first_list_shows_is_known(bucket: Faul
     assert not bucket.objects
 
 
-def test_an_object_whose_write_had_no_answer_is_removed_with_its_records(bucket: FaultyS3, open_node: Opens) -> None:
+def test_removal_deletes_an_object_whose_write_had_no_answer(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: a write without an answer had arrived, and DEL was answered without deleting its object."""
     node = open_node(index_ttl_s=3600.0)
     wait_for(lambda: node.cold().lists)
@@ -381,7 +357,7 @@ def test_an_object_whose_write_had_no_answer_is_removed_with_its_records(bucket:
     assert not bucket.objects
 
 
-def test_an_object_that_could_not_be_read_is_removed_with_its_records(bucket: FaultyS3, open_node: Opens) -> None:
+def test_removal_deletes_an_object_that_could_not_be_read(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: a read that failed made the node forget the object, and DEL was answered without deleting it."""
     filled(open_node)
     other = open_node(index_ttl_s=3600.0)
@@ -397,9 +373,7 @@ def test_an_object_that_could_not_be_read_is_removed_with_its_records(bucket: Fa
 # ---- A bucket that is away, refuses, or lies
 
 
-def test_a_list_that_lies_costs_nothing_that_is_known_and_a_clear_ends_with_an_error(
-    bucket: FaultyS3, open_node: Opens
-) -> None:
+def test_a_wrong_list_forgets_nothing_and_a_clear_then_fails(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: FLUSHALL was never answered, since each page named another one."""
     node = filled(open_node)
     endless = "<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>%d</NextContinuationToken>"
@@ -418,7 +392,7 @@ def test_a_list_that_lies_costs_nothing_that_is_known_and_a_clear_ends_with_an_e
 
 
 @pytest.mark.parametrize("how", LIES)
-def test_a_bucket_that_refuses_or_lies_costs_misses_and_never_wrong_bytes(
+def test_a_failing_or_lying_bucket_causes_misses_and_no_wrong_bytes(
     bucket: FaultyS3, open_node: Opens, how: str
 ) -> None:
     filled(open_node)
@@ -462,9 +436,7 @@ def test_a_flipped_bit_of_one_record_is_a_miss(bucket: FaultyS3, open_node: Open
     assert all(value is None or value == right for value, right in zip(found, CHAIN.values, strict=True))
 
 
-def test_a_bucket_that_never_answers_costs_the_deadline_and_then_not_even_that(
-    bucket: FaultyS3, open_node: Opens
-) -> None:
+def test_a_silent_bucket_costs_the_deadline_and_later_nothing(bucket: FaultyS3, open_node: Opens) -> None:
     filled(open_node)
     other = open_node(timeout_s=0.2, index_ttl_s=3600.0)
     other.await_known(12)
@@ -481,7 +453,7 @@ def test_a_bucket_that_never_answers_costs_the_deadline_and_then_not_even_that(
         gate.set()
 
 
-def test_a_bucket_away_at_the_start_is_found_when_it_is_back(bucket: FaultyS3, open_node: Opens) -> None:
+def test_a_bucket_that_was_away_at_the_start_is_used_later(bucket: FaultyS3, open_node: Opens) -> None:
     filled(open_node)
     bucket.fault = lambda asked: Answer(503, "SlowDown")
     other = open_node()
@@ -494,7 +466,7 @@ def test_a_bucket_away_at_the_start_is_found_when_it_is_back(bucket: FaultyS3, o
 
 
 @pytest.mark.parametrize(("status", "code"), [(507, "QuotaExceeded"), (403, "AccessDenied"), (503, "SlowDown")])
-def test_a_bucket_that_takes_nothing_is_read_and_gets_what_waits_when_it_takes_it(
+def test_an_unwritable_bucket_is_read_and_gets_waiting_records_later(
     bucket: FaultyS3, open_node: Opens, status: int, code: str
 ) -> None:
     filled(open_node)
@@ -510,7 +482,7 @@ def test_a_bucket_that_takes_nothing_is_read_and_gets_what_waits_when_it_takes_i
     node.await_known(16)
 
 
-def test_a_clock_that_is_wrong_there_disturbs_nothing(bucket: FaultyS3, open_node: Opens) -> None:
+def test_a_wrong_clock_of_the_bucket_does_no_harm(bucket: FaultyS3, open_node: Opens) -> None:
     bucket.skew_s = 10 * 365 * 86_400.0
     filled(open_node)
     other = open_node()
@@ -520,7 +492,7 @@ def test_a_clock_that_is_wrong_there_disturbs_nothing(bucket: FaultyS3, open_nod
     assert other.read_chain(CHAIN) == CHAIN.values
 
 
-def test_what_others_deleted_is_forgotten_with_the_next_list(bucket: FaultyS3, open_node: Opens) -> None:
+def test_objects_deleted_by_others_are_forgotten_with_the_next_list(bucket: FaultyS3, open_node: Opens) -> None:
     filled(open_node)
     other = open_node()
     other.await_known(12)
@@ -546,9 +518,7 @@ def test_foreign_objects_under_the_prefix_are_left_alone(bucket: FaultyS3, open_
     assert 2 <= looks <= lists.bit_length(), "ever more rarely"
 
 
-def test_an_object_that_was_damaged_on_the_way_is_known_when_it_is_read_well(
-    bucket: FaultyS3, open_node: Opens
-) -> None:
+def test_an_object_damaged_in_transit_is_known_after_a_good_read(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: a tail that came damaged once was not read again until the node was restarted."""
     filled(open_node)
     bucket.fault = LIES["same_length"]
@@ -559,13 +529,13 @@ def test_an_object_that_was_damaged_on_the_way_is_known_when_it_is_read_well(
     assert other.read_chain(CHAIN) == CHAIN.values
 
 
-def test_a_node_that_has_just_started_knows_what_the_bucket_has(bucket: FaultyS3, open_node: Opens) -> None:
+def test_a_new_node_knows_the_bucket_at_once(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: a node that came back was asked before it had listed the bucket, and said that nothing was there."""
     filled(open_node)
     assert open_node(index_ttl_s=3600.0).read_chain(CHAIN) == CHAIN.values
 
 
-def test_no_more_records_are_known_than_chunks_max(open_node: Opens) -> None:
+def test_chunks_max_limits_the_known_records(open_node: Opens) -> None:
     filled(open_node)
     other = open_node(chunks_max=11)
     other.await_listed()
@@ -575,7 +545,7 @@ def test_no_more_records_are_known_than_chunks_max(open_node: Opens) -> None:
 # ---- Who asks, and whom
 
 
-def test_a_private_authority_is_trusted_where_its_file_is_given(bucket: FaultyS3, certificates: Path) -> None:
+def test_ca_file_is_trusted(bucket: FaultyS3, certificates: Path) -> None:
     with faulty_s3(certificates) as secure, nodes(secure) as opens:
         node = opens(ca_file=certificates / "ca.crt")
         node.store_chain(CHAIN)
@@ -585,7 +555,7 @@ def test_a_private_authority_is_trusted_where_its_file_is_given(bucket: FaultyS3
         assert stranger.cold().objects == 0
 
 
-def test_credentials_of_a_file_are_read_anew_when_they_have_been_renewed(
+def test_renewed_credentials_of_a_file_are_used(
     bucket: FaultyS3, open_node: Opens, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def write(key_id: str) -> None:
@@ -609,7 +579,7 @@ def test_credentials_of_a_file_are_read_anew_when_they_have_been_renewed(
 # ---- What waits
 
 
-def test_a_backlog_has_an_end_and_what_is_left_out_is_counted() -> None:
+def test_the_backlog_is_limited_and_dropped_records_are_counted() -> None:
     gathering = Gathering(1000, 5.0, 100, backlog_max=10)
     for number in range(25):
         gathering.add((0, b"%d" % number), b"%d" % number, b"", 10, 0.0)
@@ -624,7 +594,7 @@ def test_a_backlog_has_an_end_and_what_is_left_out_is_counted() -> None:
     assert gathering.waiting == 0 and gathering.take(6.0, hurry=True) is None
 
 
-def test_a_record_that_is_stored_twice_waits_once() -> None:
+def test_a_record_stored_twice_is_gathered_once() -> None:
     gathering = Gathering(1000, 5.0, 100)
     for _ in range(2):
         gathering.add((0, b"a"), b"a", b"", 10, 0.0)
@@ -633,13 +603,13 @@ def test_a_record_that_is_stored_twice_waits_once() -> None:
     assert batch is not None and [key for _, key in batch.records] == [b"a", b"b"] and gathering.waiting == 0
 
 
-def test_a_run_that_is_urged_is_taken_next_whole() -> None:
+def test_a_prioritized_sequence_is_taken_next() -> None:
     gathering = Gathering(20, 5.0, 100)
     for key, parent in ((b"a", b""), (b"b", b"a"), (b"c", b""), (b"x", b""), (b"y", b"x")):
         gathering.add((0, key), key, parent, 10 if key != b"c" else 1, 0.0)
-    assert gathering.urge(0, b"c") and gathering.urge(0, b"x") and not gathering.urge(0, b"z")
+    assert gathering.prioritize(0, b"c") and gathering.prioritize(0, b"x") and not gathering.prioritize(0, b"z")
     taken = []
     while (batch := gathering.take(0.0)) is not None:
         taken.append([key for _, key in batch.records])
     assert taken == [[b"x", b"y"], [b"c"], [b"a", b"b"]] and gathering.waiting == 0
-    assert not gathering.urge(0, b"x")
+    assert not gathering.prioritize(0, b"x")

@@ -1,4 +1,4 @@
-"""A pool does what every store must: over memory alone, over a simulated device and over a file."""
+"""Every kind of pool passes the conformance suite: memory alone, a simulated device, a file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +30,7 @@ class TestPoolOfMemory(StoreConformance):
         config = configuration(memory_budget_bytes=DEVICE_BYTES)
         return MemoryPool(config, budget_bytes=budget_bytes, clock_ms=clock_ms, measure=False)
 
-    def test_a_held_value_stays_valid_and_counted_after_it_is_removed(self) -> None:
+    def test_a_held_value_stays_valid_and_counted_after_removal(self) -> None:
         store = self.drive(10 * self.cost(b"a", 1000), Clock())
         store.put(b"a", b"x" * 1000)
         first, second = store.open(b"a"), store.open(b"a")
@@ -45,7 +45,7 @@ class TestPoolOfMemory(StoreConformance):
         assert store.statistics().held_bytes == 0
         assert store.statistics().used_bytes == self.cost(b"a", 1000)
 
-    def test_what_a_tenant_holds_after_its_removal_counts_for_its_quota_and_for_nobody_elses(self) -> None:
+    def test_held_values_count_against_their_own_tenants_quota_only(self) -> None:
         size = self.cost(b"a", 1000)
         store = self.drive(20 * size, Clock())
         one, two = (store.call(store.store.tenant, name) for name in ("one", "two"))
@@ -74,7 +74,7 @@ class TestPoolOfMemory(StoreConformance):
         store.put(b"a", b"z" * 1000, one)
         assert store.keys(one) == {b"a", b"b"}
 
-    def test_objects_max_makes_room_in_the_index_for_a_budget_that_grows(self) -> None:
+    def test_objects_max_reserves_index_entries_for_a_larger_budget(self) -> None:
         store = self.drive_pool(MIB, objects_max=5_000)
         store.call(store.store.follow, configuration(memory_budget_bytes=8 * MIB))
         for number in range(5_000):
@@ -85,7 +85,7 @@ class TestPoolOfMemory(StoreConformance):
     def drive_pool(memory_budget_bytes: int, **keys: int) -> Driver:
         return Driver(MemoryPool(configuration(memory_budget_bytes=memory_budget_bytes, **keys), measure=False))
 
-    def test_held_values_are_not_evicted_since_that_would_free_nothing(self) -> None:
+    def test_held_values_are_not_evicted(self) -> None:
         store = self.drive(2 * self.cost(b"a", 1000), Clock())
         store.put(b"a", b"x" * 1000)
         store.put(b"b", b"x" * 1000)
@@ -104,7 +104,7 @@ class TestPoolOfMemory(StoreConformance):
         assert store.keys() == {b"c", b"d"}
         second.release()
 
-    def test_the_clock_is_read_only_where_something_expires(self) -> None:
+    def test_reads_without_an_expiry_do_not_read_the_clock(self) -> None:
         clock = Clock()
         store = self.drive(1 << 20, clock)
         store.put(b"a", b"1")

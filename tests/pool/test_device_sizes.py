@@ -1,4 +1,4 @@
-"""The size of a device: a file gets the size that is configured now, a volume grows, and never shrinks."""
+"""Sizes of devices: a file gets the configured size, and a volume grows but never shrinks."""
 
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,8 @@ from store_driver import Driver
 from shadowserve.errors import ConfigurationError
 from shadowserve.native import BlockDevice
 from shadowserve.pool.device_pool import DevicePool
+from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.format import SUPERBLOCK_OFFSETS, Superblock
-from shadowserve.pool.volume.recovery import Reader, read_superblocks
 from shadowserve.pool.volume.resizing import grown
 
 VALUE = bytes(MIB)
@@ -37,7 +37,7 @@ def volume(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_grows_to_the_size_that_is_configured_and_keeps_what_it_holds(volume: Path) -> None:
+def test_a_file_grows_to_the_configured_size_and_keeps_its_objects(volume: Path) -> None:
     """Symptom: a size that was changed later was ignored, and nothing said so."""
     before = start(volume, "16 MiB")
     less = room(before)
@@ -54,7 +54,7 @@ def test_a_file_grows_to_the_size_that_is_configured_and_keeps_what_it_holds(vol
     again.stop()
 
 
-def test_a_file_whose_end_was_cut_off_is_refused_and_stays_as_it_is(volume: Path) -> None:
+def test_a_truncated_file_is_refused_and_not_changed(volume: Path) -> None:
     with volume.open("r+b") as file:
         file.truncate(8 * MIB)
     content = volume.read_bytes()
@@ -64,7 +64,7 @@ def test_a_file_whose_end_was_cut_off_is_refused_and_stays_as_it_is(volume: Path
         assert volume.read_bytes() == content
 
 
-def test_a_device_that_has_become_larger_is_used_whole_without_a_size(volume: Path) -> None:
+def test_a_larger_device_is_used_completely_without_a_size(volume: Path) -> None:
     with volume.open("r+b") as file:
         file.truncate(24 * MIB)
     pool = start(volume, None)
@@ -72,7 +72,7 @@ def test_a_device_that_has_become_larger_is_used_whole_without_a_size(volume: Pa
     pool.stop()
 
 
-def test_a_smaller_size_is_refused_with_what_to_write(volume: Path) -> None:
+def test_a_smaller_size_is_refused_with_advice(volume: Path) -> None:
     before = volume.read_bytes()
     with pytest.raises(ConfigurationError) as refused:
         start(volume, "8 MiB")
@@ -81,7 +81,7 @@ def test_a_smaller_size_is_refused_with_what_to_write(volume: Path) -> None:
     assert volume.read_bytes() == before
 
 
-def test_a_size_that_is_corrected_after_a_first_start_that_failed_is_taken(tmp_path: Path) -> None:
+def test_a_corrected_size_is_accepted_after_a_failed_first_start(tmp_path: Path) -> None:
     """Symptom: the corrected configuration failed in the same way until the file was deleted."""
     path = tmp_path / "values.pool"
     with pytest.raises(ConfigurationError, match="cannot hold the log"):
@@ -92,7 +92,7 @@ def test_a_size_that_is_corrected_after_a_first_start_that_failed_is_taken(tmp_p
     pool.stop()
 
 
-def test_a_file_that_was_never_formatted_becomes_smaller(tmp_path: Path) -> None:
+def test_an_unformatted_file_can_shrink(tmp_path: Path) -> None:
     path = tmp_path / "values.pool"
     path.write_bytes(bytes(32 * MIB))
     pool = start(path, "16 MiB")
@@ -101,7 +101,7 @@ def test_a_file_that_was_never_formatted_becomes_smaller(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("size", ["8 MiB", "32 MiB"])
-def test_a_file_that_holds_something_else_is_refused_and_keeps_its_size(tmp_path: Path, size: str) -> None:
+def test_a_file_with_foreign_content_is_refused_and_keeps_its_size(tmp_path: Path, size: str) -> None:
     path = tmp_path / "photos"
     path.write_bytes(b"a photo" * (1 << 21))
     before = path.read_bytes()
@@ -122,7 +122,7 @@ def test_a_volume_whose_growth_was_cut_short_is_opened(volume: Path, written: in
     with volume.open("r+b") as file:
         file.truncate(32 * MIB)
     device = BlockDevice(volume)
-    superblock, _ = read_superblocks(Reader(device), device)
+    superblock, _ = read_superblocks(BlockReader(device), device)
     assert superblock is not None
     larger = grown(superblock, device)
     device.close()

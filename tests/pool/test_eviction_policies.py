@@ -1,4 +1,4 @@
-"""What goes: the suite that every policy passes, alone and under requests that wait; and in which order they give."""
+"""Eviction: a suite for every policy, and the order among entries that waiting requests need."""
 
 import hashlib
 import random
@@ -70,9 +70,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Tier]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_policy_keeps_its_budget_and_what_is_pinned_and_gives_up_all_else(
-    make: Callable[[int], Tier], seed: int
-) -> None:
+def test_every_policy_keeps_budget_and_pins_and_evicts_all_else(make: Callable[[int], Tier], seed: int) -> None:
     chance = random.Random(seed)
     tier = make(20_000)
     waiting: list[int] = []
@@ -100,7 +98,7 @@ def test_every_policy_keeps_its_budget_and_what_is_pinned_and_gives_up_all_else(
     assert set(tier.sizes) == tier.pinned, "something can neither go nor is pinned"
 
 
-def test_what_nobody_waits_for_goes_first_then_what_runs_last_from_its_end(make: Callable[[int], Tier]) -> None:
+def test_unneeded_entries_are_evicted_first_then_the_last_request_from_its_end(make: Callable[[int], Tier]) -> None:
     tier = make(1 << 30)
     for key in KEYS[:20]:
         tier.put(key, 1)
@@ -113,7 +111,7 @@ def test_what_nobody_waits_for_goes_first_then_what_runs_last_from_its_end(make:
     assert tier.evict() is None
 
 
-def test_a_shared_key_goes_as_late_as_the_first_that_needs_it_whoever_was_published_first(
+def test_a_shared_key_is_kept_for_the_earliest_request_that_needs_it(
     make: Callable[[int], Tier],
 ) -> None:
     tier = make(1 << 30)
@@ -126,7 +124,7 @@ def test_a_shared_key_goes_as_late_as_the_first_that_needs_it_whoever_was_publis
     assert tier.evict() == KEYS[0]
 
 
-def test_room_for_a_request_is_never_made_by_itself_or_by_one_that_runs_before(make: Callable[[int], Tier]) -> None:
+def test_a_request_evicts_neither_its_own_keys_nor_those_of_earlier_requests(make: Callable[[int], Tier]) -> None:
     tier = make(1 << 30)
     for key in KEYS[:6]:
         tier.put(key, 1)
@@ -136,7 +134,7 @@ def test_room_for_a_request_is_never_made_by_itself_or_by_one_that_runs_before(m
     assert tier.evict("a") == KEYS[3] and tier.evict("c") is None
 
 
-def test_a_request_that_never_comes_keeps_nothing_beyond_its_time(make: Callable[[int], Tier]) -> None:
+def test_an_expired_request_keeps_nothing(make: Callable[[int], Tier]) -> None:
     tier = make(1 << 30)
     tier.put(KEYS[0], 1)
     tier.put(KEYS[1], 1)
@@ -146,7 +144,7 @@ def test_a_request_that_never_comes_keeps_nothing_beyond_its_time(make: Callable
     assert slot and tier.index.read(slot).key == KEYS[0]
 
 
-def test_what_comes_after_its_request_was_published_is_held_once_it_is_published_again(
+def test_publishing_again_holds_entries_that_came_since(
     make: Callable[[int], Tier],
 ) -> None:
     tier = make(1 << 30)
@@ -158,7 +156,7 @@ def test_what_comes_after_its_request_was_published_is_held_once_it_is_published
     assert [tier.evict(), tier.evict(), tier.evict()] == [KEYS[9], KEYS[0], None]
 
 
-def test_pins_of_others_are_neither_used_nor_ended(make: Callable[[int], Tier]) -> None:
+def test_pins_of_clients_are_neither_used_nor_ended(make: Callable[[int], Tier]) -> None:
     tier = make(1 << 30)
     for key in KEYS[:2]:
         tier.put(key, 1)
@@ -171,7 +169,7 @@ def test_pins_of_others_are_neither_used_nor_ended(make: Callable[[int], Tier]) 
     assert tier.evict() == KEYS[0]
 
 
-def test_devices_and_tenants_give_their_own() -> None:
+def test_a_victim_is_of_the_given_device_and_tenant() -> None:
     index = Index(10, IndexPolicy.LRU, seed=1)
     next_use = NextUse(index)
     for tenant in (1, 2):
@@ -188,7 +186,7 @@ def test_devices_and_tenants_give_their_own() -> None:
     index.close()
 
 
-def test_requests_beyond_the_bound_are_not_noted() -> None:
+def test_requests_beyond_the_limit_are_refused() -> None:
     index = Index(10, IndexPolicy.LRU, seed=1)
     next_use = NextUse(index)
     assert all(next_use.publish(number, 0, [], LATER_S) for number in range(REQUESTS_MAX))
@@ -197,7 +195,7 @@ def test_requests_beyond_the_bound_are_not_noted() -> None:
     index.close()
 
 
-def test_a_full_device_gives_what_runs_last_and_keeps_the_rest() -> None:
+def test_a_full_device_evicts_the_last_requests_entries() -> None:
     driver = Driver(simulated_pool([SimulatedDevice(DEVICE_BYTES, seed=1, name="simulated")]))
     keys = [chunk_key(key) for key in KEYS[:60]]
     for key in keys[:20]:
@@ -216,7 +214,7 @@ def test_a_full_device_gives_what_runs_last_and_keeps_the_rest() -> None:
     driver.stop()
 
 
-def test_a_pool_keeps_what_is_waited_for_and_gives_what_runs_last() -> None:
+def test_a_pool_keeps_needed_entries_and_evicts_the_last_requests() -> None:
     pool = MemoryPool.open(PoolConfig(memory_budget_bytes=1 << 20))
     try:
         addresses = [(0, chunk_key(key)) for key in KEYS]

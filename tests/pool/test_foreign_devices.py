@@ -1,4 +1,4 @@
-"""What is on devices that are no sound volumes: told in the same words everywhere, and never formatted over unasked."""
+"""Devices without a sound volume: described alike everywhere, and never formatted without force."""
 
 import errno
 import json
@@ -25,7 +25,7 @@ from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
 from shadowserve.native import BlockDevice
 from shadowserve.pool.device_pool import DevicePool
-from shadowserve.pool.volume import foreign, recovery
+from shadowserve.pool.volume import block_reader, foreign
 from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, FormatError
 from shadowserve.pool.volume.verification import verify_volume
 from shadowserve.pool.volume.volume import Volume
@@ -82,7 +82,7 @@ def loop(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("size", [8 * MIB - BLOCK_BYTES, 3 * MIB, MIB // 2], ids=["by a block", "by much", "to a bit"])
-def test_a_truncated_device_is_told_in_the_same_words_by_verify_status_and_server(volume: Path, size: int) -> None:
+def test_verify_status_and_server_describe_a_truncated_device_alike(volume: Path, size: int) -> None:
     """Symptom: 'sound' by verify and pool status, refused by the server."""
     os.truncate(volume, size)
     told = words_of_the_server(volume)
@@ -97,7 +97,7 @@ def test_a_truncated_device_is_told_in_the_same_words_by_verify_status_and_serve
     assert words in row["state"] and row["pool"] != "none"
 
 
-def test_a_status_of_many_tells_of_those_that_cannot_be_opened_too(volume: Path, tmp_path: Path) -> None:
+def test_status_also_lists_devices_that_cannot_be_opened(volume: Path, tmp_path: Path) -> None:
     with closing(BlockDevice(tmp_path / "used", size=MIB)):
         done = run("pool", "status", tmp_path / "used", volume, "--json")
         assert done.exit_code == 1
@@ -108,7 +108,7 @@ def test_a_status_of_many_tells_of_those_that_cannot_be_opened_too(volume: Path,
         assert [each["sound"] for each in json.loads(checked.stdout)] == [False, True]
 
 
-def test_the_superblocks_of_two_volumes_are_a_finding_in_the_words_of_the_server(volume: Path) -> None:
+def test_verify_describes_two_volumes_superblocks_like_the_server(volume: Path) -> None:
     """Symptom: 'the command line cannot be used'."""
     with volume.open("r+b") as file:
         file.seek(SUPERBLOCK_OFFSETS[1])
@@ -171,22 +171,20 @@ def sparse(path: Path, size: int, *parts: tuple[int, bytes]) -> Path:
         (-100, b"x", "something"),
     ],
 )
-def test_a_signature_is_found_wherever_it_lies(offset: int, content: bytes, meaning: str, tmp_path: Path) -> None:
+def test_a_signature_is_found_at_every_known_place(offset: int, content: bytes, meaning: str, tmp_path: Path) -> None:
     """Symptom: formatted, since only the first MiB was looked at."""
     size = 16 * MIB if 0 <= offset < 4 * MIB else LARGE
     refused(sparse(tmp_path / "device", size, (offset, content)), meaning)
 
 
-def test_what_only_wipefs_knows_is_named(tmp_path: Path) -> None:
+def test_content_that_only_wipefs_knows_is_named(tmp_path: Path) -> None:
     if shutil.which("wipefs", path=os.environ["PATH"] + ":/usr/sbin:/sbin") is None:
         pytest.skip("wipefs is not installed")
     refused(sparse(tmp_path / "device", 16 * MIB, (1024, bytes.fromhex("e2e1f5e0"))), "what wipefs calls erofs")
 
 
 @pytest.mark.parametrize("words", ["exit 1", "echo nonsense", "echo '{\"signatures\": [{}]}'", "echo {}"])
-def test_a_wipefs_that_is_of_no_use_is_done_without(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_wipefs_is_ignored(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "wipefs"
     program.write_text(f"#!/bin/sh\n{words}\n", encoding="utf-8")
     program.chmod(0o755)
@@ -195,7 +193,7 @@ def test_a_wipefs_that_is_of_no_use_is_done_without(
         assert foreign.describe_content(device) is None
 
 
-def test_an_object_that_cannot_be_read_is_a_finding_that_says_so() -> None:
+def test_an_unreadable_object_is_a_finding() -> None:
     """Symptom: 'there is no object'."""
     store = Store(device_of())
     for key, value in VALUES.items():
@@ -225,7 +223,7 @@ def test_a_volume_whose_first_megabytes_are_zeros_is_recognised_by_its_objects(v
     refused(volume, "a volume of ShadowServe")
 
 
-def test_nothing_on_a_large_device_is_overlooked_beyond_what_is_promised(tmp_path: Path) -> None:
+def test_samples_of_a_large_device_find_what_is_promised(tmp_path: Path) -> None:
     """A run as long as two slices is found wherever it begins, and so is a hundredth spread about."""
     slices = 2 * (LARGE // foreign.SAMPLES)
     chance = random.Random(7)
@@ -247,7 +245,7 @@ def test_a_large_empty_device_is_formatted_at_the_start(tmp_path: Path) -> None:
     assert run("verify", path).exit_code == 0
 
 
-def test_a_device_beside_one_that_is_refused_is_not_formatted(tmp_path: Path) -> None:
+def test_no_device_is_formatted_if_another_is_refused(tmp_path: Path) -> None:
     empty = sparse(tmp_path / "empty", 16 * MIB)
     used = sparse(tmp_path / "used", 16 * MIB, (-4096, b"EFI PART"))
     with pytest.raises(ConfigurationError, match="GPT"):
@@ -256,7 +254,7 @@ def test_a_device_beside_one_that_is_refused_is_not_formatted(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("tool", ["mkfs.ext4", "mkfs.xfs", "mkfs.btrfs", "mkswap"])
-def test_what_a_tool_made_on_a_block_device_is_not_formatted_over(tool: str, loop: Path) -> None:
+def test_content_made_by_a_tool_is_not_formatted_over(tool: str, loop: Path) -> None:
     path = os.environ["PATH"] + ":/usr/sbin:/sbin"
     if (program := shutil.which(tool, path=path)) is None:
         pytest.skip(f"{tool} is not installed")
@@ -264,7 +262,7 @@ def test_what_a_tool_made_on_a_block_device_is_not_formatted_over(tool: str, loo
     refused(loop, {"mkfs.ext4": "ext", "mkfs.xfs": "XFS", "mkfs.btrfs": "Btrfs", "mkswap": "swap"}[tool])
 
 
-def test_an_old_superblock_of_ours_behind_a_new_file_system_does_not_bring_the_server_to_write_over_it(
+def test_an_old_second_superblock_does_not_endanger_a_new_file_system(
     volume: Path,
 ) -> None:
     """Symptom: the copy at 1 MiB was sound, so that the server 'repaired' the first one: it wrote over the other's."""
@@ -305,7 +303,7 @@ def test_a_mounted_device_is_not_formatted_even_when_forced(how: str, loop: Path
         subprocess.run(["umount", str(where)], check=True, timeout=WAIT_MAX_S)
 
 
-def test_a_file_that_is_there_keeps_its_size_when_it_is_to_be_formatted(tmp_path: Path) -> None:
+def test_an_existing_file_keeps_its_size_when_formatted(tmp_path: Path) -> None:
     """Symptom: refused, with 'nothing was changed', it had grown to the size that was asked for."""
     path = sparse(tmp_path / "photos", 16 * MIB, (5 * MIB, b"a photo"))
     for options in ((), ("--force",)):
@@ -318,11 +316,9 @@ def test_a_file_that_is_there_keeps_its_size_when_it_is_to_be_formatted(tmp_path
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOMEM])
-def test_a_device_that_cannot_be_read_is_not_taken_for_an_empty_one(
-    error: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_device_is_not_taken_for_empty(error: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: what could not be read counted as zeros, so that a volume was formatted."""
-    monkeypatch.setattr(recovery, "_PAUSES_S", 0.1)
+    monkeypatch.setattr(block_reader, "_PAUSES_S", 0.1)
     device = device_of()
     written = len(device.trace)
     device.fail(OperationKind.READ, error=error, times=None)
@@ -335,7 +331,7 @@ def test_a_device_that_cannot_be_read_is_not_taken_for_an_empty_one(
     Store(device)
 
 
-def test_a_block_that_cannot_be_read_is_not_taken_for_an_empty_one() -> None:
+def test_an_unreadable_block_is_not_taken_for_empty() -> None:
     device = SimulatedDevice(16 * MIB)
     device.poke(9 * MIB, b"x")
     device.fail(OperationKind.READ, times=None, first_block=9 * MIB // BLOCK_BYTES, last_block=10 * MIB // BLOCK_BYTES)

@@ -1,9 +1,9 @@
-"""Chains of records that are lent where they lie on devices: what is lent, what ends it, and that it stays."""
+"""Records that are lent in their extents on devices."""
 
 from typing import Any
 
 import pytest
-from pool_support import DEVICE_BYTES, chunk, key_of, simulated_pool
+from pool_support import chunk, drop_copies, entry_of, key_of, start_pool
 from simulated_device import SimulatedDevice
 from store_driver import Clock, Driver
 
@@ -14,9 +14,8 @@ LENGTHS = [10_000 + number for number in range(6)]
 
 
 def start(count: int = 1, **keys: Any) -> tuple[Driver, list[SimulatedDevice], Clock]:
-    devices = [SimulatedDevice(DEVICE_BYTES, seed=number, name=f"simulated{number}") for number in range(count)]
     clock = Clock()
-    return Driver(simulated_pool(devices, clock_ms=clock, **keys)), devices, clock
+    return *start_pool(count, clock_ms=clock, **keys), clock
 
 
 def stored(pool: Driver) -> list[tuple[int, int]]:
@@ -39,7 +38,7 @@ def used(pool: Driver) -> int:
     return sum(len(disk._uses) for disk in pool.store._core.disks)  # type: ignore[attr-defined]
 
 
-def test_a_chain_is_lent_where_it_lies_and_as_often_as_it_is_asked_for() -> None:
+def test_a_chain_is_lent_in_place_several_times() -> None:
     pool, _, clock = start(2)
     places = stored(pool)
     assert {device for device, _ in places} == {0, 1}
@@ -55,10 +54,10 @@ def test_a_chain_is_lent_where_it_lies_and_as_often_as_it_is_asked_for() -> None
     pool.stop()
 
 
-@pytest.mark.parametrize("why", ["absent", "length", "expired", "cleared", "a name", "not durable", "memory", "gone"])
-def test_a_chain_ends_before_the_first_that_is_not_to_be_had(why: str) -> None:
-    pool, devices, clock = start(2, admission="second_hit") if why == "memory" else start(2)
-    places, third = stored(pool) if why != "memory" else [], key_of(CHAIN[2])
+@pytest.mark.parametrize("why", ["absent", "length", "expired", "cleared", "not durable", "gone"])
+def test_lending_ends_before_the_first_unavailable_record(why: str) -> None:
+    pool, devices, clock = start(2)
+    places, third = stored(pool), key_of(CHAIN[2])
     expected, lengths = 2, list(LENGTHS)
     if why == "absent":
         pool.remove(third)
@@ -72,31 +71,19 @@ def test_a_chain_ends_before_the_first_that_is_not_to_be_had(why: str) -> None:
         core.step_clears = lambda looks: 0  # type: ignore[method-assign]
         pool.clear(0)
         expected = 0
-    elif why == "a name":  # a client's, whose digest is a chunk's key
-        pool.put(b"name", b"x" * 100)
-        item = pool.peek(b"name")
-        assert isinstance(item, PoolItem)
-        lent = pool.call(pool.store.lend_extents, [item.entry.key], [100])  # type: ignore[attr-defined]
-        assert lent == []
-        expected = 6
     elif why == "not durable":
         for device in devices:
             device.automatic = False
         change = pool.put_soon(third, b"y" * LENGTHS[2])
-    elif why == "memory":
-        stored(pool)
-        expected = 0
     elif why == "gone":
-        while pool.call(pool.store._core.copies.make_room):
-            """Memory would serve what it has."""
+        drop_copies(pool)  # memory would serve its copies
         pool.store._core.disks[places[2][0]].give_up("it was pulled out")
         expected = next(at for at, (device, _) in enumerate(places) if device == places[2][0])
     lent = lend(pool, lengths)
-    writing = why in ("not durable", "memory")  # what is asked for again while it is in memory alone is written
-    assert len(lent) == expected and used(pool) == expected + writing
+    assert len(lent) == expected and used(pool) == expected + (why == "not durable")
     give_back(pool, lent)
     if why in ("expired", "gone"):
-        assert pool.store._index.find(0, CHAIN[expected]) == 0, "it has gone, as when anybody comes upon it"
+        assert pool.store._index.find(0, CHAIN[expected]) == 0, "lending removes it, as a read does"
     if why == "not durable":
         for device in devices:
             device.automatic = True
@@ -105,8 +92,24 @@ def test_a_chain_ends_before_the_first_that_is_not_to_be_had(why: str) -> None:
     pool.stop()
 
 
+def test_records_in_memory_alone_are_not_lent() -> None:
+    pool, _, _ = start(2, admission="second_hit")
+    stored(pool)
+    assert lend(pool, list(LENGTHS)) == []
+    assert used(pool) == 1, "lending counts as a use, which writes the first record to a device"
+    pool.stop()
+
+
+def test_a_named_key_with_a_chunks_digest_is_not_lent() -> None:
+    pool, _, _ = start()
+    pool.put(b"name", b"x" * 100)
+    key = entry_of(pool, b"name").key
+    assert pool.call(pool.store.lend_extents, [key], [100]) == []  # type: ignore[attr-defined]
+    pool.stop()
+
+
 @pytest.mark.parametrize("change", ["remove", "evict", "rewrite", "clear"])
-def test_an_extent_that_is_lent_is_not_used_again_before_it_is_given_back(change: str) -> None:
+def test_a_lent_extent_is_not_reused_before_it_is_returned(change: str) -> None:
     pool, _, _ = start()
     places = stored(pool)
     disk = pool.store._core.disks[0]

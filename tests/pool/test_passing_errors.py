@@ -1,4 +1,4 @@
-"""Errors that pass: a device that is busy, a block that cannot be read this once. Nothing is dropped for them."""
+"""Passing errors: a busy device, or a block that is unreadable once. Nothing is dropped for them."""
 
 import errno
 import os
@@ -7,16 +7,16 @@ import threading
 from pathlib import Path
 
 import pytest
-from pool_support import configuration, file_pool, pool_statistics
+from pool_support import configuration, drop_copies, file_pool, start_pool
 from simulated_device import SimulatedDevice
 from store_driver import Clock, Driver
-from test_pool_faults import cool, place_of, start
+from test_pool_faults import place_of
 from volume_support import Store, device_of, index_key
 
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
 from shadowserve.pool.device_pool import DevicePool
-from shadowserve.pool.volume import patience, recovery
+from shadowserve.pool.volume import block_reader, retry_policy
 from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout, Superblock
 from shadowserve.pool.volume.verification import verify_volume
 
@@ -25,8 +25,8 @@ PASSING = [errno.EBUSY, errno.EAGAIN, errno.ENOMEM, errno.ETIMEDOUT]
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "_PAUSES_S", 0.1)
-    monkeypatch.setattr(patience, "_READ_NS", 100_000_000)
+    monkeypatch.setattr(block_reader, "_PAUSES_S", 0.1)
+    monkeypatch.setattr(retry_policy, "_READ_NS", 100_000_000)
 
 
 def filled(count: int = 12) -> tuple[SimulatedDevice, Layout]:
@@ -52,7 +52,7 @@ def check_all(device: SimulatedDevice, count: int = 12) -> None:
 
 @pytest.mark.parametrize("error", [errno.EIO, *PASSING])
 @pytest.mark.parametrize("which", [1, 5, 12], ids=["first", "middle", "last"])
-def test_a_block_of_the_log_that_cannot_be_read_in_either_copy_drops_nothing(which: int, error: int) -> None:
+def test_an_unreadable_block_of_the_log_drops_nothing(which: int, error: int) -> None:
     """Symptom: what was read once with EIO counted as a gap, or as the log's end: what was behind it was dropped."""
     device, layout = filled()
     for first in layout.log_firsts:
@@ -67,7 +67,7 @@ def test_a_block_of_the_log_that_cannot_be_read_in_either_copy_drops_nothing(whi
     check_all(device)
 
 
-def test_a_snapshot_that_cannot_be_read_drops_nothing() -> None:
+def test_an_unreadable_snapshot_drops_nothing() -> None:
     store = Store(device_of())
     device = store.device
     assert isinstance(device, SimulatedDevice)
@@ -91,7 +91,7 @@ def test_a_snapshot_that_cannot_be_read_drops_nothing() -> None:
     check_all(device)
 
 
-def test_an_object_of_the_last_group_that_cannot_be_read_at_the_start_stays() -> None:
+def test_an_unreadable_object_of_the_last_group_stays() -> None:
     """Symptom: taken for a put that never was, and its removal logged."""
     device, layout = filled()
     fault = device.fail(OperationKind.READ, times=None, first_block=layout.data_first)
@@ -112,7 +112,7 @@ def test_a_superblock_that_cannot_be_read_once_is_read_the_second_time(copies: t
     check_all(device.restart())
 
 
-def test_a_device_that_cannot_be_opened_for_want_of_descriptors_is_not_gone_on_without(tmp_path: Path) -> None:
+def test_a_start_without_descriptors_for_a_device_fails(tmp_path: Path) -> None:
     """Symptom: the others went on without it, and what was on it was dropped as stale when it was back."""
     paths = [tmp_path / "one", tmp_path / "two"]
     pool = Driver(file_pool(paths))
@@ -147,62 +147,62 @@ def test_a_device_that_cannot_be_opened_for_want_of_descriptors_is_not_gone_on_w
 
 
 @pytest.mark.parametrize("error", PASSING)
-def test_a_read_of_a_busy_device_is_tried_again_and_the_object_stays(error: int) -> None:
+def test_a_read_of_a_busy_device_is_retried(error: int) -> None:
     """Symptom: dropped as io_error, and its extent quarantined."""
-    pool, devices = start()
+    pool, devices = start_pool()
     pool.put(b"a", b"x" * 100_000)
-    cool(pool)
+    drop_copies(pool)
     devices[0].fail(OperationKind.READ, error=error, times=3)
     assert pool.value(b"a") == b"x" * 100_000
-    cool(pool)
+    drop_copies(pool)
     fault = devices[0].fail(OperationKind.READ, error=error, times=None)
     assert pool.value(b"a") is None and fault.met > 3
     devices[0].faults.clear()
     assert pool.value(b"a") == b"x" * 100_000
-    found = pool_statistics(pool)
+    found = pool.statistics()
     assert found.lost_keys == 0 and found.devices[0].quarantined_bytes == 0
     assert found.devices[0].state == "ok" and found.devices[0].errors == 0 and found.devices[0].busy == fault.met + 3
     pool.stop()
 
 
 @pytest.mark.parametrize("error", PASSING)
-def test_a_write_to_a_busy_device_is_tried_again(error: int) -> None:
+def test_a_write_to_a_busy_device_is_retried(error: int) -> None:
     """Symptom: one EBUSY of an object's write kept others away for a second, one of the log's ended the device."""
-    pool, devices = start()
+    pool, devices = start_pool()
     devices[0].fail(OperationKind.WRITE, error=error, times=4)
     pool.put(b"a", b"x" * 10_000)
     assert place_of(pool, b"a")[0] == 0
     data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, error=error, times=3, last_block=data)  # of the log
     pool.put(b"b", b"y" * 10_000)
-    found = pool_statistics(pool).devices[0]
+    found = pool.statistics().devices[0]
     assert found.state == "ok" and found.errors == 0 and found.busy == 7
     pool.stop()
 
 
-def test_a_flush_that_failed_is_not_repeated_unless_it_has_not_begun() -> None:
-    pool, devices = start(2)
+def test_a_failed_flush_is_retried_only_if_it_has_not_begun() -> None:
+    pool, devices = start_pool(2)
     devices[0].fail(OperationKind.FLUSH, error=errno.EBUSY, times=2)
     pool.put(b"a", b"x")
     pool.put(b"b", b"x")
-    assert [device.state for device in pool_statistics(pool).devices] == ["ok", "ok"]
+    assert [device.state for device in pool.statistics().devices] == ["ok", "ok"]
     devices[0].fail(OperationKind.FLUSH, error=errno.ENOMEM, times=1)
     for number in range(8):
         pool.put_soon(b"%d" % number, b"x").wait()
-    assert [device.state for device in pool_statistics(pool).devices] == ["gone", "ok"]
+    assert [device.state for device in pool.statistics().devices] == ["gone", "ok"]
     pool.stop()
 
 
-def test_a_device_that_stays_busy_is_not_given_up_and_takes_writes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "_WRITE_NS", 100_000_000)
-    pool, devices = start()
+def test_a_device_that_stays_busy_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry_policy, "_WRITE_NS", 100_000_000)
+    pool, devices = start_pool()
     data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, error=errno.EBUSY, times=None, first_block=data)
     assert pool.put_soon(b"a", b"x" * 10_000).wait() is not None
     assert pool.peek(b"a") is None
     devices[0].faults.clear()
     pool.put(b"a", b"x" * 10_000)
-    found = pool_statistics(pool).devices[0]
+    found = pool.statistics().devices[0]
     assert found.state == "avoided" and found.errors == 0 and found.quarantined_bytes == 0
     pool.stop()
 
@@ -213,11 +213,11 @@ def test_a_device_that_stays_busy_is_not_given_up_and_takes_writes_again(monkeyp
 def quarantined(pool: Driver, devices: list[SimulatedDevice], key: bytes = b"a", size: int = 100_000) -> int:
     """Have the extent of an object be quarantined; return where it begins."""
     pool.put(key, b"x" * size)
-    cool(pool)
+    drop_copies(pool)
     _, offset = place_of(pool, key)
     devices[0].rot(offset + 77)
     assert pool.value(key) is None
-    assert pool_statistics(pool).devices[0].quarantined_bytes
+    assert pool.statistics().devices[0].quarantined_bytes
     return offset
 
 
@@ -228,62 +228,62 @@ def pass_time(pool: Driver, clock: Clock, seconds: int) -> None:
         pool.store.poll()
 
 
-def test_quarantined_room_is_tested_without_scrubbing() -> None:
+def test_quarantined_extents_are_tested_without_scrubbing() -> None:
     """Symptom: with scrub_bytes_per_s 0 it was never looked at again."""
     clock = Clock()
-    pool, devices = start(clock_ms=clock)
+    pool, devices = start_pool(clock_ms=clock)
     quarantined(pool, devices)
     pass_time(pool, clock, 50)
-    assert pool_statistics(pool).devices[0].quarantined_bytes
+    assert pool.statistics().devices[0].quarantined_bytes
     pass_time(pool, clock, 30)
-    found = pool_statistics(pool).devices[0]
+    found = pool.statistics().devices[0]
     assert not found.quarantined_bytes and found.scrubbed_bytes == 0
     pool.stop()
 
 
-def test_quarantined_room_is_tested_although_all_memory_is_in_use() -> None:
+def test_quarantined_extents_are_tested_while_all_memory_is_in_use() -> None:
     clock = Clock()
-    pool, devices = start(clock_ms=clock)
+    pool, devices = start_pool(clock_ms=clock)
     quarantined(pool, devices)
     number = 0
     while pool.store._core.arenas.take(24) is not None:  # type: ignore[attr-defined]
         number += 1
     assert number
     pass_time(pool, clock, 80)
-    assert not pool_statistics(pool).devices[0].quarantined_bytes
+    assert not pool.statistics().devices[0].quarantined_bytes
     pool.stop()
 
 
 @pytest.mark.parametrize("kind", [OperationKind.WRITE, OperationKind.READ])
-def test_a_test_of_quarantined_room_that_the_device_was_too_busy_for_is_made_again(kind: OperationKind) -> None:
+def test_a_test_of_an_extent_is_repeated_if_the_device_was_busy(kind: OperationKind) -> None:
     """Symptom: out of use until the next start, since it had not passed."""
     clock = Clock()
-    pool, devices = start(clock_ms=clock)
+    pool, devices = start_pool(clock_ms=clock)
     extent = quarantined(pool, devices) // BLOCK_BYTES
     fault = devices[0].fail(kind, error=errno.EBUSY, times=None, first_block=extent, last_block=extent + 20)
     pass_time(pool, clock, 90)
-    assert fault.met and pool_statistics(pool).devices[0].quarantined_bytes
+    assert fault.met and pool.statistics().devices[0].quarantined_bytes
     devices[0].faults.clear()
     pass_time(pool, clock, 130)
-    assert not pool_statistics(pool).devices[0].quarantined_bytes
+    assert not pool.statistics().devices[0].quarantined_bytes
     pool.stop()
 
 
-def test_room_that_fails_its_test_stays_out_of_use() -> None:
+def test_an_extent_that_fails_its_test_stays_out_of_use() -> None:
     clock = Clock()
-    pool, devices = start(clock_ms=clock)
+    pool, devices = start_pool(clock_ms=clock)
     extent = quarantined(pool, devices) // BLOCK_BYTES
     fault = devices[0].fail(OperationKind.WRITE, times=1, first_block=extent, last_block=extent + 20)
     pass_time(pool, clock, 80)
     assert fault.met == 1
     pass_time(pool, clock, 1000)
-    assert pool_statistics(pool).devices[0].quarantined_bytes
+    assert pool.statistics().devices[0].quarantined_bytes
     pool.stop()
 
 
-def test_the_tests_of_much_quarantined_room_take_a_bounded_part_of_a_device() -> None:
+def test_tests_of_extents_use_a_bounded_part_of_a_device() -> None:
     clock = Clock()
-    pool, devices = start(clock_ms=clock)
+    pool, devices = start_pool(clock_ms=clock)
     for number in range(30):
         quarantined(pool, devices, b"%d" % number, 200_000)
     pass_time(pool, clock, 59)
@@ -292,21 +292,21 @@ def test_the_tests_of_much_quarantined_room_take_a_bounded_part_of_a_device() ->
     pass_time(pool, clock, 10)
     assert 0 < counted[OperationKind.WRITE] - before <= 12 * (256 << 10)
     pass_time(pool, clock, 60)
-    assert not pool_statistics(pool).devices[0].quarantined_bytes
+    assert not pool.statistics().devices[0].quarantined_bytes
     pool.stop()
 
 
-def test_scrubbing_goes_on_although_all_memory_is_in_use() -> None:
+def test_scrubbing_continues_while_all_memory_is_in_use() -> None:
     """Symptom: with copies in all of the memory, as a cache has them, no object was ever checked."""
     clock = Clock()
-    pool, devices = start(clock_ms=clock, scrub_bytes_per_s=64 << 20)
+    pool, devices = start_pool(clock_ms=clock, scrub_bytes_per_s=64 << 20)
     for number in range(30):
         pool.put(b"%d" % number, b"x" * 30_000)
-    cool(pool)
+    drop_copies(pool)
     devices[0].rot(place_of(pool, b"7")[1] + 12_345)
     arenas = pool.store._core.arenas  # type: ignore[attr-defined]
     while arenas.take(1) is not None:
         pass
     pass_time(pool, clock, 20)
-    assert pool_statistics(pool).lost == {"rotten": 1} and arenas.used_bytes <= arenas.budget_bytes
+    assert pool.statistics().lost == {"rotten": 1} and arenas.used_bytes <= arenas.budget_bytes
     pool.stop()

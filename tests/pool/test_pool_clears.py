@@ -1,18 +1,13 @@
-"""What was cleared goes bit by bit, and a power cut in the middle of that brings none of it back."""
+"""Clears in progress, and power cuts during them."""
 
 import pytest
-from pool_support import DEVICE_BYTES, simulated_pool
+from pool_support import disks_of, simulated_pool, start_pool
 from simulated_device import SimulatedDevice
 from store_driver import Driver
 
-from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
 
 MANY = 5 * ENTRIES_PER_HOLD
-
-
-def start(devices: list[SimulatedDevice]) -> Driver:
-    return Driver(simulated_pool(devices))
 
 
 def filled(pool: Driver, tenant: int = 0) -> None:
@@ -20,33 +15,24 @@ def filled(pool: Driver, tenant: int = 0) -> None:
     assert {change.wait() for change in changes} == {None}
 
 
-def engine_of(pool: Driver) -> Pool:
-    assert isinstance(pool.store, Pool)
-    return pool.store
-
-
 def cut(pool: Driver) -> Driver:
     """Cut the power and start again."""
     after = []
-    for disk in engine_of(pool)._core.disks:
+    for disk in disks_of(pool):
         assert isinstance(disk.volume.device, SimulatedDevice)
         after.append(disk.volume.device.crash(torn=False, seed=1))
     pool.store.close()
-    return start(after)
-
-
-def two_devices() -> list[SimulatedDevice]:
-    return [SimulatedDevice(DEVICE_BYTES, seed=number, name=f"simulated{number}") for number in range(2)]
+    return Driver(simulated_pool(after))
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
 @pytest.mark.parametrize("everybodys", [False, True])
-def test_a_power_cut_before_all_is_removed_brings_nothing_back(snapshot: bool, everybodys: bool) -> None:
-    pool = start(two_devices())
+def test_a_power_cut_during_a_clear_brings_no_entry_back(snapshot: bool, everybodys: bool) -> None:
+    pool = start_pool(2)[0]
     one = pool.call(pool.store.tenant, "one")
     filled(pool, one)
     pool.put(b"a", b"another's")
-    core = engine_of(pool)._core
+    core = pool.store._core
     step_clears, core.step_clears = core.step_clears, lambda looks: 0  # type: ignore[method-assign]
     pool.clear(None if everybodys else one)
     assert core.index.totals(one).objects == MANY and pool.count(one) == 0
@@ -63,8 +49,8 @@ def test_a_power_cut_before_all_is_removed_brings_nothing_back(snapshot: bool, e
     pool.stop()
 
 
-def test_a_write_that_was_not_handed_over_when_its_key_was_cleared_does_not_come_back() -> None:
-    pool = start(two_devices())
+def test_a_queued_write_of_a_cleared_key_does_not_return() -> None:
+    pool = start_pool(2)[0]
     filled(pool)
     late = [pool.put_soon(b"late%d" % number, b"x") for number in range(100)]
     with pool.lock:
@@ -79,8 +65,8 @@ def test_a_write_that_was_not_handed_over_when_its_key_was_cleared_does_not_come
     pool.stop()
 
 
-def test_room_that_was_cleared_is_used_before_anything_is_evicted() -> None:
-    pool = start([SimulatedDevice(DEVICE_BYTES)])
+def test_cleared_entries_are_freed_before_others_are_evicted() -> None:
+    pool = start_pool()[0]
     one = pool.call(pool.store.tenant, "one")
     filled(pool, one)
     pool.put(b"mine", b"x")
@@ -94,8 +80,8 @@ def test_room_that_was_cleared_is_used_before_anything_is_evicted() -> None:
     pool.stop()
 
 
-def test_clearing_again_and_again_while_it_goes_on_ends() -> None:
-    pool = start(two_devices())
+def test_overlapping_clears_end() -> None:
+    pool = start_pool(2)[0]
     one, two = (pool.call(pool.store.tenant, name) for name in ("one", "two"))
     filled(pool, one)
     for number in range(20):
@@ -105,7 +91,7 @@ def test_clearing_again_and_again_while_it_goes_on_ends() -> None:
         pool.put(b"again", b"x", one)
         assert pool.keys(one) == {b"again"} and pool.count(one) == 1
         assert pool.statistics().keys == pool.count(one) + pool.count(two) == len(pool.keys(two)) + 1
-    pool.pump(lambda: not engine_of(pool)._core.clears.under_way)
-    assert pool.keys(one) == {b"again"} and engine_of(pool)._index.totals(one).objects == 1
+    pool.pump(lambda: not pool.store._core.clears.under_way)
+    assert pool.keys(one) == {b"again"} and pool.store._index.totals(one).objects == 1
     assert pool.call(pool.store.get, (two, b"0")) is None
     pool.stop()

@@ -38,7 +38,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_sound_volume(path: Path) -> None:
+def test_verify_and_status_of_a_sound_volume(path: Path) -> None:
     done = run("verify", path)
     assert done.exit_code == 0, done.output
     assert "sound; 40 objects" in done.output
@@ -50,7 +50,7 @@ def test_a_sound_volume(path: Path) -> None:
     assert shown.exit_code == 0 and f"{path}: sound" in shown.output and "objects  40 of at most 100" in shown.output
 
 
-def test_a_volume_that_was_opened_as_a_file_by_another_life_still_has_everything(path: Path) -> None:
+def test_a_volume_in_a_file_keeps_all_objects(path: Path) -> None:
     with closing(BlockDevice(path)) as device:
         store = Store(device)
         assert all(store.get(key) == value for key, value in VALUES.items())
@@ -81,7 +81,7 @@ def test_format_refuses_what_is_there_unless_forced(path: Path) -> None:
     assert row["objects"] == 0 and row["pool"] != POOL_HEX
 
 
-def test_what_is_no_volume_is_a_finding(tmp_path: Path) -> None:
+def test_verify_reports_a_file_without_a_volume(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 21))
     done = run("verify", path)
@@ -91,7 +91,7 @@ def test_what_is_no_volume_is_a_finding(tmp_path: Path) -> None:
     assert shown.exit_code == 1 and "there is no volume" in shown.output and "objects" not in shown.output
 
 
-def test_a_path_that_leads_nowhere_is_told_what_it_lacks(tmp_path: Path) -> None:
+def test_a_missing_path_is_refused_with_advice(tmp_path: Path) -> None:
     advice = {
         tmp_path / "absent": "give its size",
         tmp_path / "folder" / "absent": f"make the folder {tmp_path / 'folder'}",
@@ -103,7 +103,7 @@ def test_a_path_that_leads_nowhere_is_told_what_it_lacks(tmp_path: Path) -> None
             BlockDevice(path)
 
 
-def test_misuse_is_told_apart_from_findings(tmp_path: Path, path: Path) -> None:
+def test_misuse_has_another_exit_code_than_findings(tmp_path: Path, path: Path) -> None:
     assert run("verify").exit_code == 2
     assert run("verify", tmp_path / "absent").exit_code == 2
     assert run("pool", "format", tmp_path / "new", "--size", "8 parsecs").exit_code == 2

@@ -1,4 +1,4 @@
-"""Devices that fail, lie, or vanish: what was stored is served right or missed with a reason, never wrong."""
+"""Devices that fail, return wrong bytes, or vanish: reads are right, or misses with a reason."""
 
 import errno
 import random
@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pool_support import DEVICE_BYTES, MIB, configuration, file_pool, pool_statistics, simulated_pool
+from pool_support import (
+    DEVICE_BYTES,
+    MIB,
+    configuration,
+    drop_copies,
+    entry_of,
+    file_pool,
+    simulated_pool,
+    start_pool,
+)
 from simulated_device import SimulatedDevice
 from store_driver import Change, Clock, Driver
 
@@ -16,40 +25,24 @@ from shadowserve.native import Index, Result, check_object
 from shadowserve.pool import reads
 from shadowserve.pool.clears import SCAN_LINES
 from shadowserve.pool.device_pool import DevicePool
-from shadowserve.pool.entries import MEMORY_ONLY, PoolItem
+from shadowserve.pool.entries import MEMORY_ONLY
 from shadowserve.pool.volume.volume import VolumeError
-
-
-def start(count: int = 1, **keys: Any) -> tuple[Driver, list[SimulatedDevice]]:
-    given = [SimulatedDevice(DEVICE_BYTES, seed=number, name=f"simulated{number}") for number in range(count)]
-    keys.setdefault("clock_ms", Clock())
-    return Driver(simulated_pool(given, **keys)), given
-
-
-def cool(driver: Driver) -> None:
-    copies = driver.store._core.copies  # type: ignore[attr-defined]
-    with driver.lock:
-        while copies.make_room():
-            pass
 
 
 def place_of(driver: Driver, key: bytes) -> tuple[int, int]:
     """Return the device of an object, and where on it its value begins."""
-    item = driver.peek(key)
-    assert isinstance(item, PoolItem)
-    return item.entry.device, item.entry.extent * 4096 + 2048
+    entry = entry_of(driver, key)
+    return entry.device, entry.extent * 4096 + 2048
 
 
 @pytest.mark.parametrize(
     ("fault", "reason"), [("rot", "rotten"), ("header", "rotten"), ("misdirected", "misdirected"), ("eio", "io_error")]
 )
-def test_what_cannot_be_read_right_is_missed_dropped_and_counted_and_its_extent_is_not_used(
-    fault: str, reason: str
-) -> None:
-    pool, devices = start()
+def test_a_failed_read_is_a_miss_dropped_counted_and_quarantined(fault: str, reason: str) -> None:
+    pool, devices = start_pool()
     for key in (b"a", b"b"):
         pool.put(key, key * 100_000)
-    cool(pool)
+    drop_copies(pool)
     _, offset = place_of(pool, b"a")
     if fault == "rot":
         devices[0].rot(offset + 77_777)
@@ -62,7 +55,7 @@ def test_what_cannot_be_read_right_is_missed_dropped_and_counted_and_its_extent_
         devices[0].fail(OperationKind.READ)
     assert pool.value(b"a") is None and pool.peek(b"a") is None
     assert pool.value(b"b") == b"b" * 100_000
-    found = pool_statistics(pool)
+    found = pool.statistics()
     assert found.lost == {reason: 1} and found.lost_keys == 1
     assert found.devices[0].quarantined_bytes == 102_400 + (0 if 2048 + 100_000 <= 102_400 else 4096)
     for number in range(50):
@@ -74,19 +67,19 @@ def test_what_cannot_be_read_right_is_missed_dropped_and_counted_and_its_extent_
     pool.stop()
 
 
-def test_rot_in_a_part_that_nobody_reads_does_not_spoil_the_others() -> None:
-    pool, devices = start()
+def test_damage_in_one_part_does_not_affect_reads_of_others() -> None:
+    pool, devices = start_pool()
     value = bytes(range(250)) * 4_000
     pool.put(b"a", value)
-    cool(pool)
+    drop_copies(pool)
     devices[0].rot(place_of(pool, b"a")[1] + 900_000)
     assert pool.value(b"a", 1_000, 50_000) == value[1_000:50_000]
     assert pool.value(b"a", 899_000, 901_000) is None
-    assert pool_statistics(pool).lost == {"rotten": 1}
+    assert pool.statistics().lost == {"rotten": 1}
     pool.stop()
 
 
-def test_a_real_device_checks_reads_itself_and_the_engine_what_it_cannot(
+def test_a_real_device_checks_reads_and_the_pool_checks_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = Driver(file_pool([tmp_path / "device"]))
@@ -104,19 +97,19 @@ def test_a_real_device_checks_reads_itself_and_the_engine_what_it_cannot(
         for key in (b"rotten", b"part"):
             file.seek(place_of(pool, key)[1] + 900_000)
             file.write(b"\xff")  # never a byte of the value
-    cool(pool)
+    drop_copies(pool)
     assert pool.value(b"sound") == value and pool.value(b"rotten") is None
     assert pool.value(b"part", 0, 50_000) == value[:50_000]
     assert checked == []
     assert pool.value(b"part", 400_000, 450_000) == value[400_000:450_000]
     assert pool.value(b"part", 890_000, 910_000) is None
     assert checked == [6, 13]  # parts behind the header, which come in two operations
-    assert pool_statistics(pool).lost == {"rotten": 2}
+    assert pool.statistics().lost == {"rotten": 2}
     pool.stop()
 
 
-def test_a_write_that_was_lost_never_brings_back_what_was_there_before() -> None:
-    pool, devices = start()
+def test_a_lost_write_does_not_return_the_old_value() -> None:
+    pool, devices = start_pool()
     pool.put(b"a", b"old" * 10_000)
     first = place_of(pool, b"a")[1]
     pool.remove(b"a")
@@ -125,13 +118,13 @@ def test_a_write_that_was_lost_never_brings_back_what_was_there_before() -> None
     devices[0].fail(OperationKind.WRITE, error=0, lost=True, first_block=data)
     pool.put(b"a", b"new" * 10_000)  # the same key, length and place: all that tells is the number of the put
     assert place_of(pool, b"a")[1] == first
-    cool(pool)
-    assert pool.value(b"a") is None and pool_statistics(pool).lost == {"misdirected": 1}
+    drop_copies(pool)
+    assert pool.value(b"a") is None and pool.statistics().lost == {"misdirected": 1}
     pool.stop()
 
 
-def test_a_write_that_a_device_refuses_is_an_error_to_the_writer_and_the_key_is_absent() -> None:
-    pool, devices = start()
+def test_a_failed_write_is_an_error_and_the_key_is_absent() -> None:
+    pool, devices = start_pool()
     data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, error=errno.ENOSPC, first_block=data)
     error = pool.put_soon(b"a", b"x" * 10_000).wait()
@@ -140,11 +133,11 @@ def test_a_write_that_a_device_refuses_is_an_error_to_the_writer_and_the_key_is_
     pool.stop()
 
 
-def test_a_pool_goes_on_without_a_device_that_is_gone() -> None:
-    pool, devices = start(2)
+def test_a_pool_continues_without_a_lost_device() -> None:
+    pool, devices = start_pool(2)
     for number in range(40):
         pool.put(b"%d" % number, b"%d" % number * 20_000)
-    cool(pool)
+    drop_copies(pool)
     homes = [place_of(pool, b"%d" % number)[0] for number in range(40)]
     assert set(homes) == {0, 1}
     devices[0].remove()
@@ -153,7 +146,7 @@ def test_a_pool_goes_on_without_a_device_that_is_gone() -> None:
     for number in range(40, 60):
         pool.put(b"%d" % number, b"%d" % number * 20_000)
         assert place_of(pool, b"%d" % number)[0] == 1
-    found = pool_statistics(pool)
+    found = pool.statistics()
     assert [device.state for device in found.devices] == ["gone", "ok"] and found.devices[0].reason
     assert found.lost == {"device_gone": homes.count(0)}
     assert pool.remove(b"50") and pool.call(pool.store.barrier) is None
@@ -161,11 +154,11 @@ def test_a_pool_goes_on_without_a_device_that_is_gone() -> None:
     pool.stop()
 
 
-def test_memory_serves_what_it_has_of_a_device_that_is_gone() -> None:
-    pool, devices = start()
+def test_memory_serves_copies_of_a_lost_device() -> None:
+    pool, devices = start_pool()
     pool.put(b"warm", b"x" * 1000)
     pool.put(b"cold", b"x" * 1000)
-    cool(pool)
+    drop_copies(pool)
     assert pool.value(b"warm") is not None
     devices[0].remove()
     assert pool.value(b"cold") is None
@@ -175,8 +168,8 @@ def test_memory_serves_what_it_has_of_a_device_that_is_gone() -> None:
     pool.stop()
 
 
-def test_an_old_value_does_not_return_after_a_restart_where_every_device_was_gone_as_it_was_replaced() -> None:
-    pool, devices = start(2)
+def test_an_old_value_does_not_return_if_all_devices_were_lost_when_it_was_replaced() -> None:
+    pool, devices = start_pool(2)
     pool.put(b"a", b"old")
     for device in devices:
         device.remove()
@@ -189,8 +182,8 @@ def test_an_old_value_does_not_return_after_a_restart_where_every_device_was_gon
     again.stop()
 
 
-def test_a_write_after_a_failed_one_is_tried_and_not_just_kept_in_memory() -> None:
-    pool, devices = start()
+def test_a_write_after_a_failed_one_goes_to_the_device() -> None:
+    pool, devices = start_pool()
     data_first = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, times=1, first_block=data_first)  # the log of the start may be on its way
     assert pool.put_soon(b"a", b"x").wait() is not None
@@ -199,10 +192,10 @@ def test_a_write_after_a_failed_one_is_tried_and_not_just_kept_in_memory() -> No
     pool.stop()
 
 
-def test_what_is_kept_in_memory_alone_does_not_let_the_value_before_it_return_after_a_crash() -> None:
-    pool, devices = start(options=[{"write_bytes_per_day": MIB}])
+def test_a_memory_only_value_keeps_the_older_one_from_returning_after_a_crash() -> None:
+    pool, devices = start_pool(options=[{"write_bytes_per_day": MIB}])
     pool.put(b"a", b"old")
-    while not pool_statistics(pool).devices[0].wear_refused:
+    while not pool.statistics().devices[0].wear_refused:
         pool.put(b"filler", b"x" * 4000)  # all that may be written today
     pool.put(b"a", b"new")
     assert pool.value(b"a") == b"new" and place_of(pool, b"a")[0] == 255
@@ -211,9 +204,9 @@ def test_what_is_kept_in_memory_alone_does_not_let_the_value_before_it_return_af
     again.stop()
 
 
-def test_the_scrubber_finds_rot_and_tests_extents_before_they_are_used_again() -> None:
+def test_the_scrubber_finds_damage_and_extents_are_tested_before_reuse() -> None:
     clock = Clock()
-    pool, devices = start(clock_ms=clock, scrub_bytes_per_s=64 * MIB)
+    pool, devices = start_pool(clock_ms=clock, scrub_bytes_per_s=64 * MIB)
     for number in range(30):
         pool.put(b"%d" % number, b"%d" % number * 30_000)
     devices[0].rot(place_of(pool, b"7")[1] + 12_345)
@@ -224,24 +217,24 @@ def test_the_scrubber_finds_rot_and_tests_extents_before_they_are_used_again() -
         return bool(scrubber.rounds >= 2 and scrubber.found)
 
     pool.pump(turn)
-    assert pool.peek(b"7") is None and pool_statistics(pool).lost == {"rotten": 1}
-    found = pool_statistics(pool).devices[0]
+    assert pool.peek(b"7") is None and pool.statistics().lost == {"rotten": 1}
+    found = pool.statistics().devices[0]
     assert found.quarantined_bytes and found.scrubbed_bytes and found.reads == 0
 
     def over() -> bool:
         clock.now_ms += 10_000
-        return not pool_statistics(pool).devices[0].quarantined_bytes
+        return not pool.statistics().devices[0].quarantined_bytes
 
     pool.pump(over)  # what was written to it could be read back
     pool.put(b"8", b"y")
     place = place_of(pool, b"9")
     devices[0].fail(OperationKind.READ, times=None, first_block=place[1] // 4096, last_block=place[1] // 4096 + 4)
-    cool(pool)
+    drop_copies(pool)
     assert pool.value(b"9") is None
     for _ in range(50):
         clock.now_ms += 10_000
         pool.store.poll()
-    assert pool_statistics(pool).devices[0].quarantined_bytes  # it never passes
+    assert pool.statistics().devices[0].quarantined_bytes  # it never passes
     pool.stop()
 
 
@@ -250,24 +243,24 @@ def test_a_pool_that_cannot_be_opened_says_what_to_do() -> None:
     foreign.poke(1024 + 56, b"\x53\xef")  # the mark of an ext4
     with pytest.raises(ConfigurationError, match="simulated"):
         Driver(simulated_pool([foreign]))
-    one, two = start()[1][0].restart(), start()[1][0].restart()
+    one, two = start_pool()[1][0].restart(), start_pool()[1][0].restart()
     with pytest.raises(ConfigurationError, match="belongs to pool"):
         Driver(simulated_pool([one, two]))
     with pytest.raises(ConfigurationError, match="opening device"):
         Driver(DevicePool(configuration(devices=["/nowhere/to/be/found"])))
 
 
-def test_a_device_that_is_missing_at_the_start_is_done_without(tmp_path: Any) -> None:
+def test_a_pool_starts_without_a_missing_device(tmp_path: Any) -> None:
     devices = [{"path": str(tmp_path / "there"), "size": 8 * MIB}, {"path": str(tmp_path / "not there")}]
     pool = Driver(DevicePool(configuration(devices=devices), measure=False))
     pool.put(b"a", b"x")
-    assert [device.state for device in pool_statistics(pool).devices] == ["ok", "gone"]
+    assert [device.state for device in pool.statistics().devices] == ["ok", "gone"]
     pool.stop()
 
 
 @pytest.mark.parametrize("when", ["at the start", "while it runs"])
-def test_a_device_that_was_away_never_brings_back_what_was_removed_meanwhile(when: str) -> None:
-    pool, devices = start(2)
+def test_a_returning_device_brings_no_removed_object_back(when: str) -> None:
+    pool, devices = start_pool(2)
     for number in range(20):
         pool.put(b"%d" % number, b"old")
     if when == "at the start":
@@ -275,7 +268,7 @@ def test_a_device_that_was_away_never_brings_back_what_was_removed_meanwhile(whe
         away = devices[0].restart()
         pool = Driver(simulated_pool([devices[1].restart()], clock_ms=Clock()))
     else:
-        cool(pool)
+        drop_copies(pool)
         devices[0].remove()
         away = devices[0]
         for number in range(20):
@@ -290,13 +283,13 @@ def test_a_device_that_was_away_never_brings_back_what_was_removed_meanwhile(whe
     pool = Driver(simulated_pool([away.restart(), here.restart()], clock_ms=Clock()))
     for number in range(20):
         assert pool.value(b"%d" % number) == (None if number < 10 else b"new")
-    assert pool_statistics(pool).lost["stale"] <= 20 - len(kept) or when == "while it runs"
+    assert pool.statistics().lost["stale"] <= 20 - len(kept) or when == "while it runs"
     pool.stop()
 
 
 def test_a_value_removed_before_it_was_written_is_acknowledged_with_its_removal() -> None:
     """Acknowledged at once, it could be followed by a crash that brought back the value before both."""
-    pool, (device,) = start()
+    pool, (device,) = start_pool()
     pool.put(b"key", b"old")
     device.automatic = False
     change = pool.put_soon(b"key", b"new")
@@ -312,11 +305,11 @@ def test_a_value_removed_before_it_was_written_is_acknowledged_with_its_removal(
     pool.store.close()
 
 
-def test_objects_dropped_for_a_block_of_the_log_that_rotted_in_both_copies_are_counted(
+def test_objects_dropped_for_a_damaged_block_of_the_log_are_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Symptom: they were gone after a start, and no counter and no line of the log said so."""
-    pool, devices = start()
+    pool, devices = start_pool()
     for number in range(10):
         pool.put(b"%d" % number, b"x" * 1000)
     layout = pool.store._core.disks[0].volume.superblock.layout  # type: ignore[attr-defined]
@@ -329,7 +322,7 @@ def test_objects_dropped_for_a_block_of_the_log_that_rotted_in_both_copies_are_c
     device.rot(torn * 4096 + 1000)
     pool = Driver(simulated_pool([device], clock_ms=Clock()))
     present = sum(pool.peek(b"%d" % number) is not None for number in range(10))
-    found = pool_statistics(pool)
+    found = pool.statistics()
     assert 0 < present < 10
     assert found.lost["unproven"] == found.lost_keys > 0
     messages = [record.getMessage() for record in caplog.records]
@@ -337,13 +330,13 @@ def test_objects_dropped_for_a_block_of_the_log_that_rotted_in_both_copies_are_c
     assert "log_repaired device=simulated0 blocks=1" in messages
     pool.stop()
     pool = Driver(simulated_pool([device.restart()], clock_ms=Clock()))
-    assert not pool_statistics(pool).lost, "counters are since the start"
+    assert not pool.statistics().lost, "counters are since the start"
     pool.stop()
 
 
-def test_power_that_fails_at_the_start_does_not_cost_a_device_all_of_its_objects() -> None:
+def test_a_power_cut_at_the_start_does_not_drop_a_devices_objects() -> None:
     """Some logs knew of the new session, one did not yet: its device was taken for one that had been away."""
-    pool, _ = start(2)
+    pool, _ = start_pool(2)
     for number in range(20):
         pool.put(b"%d" % number, b"%d" % number)
     pool.stop()
@@ -361,8 +354,8 @@ def test_power_that_fails_at_the_start_does_not_cost_a_device_all_of_its_objects
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_objects_of_a_tenant_that_another_device_knows_by_another_name_are_dropped(first: int) -> None:
-    pool, devices = start(2)
+def test_objects_of_a_conflicting_tenant_id_are_dropped(first: int) -> None:
+    pool, devices = start_pool(2)
     pool.stop()
     devices = [device.restart() for device in devices]
     clock, ids = Clock(), []
@@ -378,7 +371,7 @@ def test_objects_of_a_tenant_that_another_device_knows_by_another_name_are_dropp
     # The later one counts, with what its tenant has there; never is one's object the other's.
     assert pool.keys(pool.call(pool.store.tenant, "other")) == {b"secret of other"}
     assert pool.keys(pool.call(pool.store.tenant, "one")) == set()
-    assert pool_statistics(pool).lost["stale"] == 1
+    assert pool.statistics().lost["stale"] == 1
     pool.stop()
 
 
@@ -410,7 +403,7 @@ class Oracle:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_crash_takes_nothing_that_was_acknowledged_and_brings_nothing_back(seed: int) -> None:
+def test_a_crash_loses_no_acknowledged_change(seed: int) -> None:
     chance, oracle, clock = random.Random(seed), Oracle(), Clock()
     devices = [SimulatedDevice(8 * MIB, seed=seed * 10 + each, name=f"simulated{each}") for each in range(2)]
     for _ in range(4):
@@ -434,13 +427,13 @@ def test_a_crash_takes_nothing_that_was_acknowledged_and_brings_nothing_back(see
             elif action < 0.9:
                 assert pool.value(key) == oracle.now(key)
             elif action < 0.95:
-                cool(pool)
+                drop_copies(pool)
             else:
                 pool.store.poll()
         devices = [device.crash() for device in devices]
 
 
-def test_a_scrub_of_an_emptied_pool_looks_at_a_bounded_part_of_it_at_a_time() -> None:
+def test_a_scrub_of_an_emptied_pool_scans_a_bounded_part_at_a_time() -> None:
     """Symptom: one step over all slots that are free, of which there may be millions, with the lock held."""
     clock = Clock()
     device = SimulatedDevice(64 * MIB)

@@ -1,4 +1,4 @@
-"""What happens to objects between being stored and being gone: memory, eviction, restarts, back-pressure."""
+"""The life of objects: memory, eviction, restarts, back-pressure."""
 
 import logging
 import select
@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 from machine import wait_for
-from pool_support import DEVICE_BYTES, MIB, chunk, configuration, file_pool, key_of, pool_statistics, simulated_pool
+from pool_support import (
+    MIB,
+    chunk,
+    configuration,
+    drop_copies,
+    file_pool,
+    key_of,
+    simulated_pool,
+    start_pool,
+)
 from simulated_device import SimulatedDevice
 from store_driver import Clock, Driver
 
 from shadowserve.block import OperationKind
 from shadowserve.pool.entries import PoolItem
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
-
-
-def start(*sizes: int, **keys: Any) -> tuple[Driver, list[SimulatedDevice]]:
-    given = [
-        SimulatedDevice(size, seed=number, name=f"simulated{number}")
-        for number, size in enumerate(sizes or (DEVICE_BYTES,))
-    ]
-    keys.setdefault("clock_ms", Clock())
-    return Driver(simulated_pool(given, **keys)), given
 
 
 def again(devices: list[SimulatedDevice], **keys: Any) -> Driver:
@@ -37,20 +37,13 @@ def in_memory(driver: Driver, key: bytes) -> bool:
     return item.value is not None
 
 
-def cool(driver: Driver) -> None:
-    """Drop all copies that nobody uses."""
-    with driver.lock:
-        while driver.store._core.copies.make_room():
-            pass
-
-
 def reads_of(driver: Driver) -> int:
-    return sum(device.reads for device in pool_statistics(driver).devices)
+    return sum(device.reads for device in driver.statistics().devices)
 
 
 def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     clock = Clock()
-    pool, devices = start(DEVICE_BYTES, DEVICE_BYTES, clock_ms=clock)
+    pool, devices = start_pool(2, clock_ms=clock)
     one = pool.call(pool.store.tenant, "one")
     for number in range(20):
         pool.put(key_of(chunk(number)), b"%d" % number * 5_000, parent=chunk(number - 1) if number else b"")
@@ -83,39 +76,7 @@ def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     pool.stop()
 
 
-def test_what_was_acknowledged_survives_a_crash_and_the_memory_fills_by_use() -> None:
-    pool, devices = start()
-    for number in range(10):
-        pool.put(b"%d" % number, b"%d" % number * 10_000)
-    pool.put_soon(b"never acknowledged", b"x" * 10_000)
-    pool = again(devices)  # without drain
-    assert pool.statistics().keys == 10
-    assert not in_memory(pool, b"3")
-    assert pool.value(b"3") == b"3" * 10_000 and in_memory(pool, b"3")
-    assert reads_of(pool) == 1
-    pool.stop()
-
-
-def test_what_was_cleared_is_gone_after_a_restart_and_what_came_later_is_not() -> None:
-    pool, devices = start(DEVICE_BYTES, DEVICE_BYTES)
-    one = pool.call(pool.store.tenant, "one")
-    for number in range(20):
-        pool.put(b"%d" % number, b"x" * 5_000, one if number % 2 else 0)
-    late = pool.put_soon(b"on its way", b"x" * 5_000, one)
-    pool.store.poll()
-    pool.clear(one)
-    assert late.wait() is None
-    pool.put(b"1", b"later", one)
-    pool = again(devices)
-    assert pool.keys(one) == {b"1"} and pool.count() == 10 and pool.value(b"1", tenant=one) == b"later"
-    pool.clear()
-    pool = again([disk.volume.device for disk in pool.store._core.disks])  # type: ignore[attr-defined]
-    assert pool.count() == pool.count(one) == 0
-    pool.stop()
-    pool.store.close()
-
-
-def test_a_file_pool_comes_back_warm(tmp_path: Path) -> None:
+def test_a_pool_of_files_keeps_its_objects(tmp_path: Path) -> None:
     paths = [tmp_path / "one", tmp_path / "two"]
     pool = Driver(file_pool(paths))
     for number in range(10):
@@ -126,14 +87,12 @@ def test_a_file_pool_comes_back_warm(tmp_path: Path) -> None:
         bytes([number]) * 1_000 for number in range(10)
     ]
     assert pool.value(b"5") == bytes([5]) * 300_000
-    found = pool_statistics(pool)
+    found = pool.statistics()
     assert found.partial_reads and found.orchestration_ns and all(device.read_bytes for device in found.devices)
     pool.stop()
 
 
-def test_memory_is_made_known_to_the_devices_while_the_pool_serves(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_is_registered_while_the_pool_serves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "shadowserve.pool.registration")
     pool = Driver(file_pool([tmp_path / "one", tmp_path / "two"]))
     pool.put(b"a", b"x" * 300_000)
@@ -143,45 +102,45 @@ def test_memory_is_made_known_to_the_devices_while_the_pool_serves(
     pool.stop()
 
 
-def test_a_pool_can_be_closed_before_its_memory_is_known(tmp_path: Path) -> None:
+def test_a_pool_can_be_closed_during_memory_registration(tmp_path: Path) -> None:
     for _ in range(3):
         Driver(file_pool([tmp_path / "one"], memory_budget_bytes=256 * MIB)).stop()
 
 
 def test_gets_of_one_object_share_one_read_and_the_copy_stays() -> None:
-    pool, _ = start()
+    pool, _ = start_pool()
     pool.put(b"a", b"x" * 50_000)
-    cool(pool)
+    drop_copies(pool)
     readings = [pool.open(b"a") for _ in range(5)]
     assert [reading.wait() for reading in readings if reading is not None] == [b"x" * 50_000] * 5
     for reading in readings:
         assert reading is not None
         reading.release()
-    found = pool_statistics(pool)
+    found = pool.statistics()
     assert reads_of(pool) == 1 and found.shared_reads == 4 and in_memory(pool, b"a")
     pool.stop()
 
 
-def test_what_is_asked_for_twice_stays_in_memory_while_much_is_read_once() -> None:
-    pool, _ = start(64 * MIB)
+def test_entries_read_twice_stay_in_memory_during_a_large_scan() -> None:
+    pool, _ = start_pool(size=64 * MIB)
     for number in range(200):
         pool.put(b"%d" % number, b"x" * 100_000)
-    cool(pool)
+    drop_copies(pool)
     for _ in range(2):
         assert pool.value(b"7") is not None
     for number in range(100, 200):  # more than the memory holds
         assert pool.value(b"%d" % number) is not None
     assert in_memory(pool, b"7") and not in_memory(pool, b"100")
-    assert pool_statistics(pool).promotions and pool_statistics(pool).copies_dropped
+    assert pool.statistics().promotions and pool.statistics().copies_dropped
     pool.stop()
 
 
 def test_reads_that_wait_for_memory_begin_eight_at_a_time_while_their_device_is_busy() -> None:
-    pool, devices = start(clock_ms=Clock())  # which stands still, so that no turn of the pool helps
+    pool, devices = start_pool(clock_ms=Clock())  # which stands still, so that no turn of the pool helps
     values = {b"%d" % number: b"%03d" % number * 30_000 for number in range(200)}
     for key, value in values.items():
         pool.put(key, value)
-    cool(pool)
+    drop_copies(pool)
     devices[0].automatic = False
     readings = [(key, pool.open(key)) for key in values]
     begun = len(devices[0].waiting)
@@ -202,10 +161,10 @@ def test_reads_that_wait_for_memory_begin_eight_at_a_time_while_their_device_is_
 
 
 @pytest.mark.parametrize("change", ["remove", "put", "clear", "evict", "make way"])
-def test_what_is_read_meanwhile_is_read_whole_or_missed_and_its_extent_is_free_later(change: str) -> None:
-    pool, devices = start()
+def test_an_entry_removed_during_a_read_is_read_completely_and_its_extent_is_freed_later(change: str) -> None:
+    pool, devices = start_pool()
     pool.put(b"a", b"old" * 20_000)
-    cool(pool)
+    drop_copies(pool)
     free = pool.store._core.disks[0].free_bytes  # type: ignore[attr-defined]
     devices[0].automatic = False
     reading = pool.open(b"a")
@@ -237,8 +196,8 @@ def test_what_is_read_meanwhile_is_read_whole_or_missed_and_its_extent_is_free_l
     pool.stop()
 
 
-def test_a_wake_ends_with_the_poll_that_answers_it_and_the_next_one_counts() -> None:
-    pool, _ = start()
+def test_poll_resets_a_wake_and_the_next_one_counts() -> None:
+    pool, _ = start_pool()
     core = pool.store._core  # type: ignore[attr-defined]
     pool.pump(lambda: not pool.store.busy)
 
@@ -256,8 +215,8 @@ def test_a_wake_ends_with_the_poll_that_answers_it_and_the_next_one_counts() -> 
     pool.stop()
 
 
-def test_of_puts_in_a_row_the_last_one_counts_also_after_a_restart() -> None:
-    pool, devices = start(DEVICE_BYTES, DEVICE_BYTES)
+def test_the_last_of_several_puts_wins_also_after_a_restart() -> None:
+    pool, devices = start_pool(2)
     changes = []
     for number in range(30):
         changes.append(pool.put_soon(b"a", b"%d" % number * 3_000))
@@ -277,7 +236,7 @@ def test_of_puts_in_a_row_the_last_one_counts_also_after_a_restart() -> None:
 
 
 def test_the_only_object_that_a_device_may_hold_is_overwritten_without_being_evicted_first() -> None:
-    pool, _ = start(options=[{"objects_max": 1}])
+    pool, _ = start_pool(options=[{"objects_max": 1}])
     disk = pool.store._core.disks[0]  # type: ignore[attr-defined]
     free = disk.volume.free_blocks
     for settles in (True, False, False, True):
@@ -285,7 +244,7 @@ def test_the_only_object_that_a_device_may_hold_is_overwritten_without_being_evi
         if settles:
             assert [change.wait() for change in changes] == [None] * 3
             assert pool.value(b"a") == b"2" * 20_000
-    assert not any(pool_statistics(pool).evictions.values())
+    assert not any(pool.statistics().evictions.values())
     assert pool.remove(b"a")
     pool.pump(lambda: not disk.is_freeing and not pool.store.busy)
     assert disk.volume.free_blocks == free
@@ -293,7 +252,7 @@ def test_the_only_object_that_a_device_may_hold_is_overwritten_without_being_evi
 
 
 def test_the_extent_of_an_object_that_was_evicted_for_its_own_successor_is_freed_once() -> None:
-    pool, _ = start(DEVICE_BYTES, DEVICE_BYTES)
+    pool, _ = start_pool(2)
     disks = pool.store._core.disks  # type: ignore[attr-defined]
     free = [disk.volume.free_blocks for disk in disks]
     homes: dict[int, list[bytes]] = {0: [], 1: []}
@@ -318,7 +277,7 @@ def test_the_extent_of_an_object_that_was_evicted_for_its_own_successor_is_freed
 
 def test_expiry_and_pin_of_what_is_being_written_are_not_lost() -> None:
     clock = Clock()
-    pool, devices = start(clock_ms=clock)
+    pool, devices = start_pool(clock_ms=clock)
     change = pool.put_soon(b"a", b"x")
     pool.call(pool.store.set_expiry, (0, b"a"), clock.now_ms + 10**8)
     devices[0].automatic = False
@@ -334,32 +293,32 @@ def test_expiry_and_pin_of_what_is_being_written_are_not_lost() -> None:
     pool.stop()
 
 
-def test_second_hit_admission_writes_what_is_asked_for() -> None:
-    pool, devices = start(admission="second_hit")
+def test_second_hit_admission_writes_entries_that_are_read() -> None:
+    pool, devices = start_pool(admission="second_hit")
     pool.settle(pool.call(pool.store.barrier))
     for number in range(10):
         assert pool.put_soon(b"%d" % number, b"x" * 1000).outcomes == [None]  # in memory, and done
-    assert pool_statistics(pool).held_back == 10 and pool_statistics(pool).devices[0].objects == 0
+    assert pool.statistics().held_back == 10 and pool.statistics().devices[0].objects == 0
     assert pool.value(b"3") == b"x" * 1000
     pool.pump(lambda: not pool.store.busy)  # type: ignore[attr-defined]
-    assert pool_statistics(pool).devices[0].objects == 1
+    assert pool.statistics().devices[0].objects == 1
     for number in range(10, 3000):  # more than the memory holds
         pool.put(b"%d" % number, b"x" * 1000)
     assert pool.peek(b"0") is None
     pool.put(b"0", b"y" * 1000)  # it was there before: so it is written at once
-    assert pool_statistics(pool).devices[0].objects == 2
+    assert pool.statistics().devices[0].objects == 2
     pool = again(devices, admission="second_hit")
     assert pool.value(b"3") == b"x" * 1000 and pool.value(b"0") == b"y" * 1000 and pool.count() == 2
     pool.stop()
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "frequency"])
-def test_a_full_device_gives_up_objects_in_time_and_nothing_is_lost_between(policy: str) -> None:
-    pool, _ = start(eviction=policy)
+def test_a_full_device_evicts_in_time_and_loses_nothing_else(policy: str) -> None:
+    pool, _ = start_pool(eviction=policy)
     for number in range(600):
         pool.put(b"%d" % number, b"%d" % number * 20_000)
         pool.store.poll()
-    found = pool_statistics(pool)
+    found = pool.statistics()
     assert found.evicted_keys == found.evictions["device"] > 0
     assert found.devices[0].used_bytes <= found.devices[0].capacity_bytes
     kept = [number for number in range(600) if (value := pool.value(b"%d" % number)) is not None
@@ -370,7 +329,7 @@ def test_a_full_device_gives_up_objects_in_time_and_nothing_is_lost_between(poli
 
 def test_a_device_full_of_pinned_objects_refuses() -> None:
     clock = Clock()
-    pool, _ = start(6 * MIB, clock_ms=clock, options=[{"objects_max": 64}])
+    pool, _ = start_pool(size=6 * MIB, clock_ms=clock, options=[{"objects_max": 64}])
     with pytest.raises(OutOfBudgetError, match="pinned|may be evicted"):
         for number in range(100):
             pool.put(b"%d" % number, b"x" * 200_000)
@@ -379,8 +338,8 @@ def test_a_device_full_of_pinned_objects_refuses() -> None:
     pool.stop()
 
 
-def test_writers_wait_when_too_much_is_under_way() -> None:
-    pool, devices = start(write_bytes_under_way_max=1 * MIB)
+def test_writers_wait_while_too_many_writes_are_in_progress() -> None:
+    pool, devices = start_pool(write_bytes_under_way_max=1 * MIB)
     devices[0].automatic = False
     called: list[int] = []
     ready: Callable[[], None] = lambda: called.append(1)  # noqa: E731
@@ -399,25 +358,25 @@ def test_writers_wait_when_too_much_is_under_way() -> None:
     assert pool.call(pool.store.settling, (0, b"a")) is None
     assert pool.value(b"a", 0, 5) == bytes(5)
     pool.put(b"b", b"x" * 600_000)
-    assert pool_statistics(pool).writing_bytes == 0
+    assert pool.statistics().writing_bytes == 0
     pool.stop()
 
 
-def test_a_buffer_that_nobody_stores_gives_its_memory_back() -> None:
-    pool, _ = start()
+def test_an_abandoned_buffer_is_freed() -> None:
+    pool, _ = start_pool()
     buffer = pool.call(pool.store.allocate, 2 * MIB, lambda: None)
     assert buffer is not None
     del buffer  # its client has gone away
     pool.store.poll()
-    assert pool_statistics(pool).memory_used_bytes == 0
+    assert pool.statistics().memory_used_bytes == 0
     pool.stop()
 
 
-def test_memory_that_everybody_uses_makes_readers_wait_not_fail() -> None:
-    pool, _ = start(64 * MIB, memory_budget_bytes=4 * MIB)
+def test_readers_wait_for_memory_instead_of_failing() -> None:
+    pool, _ = start_pool(size=64 * MIB, memory_budget_bytes=4 * MIB)
     for number in range(8):
         pool.put(b"%d" % number, b"%d" % number * 1_000_000)
-    cool(pool)
+    drop_copies(pool)
     readings = [pool.open(b"%d" % number) for number in range(8)]
     for number, reading in enumerate(readings):
         assert reading is not None and reading.wait() == b"%d" % number * 1_000_000
@@ -425,14 +384,14 @@ def test_memory_that_everybody_uses_makes_readers_wait_not_fail() -> None:
     pool.stop()
 
 
-def test_a_long_prefix_that_has_all_memory_in_use_evicts_nothing_that_lies_in_memory_alone() -> None:
+def test_a_long_prefix_that_uses_all_memory_evicts_no_memory_only_object() -> None:
     """Which would take the rest of its chain along, from devices too."""
-    pool, _ = start(bandwidths=[3 * MIB], memory_bandwidth=MIB, memory_homes=True)
+    pool, _ = start_pool(bandwidths=[3 * MIB], memory_bandwidth=MIB, memory_homes=True)
     for number in range(16):
         value = bytes([number]) * 1_000_000
         pool.put(key_of(chunk(number)), value, parent=chunk(number - 1) if number else b"")
-    assert pool_statistics(pool).devices[0].objects == 12
-    cool(pool)
+    assert pool.statistics().devices[0].objects == 12
+    drop_copies(pool)
     readings = [pool.open(key_of(chunk(number))) for number in range(16)]
     for number, reading in enumerate(readings):
         assert reading is not None and reading.wait() == bytes([number]) * 1_000_000
@@ -442,7 +401,7 @@ def test_a_long_prefix_that_has_all_memory_in_use_evicts_nothing_that_lies_in_me
 
 
 def test_budgets_and_quotas_change_at_any_time() -> None:
-    pool, _ = start(DEVICE_BYTES, DEVICE_BYTES)
+    pool, _ = start_pool(2)
     one = pool.call(pool.store.tenant, "one")
     for number in range(20):
         pool.put(b"%d" % number, b"x" * 50_000, one if number % 2 else 0)
@@ -450,14 +409,14 @@ def test_budgets_and_quotas_change_at_any_time() -> None:
     assert pool.count(one) == 3 and pool.count() == 10
     pool.call(pool.store.follow, configuration(memory_budget_bytes=MIB))
     assert pool.count() == 10
-    devices = [{"path": each.name, "bytes_max": MIB, "objects_max": 2} for each in pool_statistics(pool).devices]
+    devices = [{"path": each.name, "bytes_max": MIB, "objects_max": 2} for each in pool.statistics().devices]
     pool.call(pool.store.follow, configuration(memory_budget_bytes=MIB, devices=devices))
     pool.pump(lambda: pool.statistics().keys <= 4)
     pool.stop()
 
 
-def test_two_keys_that_a_client_makes_collide_are_never_taken_for_each_other() -> None:
-    pool, _ = start()
+def test_colliding_keys_are_never_confused() -> None:
+    pool, _ = start_pool()
     pool.put(b"name", b"by name")
     item = pool.peek(b"name")
     assert isinstance(item, PoolItem)
@@ -470,7 +429,7 @@ def test_two_keys_that_a_client_makes_collide_are_never_taken_for_each_other() -
 
 
 def test_objects_are_written_before_reads_wait_for_them() -> None:
-    pool, devices = start()
+    pool, devices = start_pool()
     pool.put(b"a", b"x" * 50_000)
     kinds = [kind for kind, _, _ in devices[0].trace]
     assert kinds[-1] is OperationKind.FLUSH and OperationKind.READ not in kinds[-4:]

@@ -1,34 +1,18 @@
-"""Keys whose value moves from one device to another: no older value comes back, whichever log is cut short."""
+"""Keys that move between devices: no older value returns, wherever a log is cut short."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pool_support import DEVICE_BYTES, pool_statistics, simulated_pool
+from pool_support import disks_of, entry_of, simulated_pool, start_pool
 from simulated_device import SimulatedDevice
 from store_driver import Change, Clock, Driver
 
 from shadowserve.pool.disk import Disk
-from shadowserve.pool.entries import PoolItem
-from shadowserve.pool.pool import Pool
 
 KEY = b"key"
 POLLS = 24
 """Enough for a device that answers to make anything durable: object, log, flush, and the log of a removal."""
-
-
-def start(count: int = 2, **keys: Any) -> Driver:
-    given = [SimulatedDevice(DEVICE_BYTES, seed=number, name=f"simulated{number}") for number in range(count)]
-    return Driver(simulated_pool(given, clock_ms=Clock(), **keys))
-
-
-def engine_of(pool: Driver) -> Pool:
-    assert isinstance(pool.store, Pool)
-    return pool.store
-
-
-def disks_of(pool: Driver) -> list[Disk]:
-    return engine_of(pool)._core.disks
 
 
 def device_of(disk: Disk) -> SimulatedDevice:
@@ -37,9 +21,7 @@ def device_of(disk: Disk) -> SimulatedDevice:
 
 
 def home_of(pool: Driver, key: bytes = KEY) -> Disk:
-    item = pool.peek(key)
-    assert isinstance(item, PoolItem)
-    return disks_of(pool)[item.entry.device]
+    return disks_of(pool)[entry_of(pool, key).device]
 
 
 def avoid(pool: Driver, *disks: Disk) -> None:
@@ -55,7 +37,7 @@ def poll(pool: Driver) -> None:
 
 def evict(pool: Driver, disk: Disk) -> None:
     with pool.lock:
-        assert engine_of(pool)._space.evict(cause="device", device=disk.number)
+        assert pool.store._space.evict(cause="device", device=disk.number)
 
 
 def crash(pool: Driver, missing: tuple[int, ...] = ()) -> Driver:
@@ -84,7 +66,7 @@ def _cut(device: SimulatedDevice) -> Callable[..., SimulatedDevice]:
 
 def moved(**keys: Any) -> tuple[Driver, Disk, Disk, Change]:
     """Return a pool with a value on one device, acknowledged, and its successor on the other; the first one hangs."""
-    pool = start(**keys)
+    pool = start_pool(2, **keys)[0]
     pool.put(KEY, b"old")
     poll(pool)
     first = home_of(pool)
@@ -99,7 +81,7 @@ def moved(**keys: Any) -> tuple[Driver, Disk, Disk, Change]:
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_a_value_that_was_replaced_on_another_device_does_not_return_after_its_successor_was_evicted(
+def test_a_value_replaced_on_another_device_does_not_return_after_its_successors_eviction(
     missing: bool,
 ) -> None:
     pool, _, second, change = moved()
@@ -113,8 +95,8 @@ def test_a_value_that_was_replaced_on_another_device_does_not_return_after_its_s
     after.stop()
 
 
-def test_a_value_put_elsewhere_after_an_eviction_does_not_give_way_to_the_evicted_one() -> None:
-    pool = start()
+def test_an_evicted_value_does_not_win_over_a_later_one_elsewhere() -> None:
+    pool = start_pool(2)[0]
     pool.put(KEY, b"old")
     poll(pool)
     first = home_of(pool)
@@ -131,8 +113,8 @@ def test_a_value_put_elsewhere_after_an_eviction_does_not_give_way_to_the_evicte
     after.stop()
 
 
-def test_a_tenant_cleared_and_filled_again_elsewhere_does_not_have_the_old_values_back() -> None:
-    pool = start()
+def test_cleared_values_do_not_return_after_new_ones_elsewhere() -> None:
+    pool = start_pool(2)[0]
     pool.put(KEY, b"old")
     poll(pool)
     first = home_of(pool)
@@ -171,9 +153,9 @@ def test_a_value_found_twice_after_a_power_cut_does_not_return_when_the_newer_on
     pool.stop()
 
 
-def test_a_device_that_was_away_takes_nothing_from_the_others_along() -> None:
+def test_a_returning_device_drops_nothing_of_the_others() -> None:
     """Its puts had later numbers than those that the pool gave out without it, and were taken for later ones."""
-    pool = start()
+    pool = start_pool(2)[0]
     pool.put(b"other", b"x")
     pool.put(KEY, b"old")
     first = home_of(pool)
@@ -199,9 +181,9 @@ def test_a_device_that_was_away_takes_nothing_from_the_others_along() -> None:
         pool.stop()
 
 
-def test_nobody_is_told_of_a_value_before_all_devices_know_that_one_is_away() -> None:
+def test_no_value_is_acknowledged_before_all_devices_log_that_one_is_missing() -> None:
     """Otherwise the next start could take the one that missed it for a device that missed nothing."""
-    pool = start(3)
+    pool = start_pool(3)[0]
     pool.put(KEY, b"old")
     first = home_of(pool)
     pool.stop()
@@ -225,14 +207,14 @@ def test_nobody_is_told_of_a_value_before_all_devices_know_that_one_is_away() ->
 
 @pytest.mark.parametrize("between", ["a value in memory", "a removal", "a value on its way"])
 def test_a_value_kept_in_memory_alone_is_not_acknowledged_while_an_older_one_may_return(between: str) -> None:
-    pool = start(1, admission="second_hit")
+    pool = start_pool(1, admission="second_hit")[0]
     for _ in range(2):
         pool.put(KEY, b"old")
         pool.value(KEY)
     poll(pool)
     disk = home_of(pool)
     device_of(disk).automatic = False
-    admission = engine_of(pool)._core.admission
+    admission = pool.store._core.admission
     changes = []
     if between == "a removal":
         pool.call(pool.store.remove, (0, KEY))
@@ -253,9 +235,9 @@ def test_a_value_kept_in_memory_alone_is_not_acknowledged_while_an_older_one_may
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
-def test_a_power_cut_while_a_value_moves_does_not_take_the_one_before_it(snapshot: bool) -> None:
+def test_a_power_cut_during_a_move_keeps_the_old_value(snapshot: bool) -> None:
     """The first device's log must not forget it, nor its snapshots, before the other one's log has the new value."""
-    pool = start()
+    pool = start_pool(2)[0]
     pool.put(KEY, b"old")
     poll(pool)
     first = home_of(pool)
@@ -274,8 +256,8 @@ def test_a_power_cut_while_a_value_moves_does_not_take_the_one_before_it(snapsho
     after.stop()
 
 
-def test_a_value_that_moves_to_and_fro_is_the_last_one_and_leaves_nothing_behind() -> None:
-    pool = start(3)
+def test_a_value_that_moves_back_and_forth_is_the_last_one_and_frees_all_extents() -> None:
+    pool = start_pool(3)[0]
     changes = []
     for number in range(60):
         with pool.lock:
@@ -290,14 +272,14 @@ def test_a_value_that_moves_to_and_fro_is_the_last_one_and_leaves_nothing_behind
     free = [disk.volume.data_blocks - disk.volume.free_blocks for disk in disks_of(pool)]
     assert sorted(free) == [0, 0, 1] and not any(disk.volume._held for disk in disks_of(pool))
     pool = crash(pool)
-    assert pool.value(KEY) == b"59" and pool_statistics(pool).keys == 1
+    assert pool.value(KEY) == b"59" and pool.statistics().keys == 1
     pool.stop()
 
 
-def test_of_two_devices_that_went_on_without_each_other_the_later_one_counts() -> None:
+def test_of_two_devices_used_without_each_other_the_later_one_wins() -> None:
     """Whichever it was: by the number of its session alone, it could be the one that had been away first."""
     for order in ([0, 1], [1, 0]):
-        pool = start()
+        pool = start_pool(2)[0]
         pool.stop()
         devices = [device_of(disk).restart() for disk in disks_of(pool)]
         clock = Clock()

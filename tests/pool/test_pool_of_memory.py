@@ -1,4 +1,4 @@
-"""What a pool of memory alone costs beside what is stored in it."""
+"""The memory overhead of a pool of memory alone."""
 
 import subprocess
 import sys

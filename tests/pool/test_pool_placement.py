@@ -1,32 +1,34 @@
-"""Objects are shared out by bandwidth, along each chain of chunks; who cannot take one is gone round."""
+"""Placement by bandwidth along each chain of chunks, and devices that cannot take objects."""
 
 import random
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from pool_support import DEVICE_BYTES, MIB, chunk, configuration, key_of, pool_statistics, simulated_pool
+from pool_support import (
+    DEVICE_BYTES,
+    MIB,
+    chunk,
+    configuration,
+    entry_of,
+    key_of,
+    simulated_devices,
+    simulated_pool,
+)
 from simulated_device import SimulatedDevice
 from store_driver import Clock, Driver
 
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
 from shadowserve.pool.arena import Arena, Arenas, memory_nodes
-from shadowserve.pool.entries import PoolItem
-from shadowserve.pool.organizer import BandwidthMeter, Organizer
+from shadowserve.pool.bandwidth_shares import BandwidthMeter, BandwidthShares
+from shadowserve.pool.disk import WriteBudget
 from shadowserve.pool.placement import Interleaver
-from shadowserve.pool.wear import Wear
 from storage_kv.config import StorageConfig
 
 
-def devices(count: int, size: int = DEVICE_BYTES) -> list[SimulatedDevice]:
-    return [SimulatedDevice(size, seed=number, name=f"simulated{number}") for number in range(count)]
-
-
 def home_of(driver: Driver, key: bytes) -> int:
-    item = driver.peek(key)
-    assert isinstance(item, PoolItem)
-    return item.entry.device
+    return entry_of(driver, key).device
 
 
 def test_shares_are_kept_within_one_percent_and_chains_within_two_objects() -> None:
@@ -53,7 +55,7 @@ def test_shares_are_kept_within_one_percent_and_chains_within_two_objects() -> N
             assert abs(got / total - share) <= 0.01 * share
 
 
-def test_two_clients_that_store_in_turns_get_all_devices_each() -> None:
+def test_each_of_two_interleaved_clients_uses_all_devices() -> None:
     interleaver = Interleaver([1.0, 1.0])
     counts = [Counter[int](), Counter[int]()]
     for number in range(100):
@@ -65,7 +67,7 @@ def test_two_clients_that_store_in_turns_get_all_devices_each() -> None:
     assert all(abs(count[0] - 50) <= 1 for count in counts)
 
 
-def test_what_cannot_take_objects_gets_none_and_others_keep_their_proportions() -> None:
+def test_unavailable_devices_get_no_objects_and_others_keep_their_proportions() -> None:
     interleaver = Interleaver([2.0, 1.0, 1.0])
     for number in range(400):
         device = interleaver.order(1000, b"", [True, False, True])[0]
@@ -78,31 +80,31 @@ def test_what_cannot_take_objects_gets_none_and_others_keep_their_proportions() 
 
 
 def test_a_pool_places_by_the_bandwidths_of_its_devices() -> None:
-    pool = Driver(simulated_pool(devices(3), bandwidths=[600, 300, 100], clock_ms=Clock()))
+    pool = Driver(simulated_pool(simulated_devices(3), bandwidths=[600, 300, 100], clock_ms=Clock()))
     placed: Counter[int] = Counter()
     for number in range(300):
         key = key_of(chunk(number))
         pool.put(key, b"x" * 30_000, parent=chunk(number - 1) if number else b"")
         placed[home_of(pool, key)] += 1
     assert abs(placed[0] - 180) <= 1.8 and abs(placed[1] - 90) <= 0.9 and abs(placed[2] - 30) <= 0.3
-    found = pool_statistics(pool).devices
+    found = pool.statistics().devices
     assert [round(device.share, 3) for device in found] == [0.599, 0.3, 0.1]  # memory has one of 1,001
     assert sum(device.placed_bytes for device in found) == 300 * 32_768
     pool.stop()
 
 
-def test_what_falls_to_memory_stays_there_and_has_a_home_on_a_device_as_well() -> None:
-    pool = Driver(simulated_pool(devices(2), bandwidths=[100, 100], memory_bandwidth=200, clock_ms=Clock()))
+def test_objects_of_memorys_share_stay_in_memory_and_are_on_a_device_too() -> None:
+    pool = Driver(simulated_pool(simulated_devices(2), bandwidths=[100, 100], memory_bandwidth=200, clock_ms=Clock()))
     for number in range(64):
         pool.put(key_of(chunk(number)), b"x" * 2000, parent=chunk(number - 1) if number else b"")
     homes = Counter(home_of(pool, key_of(chunk(number))) for number in range(64))
     assert homes == {0: 32, 1: 32}
-    assert pool_statistics(pool).memory_share == 0.5 and pool_statistics(pool).promotions == 32
+    assert pool.statistics().memory_share == 0.5 and pool.statistics().promotions == 32
     pool.stop()
 
 
-def test_memory_can_be_the_only_home_of_its_share() -> None:
-    given = devices(2)
+def test_with_memory_homes_objects_of_memorys_share_are_in_memory_alone() -> None:
+    given = simulated_devices(2)
     pool = Driver(
         simulated_pool(given, bandwidths=[100, 100], memory_bandwidth=200, memory_homes=True, clock_ms=Clock())
     )
@@ -113,33 +115,33 @@ def test_memory_can_be_the_only_home_of_its_share() -> None:
     pool.stop()
 
 
-def test_a_full_device_is_gone_round_and_then_gives_up_its_oldest() -> None:
+def test_a_full_device_is_avoided_and_then_evicts_its_oldest_object() -> None:
     small, large = SimulatedDevice(6 * MIB, name="small"), SimulatedDevice(DEVICE_BYTES, name="large")
     pool = Driver(simulated_pool([small, large], options=[{"objects_max": 64}, {}], clock_ms=Clock()))
     pool.call(pool.store.follow, configuration(devices=[{"path": "small", "bytes_max": MIB}]))
     for number in range(40):
         pool.put(b"%d" % number, b"x" * 100_000)
-    used = {device.name: device for device in pool_statistics(pool).devices}
+    used = {device.name: device for device in pool.statistics().devices}
     assert used["small"].used_bytes <= MIB and used["large"].objects >= 20
     with pytest.raises(ConfigurationError, match="no device"):
         pool.call(pool.store.follow, configuration(devices=["none"]))
     pool.stop()
 
 
-def test_a_device_beyond_its_budget_of_writes_takes_no_more_until_midnight() -> None:
+def test_a_device_beyond_its_write_budget_gets_no_objects_until_midnight() -> None:
     clock = Clock()
     options = [{"write_bytes_per_day": 1 * MIB}, {}]
-    given = devices(2)
+    given = simulated_devices(2)
     pool = Driver(simulated_pool(given, options=options, clock_ms=clock))
     for number in range(60):
         pool.put(b"%d" % number, b"x" * 60_000)
-    first, second = pool_statistics(pool).devices
+    first, second = pool.statistics().devices
     assert first.objects < 16 < second.objects and first.wear_refused and first.written_today_bytes <= 2 * MIB
     pool.stop()
     # The count of the day survives a restart.
     again = [device.restart() for device in given]
     pool = Driver(simulated_pool(again, options=options, clock_ms=clock))
-    assert pool_statistics(pool).devices[0].written_today_bytes >= MIB / 2
+    assert pool.statistics().devices[0].written_today_bytes >= MIB / 2
     pool.put(b"more", b"x" * 60_000)
     assert home_of(pool, b"more") == 1
     clock.now_ms += 24 * 3600 * 1000
@@ -150,7 +152,7 @@ def test_a_device_beyond_its_budget_of_writes_takes_no_more_until_midnight() -> 
 
 
 def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
-    given = devices(2)
+    given = simulated_devices(2)
     clock = Clock()
     pool = Driver(simulated_pool(given, clock_ms=clock))
     pool.put(b"before", b"x" * 10_000)
@@ -163,7 +165,7 @@ def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
     for number in range(10):
         pool.put(b"later%d" % number, b"x" * 10_000)
         assert home_of(pool, b"later%d" % number) == 1
-    states = [device.state for device in pool_statistics(pool).devices]
+    states = [device.state for device in pool.statistics().devices]
     assert states == ["avoided", "ok"]
     clock.now_ms += 2_000
     for number in range(10):
@@ -172,19 +174,19 @@ def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
     pool.stop()
 
 
-def test_wear_counts_by_days_and_a_clock_that_goes_back_gives_no_second_budget() -> None:
+def test_the_write_budget_counts_by_days_even_if_the_clock_goes_back() -> None:
     day = 24 * 3600 * 1000
-    wear = Wear(budget_bytes=100)
+    wear = WriteBudget(budget_bytes=100)
     wear.note(60, 10 * day)
     assert wear.allows(40, 10 * day + 5) and not wear.allows(41, 10 * day)
     assert not wear.allows(41, 9 * day)
     assert wear.allows(100, 11 * day) and wear.total_bytes == 60
-    assert Wear().allows(1 << 60, 0)
+    assert WriteBudget().allows(1 << 60, 0)
 
 
-def test_bandwidth_is_what_busy_devices_show_and_shares_follow_real_changes_only() -> None:
+def test_bandwidth_is_measured_on_busy_devices_and_small_changes_keep_the_shares() -> None:
     fast, slow = BandwidthMeter(), BandwidthMeter()
-    organizer = Organizer([fast, slow])
+    organizer = BandwidthShares([fast, slow])
     assert organizer.shares == [0.5, 0.5]  # nothing is known
     for meter, rate in ((fast, 3), (slow, 1)):
         now = 0
@@ -202,7 +204,7 @@ def test_bandwidth_is_what_busy_devices_show_and_shares_follow_real_changes_only
     assert fixed.bytes_per_s == 5.0
 
 
-def test_arenas_come_from_the_nodes_that_have_memory(tmp_path: Path) -> None:
+def test_arenas_use_the_numa_nodes_with_memory(tmp_path: Path) -> None:
     assert memory_nodes(tmp_path) == [0]
     (tmp_path / "has_memory").write_text("0-1,3\n")
     assert memory_nodes(tmp_path) == [0, 1, 3]
@@ -212,7 +214,7 @@ def test_arenas_come_from_the_nodes_that_have_memory(tmp_path: Path) -> None:
     assert arena.bytes_per_s > 0
 
 
-def test_memory_that_was_lent_comes_back_when_nobody_looks_at_it() -> None:
+def test_lent_memory_returns_with_its_last_view() -> None:
     arenas = Arenas(4 * MIB, [0, 0])
     buffer = arenas.take(10)
     assert buffer is not None

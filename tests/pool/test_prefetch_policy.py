@@ -1,4 +1,4 @@
-"""What is moved up before a request runs: by hand, and that no link is promised more than it carries in time."""
+"""The prefetch policy: single rules, and that no link gets more than it carries in time."""
 
 import random
 
@@ -23,7 +23,7 @@ def test_as_many_bytes_are_prefetched_as_arrive_before_the_request_runs() -> Non
     assert plan([Waiting("r", 0.0, [1])], [FAST], [0]) == []  # its turn has come: this is a load
 
 
-def test_so_many_requests_ahead_are_looked_at_or_so_much_time() -> None:
+def test_the_reach_is_a_number_of_requests_or_a_time() -> None:
     waiting = [Waiting(number, 1.0 + number, [10]) for number in range(5)]
     assert [move.request for move in PrefetchPolicy(1).plan(waiting, [FAST], [0])] == [0]
     assert [move.request for move in PrefetchPolicy(3).plan(waiting, [FAST], [0])] == [0, 1, 2]
@@ -40,7 +40,7 @@ def test_two_hops_begin_earlier_by_as_much_as_the_second_is_slower() -> None:
     assert [move.request for move in moves if move.hop == 1] == list(range(10))
 
 
-def test_what_has_two_hops_to_go_leaves_time_for_the_first() -> None:
+def test_a_move_over_two_hops_leaves_time_for_the_first() -> None:
     plan = PrefetchPolicy(1).plan
     assert plan([Waiting("r", 1.0, [0, 500])], [FAST, SLOW], [600, 0]) == [Move("r", 1, pytest.approx(40))]
 

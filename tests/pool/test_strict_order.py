@@ -1,4 +1,4 @@
-"""A device that is never read while it is written to."""
+"""``strict_order``: a device is never read while it is written."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,7 @@ import pytest
 from pool_support import file_pool
 from store_driver import Driver
 
-from shadowserve.block import Operation
-from shadowserve.pool.volume.device import OperationKind
+from shadowserve.block import Operation, OperationKind
 
 COUNT = 16
 SIZE = 300_000
@@ -41,7 +40,7 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     pool.stop()
 
 
-def test_reads_and_writes_of_a_device_never_meet_and_both_go_on(pool: tuple[Driver, list[Operation]]) -> None:
+def test_reads_and_writes_of_a_device_never_overlap_and_both_progress(pool: tuple[Driver, list[Operation]]) -> None:
     driver, done = pool
     readings = []
     changes = []

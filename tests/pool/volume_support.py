@@ -1,4 +1,4 @@
-"""A store on one volume: as little of an engine as volumes need around them, so that tests can drive one."""
+"""A minimal store on one volume, for tests of volumes."""
 
 import hashlib
 import random
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from machine import drive
 from simulated_device import SimulatedDevice
 
+from shadowserve.block import Operation, Priority
 from shadowserve.native import (
     ANY,
     NO_PARENT,
@@ -20,12 +21,9 @@ from shadowserve.native import (
     seal_object,
 )
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
-from shadowserve.pool.volume.device import BlockDevice, Operation, Priority
+from shadowserve.pool.volume.device import BlockDevice, Pages
 from shadowserve.pool.volume.format import BLOCK_BYTES, RecordFlag, RecordKind, blocks_of, pack_record
-from shadowserve.pool.volume.pages import Pages
 from shadowserve.pool.volume.volume import Volume
-
-__all__ = ["HEADER", "POOL", "Store", "device_of", "index_key"]
 
 POOL = bytes(range(16))
 HEADER = 2048
@@ -49,7 +47,7 @@ def device_of(capacity_bytes: int = SMALL, *, seed: int = 1, objects_max: int = 
 
 
 def index_key(name: bytes) -> bytes:
-    """Return the 32 bytes of a named key."""
+    """Return the index's key of a named key."""
     return hashlib.sha256(name).digest()
 
 
@@ -58,7 +56,7 @@ class Store:
     """One volume with an index of its own, and buffers for its objects.
 
     Attributes:
-        settled: what became of tickets: (what, error), in the order in which they were settled.
+        settled: Settled tickets in their order: (what, error).
     """
 
     device: BlockDevice
@@ -132,7 +130,7 @@ class Store:
         return ticket
 
     def remove(self, key: bytes, *, tenant: int = 0) -> bool:
-        """Remove a value; barrier() makes it durable."""
+        """Remove a value; barrier() makes that durable."""
         slot = self.index.find(tenant, key)
         if not slot:
             return False
@@ -143,7 +141,7 @@ class Store:
         return True
 
     def expire(self, key: bytes, at_ms: int, *, tenant: int = 0) -> bool:
-        """Set an expiry; barrier() makes it durable."""
+        """Set an expiry; barrier() makes that durable."""
         slot = self.index.find(tenant, key)
         if slot:
             self.volume.log(pack_record(RecordKind.EXPIRE, tenant, key, expires_at_ms=at_ms))
@@ -151,7 +149,7 @@ class Store:
         return slot != 0
 
     def barrier(self, what: object) -> None:
-        """Have ``what`` settled when all changes so far are durable."""
+        """Settle ``what`` when all changes so far are durable."""
         ticket = self.volume.barrier()
         if ticket is None:
             self.settled.append((what, None))
@@ -159,7 +157,6 @@ class Store:
             ticket.then(lambda error: self.settled.append((what, error)))
 
     def entry(self, key: bytes, *, tenant: int = 0) -> IndexEntry | None:
-        """Return what the index knows."""
         slot = self.index.find(tenant, key)
         return self.index.read(slot) if slot else None
 
@@ -173,7 +170,7 @@ class Store:
         return found
 
     def get(self, key: bytes, *, tenant: int = 0) -> bytes | None:
-        """Return a value; None if it is absent, or not what was sealed."""
+        """Return a value; None if it is absent or damaged."""
         entry = self.entry(key, tenant=tenant)
         if entry is None:
             return None
@@ -199,12 +196,12 @@ class Store:
         drive(self.step, condition)
 
     def drain(self) -> None:
-        """Drive the volume until nothing is under way."""
+        """Drive the volume until it is idle."""
         self.until(lambda: self.volume.idle)
         self.step()
 
     def crashed(self, **how: bool) -> "Store":
-        """Return the store after a loss of power."""
+        """Return the store after a power cut."""
         assert isinstance(self.device, SimulatedDevice)
         return Store(self.device.crash(**how), seed=self.seed + 1)
 
@@ -215,7 +212,7 @@ class Store:
 
 
 def fields_of(entry: IndexEntry) -> ObjectFields:
-    """Return what an object's header says."""
+    """Return the expected fields of an object's header."""
     return ObjectFields(
         key=entry.key,
         tenant=entry.tenant,

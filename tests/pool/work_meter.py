@@ -1,23 +1,21 @@
-"""A lock that counts the work that is done while it is held: steps of the interpreter, not time."""
+"""A lock that counts the work of each hold: steps of the interpreter, not time."""
 
 import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any, Final
 
-__all__ = ["WORK_MAX", "WorkMeter"]
-
 WORK_MAX: Final = 400_000
-"""Steps of the interpreter in one hold. One takes 20 ns, with the calls into C that it makes: 8 ms. Of 250 evictions
-from a device it is 360,000; of 3,000 keys that are removed it would be a million."""
+"""Most steps in one hold. One takes 20 ns, calls into C included: 8 ms. 250 evictions from a device take 360,000;
+removing 3,000 keys would take a million."""
 
 
 class WorkMeter:
-    """A lock. From begin() on it counts, for each hold, the interpreter's steps.
+    """A lock. After begin() it counts the interpreter's steps of each hold.
 
     Attributes:
-        longest: most steps of one hold.
-        holds: how many there were.
+        longest: Steps of the longest hold.
+        holds: Number of holds.
     """
 
     def __init__(self) -> None:
@@ -32,7 +30,7 @@ class WorkMeter:
         self._counts = True
 
     def end(self) -> int:
-        """Stop counting; return the most steps of one hold."""
+        """Stop counting; return the steps of the longest hold."""
         self._counts = False
         return self.longest
 
@@ -61,7 +59,7 @@ class WorkMeter:
         self.release()
 
     def _trace_callers(self, trace: Any) -> None:
-        """Count, or no more, the steps of those functions that are under way already."""
+        """Count, or stop counting, the steps of functions that are running already."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             frame.f_trace = trace

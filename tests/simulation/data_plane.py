@@ -1,8 +1,8 @@
-"""The data plane's client of storage, as users run it: what it asks and what it makes of answers, on a bad network.
+"""The data plane's client of storage on a simulated bad network.
 
-Its own code runs: the control connection with its questions, watch and backoff, the catalogue of heads, and the data
-connections up to where the C core takes them. Whatever the network does, a question has to be answered right, as a
-miss with a reason, or with an error, within its deadline; and once the network is well again, so is the client.
+The product's code runs: the control connection with its requests, watchdog and back-off, the catalog of record headers,
+and the data connections up to the C core. Whatever the network does, a request ends within its deadline with a right
+answer, a miss with a reason, or an error; and when the network works again, the client works again.
 """
 
 import asyncio
@@ -29,15 +29,13 @@ from dpu_dataplane.sources.resp.links import DataLinks
 from dpu_dataplane.sources.resp.server import OneServer
 from shadowserve.errors import StorageError
 
-__all__ = ["DataPlane", "simulated_modules"]
-
 _DEADLINE_S: Final = 12
-"""To connect takes 2 s at most and an answer 5 of silence; a slow network may be heard of all the while."""
+"""At most 2 s to connect and 5 s of silence; a slow network may send something all the time."""
 _RECOVERY_S: Final = 10
 
 
 class DataPlane:
-    """One data plane with some turns to ask."""
+    """One data plane that sends a number of requests."""
 
     def __init__(
         self,
@@ -72,12 +70,12 @@ class DataPlane:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is asked any more."""
+        """True if no request is in progress or planned."""
         return not self._turns and not self._asking
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended, with everything that it began."""
+        """True if it has ended, with all its tasks."""
         return self._closed and not asyncio.all_tasks(self._loop)
 
     def _connect(self, link: Link) -> bool:
@@ -119,7 +117,7 @@ class DataPlane:
             raise Violation(f"hang: the data plane waited for {name} from {began} until {self._world.now_ns}")
 
     def recover(self) -> None:
-        """Have it find storage again, whatever has happened; for a network and a server that are well now."""
+        """Make it connect to storage again, on a network and with a server that work."""
         self._asking += 1
         self._loop.call_soon(self._loop.create_task, self._recover())
 
@@ -141,7 +139,7 @@ class DataPlane:
         self._loop.call_soon(self._loop.create_task, self._close())
 
     def abandon(self) -> None:
-        """Let go of it, whatever it does."""
+        """Drop it in any state."""
         self._loop.close()
 
     async def _close(self) -> None:
@@ -236,7 +234,7 @@ class DataPlane:
 
 @contextmanager
 def simulated_modules(world: World) -> Iterator[None]:
-    """Give the data plane the world's chance and sockets."""
+    """Give the data plane the world's randomness and sockets."""
     fake = types.SimpleNamespace(**{name: getattr(links.socket, name) for name in _SOCKET_NAMES})
     fake.socket = SimulatedSocket
     before = links.socket

@@ -1,4 +1,4 @@
-"""What holds in a store at every moment, whatever was asked of it: quotas, budgets, and the rule of prefixes."""
+"""Invariants of a store at every moment: quotas, budgets, and the order of eviction in a chain."""
 
 from collections.abc import Callable
 
@@ -9,20 +9,18 @@ from world import World
 from shadowserve.native import ANY, NO_PARENT
 from shadowserve.pool.pool import Pool
 
-__all__ = ["Invariants"]
-
 _Chunk = tuple[int, bytes]
 _Present = dict[_Chunk, tuple[object, _Chunk | None]]
-"""Chunks that are there: what tells one put of them from the next, and the chunk before."""
+"""Present chunks: an identity of the put, and the previous chunk."""
 
 
 class Invariants:
-    """Looks at a server's store now and then."""
+    """Checks a server's store now and then."""
 
     def __init__(
         self, world: World, model: Model, tenants: tuple[str, ...], wall: Callable[[], tuple[int, int]]
     ) -> None:
-        """Make one; ``wall`` returns the least and the greatest that the wall clock has shown."""
+        """``wall`` returns the least and the greatest time that the wall clock has shown."""
         self._world = world
         self._model = model
         self._tenants = tenants
@@ -31,7 +29,7 @@ class Invariants:
         self._before: _Present = {}
 
     def check(self, server: SimulatedServer, *, loses: bool) -> None:
-        """Raise Violation if something does not hold; ``loses``: devices fail, so that chunks may go for that."""
+        """Raise Violation if an invariant is broken; ``loses``: devices fail, so chunks may be lost."""
         store = server.store
         self._check_bounds(server)
         present = _chunks(store)
@@ -55,7 +53,7 @@ class Invariants:
                 raise Violation(f"quota: tenant {name} has {of.used_bytes} bytes of {limits.bytes_max}")
 
     def _check_gone(self, store: Pool, parent: _Chunk, child: _Chunk) -> None:
-        """A chunk is not there although the one behind it is: somebody has to have removed it."""
+        """A chunk is absent although the next one is present: a client must have removed it."""
         names = {store.tenant(name): name for name in self._tenants}
         key = names[parent[0]], b"kv:" + parent[1].hex().encode()
         now = self._world.now_ns

@@ -1,29 +1,27 @@
-"""What kind of run a seed makes."""
+"""The kind of a simulated run, chosen by its seed."""
 
 from dataclasses import dataclass, fields
 
 from world import World
 
-__all__ = ["Plan"]
-
 
 @dataclass
 class Plan:
-    """What kind of run this is.
+    """The kind of a run.
 
     Attributes:
         engine: ``memory`` or ``pool``.
-        tight: objects have to be evicted.
-        crashes: the server dies, and comes back.
-        network: links break, or go silent.
-        disks: devices fail, rot and misdirect.
-        clocks: the wall clock jumps.
-        quota: some tenants may have only so much.
-        moves: what is overwritten often goes to another device than what it replaces.
-        absent: devices are missing at a start, and are there again at a later one.
-        starts: power fails and devices fail while a server starts, and while it writes its first snapshot.
-        dataplane: a data plane asks as well, for the same records as others.
-        volatile: some values are kept in memory alone.
+        tight: Objects have to be evicted.
+        crashes: The server dies and restarts.
+        network: Links break or go silent.
+        disks: Devices fail, lose bits and misdirect bytes.
+        clocks: The wall clock jumps.
+        quota: Some tenants have quotas.
+        moves: Overwritten objects often go to another device.
+        absent: Devices are missing at some starts.
+        starts: Power and devices fail during starts and first snapshots.
+        dataplane: A data plane reads the same records as other clients.
+        volatile: Some values are in memory alone.
     """
 
     engine: str

@@ -1,10 +1,10 @@
-"""What a store may answer: every read is held against all that clients were told.
+"""The reference model: which answers a store may give, given everything that clients were told.
 
-Clients overlap, replies get lost, servers die. So the model keeps, for each key, every change with the time between
-which it must have happened: from when its client sent it to when the client was told or, without an answer, to when the
-server can no longer have executed it. A read may return a value that was set by a change that can have come before it,
-and that no acknowledged change is known to have replaced in between. It may miss where the value can have been removed
-or have expired; any other miss has to be paid for by an eviction or a loss that the engine has counted.
+Clients overlap, replies get lost, servers die. So the model keeps for each key every change with the interval in which
+it must have happened: from the client's request to its reply or, without a reply, to the time after which the server
+cannot have executed it. A read may return a value if its change can have come before the read, and no acknowledged
+change is known to have replaced it in between. It may miss if the value can have been removed or have expired; any
+other miss must be matched by an eviction or loss that the pool has counted.
 """
 
 import random
@@ -13,29 +13,28 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["FOREVER", "Change", "Key", "Model", "Violation", "Write"]
-
 FOREVER: Final = 1 << 62
 Key = tuple[str, bytes]
-"""A tenant's name and a key as clients know it."""
+"""A tenant's name and a client's key."""
 
 
 class Violation(AssertionError):
-    """The store did what it must never do."""
+    """The store has done what it must never do."""
 
 
 @dataclass(eq=False)
 class Change:
-    """A change of one key, or of all of a tenant's (with an empty key).
+    """A change of one key, or of all keys of a tenant (with an empty key).
 
     Attributes:
         kind: ``set``, ``remove``, or ``expiry``.
-        begin_ns: it cannot have happened before.
-        end: returns until when it must have happened, if ever.
-        acknowledged: whether its client knows that it has.
-        rejected: whether it is known not to have happened.
-        expires: a set's and an expiry's: from when to when on the wall clock the value ends; None for never.
-        reset_ns: of a set without an answer: the store may have dropped what was there instead.
+        begin_ns: It cannot have happened before.
+        end: Returns the latest time at which it can have happened.
+        acknowledged: Its client knows that it has happened.
+        rejected: It is known not to have happened.
+        expires: Earliest and latest wall time at which the value expires; None for never.
+        keeps_expiry: The previous expiry stays.
+        failed: The client got an error; it may or may not have happened.
     """
 
     kind: str
@@ -53,9 +52,9 @@ class Write(Change):
     """A set, and its value.
 
     Attributes:
-        value: made from the number, so that no two are alike.
-        is_record: of two of these the store keeps the first.
-        lost: somebody has missed it, for a reason that was paid for or is none of the model's.
+        value: Unique value, made from the number.
+        is_record: The store keeps the first of two records.
+        lost: A read has missed it with a counted reason, or one that the model does not cover.
     """
 
     number: int = 0
@@ -66,7 +65,7 @@ class Write(Change):
 
 
 def text_of(key: Key, number: int, size: int) -> bytes:
-    """Return a value of ``size`` bytes, 32 at least, that no other write has."""
+    """Return a unique value of ``size`` bytes, at least 32."""
     head = f"<{key[0]}|{key[1].decode()[:12]}|{number:08x}|".encode()
     return (head + random.Random(number).randbytes(max(size - len(head), 8)))[: max(size, 32)]
 
@@ -80,10 +79,10 @@ class Model:
     """All keys of all tenants.
 
     Attributes:
-        unpaid: keys that were missed although they should have been there.
-        must_hit: every such miss is a violation: nothing may be evicted or lost.
-        reads: that returned a value.
-        misses: that did not.
+        unpaid: Misses of keys that should have been present.
+        must_hit: Every such miss is a violation: nothing may be evicted or lost.
+        reads: Reads that returned a value.
+        misses: Reads that did not.
     """
 
     def __init__(self, must_hit: bool) -> None:
@@ -94,7 +93,7 @@ class Model:
         self._histories: defaultdict[Key, _History] = defaultdict(_History)
 
     def add(self, key: Key, change: Change) -> None:
-        """Take note of a change that a client is about to ask for."""
+        """Add a change that a client is about to request."""
         self._histories[key].changes.append(change)
 
     def keys(self) -> list[Key]:
@@ -106,14 +105,14 @@ class Model:
         return [each for each in self._histories[key].changes if isinstance(each, Write) and not each.rejected]
 
     def lose_all(self) -> None:
-        """Take note that all may be gone: a store in memory has ended."""
+        """All values may be lost: a store in memory has ended."""
         for history in self._histories.values():
             for change in history.changes:
                 if isinstance(change, Write):
                     change.lost = True
 
     def doubt_all(self) -> None:
-        """Take note that all changes so far may be undone."""
+        """All changes so far may be undone."""
         for history in self._histories.values():
             for change in history.changes:
                 change.acknowledged = False
@@ -123,13 +122,13 @@ class Model:
     def check_value(
         self, key: Key, matches: Callable[[Write], bool], begin_ns: int, end_ns: int, wall: tuple[int, int], what: str
     ) -> None:
-        """Check that a read may have returned what ``matches`` says of a write."""
+        """Check that a read may have returned a value; ``matches`` tells for a write whether it was its value."""
         self.reads += 1
         reasons = []
         for write in reversed(self.writes(key)):
             if not matches(write):
                 continue
-            reason = self._stale(key, write, begin_ns, end_ns, wall)
+            reason = self._stale_reason(key, write, begin_ns, end_ns, wall)
             if reason is None:
                 return
             reasons.append(f"write {write.number}: {reason}")
@@ -143,7 +142,7 @@ class Model:
         ]
         raise Violation(f"wrong: {what} of {key} returned bytes that nobody stored there; they are of {others}")
 
-    def _stale(self, key: Key, write: Write, begin_ns: int, end_ns: int, wall: tuple[int, int]) -> str | None:
+    def _stale_reason(self, key: Key, write: Write, begin_ns: int, end_ns: int, wall: tuple[int, int]) -> str | None:
         if write.begin_ns > end_ns:
             return "it was written later"
         after = write.end()
@@ -166,7 +165,7 @@ class Model:
             yield from self._histories[key[0], b""].changes
 
     def _expiries(self, key: Key, write: Write, begin_ns: int, end_ns: int) -> list[tuple[int, int]]:
-        """Return what the expiry of a write may be at a read; FOREVER for none."""
+        """Return the possible expiries of a write at a read; FOREVER for none."""
         kinds: list[Change] = [write]
         for change in self._changes(key):
             if change.rejected or change.begin_ns > end_ns or change is write:
@@ -187,7 +186,7 @@ class Model:
         return found
 
     def check_miss(self, key: Key, begin_ns: int, end_ns: int, wall: tuple[int, int], what: str) -> None:
-        """Check that a read may have found nothing, or note that it has to be paid for."""
+        """Check that a read may have missed, or note that the miss needs a counted reason."""
         self.misses += 1
         sure = self.surely_there(key, begin_ns, end_ns, wall)
         if sure is None:
@@ -200,26 +199,28 @@ class Model:
                 write.lost = True
 
     def surely_there(self, key: Key, begin_ns: int, end_ns: int, wall: tuple[int, int]) -> Write | None:
-        """Return a write that guarantees that the key is there, if one does."""
+        """Return a write that guarantees that the key is present; None if none does."""
         changes = list(self._changes(key))
         for write in reversed(self.writes(key)):
             if not write.acknowledged or write.lost or write.end() >= begin_ns:
                 continue
-            removed = any(
-                change is not write
-                and not change.rejected
-                and change.begin_ns < end_ns
-                and change.end() > write.begin_ns
-                and (change.kind == "remove" or change.failed or (isinstance(change, Write) and change.lost))
-                for change in changes
-            )
-            expired = any(
-                not other.rejected
-                and other.begin_ns < end_ns
-                and (other.end() > write.begin_ns or write.is_record)  # it may be the first that was kept
-                and (other.keeps_expiry or (other.expires is not None and other.expires[0] <= wall[1]))
-                for other in changes
-            )
-            if not removed and not expired:
+            others = [each for each in changes if not each.rejected and each.begin_ns < end_ns]
+            if any(_may_remove(each, write) for each in others):
+                continue
+            if not any(_may_expire(each, write, wall) for each in others):
                 return write
         return None
+
+
+def _may_remove(change: Change, write: Write) -> bool:
+    """Return whether a change may have removed the value of a write, or replaced it by one that was lost."""
+    if change is write or change.end() <= write.begin_ns:
+        return False
+    return change.kind == "remove" or change.failed or (isinstance(change, Write) and change.lost)
+
+
+def _may_expire(change: Change, write: Write, wall: tuple[int, int]) -> bool:
+    """Return whether the key may have expired by a change; ``wall``: least and greatest time of the wall clock."""
+    if change.end() <= write.begin_ns and not write.is_record:  # of two records, the store may have kept the first
+        return False
+    return change.keeps_expiry or (change.expires is not None and change.expires[0] <= wall[1])

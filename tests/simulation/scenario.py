@@ -1,4 +1,4 @@
-"""One simulation, all of it from a seed: what is served from, who asks for what, and what goes wrong."""
+"""One simulation, completely determined by its seed: server, clients, and faults."""
 
 import atexit
 import functools
@@ -34,8 +34,6 @@ from shadowserve.pool.volume.format import Superblock
 from storage_kv.access.rules import hash_password
 from storage_kv.config import StorageConfig
 
-__all__ = ["TENANTS", "Plan", "Result", "plan_of", "simulate"]
-
 TENANTS: Final = ("", "one", "two")
 _CAPACITY: Final = 24 << 20
 _QUIET_S: Final = 400
@@ -46,7 +44,7 @@ _HARMS: Final = ("read error", "write error", "flush error", "rot", "misread", "
 
 @dataclass
 class Result:
-    """What came of a seed."""
+    """The result of a seed."""
 
     trace: str
     events: int
@@ -64,7 +62,7 @@ class Result:
 
 
 class _Problems(logging.Handler):
-    """Collects what the product logs with a traceback: a bug that it survived."""
+    """Collects tracebacks that the product logs: bugs that it survived."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +136,7 @@ class Simulation:
     # ---- The server's lives
 
     def start_server(self) -> None:
-        """Start a server on what the devices hold."""
+        """Start a server on the present devices."""
         self.lives += 1
         if self.plan.absent:
             self._choose_absent()
@@ -159,7 +157,7 @@ class Simulation:
             self._awaited = self._is_snapshotting
 
     def _check_start(self) -> None:
-        """Check that nothing was dropped: of what there is in two copies, one at most is ever hurt by a start."""
+        """Check that nothing was dropped: a start damages at most one of two copies."""
         if self.plan.disks or not isinstance(self.server.store, DevicePool):
             return
         for disk in self.server.store._core.disks:
@@ -193,9 +191,9 @@ class Simulation:
         return False
 
     def _choose_absent(self) -> None:
-        """Have devices go missing, or come back, in their order.
+        """Let devices disappear or return.
 
-        One is always there: a pool without any device of its last session cannot know that there was one.
+        One is always present: a pool without any device of its last session cannot know that there was one.
         """
         devices = sorted([*self.devices, *self.absent], key=lambda device: device.name)
         chance = self.world.chance
@@ -228,7 +226,7 @@ class Simulation:
         self.paid += found.evicted_keys + found.lost_keys + found.failed_writes
 
     def _end_life(self, how: str) -> None:
-        """End the server: by the power, by SIGKILL, or in order."""
+        """End the server: by a power cut, by SIGKILL, or orderly."""
         self.world.note(f"server ends: {how}")
         if how == "stop":
             self.server.stop()
@@ -252,7 +250,6 @@ class Simulation:
             self._lied = False
 
     def restart_server(self, how: str) -> None:
-        """End the server and start it again."""
         self._end_life(how)
         for device in self.devices:
             device.faults.clear()
@@ -261,7 +258,7 @@ class Simulation:
     # ---- What goes wrong
 
     def misfortune(self) -> None:
-        """Let something go wrong, now and then."""
+        """Cause a fault now and then."""
         if self._over:
             return
         chance, plan = self.world.random, self.plan
@@ -286,14 +283,14 @@ class Simulation:
             self.restart_server(self.world.random.choice(("power", "power", "kill", "kill", "stop")))
 
     def _is_flushing(self) -> bool:
-        """Whether a device has been asked to make durable what it has, and has not yet: the worst moment of all."""
+        """Return whether a flush is in progress: the worst moment for a crash."""
         return any(operation.kind is OperationKind.FLUSH for device in self.devices for operation in device.waiting)
 
     def _is_snapshotting(self) -> bool:
         return any(operation.priority is Priority.BACKGROUND for device in self.devices for operation in device.waiting)
 
     def _shun(self) -> None:
-        """Have some devices get no new objects for a while, and hang; now and then others."""
+        """Make random devices avoided and slow for a while."""
         if self._over:
             return
         now_ms = self.world.wall_ms()
@@ -347,7 +344,7 @@ class Simulation:
                 device.rot(chance.choice(written) * 4096 + chance.randrange(4096), bit=chance.randrange(8))
 
     def _data(self) -> dict[str, Any]:
-        """Return where objects lie: what is written there is checked by itself; the log trusts its two copies."""
+        """Return where objects are: damage there is detected, while the log relies on its two copies."""
         disks = self.server.store._core.disks  # type: ignore[attr-defined]
         return {"first_block": disks[0].volume.superblock.layout.data_first}
 
@@ -360,7 +357,7 @@ class Simulation:
     # ---- The run
 
     def run(self) -> Result:
-        """Run it; raises what is wrong."""
+        """Run; raises violations."""
         world = self.world
         with _problems() as problems, virtual_time(world), simulated_modules(world):
             self.start_server()
@@ -392,7 +389,7 @@ class Simulation:
             raise Violation(f"hang: {self.workload.describe()} have not ended after {_QUIET_S} s")
 
     def _calm_down(self, problems: _Problems) -> None:
-        """Let nothing go wrong any more, and read all."""
+        """Stop all faults, and read everything."""
         self._over = True
         self._crash_armed = False
         self.world.note("calm")
@@ -408,7 +405,7 @@ class Simulation:
             self._go_on(problems, lambda: self._finished)
 
     def _check_end(self, problems: _Problems) -> None:
-        """Check that nothing is left behind once all clients have gone."""
+        """Check that nothing is left after all clients have ended."""
         for client in self._clients:
             client.close()
         if self.data_plane is not None:
@@ -497,20 +494,20 @@ def _configuration(world: World, plan: Plan, folder: Path) -> StorageConfig:
 
 
 def plan_of(seed: int) -> Plan:
-    """Return what kind of run a seed makes."""
+    """Return the plan of a seed."""
     return Plan.of(World(seed))
 
 
 @functools.cache
 def _folder() -> Path:
-    """Return a folder for what all runs of this process have alike."""
+    """Return a folder with files that all runs of this process share."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
     return Path(folder)
 
 
 _HOLDS: Final = (2, 7, ENTRIES_PER_HOLD, ENTRIES_PER_HOLD)
-"""Entries that a hold of the lock touches at most, by the seed: with few, much of what is done goes in parts."""
+"""Values of ENTRIES_PER_HOLD by seed: with small ones, most work is split."""
 
 
 @contextmanager
@@ -528,7 +525,7 @@ def _holds(entries: int) -> Iterator[None]:
 
 
 def simulate(seed: int, *, verbose: bool = False) -> Result:
-    """Run a seed; raises what is wrong with the store, saying how to see it again."""
+    """Run a seed; raises violations, with the command that replays it."""
     simulation = Simulation(seed, _folder(), verbose)
     try:
         with _holds(_HOLDS[seed % len(_HOLDS)]):

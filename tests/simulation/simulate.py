@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Replays seeds of the simulation: ``tests/simulation/simulate.py SEED...``, or ``FIRST-LAST``; -v for the trace.
+"""Replays seeds of the simulation: ``tests/simulation/simulate.py SEED...``, or ``FIRST-LAST``; -v prints the trace.
 
-With -q only those that fail are told of, each in one line, with the command that shows it again.
+-q prints failing seeds only, one line each with the command that replays it.
 """
 
 import sys
@@ -18,7 +18,7 @@ from scenario import simulate  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
-    """Run them; return how many have failed."""
+    """Run the seeds; return the number of failures."""
     verbose = "-v" in arguments
     failures = 0
     for argument in arguments:

@@ -1,7 +1,7 @@
-"""An asyncio event loop whose time is the world's, and whose connections are the simulated network's.
+"""An asyncio event loop with the world's time and the simulated network's connections.
 
-Tasks, futures and timers are asyncio's own. What a real loop asks the kernel for, connections and sockets, comes from
-``simulated_network``; where a real loop would sleep, the world goes on.
+Tasks, futures and timers are asyncio's own. ``simulated_network`` replaces the kernel's sockets; instead of sleeping,
+the loop lets the world continue.
 """
 
 import asyncio
@@ -14,10 +14,8 @@ from reference_model import Violation
 from simulated_network import Link
 from world import S, World
 
-__all__ = ["SimulatedEventLoop", "SimulatedSocket"]
-
 Connect = Callable[[Link], bool]
-"""Brings a link to the server; returns whether one listens."""
+"""Connects a link to the server; returns whether a server listens."""
 
 
 class SimulatedEventLoop(asyncio.BaseEventLoop):
@@ -37,22 +35,19 @@ class SimulatedEventLoop(asyncio.BaseEventLoop):
         self._world.failure = self._world.failure or failure
 
     def _check_closed(self) -> None:
-        """What is left of a run that has failed may still be called."""
+        """No-op: remains of a failed run may still be called."""
 
     # ---- Time
 
     def time(self) -> float:
-        """Return the world's clock in seconds."""
         return self._world.now_ns / S + 1000
 
     def call_at(self, when: float, *arguments: Any, **named: Any) -> asyncio.TimerHandle:
-        """See :meth:`asyncio.loop.call_at`."""
         handle = super().call_at(when, *arguments, **named)
         self._world.after((when - self.time()) * S + 1, self._name, self._turn)
         return handle
 
     def call_soon(self, *arguments: Any, **named: Any) -> asyncio.Handle:
-        """See :meth:`asyncio.loop.call_soon`."""
         handle = super().call_soon(*arguments, **named)
         self._wake()
         return handle
@@ -63,7 +58,7 @@ class SimulatedEventLoop(asyncio.BaseEventLoop):
             self._world.soon(self._name, self._turn)
 
     def _turn(self) -> None:
-        """Do what ``run_forever`` does in one round."""
+        """Do one round of ``run_forever``."""
         self._awake = False
         if self.is_closed():
             return
@@ -141,13 +136,12 @@ class _Transport(asyncio.Transport):
         self._link: Link | None = None
 
     def begin(self, link: Link) -> None:
-        """Tell the protocol that it is connected."""
         self._link = link
         self.protocol.connection_made(self)
         self.step()
 
     def step(self) -> None:
-        """Have the loop look at the link; from the network."""
+        """Let the loop process the link; called by the network."""
         self._loop.call_soon(self._step)
 
     def _step(self) -> None:
@@ -173,39 +167,35 @@ class _Transport(asyncio.Transport):
         self._loop.call_soon(self.protocol.connection_lost, error)
 
     def write(self, data: Any) -> None:
-        """See :meth:`asyncio.Transport.write`."""
         self._out += data
         self.step()
 
     def is_closing(self) -> bool:
-        """See :meth:`asyncio.Transport.is_closing`."""
         return self._closing
 
     def close(self) -> None:
-        """See :meth:`asyncio.Transport.close`."""
         self.abort()
 
     def abort(self) -> None:
-        """See :meth:`asyncio.Transport.abort`."""
         if not self._closing:
             self._end(None)
 
 
 class SimulatedSocket:
-    """A client's socket, as ``links.py`` uses one."""
+    """A client's socket, with the methods that ``links.py`` uses."""
 
     def __init__(self, *_: Any) -> None:
         self.link: Link | None = None
         self._waiting: list[asyncio.Future[None]] = []
 
     def setblocking(self, flag: bool) -> None:
-        """Without effect."""
+        """No-op."""
 
     def setsockopt(self, *_: int) -> None:
-        """Without effect."""
+        """No-op."""
 
     def wake(self) -> None:
-        """Have whoever waits look again; from the network."""
+        """Wake waiting callers; called by the network."""
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():
@@ -218,7 +208,6 @@ class SimulatedSocket:
         await future
 
     def send(self, data: bytes) -> int:
-        """Send as much as there is room for."""
         assert self.link is not None
         if self.link.reset:
             raise ConnectionResetError(104, "Connection reset by peer")
@@ -227,7 +216,7 @@ class SimulatedSocket:
         return len(taken)
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        """Receive, or look at, what has arrived."""
+        """Receive or peek."""
         assert self.link is not None
         if self.link.reset:
             raise ConnectionResetError(104, "Connection reset by peer")
@@ -237,11 +226,9 @@ class SimulatedSocket:
         return bytes(stream.arrived[:size]) if flags & socket.MSG_PEEK else stream.take(size)
 
     def shutdown(self, how: int) -> None:
-        """Send nothing more."""
         if self.link is not None:
             self.link.to_server.shut()
 
     def close(self) -> None:
-        """Close it."""
         if self.link is not None:
             self.link.close_client()

@@ -1,7 +1,7 @@
-"""A client as people write them: it connects, authenticates, asks, waits until its deadline, and tries again.
+"""A typical client: it connects, authenticates, sends commands, waits until its deadline, and retries.
 
-It is a state machine driven by the world: what it sends is cut up by the network, what it reads goes through
-``shadowserve.resp``'s reader, large bulks in place.
+A state machine that the world drives. The network cuts what it sends into pieces; it reads with ``shadowserve.resp``'s
+reader, large bulks in place.
 """
 
 from collections import deque
@@ -15,20 +15,18 @@ from world import MS, US, S, World
 
 from shadowserve.resp import NEED_DATA, LargeBulk, ReplyReader, Value, encode_command
 
-__all__ = ["Call", "SimulatedClient"]
-
 DEADLINE_S = 30
 
 
 @dataclass(eq=False)
 class Call:
-    """A command and what became of it.
+    """A command and its outcome.
 
     Attributes:
-        begin_ns: when it was sent.
-        end_ns: when its reply was complete, or the client gave up; None before.
-        reply: bulks as bytes; meaningless unless ``answered``.
-        link: that it was sent over, if it was.
+        begin_ns: When it was sent.
+        end_ns: When its reply was complete or the client gave up; None before.
+        reply: The reply, bulks as bytes; meaningless unless ``answered``.
+        link: The link that it was sent over.
     """
 
     arguments: tuple[Any, ...]
@@ -47,8 +45,8 @@ class SimulatedClient:
     """One client with at most one connection.
 
     Attributes:
-        name: for the trace.
-        hurt: nothing may be concluded from its deadlines any more: the network has been made to fail it.
+        name: Name in the trace.
+        hurt: The network was made to fail it, so its deadlines prove nothing any more.
     """
 
     def __init__(self, world: World, server: Callable[[], SimulatedServer], name: str, login: tuple[Any, ...]) -> None:
@@ -66,16 +64,15 @@ class SimulatedClient:
 
     @property
     def link(self) -> Link | None:
-        """The connection, if there is one."""
         return self._link
 
     @property
     def idle(self) -> bool:
-        """Whether it waits for nothing."""
+        """True if it waits for nothing."""
         return not self._waiting
 
     def send(self, calls: list[Call]) -> None:
-        """Send commands, one behind the other; connects first if need be."""
+        """Send commands in a pipeline; connects first if needed."""
         if self._link is None:
             self._connect()
         for call in calls:
@@ -97,7 +94,7 @@ class SimulatedClient:
             self._out += encode_command(*login.arguments)
 
     def close(self) -> None:
-        """End the connection; what is under way stays unanswered."""
+        """End the connection; commands in progress stay unanswered."""
         link, self._link = self._link, None
         if link is not None:
             link.close_client()
@@ -119,7 +116,7 @@ class SimulatedClient:
             self._step()
 
     def _step(self) -> None:
-        """Send and receive what can be."""
+        """Send and receive what is possible."""
         link = self._link
         if link is None:
             return

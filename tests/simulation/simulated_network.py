@@ -1,8 +1,7 @@
-"""A network of byte streams: what is sent arrives in pieces, late, or never; an end may be orderly or not.
+"""A network of byte streams: bytes arrive in pieces, late, or never; a connection may end orderly or not.
 
-A link has two directions, each with a bounded buffer. Bytes of one direction keep their order; between links and
-directions nothing is promised. A half-open link loses everything without telling either side, as a machine does that
-vanishes.
+A link has two directions, each with a bounded buffer. Bytes of one direction keep their order; nothing else does. A
+half-open link loses everything without telling either side, like a machine that vanishes.
 """
 
 import itertools
@@ -10,15 +9,13 @@ from collections.abc import Callable, Sequence
 
 from world import MS, US, World
 
-__all__ = ["Link", "ServerSocket", "Stream"]
-
 
 class Stream:
     """One direction of a link.
 
     Attributes:
-        arrived: bytes that the receiver may read.
-        ended: the receiver has been told that nothing comes behind them.
+        arrived: Bytes that the receiver may read.
+        ended: The receiver knows that no more bytes follow.
     """
 
     def __init__(self, world: World, link: "Link", capacity: int, notify: Callable[[], None]) -> None:
@@ -39,7 +36,6 @@ class Stream:
         return 0 if self._shut else self._capacity - self._in_flight - len(self.arrived)
 
     def send(self, data: bytes) -> None:
-        """Send bytes for which there is room."""
         self._in_flight += len(data)
         while data:
             size = len(data) if self._world.chance(0.7) else self._world.random.randint(1, len(data))
@@ -47,7 +43,7 @@ class Stream:
             self._deliver(lambda piece=piece: self._arrive(piece))  # type: ignore[misc]
 
     def shut(self) -> None:
-        """Send nothing more; the receiver is told behind the last byte."""
+        """Send nothing more; the receiver learns it behind the last byte."""
         if not self._shut:
             self._shut = True
             self._deliver(self._end)
@@ -70,7 +66,6 @@ class Stream:
             self._notify_receiver()
 
     def take(self, size: int) -> bytes:
-        """Read bytes that have arrived."""
         taken = bytes(self.arrived[:size])
         del self.arrived[:size]
         if taken and not self._link.is_lost:
@@ -78,7 +73,7 @@ class Stream:
         return taken
 
     def drop(self) -> None:
-        """Forget what has arrived."""
+        """Drop the bytes that have arrived."""
         self.arrived.clear()
 
 
@@ -86,9 +81,9 @@ class Link:
     """A connection between a client and a server.
 
     Attributes:
-        reset: both ends find it broken.
-        is_lost: nothing crosses it any more, and nobody is told.
-        server_gone_ns: when the server's end was closed; nothing that the client sent has an effect afterwards.
+        reset: Both ends get an error.
+        is_lost: It loses everything silently.
+        server_gone_ns: When the server's end was closed; later bytes of the client have no effect.
     """
 
     _numbers = itertools.count(1)
@@ -109,17 +104,16 @@ class Link:
 
     @property
     def is_lost(self) -> bool:
-        """Whether what is sent never arrives."""
         return self.half_open or self.reset
 
     def delay_ns(self) -> int:
-        """Return how long the next piece takes."""
+        """Return the delay of the next piece."""
         chance = self.world.random
         late = chance.random() < 0.02
         return self._slow * (chance.randrange(10 * US, 200 * US) + (chance.randrange(20 * MS) if late else 0))
 
     def break_(self) -> None:
-        """Reset it: both ends find an error, what was under way is lost."""
+        """Reset it: both ends get an error, bytes in transit are lost."""
         if not self.reset:
             self.reset = True
             self.to_server.drop()
@@ -128,13 +122,12 @@ class Link:
             self.world.soon("network", lambda: self.on_client())
 
     def close_client(self) -> None:
-        """End the client's side; with unread bytes, or by a program that fell, that is a reset."""
+        """Close the client's side; with unread bytes, or after a crash of the client, that is a reset."""
         if self.to_client.arrived:
             self.break_()
         self.to_server.shut()
 
     def close_server(self) -> None:
-        """End the server's side."""
         if self.server_gone_ns is None:
             self.server_gone_ns = self.world.now_ns
         if self.to_server.arrived and not self.half_open:
@@ -144,7 +137,7 @@ class Link:
 
 
 class ServerSocket:
-    """The server's end of a link: a non-blocking socket and its transport in one."""
+    """The server's end of a link: a non-blocking socket and its transport."""
 
     is_secure = False
     read_wants_write = False
@@ -158,22 +151,21 @@ class ServerSocket:
         self.closed = False
 
     def fileno(self) -> int:
-        """Return a number that no other socket of the server has."""
         return self._descriptor
 
     @property
     def readable(self) -> bool:
-        """Whether recv() would not raise BlockingIOError."""
+        """True if recv() would not raise BlockingIOError."""
         stream = self.link.to_server
         return bool(stream.arrived) or stream.ended or self.link.reset
 
     @property
     def writable(self) -> bool:
-        """Whether send() would not raise BlockingIOError."""
+        """True if send() would not raise BlockingIOError."""
         return self.link.to_client.room > 0 or self.link.reset
 
     def recv(self, size: int) -> bytes:
-        """Receive some of what has arrived."""
+        """Receive some of the bytes that have arrived."""
         assert not self.closed
         if self.link.reset:
             raise ConnectionResetError("reset by peer")
@@ -188,17 +180,16 @@ class ServerSocket:
         return stream.take(size)
 
     def recv_into(self, view: memoryview) -> int:
-        """Receive into memory."""
         data = self.recv(len(view))
         view[: len(data)] = data
         return len(data)
 
     def send(self, data: bytes) -> int:
-        """Send as much as there is room for, or less."""
+        """Send at most as many bytes as there is room for."""
         return self.sendmsg([data])
 
     def sendmsg(self, parts: Sequence[bytes | memoryview]) -> int:
-        """Send as much of the parts as there is room for, or less."""
+        """Send at most as many bytes of the parts as there is room for."""
         assert not self.closed
         if self.link.reset:
             raise ConnectionResetError("reset by peer")
@@ -219,25 +210,20 @@ class ServerSocket:
         return len(data)
 
     def pending(self) -> int:
-        """Return 0."""
         return 0
 
     def shake_hands(self) -> bool:
-        """Return True."""
         return True
 
     def user_name(self) -> str:
-        """Return no name."""
         return ""
 
     def end(self) -> None:
-        """Send nothing more."""
         if self.link.reset:
             raise OSError("not connected")
         self.link.to_client.shut()
 
     def close(self) -> None:
-        """Close it."""
         if not self.closed:
             self.closed = True
             self.link.close_server()

@@ -1,7 +1,7 @@
-"""The storage node under simulation: its real connections, commands and stores, with a loop and threads of the world.
+"""The storage node under simulation: its real connections, commands and pools, with a simulated loop and threads.
 
-What is simulated here is what ``server.py``, ``io_threads.py``, ``event_loop.py`` and ``engine_thread.py`` do with
-threads and descriptors: waiting, and calling in some order. Nothing else of the product is replaced.
+It replaces only ``server.py``, ``io_threads.py``, ``event_loop.py`` and ``engine_thread.py``: waiting, and the order of
+calls.
 """
 
 import heapq
@@ -27,14 +27,12 @@ from storage_kv.node import Node
 from storage_kv.reconfiguration import Reconfiguration
 from storage_kv.session import Session
 
-__all__ = ["SimulatedServer"]
-
 _ENGINE_INTERVAL_NS: Final = 100 * MS
 _SWEEP_KEYS_MAX: Final = 2_000
 
 
 class SimulatedLoop:
-    """What ``EventLoop`` is to connections: readiness of sockets, levels and not edges, and functions handed over."""
+    """Replaces ``EventLoop`` for connections: level-triggered readiness of sockets, and functions to call."""
 
     def __init__(self, world: World, name: str) -> None:
         self._world = world
@@ -48,43 +46,37 @@ class SimulatedLoop:
         self.closed = False
 
     def know(self, socket: ServerSocket) -> None:
-        """Take note of what is behind a descriptor."""
+        """Add a descriptor."""
         self._sockets[socket.fileno()] = socket
         socket.link.on_server = self.wake
 
     # ---- As EventLoop
 
     def add(self, descriptor: int, events: int, handler: Callable[[int], None], lane: Lane | None = None) -> None:
-        """See :meth:`EventLoop.add`."""
         assert descriptor not in self._handlers
         self._handlers[descriptor] = events, handler
         self.wake()
 
     def modify(self, descriptor: int, events: int) -> None:
-        """See :meth:`EventLoop.modify`."""
         self._handlers[descriptor] = events, self._handlers[descriptor][1]
         self.wake()
 
     def remove(self, descriptor: int) -> None:
-        """See :meth:`EventLoop.remove`."""
         del self._handlers[descriptor]
 
     def call_soon(self, function: Callable[[], None], lane: Lane | None = None) -> None:
-        """See :meth:`EventLoop.call_soon`."""
         self._soon.append(function)
         self.wake()
 
     def call_threadsafe(self, function: Callable[[], None], lane: Lane | None = None) -> None:
-        """See :meth:`EventLoop.call_threadsafe`."""
         self.call_soon(function)
 
     def call_at(self, time_s: float, function: Callable[[], None], lane: Lane | None = None) -> None:
-        """See :meth:`EventLoop.call_at`."""
         heapq.heappush(self._later, (time_s, next(self._numbers), function))
         self._world.after(time_s * S - self._world.now_ns - 1000 * S, self._name, self.wake)
 
     def enter(self, tenant: int) -> Lane:
-        """See :meth:`EventLoop.enter`; lanes change no order here, which is random anyway."""
+        """No-op, as move() and leave(): the order is random, so lanes do not change it."""
         return Lane(tenant)
 
     def move(self, descriptor: int, old: Lane, tenant: int) -> Lane:
@@ -97,7 +89,6 @@ class SimulatedLoop:
     # ---- As the thread in EventLoop.run()
 
     def wake(self) -> None:
-        """Have a turn soon."""
         if not self._scheduled and not self.closed:
             self._scheduled = True
             self._world.soon(self._name, self._turn)
@@ -139,7 +130,7 @@ class _Workers:
         self._world = world
 
     def submit(self, session: Session, function: Callable[[], Any]) -> "Future[Any]":
-        """Call a function later, as ``Workers`` does."""
+        """Call a function later."""
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -155,9 +146,9 @@ class SimulatedServer:
     """One life of a server process, from its start to its stop or its death.
 
     Attributes:
-        store: what it serves from.
-        is_started: its store is open.
-        problems: exceptions that the product would have logged and survived.
+        store: The pool.
+        is_started: The pool is open.
+        problems: Exceptions that the product would have logged and survived.
     """
 
     def __init__(self, world: World, config: StorageConfig, store: Pool, devices: list[SimulatedDevice]) -> None:
@@ -179,7 +170,7 @@ class SimulatedServer:
         self._poller = select.poll()
 
     def start(self) -> None:
-        """Open the store, which recovers what devices hold, and begin to serve."""
+        """Open the pool, which recovers the devices' objects, and begin to serve."""
         self.store.start(self.lock)  # type: ignore[arg-type]
         self.is_started = True
         self.node.apply_quotas()
@@ -217,7 +208,7 @@ class SimulatedServer:
         self._connections[session] = Connection(self.node, self.workers, self.forget, socket, session, loop), loop  # type: ignore[arg-type]
 
     def forget(self, session: Session) -> None:
-        """Take note that a client's connection has ended."""
+        """A client's connection has ended."""
         self._connections.pop(session, None)
         with self.lock:
             self.node.sessions.pop(session.id, None)
@@ -238,7 +229,7 @@ class SimulatedServer:
             self.world.after(delay, f"device {device.name}", lambda: self._complete(device))
 
     def slow_down(self, device: SimulatedDevice, factor: int) -> None:
-        """Have what a device is asked for from now on take so much longer."""
+        """Multiply the durations of a device's later operations."""
         self._slowness[id(device)] = factor
 
     def _complete(self, device: SimulatedDevice) -> None:
@@ -257,7 +248,7 @@ class SimulatedServer:
             self.look()
 
     def look(self) -> None:
-        """Have the pool's thread woken if it would be; after each event."""
+        """Wake the pool's thread if it would be woken; after each event."""
         if self.alive and not self._poll_due and self._poller.poll(0):
             self._poll_soon()
 
@@ -278,11 +269,10 @@ class SimulatedServer:
     # ---- The end
 
     def statistics(self) -> Statistics:
-        """Return the engine's."""
         return self.store.statistics()
 
     def die(self) -> None:
-        """End as a process does that is killed: at once, with nothing done any more."""
+        """End like a killed process: at once."""
         self.alive = False
         for loop in self._loops:
             loop.closed = True
@@ -294,7 +284,7 @@ class SimulatedServer:
             link.break_()
 
     def stop(self) -> None:
-        """Stop in order, as on SIGTERM; the store is left to be closed."""
+        """Stop as on SIGTERM; the caller closes the pool."""
         self._each(Connection.finish)
         self.world.run(lambda: not self.node.sessions, self.node.config.shutdown_timeout_s)
         self._each(Connection.abort)

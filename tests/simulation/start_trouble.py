@@ -1,4 +1,4 @@
-"""What goes wrong while a server starts: power that fails at any operation, and devices that fail some of them."""
+"""Faults during the start of a server: a power cut at any operation, and failing operations."""
 
 import random
 from types import TracebackType
@@ -9,20 +9,18 @@ from world import World
 from shadowserve.block import OperationKind
 from shadowserve.pool.volume.format import SUPERBLOCK_OFFSETS, Superblock
 
-__all__ = ["PowerCutError", "StartTrouble"]
-
 _OPERATIONS: tuple[int, ...] = (1, 3, 10, 30)
 _BLOCK_BYTES = 4096
 
 
 class PowerCutError(Exception):
-    """Nothing that the server would do now is done any more."""
+    """The power is off: the server does nothing more."""
 
 
 class StartTrouble:
-    """Puts one trouble in force for as long as it is entered.
+    """Activates one fault while it is entered.
 
-    Only one copy of what there is in two of is ever hurt: with both, what is lost is for the plan with bad devices.
+    It damages only one of two copies; damage to both belongs to plans with failing devices.
     """
 
     def __init__(self, world: World, devices: list[SimulatedDevice]) -> None:
@@ -33,7 +31,7 @@ class StartTrouble:
 
     @property
     def is_met(self) -> bool:
-        """Whether a device has failed an operation."""
+        """True if an operation has failed."""
         return any(fault.met for _, fault in self._faults)
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""Products that are broken on purpose: the simulation has to see each, nearly all within a thousand seeds."""
+"""Deliberately broken products: the simulation must detect each, nearly all within a thousand seeds."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,22 +12,23 @@ from shadowserve.pool import opening, reads
 from shadowserve.pool.core import Core
 from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.disk import Disk
+from shadowserve.pool.disk_log import DiskLog
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.space import Space
-from shadowserve.pool.volume import tail
+from shadowserve.pool.volume import log_tail
 from shadowserve.pool.volume.log import Log
 from shadowserve.resp_client import RespClient
 from storage_kv.session import Session
 
 _SEEDS = range(1, 1001)
 _RARE = range(3001, 10001)
-"""Of what only one in a hundred runs sees, that are of the right kind: none of the thousand may be."""
+"""Seeds for defects that only one in a hundred suitable runs detects."""
 
 
 def seen(may_show: Callable[[Plan], bool], seeds: range = _SEEDS, begin: int = 0) -> str:
-    """Return how the first seed that sees it fails; runs only those in which it can show.
+    """Return how the first failing seed fails; runs only seeds of suitable plans.
 
-    It begins with the one that saw it last time, and goes round: where that no longer does, it takes longer.
+    Begins with the seed that detected it last time, and goes round from there.
     """
     for seed in (*range(max(begin, seeds.start), seeds.stop), *range(seeds.start, begin)):
         if may_show(plan_of(seed)):
@@ -54,63 +55,63 @@ def in_a_crash(plan: Plan) -> bool:
     return plan.engine == "pool" and plan.crashes and not plan.disks
 
 
-def test_a_checksum_that_is_not_looked_at_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_detects_ignored_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reads, "failure_of", lambda *arguments: None)
     assert seen(lambda plan: plan.disks, begin=104).startswith(("wrong", "stale"))
 
 
-def test_an_answer_before_the_flush_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_detects_acknowledgement_before_the_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Log, "when_durable", lambda self, callback: callback(None))
     assert seen(in_a_crash).startswith(("lost", "stale"))
 
 
-def test_a_tenant_that_is_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_detects_ignored_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "qualify", lambda self, argument: (0, bytes(argument)))
     assert seen(lambda plan: not plan.dataplane).startswith(("wrong", "stale", "lost"))
 
 
-def test_a_removal_that_is_not_logged_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Disk, "log_removal", lambda self, tenant, key: None)
+def test_the_simulation_detects_removals_that_are_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DiskLog, "remove", lambda self, tenant, key: None)
     assert seen(in_a_crash).startswith(("stale", "dropped"))  # the latter as objects that lie where others do
 
 
-def test_a_log_that_is_believed_to_its_end_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tail, "_is_there", lambda entry, blocks, read: True)
+def test_the_simulation_detects_an_unchecked_log_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_tail, "_is_complete", lambda entry, blocks, read: True)
     assert seen(in_a_crash, begin=944).startswith("lost")
 
 
-def test_a_value_on_another_device_that_is_acknowledged_before_the_old_ones_removal_is_seen(
+def test_the_simulation_detects_moves_acknowledged_before_the_old_removal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Core, "unsure", lambda self, tenant, key, but=None: [])
+    monkeypatch.setattr(Core, "undurable_disks", lambda self, tenant, key, but=None: [])
     assert seen(in_moves, _RARE, begin=3185).startswith("stale")
 
 
-def test_an_old_value_that_is_removed_before_the_new_one_is_durable_elsewhere_is_seen(
+def test_the_simulation_detects_old_copies_freed_before_the_new_one_is_durable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     replace = Core.replace
 
     def early(self: Core, old: Entry, disk: Disk | None) -> Any:
         place, left = replace(self, old, disk)
-        self.leave(old.tenant, old.key, left)
+        self.free_old_copies(old.tenant, old.key, left)
         return place, []
 
     monkeypatch.setattr(Core, "replace", early)
     assert seen(in_moves, _RARE, begin=4353).startswith(("lost", "prefix"))
 
 
-def test_a_device_that_was_away_and_is_believed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "_stale", lambda disks: [])
+def test_the_simulation_detects_stale_devices_that_are_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "_find_stale", lambda disks: [])
     assert seen(in_absence, begin=932).startswith("stale")
 
 
-def test_a_data_plane_that_waits_for_ever_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_detects_endless_waits_of_the_data_plane(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RespClient, "_check_silence", lambda self: None)
     assert seen(in_data_plane).startswith("hang")
 
 
-def test_an_expiry_that_is_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_detects_ignored_expiries(monkeypatch: pytest.MonkeyPatch) -> None:
     put = DevicePool.put
 
     def forget(self: DevicePool, key: bytes, value: Any, **named: Any) -> Any:
@@ -120,7 +121,7 @@ def test_an_expiry_that_is_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     assert seen(lambda plan: plan.engine == "pool").startswith("stale")
 
 
-def test_an_eviction_that_nobody_counts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_detects_uncounted_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
     evict = Space.evict
 
     def quietly(self: Space, **named: Any) -> bool:

@@ -1,6 +1,6 @@
-"""Short simulations of the storage node, each from its seed: scripts/test-nightly runs more of them, and soaks do.
+"""Short simulations of the storage node, one for each seed. scripts/test-nightly and soaks run more of them.
 
-What fails says which seed it was, and the command that shows it again.
+A failure prints its seed and the command that replays it.
 """
 
 import os

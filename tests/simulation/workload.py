@@ -1,4 +1,4 @@
-"""Clients and what they ask for; each reply is held against the model."""
+"""Clients and their commands; each reply is checked against the model."""
 
 import itertools
 from collections.abc import Callable
@@ -15,8 +15,6 @@ from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.resp import ErrorReply
 
-__all__ = ["CHAINS", "CHAIN_LENGTH", "NAMESPACE", "Workload", "chunk_name"]
-
 _SIZES: Final = (32, 200, 3000, 5000, 16 << 10, 40 << 10, 70 << 10, 200 << 10)
 CHAINS: Final = 2
 CHAIN_LENGTH: Final = 4
@@ -25,7 +23,7 @@ _REFUSALS: Final = ("OOM", "IOERR")
 _GRACE_NS: Final = S
 _WEIGHTS: Final = (30, 30, 6, 5, 8, 6, 8, 2, 2)
 _OF_MOVES: Final = (60, 20, 1, 1, 12, 4, 1, 1, 2)
-"""How often each kind of command comes, as _random_call() has them: any, or such as move keys between devices."""
+"""Weights of the kinds of commands in _random_call(), for any run, and for runs that move keys between devices."""
 
 
 def chunk_name(chain: int, number: int) -> bytes:
@@ -34,17 +32,17 @@ def chunk_name(chain: int, number: int) -> bytes:
 
 
 def _without_addresses(reply: Any) -> str:
-    """Return what a reply is, the same in each run: views of large values are shown by their lengths."""
+    """Return a text of a reply that is the same in each run: views of large values are shown by their lengths."""
     if isinstance(reply, list):
         return f"[{', '.join(_without_addresses(each) for each in reply)}]"
     return f"<{len(reply)} bytes>" if isinstance(reply, memoryview) else repr(reply)
 
 
 class Workload:
-    """Some clients, each with so many turns.
+    """Some clients, each with a number of turns.
 
     Attributes:
-        silent: links that were made half-open: who waits for them may wait in vain.
+        silent: Half-open links, whose clients may wait in vain.
     """
 
     def __init__(
@@ -76,15 +74,14 @@ class Workload:
 
     @property
     def finished(self) -> bool:
-        """Whether nobody asks for anything any more."""
+        """True if no command is in progress or planned."""
         return not self._turns and not self._under_way
 
     def describe(self) -> str:
-        """Say what is under way."""
         return f"{self._under_way} commands and {self._turns} turns"
 
     def begin(self, tenants: tuple[str, ...]) -> None:
-        """Let clients begin."""
+        """Start the clients."""
         chance = self.world.random
         for _ in range(chance.randint(1, 4)):
             number = next(self._clients)
@@ -298,7 +295,7 @@ class Workload:
 
     @property
     def _uncertainty(self) -> int:
-        """How far the clock may go back, in ms."""
+        """Time by which the clock may go back, in ms."""
         return 100_000_000 if self._clocks else 0
 
     def _pin(self, tenant: str) -> Call:
@@ -322,7 +319,7 @@ class Workload:
         return self._call(("SCAN", "0", "COUNT", "1000"), check)
 
     def read_all(self) -> None:
-        """Read every key of every tenant, by clients of their own."""
+        """Read every key of every tenant with new clients."""
         for tenant in dict.fromkeys(tenant for tenant, _ in self.model.keys()):
             client = self._make_client(next(self._clients), tenant)
             calls = [
@@ -382,11 +379,11 @@ class Workload:
         return first + lifetime, FOREVER if last == FOREVER else last + lifetime
 
     def note_wall(self) -> None:
-        """Take note that the wall clock has jumped."""
+        """The wall clock has jumped."""
         self._walls.append((self.world.now_ns, self.world.wall_offset_ns))
 
     def wall_between(self, begin_ns: int, end_ns: int) -> tuple[int, int]:
-        """Return the least and the greatest that the wall clock showed."""
+        """Return the least and the greatest time that the wall clock has shown in an interval."""
         offsets = [self.world.wall_offset_ns]
         for at_ns, offset in reversed(self._walls[1:]):
             offsets.append(offset)

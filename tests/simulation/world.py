@@ -1,8 +1,8 @@
-"""The scheduler of a simulation: a clock that nobody waits for, and events in an order that a seed decides.
+"""The scheduler of a simulation: a virtual clock, and events in an order that a seed decides.
 
-Whatever happens is an event of an actor: a thread of the server, the network, a device, a client. One event runs after
-the other, but for preemption: where a thread gives up the node's lock, events of other actors may run before it goes
-on, as they may on a real machine. The product's modules see this clock in place of ``time``.
+Every event belongs to an actor: a thread of the server, the network, a device, a client. Events run one after the
+other, except for preemption: where a thread releases the node's lock, events of other actors may run before it
+continues. The product's modules see this clock instead of ``time``.
 """
 
 import hashlib
@@ -14,27 +14,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-__all__ = ["MS", "S", "SimulatedLock", "VirtualTime", "World", "virtual_time"]
-
 US: Final = 1_000
 MS: Final = 1_000_000
 S: Final = 1_000_000_000
 _WALL_BEGIN_NS: Final = 1_800_000_000 * S
 _PREEMPTION_NS: Final = 5 * MS
-"""What a thread misses at most while it stands between two of its steps."""
+"""Longest time that a thread is preempted."""
 _CREEP_NS: Final = 100 * US
 
 
 class World:
-    """Time, chance and order.
+    """Time, randomness and order.
 
     Attributes:
-        random: decides everything; nothing else may.
-        now_ns: since the beginning.
-        wall_offset_ns: of the wall clock from where it should be.
-        creeps: each look at the clock costs time: for code that looks until it is late.
-        preempts: how likely a thread is interrupted where it gives up the lock.
-        events: that have run.
+        random: The only source of decisions.
+        now_ns: Time since the beginning.
+        wall_offset_ns: Error of the wall clock.
+        creeps: Each read of the clock costs time: for code that polls the clock.
+        preempts: Probability that a thread is preempted where it releases the lock.
+        events: Number of events so far.
     """
 
     def __init__(self, seed: int) -> None:
@@ -55,12 +53,12 @@ class World:
     # ---- Events
 
     def after(self, delay_ns: float, actor: str, function: Callable[[], None]) -> None:
-        """Have a function called later, as a step of an actor."""
+        """Call a function later, as a step of an actor."""
         self._number += 1
         heapq.heappush(self._queue, (self.now_ns + max(int(delay_ns), 0), self._number, actor, function))
 
     def soon(self, actor: str, function: Callable[[], None], most_ns: int = 20 * US) -> None:
-        """Have a function called after a little while."""
+        """Call a function after a short random time."""
         self.after(self.random.randrange(most_ns), actor, function)
 
     def step(self) -> bool:
@@ -78,7 +76,7 @@ class World:
         return True
 
     def run(self, condition: Callable[[], Any], limit_s: float) -> bool:
-        """Run events until something is so; return whether it is, within so many seconds."""
+        """Run events until a condition holds; return whether it does within ``limit_s``."""
         ends = self.now_ns + int(limit_s * S)
         while not condition():
             if not self._queue or self._queue[0][0] > ends:
@@ -90,7 +88,7 @@ class World:
         return True
 
     def preempt(self) -> None:
-        """Let others run, where the thread that runs gives up a lock."""
+        """Let other actors run, where a thread releases a lock."""
         while self._running and self._queue and self.random.random() < self.preempts:
             due, _, actor, _ = self._queue[0]
             if due > self.now_ns + _PREEMPTION_NS or actor in self._running or actor == "world":
@@ -111,7 +109,7 @@ class World:
 
     @property
     def trace(self) -> str:
-        """A digest of all that happened."""
+        """Digest of the trace."""
         return self._hash.hexdigest()
 
     # ---- Clocks
@@ -121,12 +119,12 @@ class World:
         return (_WALL_BEGIN_NS + self.now_ns + self.wall_offset_ns) // MS
 
     def chance(self, probability: float) -> bool:
-        """Return True as often as that."""
+        """Return True with a probability."""
         return self.random.random() < probability
 
 
 class SimulatedLock:
-    """The node's lock where only one thread really runs: whoever finds it taken would wait for ever."""
+    """The node's lock where only one thread really runs: waiting for it would be a deadlock."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -139,57 +137,50 @@ class SimulatedLock:
         self.release()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take it."""
         assert not self._held, "a thread waits for the node's lock that it holds"
         self._held = True
         return True
 
     def release(self) -> None:
-        """Give it up."""
         assert self._held
         self._held = False
         self._world.preempt()
 
     def locked(self) -> bool:
-        """Whether it is held."""
         return self._held
 
 
 class VirtualTime:
-    """What modules see in place of ``time``."""
+    """Replaces ``time`` in modules."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     def monotonic_ns(self) -> int:
-        """Return the world's clock."""
         if self._world.creeps:
             self._world.now_ns += _CREEP_NS
         return self._world.now_ns + 1000 * S
 
     def monotonic(self) -> float:
-        """Return the world's clock in seconds."""
         return self.monotonic_ns() / S
 
     perf_counter_ns = monotonic_ns
     perf_counter = monotonic
 
     def time_ns(self) -> int:
-        """Return Unix time."""
         return _WALL_BEGIN_NS + self._world.now_ns + self._world.wall_offset_ns
 
     def time(self) -> float:
-        """Return Unix time in seconds."""
         return self.time_ns() / S
 
     def sleep(self, seconds: float) -> None:
-        """Refuse: nothing that is simulated may sleep."""
+        """Fail: simulated code must not sleep."""
         raise AssertionError(f"somebody sleeps for {seconds} s")
 
 
 @contextmanager
 def virtual_time(world: World) -> Iterator[None]:
-    """Show the product's modules the world's clock for a while, where they take ``time`` from their module."""
+    """Replace ``time`` in the product's modules for a while."""
     clock = VirtualTime(world)
     changed = [
         module

@@ -1,3 +1,1 @@
-"""The pool's coldest tier: records in an S3 bucket, which several nodes may share (docs/object-storage.md)."""
-
-__all__: list[str] = []
+"""The pool's lower tier: records in an S3 bucket, which several nodes may share (docs/object-storage.md)."""

@@ -1,7 +1,7 @@
-"""A bucket, as the tier above it needs it: whole objects written once, ranges read, each call within its time.
+"""A bucket: objects are written once as a whole, and read by ranges; each call has a deadline.
 
-An answer may be anything. No answer takes more memory than the requested range, no list more than a page at a time, no
-call goes on beyond its deadline, and a redirect is an error: credentials go to the endpoint alone.
+An answer may be anything. No answer takes more memory than the requested range, a list takes one page at a time, no
+call exceeds its deadline, and a redirect is an error: credentials go to the endpoint alone.
 """
 
 import hashlib
@@ -22,10 +22,8 @@ from shadowserve.pool.cold.http import Answer, HttpClient, OversizeError, tls_co
 from shadowserve.pool.cold.layout import folder_of
 from shadowserve.pool.cold.signing import EMPTY_SHA256, encoded_path, encoded_query, signed_headers
 
-__all__ = ["PAGE_BYTES_MAX", "Bucket", "BucketError", "Listed"]
-
 PAGE_BYTES_MAX: Final = 8 << 20
-"""Of one page of a list: 1,000 names of 1,024 bytes, each byte in three characters, and what S3 says of them."""
+"""Most bytes of a list's page: 1,000 names of 1,024 bytes, three characters for each byte, and S3's other fields."""
 _PAGE_KEYS: Final = 1_000
 _TRIES: Final = 2
 _PAUSE_S: Final = 0.05
@@ -42,18 +40,18 @@ _CODES: Final = {
     "InvalidToken": "denied",
     "SlowDown": "busy",
 }
-"""What S3 calls an error that its status alone does not tell."""
+"""Reasons for S3's error codes that the status alone does not tell."""
 _OF_LISTS: Final = {"absent": "no_bucket", "damaged": "bad_list"}
 _STATUSES: Final = {401: "denied", 403: "denied", 404: "absent", 409: "busy", 416: "damaged", 429: "busy", 503: "busy",
                     507: "full"}  # fmt: skip
 
 
 class BucketError(ShadowServeError):
-    """An operation on a bucket failed.
+    """An operation on a bucket has failed.
 
     Attributes:
         reason: no_bucket, bad_list, absent, full, denied, busy, timeout, redirected, damaged, unreachable or other.
-            ``absent`` and ``damaged`` say something of an object alone.
+            ``absent`` and ``damaged`` concern one object only.
     """
 
     def __init__(self, operation: str, what: str, reason: str, text: object) -> None:
@@ -62,7 +60,7 @@ class BucketError(ShadowServeError):
 
 
 class Listed(NamedTuple):
-    """An object that the bucket has: its name behind the prefix, its bytes, and when it was written (Unix time)."""
+    """An object of the bucket: name without the prefix, bytes, and Unix time when it was written."""
 
     name: str
     size: int
@@ -76,10 +74,10 @@ class Bucket:
     """
 
     def __init__(self, config: S3Config) -> None:
-        """Read credentials and certificates; nothing is connected to yet.
+        """Read credentials and certificates, without connecting.
 
         Raises:
-            ConfigurationError: a file cannot be read, there are no credentials, or a setting cannot be used.
+            ConfigurationError: A file cannot be read, there are no credentials, or a setting cannot be used.
         """
         self._config = config
         self._what = f"s3://{config.bucket}/{config.prefix}"
@@ -96,13 +94,13 @@ class Bucket:
         self._credentials = CredentialSource(f"s3: {self._what}", region, is_aws=is_aws)
 
     def close(self) -> None:
-        """Close connections, those through which something is asked when it is answered."""
+        """Close connections; those in use are closed after their answer."""
         self._client.close()
 
     def list(self, tenant: str | None = None) -> Iterator[Listed]:
-        """Yield all objects under the prefix, or those of a tenant, some requests later each thousand.
+        """Yield all objects under the prefix, or those of a tenant, with one request for each thousand.
 
-        It ends with an error after ``list_timeout_s``.
+        Fails after ``list_timeout_s``.
         """
         prefix = f"{self._config.prefix}/" + ("" if tenant is None else folder_of(tenant))
         ends_s, token = time.monotonic() + self._config.list_timeout_s, ""
@@ -133,19 +131,19 @@ class Bucket:
         size = end - start
         wanted = {"Range": f"bytes={start}-{end - 1}"}
         answer = self._call("read", name, "GET", headers=wanted, bytes_max=size, length=size)
-        says = answer.headers.get("content-range", "")
-        if answer.status != 206 or not says.startswith(f"bytes {start}-{end - 1}/"):  # noqa: PLR2004  Partial Content
-            raise BucketError("read", f"{self._what}/{name}", "damaged", f"{answer.status} {says!r} for a range")
+        returned = answer.headers.get("content-range", "")
+        if answer.status != 206 or not returned.startswith(f"bytes {start}-{end - 1}/"):  # noqa: PLR2004  Partial Content
+            raise BucketError("read", f"{self._what}/{name}", "damaged", f"{answer.status} {returned!r} for a range")
         return memoryview(answer.body)
 
     def create(self, name: str, data: bytes | bytearray) -> bool:
-        """Write an object unless there is one of that name; return whether this has."""
+        """Write an object unless one of that name exists; return whether it was written."""
         headers = {"If-None-Match": "*", "Content-Type": "application/octet-stream"}
         answer = self._call("write", name, "PUT", headers=headers, body=data, expected=(412,))
         return answer.status != 412  # noqa: PLR2004  Precondition Failed
 
     def delete(self, name: str) -> None:
-        """Delete an object; one that is not there is none the less gone."""
+        """Delete an object, which may be absent."""
         try:
             self._call("delete", name, "DELETE")
         except BucketError as error:
@@ -166,7 +164,7 @@ class Bucket:
         ends_s: float | None = None,
         expected: tuple[int, ...] = (),
     ) -> Answer:
-        """Return the answer to a request, after a second try where that makes sense."""
+        """Send a request, with a second try where that makes sense."""
         config, what = self._config, f"{self._what}/{name}"
         timeout_s = config.timeout_s * (_WRITE_TIMES if method == "PUT" else 1)
         deadline_s = min(time.monotonic() + timeout_s, ends_s or float("inf"))
@@ -207,7 +205,7 @@ class Bucket:
 
 
 def _refusal(operation: str, what: str, answer: Answer) -> BucketError:
-    """Return the error of an answer that is none of success."""
+    """Return the error for an unsuccessful answer."""
     text = answer.body.decode("utf-8", "replace")
     match = re.search(r"<Code>([^<]{1,100})</Code>", text)
     code = "" if match is None else match[1]
@@ -225,20 +223,20 @@ _ENCODED: Final = re.compile(r"<EncodingType>\s*url\s*</EncodingType>")
 
 
 def _parse_page(text: str, prefix: str) -> tuple[list[Listed], str]:
-    """Return the objects of a page of a list, and what names the next page; empty at the end.
+    """Return the objects of a list's page, and the token of the next page; empty at the end.
 
-    By its elements alone, since names may have characters that XML has not: a name that cannot be read costs the object
-    of that name. It is none of ours, whose names are letters, digits and four signs.
+    Reads elements without an XML parser, since names may have characters that XML does not allow. An unreadable name
+    costs only its object, which ShadowServe has not written: its own names are letters, digits and four signs.
 
     Raises:
-        OverflowError, ValueError: it is no page.
+        OverflowError, ValueError: It is no page.
     """
     if "<ListBucketResult" not in text:
         raise ValueError("the answer is no list")
     is_encoded, found = _ENCODED.search(text) is not None, []
     objects = text.split("<Contents>", _PAGE_KEYS + 1)[1:]
     if len(objects) > _PAGE_KEYS:
-        raise ValueError(f"a page of more than the {_PAGE_KEYS} objects that were asked for")
+        raise ValueError(f"a page of more than the {_PAGE_KEYS} requested objects")
     for each in objects:
         fields = [pattern.search(each.partition("</Contents>")[0]) for pattern in _FIELDS]
         key, size, written = ("" if field is None else html.unescape(field[1]) for field in fields)

@@ -1,4 +1,4 @@
-"""What the bucket holds, as far as this node knows: by tails of objects, and by what it has written itself."""
+"""The catalog: what this node knows of the bucket, from footers of objects and from its own writes."""
 
 import heapq
 import threading
@@ -11,20 +11,18 @@ from shadowserve.pool.cold.bucket import Listed
 from shadowserve.pool.cold.layout import Contents, parse_name
 from shadowserve.pool.cold.shares import Shares, most_beyond
 
-__all__ = ["Catalog", "Doomed"]
-
 _REFUSED_MAX = 10_000
 _LEFT_OUT_MAX: Final = 100_000
 _SKIPPED_MAX = 1024
-"""Lists that leave an object out which was not sound; twice as many each time that it is not."""
+"""Most lists that skip an unsound object; the number doubles each time that it is still unsound."""
 
 
-class Doomed(NamedTuple):
-    """The objects to delete from the bucket so that a record is not found again.
+class Marked(NamedTuple):
+    """Objects to delete from the bucket so that a record is not found again.
 
     Attributes:
-        names: of objects that have the record.
-        may_be_elsewhere: objects of its tenant are to be deleted of which nothing is known: they may have it, too.
+        names: Objects with the record.
+        may_be_elsewhere: Objects of the tenant with unknown contents are being deleted; they may have the record too.
     """
 
     names: list[str]
@@ -32,7 +30,7 @@ class Doomed(NamedTuple):
 
 
 class _Tenant:
-    """A tenant's objects by name, when they were written, and the objects by the records that they have."""
+    """A tenant's objects by name, their times, and the objects of each record."""
 
     __slots__ = ("ages", "holders", "objects", "written_s")
 
@@ -40,7 +38,7 @@ class _Tenant:
         self.objects: dict[str, Contents] = {}
         self.holders: dict[bytes, tuple[Contents, ...]] = {}
         self.written_s: dict[str, float] = {}
-        self.ages: list[tuple[float, str]] = []  # a heap; an entry that written_s does not have any more is stale
+        self.ages: list[tuple[float, str]] = []  # a heap; entries that differ from written_s are stale
 
     def date(self, name: str, written_s: float) -> None:
         if self.written_s.get(name) != written_s:
@@ -54,64 +52,64 @@ class _Tenant:
 
 
 class Catalog:
-    """Objects by name, and by the records that they have. Methods may be called from any thread; none waits.
+    """Objects by name and by their records. Methods may be called by any thread; none waits.
 
-    An object is known, hidden, or neither. A hidden one is not found, but it is in the bucket, or may be: a command
-    that removes one of its records has to delete it. It is hidden because it is to be deleted (doomed), because it
-    could not be read, or because a write of it has failed with an unknown result.
+    An object is known, hidden, or neither. A hidden object is not found, but it is, or may be, in the bucket: a command
+    that removes one of its records must delete it. It is hidden because it is marked for deletion, because it could not
+    be read, or because a write of it has failed with an unknown result.
 
     Attributes:
-        objects: that are known.
-        chunks: records in them.
-        bytes: of all of them.
-        left_out: objects that are in the bucket, and not known because ``chunks_max`` has no room for them.
+        objects: Known objects.
+        chunks: Records in them.
+        bytes: Bytes of the objects.
     """
 
     def __init__(self, shares: Shares) -> None:
-        """Know of so many records at most as ``shares`` divides; objects beyond that are left out."""
+        """``shares`` limits the number of known records, and divides it among tenants; further objects are left out."""
         self.objects = self.chunks = self.bytes = 0
         self._shares = shares
         self._lock = threading.Lock()
         self._tenants: dict[str, _Tenant] = {}
         self._hidden: dict[str, Contents] = {}
         self._hidden_by_key: dict[tuple[str, bytes], set[str]] = {}
-        self._doomed: dict[str, None] = {}
-        self._doomed_unread: dict[str, dict[str, None]] = {}  # by tenant, of the doomed those of unknown contents
-        self._wanted: set[str] = set()  # by this list, and not deleted since
-        self._left_out: OrderedDict[str, int] = OrderedDict()  # their records
-        self._refused: OrderedDict[Listed, tuple[int, int]] = OrderedDict()  # lists to leave it out of, and those left
+        self._marked: dict[str, None] = {}
+        self._marked_unread: dict[str, dict[str, None]] = {}  # marked objects of unknown contents, by tenant
+        self._wanted: set[str] = set()  # wants() was True in this list, and not deleted since
+        self._left_out: OrderedDict[str, int] = OrderedDict()  # number of records by name
+        self._refused: OrderedDict[Listed, tuple[int, int]] = OrderedDict()  # lists to skip, in all and left
 
     @property
     def left_out(self) -> int:
+        """Objects of the bucket that are unknown because ``chunks_max`` has no room for them."""
         return len(self._left_out)
 
     def find(self, tenant: str, key: bytes) -> Contents | None:
-        """Return an object that has a record; None where none is known."""
+        """Return an object with a record; None if none is known."""
         own = self._tenants.get(tenant)
         holders = None if own is None else own.holders.get(key)
         return None if holders is None else holders[0]
 
     def set_share(self, tenant: str, records: int | None) -> None:
-        """Bound how many records of a tenant are known when there is no room for all; None for no quota."""
+        """Limit the known records of a tenant when there is no room for all; None for no quota."""
         with self._lock:
             self._shares.set_quota(tenant, records)
 
     # ---- Known objects
 
     def add(self, contents: Contents, written_s: float = inf) -> bool:
-        """Know of an object; return whether it does: not where it is to be deleted, or there is no room for it."""
+        """Add an object; return False if it is marked for deletion, or there is no room."""
         with self._lock:
             return self._add(contents, written_s)
 
     def learn(self, contents: Contents, written_s: float) -> bool:
-        """The same by a tail that wants() asked for: nor where the object was deleted while the tail was read."""
+        """Add an object that wants() has returned True for; also False if it was deleted since."""
         with self._lock:
             return contents.name in self._wanted and self._add(contents, written_s)
 
     def _add(self, contents: Contents, written_s: float) -> bool:
         if self._knows(contents.name):
             return True
-        if contents.name in self._doomed:
+        if contents.name in self._marked:
             return False
         if not self._make_room(contents.tenant, len(contents.places), written_s):
             self._leave_out(contents.name, len(contents.places))
@@ -135,7 +133,9 @@ class Catalog:
             self._left_out.popitem(last=False)
 
     def _make_room(self, tenant: str, records: int, written_s: float) -> bool:
-        """Forget the oldest objects of tenants beyond their shares, till there is room; return whether there is."""
+        """Forget the oldest objects of tenants beyond their shares until there is room; return False if there is
+        none.
+        """
         while self.chunks + records > self._shares.total:
             oldest = self._oldest_beyond(tenant, records)
             if oldest is None or (parse_name(oldest[1]) == tenant and oldest[0] >= written_s):
@@ -146,7 +146,7 @@ class Catalog:
         return True
 
     def _oldest_beyond(self, tenant: str, records: int) -> tuple[float, str] | None:
-        """Return the oldest object of the tenant furthest beyond its share, with ``records`` more of ``tenant``."""
+        """Return the oldest object of the tenant furthest beyond its share, if ``tenant`` had ``records`` more."""
         used: dict[str, float] = {name: len(own.holders) for name, own in self._tenants.items() if own.objects}
         used[tenant] = used.get(tenant, 0) + records
         victim = self._tenants.get(most_beyond(used, self._shares.among(used)))
@@ -157,7 +157,7 @@ class Catalog:
         return own is not None and name in own.objects
 
     def _drop(self, name: str) -> Contents | None:
-        """Forget an object; return its contents, None if it was not known."""
+        """Forget an object; return its contents, None if it was unknown."""
         own = self._tenants.get(parse_name(name) or "")
         contents = None if own is None else own.objects.pop(name, None)
         if own is None or contents is None:
@@ -178,7 +178,7 @@ class Catalog:
     # ---- Hidden objects
 
     def hide(self, contents: Contents) -> None:
-        """Have an object not be found that is, or may be, in the bucket; until add(), or a list without it."""
+        """Hide an object that is, or may be, in the bucket; until add(), or a list without it."""
         with self._lock:
             self._drop(contents.name)
             self._hide(contents)
@@ -199,7 +199,7 @@ class Catalog:
                 del self._hidden_by_key[contents.tenant, key]
 
     def refuse(self, listed: Listed) -> None:
-        """Hide an object that is not sound, and look at it again ever more rarely until it is another one."""
+        """Hide an unsound object, and examine it again ever more rarely until it changes."""
         with self._lock:
             if (contents := self._drop(listed.name)) is not None:
                 self._hide(contents)
@@ -211,9 +211,9 @@ class Catalog:
     # ---- Lists
 
     def wants(self, listed: Listed) -> bool:
-        """Return whether the tail of an object is to be read: it is not known, nor refused, nor to be deleted.
+        """Return whether to read the footer of a listed object: it is not known, refused, or marked for deletion.
 
-        To be asked once of each object in a list.
+        Called once for each object of a list.
         """
         with self._lock:
             if listed in self._refused:
@@ -222,7 +222,7 @@ class Catalog:
                 if left:
                     return False
             tenant = parse_name(listed.name)
-            if tenant is None or listed.name in self._doomed:
+            if tenant is None or listed.name in self._marked:
                 return False
             if self._knows(listed.name):
                 self._tenants[tenant].date(listed.name, listed.written_s)
@@ -241,42 +241,42 @@ class Catalog:
         return oldest is not None and (parse_name(oldest[1]) != tenant or oldest[0] < listed.written_s)
 
     def begin_list(self) -> set[str]:
-        """Return the names that a list which begins now has to have, if they are still there."""
+        """Return the names that a list which begins now must have, if the objects still exist."""
         with self._lock:
             self._wanted.clear()
             known = {name for own in self._tenants.values() for name in own.objects}
             return known | self._hidden.keys() | self._left_out.keys()
 
     def end_list(self, missing: Iterable[str]) -> None:
-        """Forget objects of begin_list() that the bucket has not listed; those to be deleted are as good as deleted."""
+        """Forget objects of begin_list() that the bucket has not listed. Marked ones stay marked."""
         for name in missing:
             with self._lock:
                 self._drop(name)
                 self._left_out.pop(name, None)
-                if name not in self._doomed:
+                if name not in self._marked:
                     self._unhide(name)
 
     # ---- Objects to delete
 
-    def doom(self, tenant: str, key: bytes) -> Doomed:
-        """Have the objects not be found any more that have a tenant's record, until spare(): they are to be deleted."""
+    def mark_for_deletion(self, tenant: str, key: bytes) -> Marked:
+        """Mark the objects with a tenant's record for deletion: they are hidden until note_deleted()."""
         with self._lock:
             own = self._tenants.get(tenant)
             names = [] if own is None else [contents.name for contents in own.holders.get(key, ())]
             names += self._hidden_by_key.get((tenant, key), ())
             for name in names:
-                self._condemn(name)
-            return Doomed(names, bool(self._doomed_unread.get(tenant)))
+                self._mark(name)
+            return Marked(names, bool(self._marked_unread.get(tenant)))
 
-    def doomed_with(self, tenant: str, key: bytes) -> list[str]:
-        """Return the objects that have a tenant's record and are still to be deleted."""
+    def marked_with(self, tenant: str, key: bytes) -> list[str]:
+        """Return the marked objects with a tenant's record."""
         with self._lock:
-            return [name for name in self._hidden_by_key.get((tenant, key), ()) if name in self._doomed]
+            return [name for name in self._hidden_by_key.get((tenant, key), ()) if name in self._marked]
 
-    def doom_all(self, tenant: str | None) -> list[str]:
-        """Have all objects of a tenant be deleted, or of all with None; return their names.
+    def mark_all(self, tenant: str | None) -> list[str]:
+        """Mark all objects of a tenant, or of all tenants, for deletion; return their names.
 
-        Not record by record, since these are many.
+        Their records are not entered one by one, since there may be many.
         """
         with self._lock:
             if tenant is None:
@@ -288,48 +288,48 @@ class Catalog:
                 self.chunks -= len(own.holders)
                 self.bytes -= sum(contents.size for contents in own.objects.values())
                 names = dict.fromkeys(own.objects)
-                self._doomed.update(names)
-                self._doomed_unread.setdefault(whose, {}).update(names)
+                self._marked.update(names)
+                self._marked_unread.setdefault(whose, {}).update(names)
             hidden = [name for name, each in self._hidden.items() if tenant in (None, each.tenant)]
-            self._doomed.update(dict.fromkeys(hidden))
+            self._marked.update(dict.fromkeys(hidden))
             return [*(name for _, own in gone for name in own.objects), *hidden]
 
-    def condemn(self, name: str) -> None:
-        """Have an object be deleted, known or not."""
+    def mark_object(self, name: str) -> None:
+        """Mark an object for deletion, known or not."""
         with self._lock:
-            self._condemn(name)
+            self._mark(name)
 
-    def _condemn(self, name: str) -> None:
+    def _mark(self, name: str) -> None:
         if (contents := self._drop(name)) is not None:
             self._hide(contents)
         self._left_out.pop(name, None)
-        self._doomed[name] = None
+        self._marked[name] = None
         if name not in self._hidden:
-            self._doomed_unread.setdefault(parse_name(name) or "", {})[name] = None
+            self._marked_unread.setdefault(parse_name(name) or "", {})[name] = None
 
-    def is_doomed(self, name: str) -> bool:
-        """Return whether an object is still to be deleted."""
-        return name in self._doomed
+    def is_marked(self, name: str) -> bool:
+        """Return whether an object is marked for deletion."""
+        return name in self._marked
 
-    def spare(self, name: str) -> None:
-        """Say that an object has been deleted."""
+    def note_deleted(self, name: str) -> None:
+        """Remove the mark of an object that was deleted."""
         with self._lock:
-            self._doomed.pop(name, None)
+            self._marked.pop(name, None)
             self._unhide(name)
             self._wanted.discard(name)
             tenant = parse_name(name) or ""
-            unread = self._doomed_unread.get(tenant)
+            unread = self._marked_unread.get(tenant)
             if unread is not None:
                 unread.pop(name, None)
                 if not unread:
-                    del self._doomed_unread[tenant]
+                    del self._marked_unread[tenant]
 
-    def doomed(self) -> list[str]:
-        """Return what is still to be deleted."""
+    def marked(self) -> list[str]:
+        """Return all marked objects."""
         with self._lock:
-            return list(self._doomed)
+            return list(self._marked)
 
-    def doomed_unread(self, tenant: str) -> Collection[str]:
-        """Return a tenant's objects of unknown contents that are still to be deleted."""
+    def marked_unread(self, tenant: str) -> Collection[str]:
+        """Return a tenant's marked objects with unknown contents."""
         with self._lock:
-            return list(self._doomed_unread.get(tenant, ()))
+            return list(self._marked_unread.get(tenant, ()))

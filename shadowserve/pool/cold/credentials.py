@@ -1,4 +1,4 @@
-"""Where credentials for a bucket come from, in the order of docs/object-storage.md; those that end are renewed."""
+"""Credentials for a bucket, from the sources in docs/object-storage.md in their order; expiring ones are renewed."""
 
 import configparser
 import json
@@ -17,12 +17,10 @@ from shadowserve.errors import ConfigurationError, ShadowServeError
 from shadowserve.pool.cold.http import HttpClient, OversizeError
 from shadowserve.pool.cold.signing import Credentials
 
-__all__ = ["CredentialError", "CredentialSource"]
-
 _FILE_S: Final = 60.0
-"""How long credentials of a file are used before it is read again."""
+"""Time until the credentials of a file are read again."""
 _RENEWED_S: Final = 300.0
-"""Before they end, credentials are renewed."""
+"""Credentials are renewed this long before they expire."""
 _RETRY_S: Final = 1.0
 _ANSWER_BYTES_MAX: Final = 64 << 10
 _INSTANCE_TIMEOUT_S: Final = 2.0
@@ -40,15 +38,15 @@ class CredentialSource:
     """The credentials of this process. get() may be called by any number of threads."""
 
     def __init__(self, what: str, region: str, *, is_aws: bool) -> None:
-        """Choose where they come from.
+        """Choose the source.
 
         Args:
-            what: the bucket, for errors.
-            region: whose STS is asked for credentials of a web identity.
-            is_aws: whether the bucket is AWS' own: only there the role of an instance is of use.
+            what: The bucket, for error messages.
+            region: Region of the STS that serves web identities.
+            is_aws: The bucket is AWS' own: only there an instance's role is useful.
 
         Raises:
-            ConfigurationError: there are none, or a file that should have them does not.
+            ConfigurationError: There are none, or a file that should have them does not.
         """
         self._what = what
         self._region = region
@@ -84,10 +82,10 @@ class CredentialSource:
         return _of_instance
 
     def get(self) -> Credentials:
-        """Return credentials that are good now.
+        """Return valid credentials.
 
         Raises:
-            CredentialError: there are none.
+            CredentialError: There are none.
         """
         with self._lock:
             found, now_s = self._found, time.time()

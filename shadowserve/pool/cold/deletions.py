@@ -1,4 +1,6 @@
-"""Deletion of objects from the bucket: tenants have turns; a removal's ticket settles when its objects are gone."""
+"""Deletion of objects from the bucket. Tenants take turns; the ticket of a removal settles when its objects are
+deleted.
+"""
 
 import logging
 import threading
@@ -14,31 +16,31 @@ from shadowserve.pool.cold.layout import parse_name
 from shadowserve.pool.cold.outage import Outage
 from shadowserve.pool.volume.changes import Ticket
 
-__all__ = ["Awaited", "Deletions"]
-
 _log = logging.getLogger(__name__)
 
 _AT_ONCE: Final = 4
 
 
 class _Job:
-    """Objects to delete, and the ticket for it; with ``clears``, also all objects that a list of the tenant shows."""
+    """Objects to delete, and a ticket; with ``clears``, also all objects that a list of the tenant shows."""
 
     def __init__(self, names: Iterable[str], deadline_s: float, *, clears: bool = False) -> None:
         self.names = list(names)
-        self.names.reverse()  # taken from the end
+        self.names.reverse()  # they are taken from the end
         self.ticket = Ticket()
         self.deadline_s = deadline_s
         self.clears = clears
 
 
 class Deletions:
-    """Deletes objects. All methods but start() and join() may be called with locks held; none of these waits."""
+    """Deletes objects. All methods except start() may be called with locks held; none waits, except delete_one and
+    delete_some.
+    """
 
     def __init__(
         self, config: S3Config, bucket: Bucket, catalog: Catalog, outage: Outage, clock_s: Callable[[], float]
     ) -> None:
-        """``outage``: while it says that the bucket is away, a deletion fails at once."""
+        """While ``outage`` says that the bucket is away, deletions fail at once."""
         self._config = config
         self._clock_s = clock_s
         self._bucket = bucket
@@ -46,13 +48,12 @@ class Deletions:
         self._outage = outage
         self._changed = threading.Condition()
         self._queue: FairQueue[_Job] = FairQueue()
-        self._unread: dict[str, Ticket] = {}  # by tenant, while all of what is doomed and unread is being deleted
+        self._unread: dict[str, Ticket] = {}  # by tenant, while its marked objects of unknown contents are deleted
         self._closed = False
         self._waited_for: dict[_Job, None] = {}
         self.threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begin."""
         for number in range(_AT_ONCE):
             thread = threading.Thread(target=self._run, name=f"s3-delete-{number}", daemon=True)
             thread.start()
@@ -64,24 +65,24 @@ class Deletions:
         return len(self._waited_for)
 
     def delete(self, tenant: str, names: Iterable[str]) -> Ticket:
-        """Delete objects of a tenant that are doomed; return a ticket for when they are gone.
+        """Delete marked objects of a tenant; return a ticket.
 
-        It settles within ``timeout_s``: with an error if they are not gone by then; the deletion goes on.
+        It settles within ``timeout_s``: with an error if the objects are not deleted by then; the deletion continues.
         """
         return self._enqueue(tenant, _Job(names, self._clock_s() + self._config.timeout_s))
 
     def delete_unread(self, tenant: str) -> Ticket:
-        """The same for all doomed objects of a tenant whose contents are not known."""
+        """Delete all marked objects of a tenant whose contents are unknown, as delete()."""
         with self._changed:
             ticket = self._unread.get(tenant)
         if ticket is None or ticket.settled:
-            ticket = self.delete(tenant, () if self._outage.away else self._catalog.doomed_unread(tenant))
+            ticket = self.delete(tenant, () if self._outage.away else self._catalog.marked_unread(tenant))
             with self._changed:
                 self._unread[tenant] = ticket
         return ticket
 
     def clear(self, tenant: str | None, names: Iterable[str]) -> Ticket:
-        """Delete objects that are doomed, and all others of a tenant in the bucket; None for all tenants.
+        """Delete marked objects, and all others of a tenant (None: of all tenants) in the bucket.
 
         As delete(), within ``list_timeout_s``.
         """
@@ -90,7 +91,7 @@ class Deletions:
     def _enqueue(self, tenant: str | None, job: _Job) -> Ticket:
         error = self._outage.refusal("delete") if self._outage.away else None
         if error is not None:
-            job.ticket.settle(error)  # no caller has it yet
+            job.ticket.settle(error)  # no caller has the ticket yet
             return job.ticket
         with self._changed:
             self._queue.push(tenant, 0, job)
@@ -99,22 +100,22 @@ class Deletions:
         return job.ticket
 
     def step(self) -> None:
-        """Answer jobs whose deadline has come; called often, without a lock."""
+        """Settle tickets whose deadline has passed; called often, without a lock."""
         now_s = self._clock_s()
         with self._changed:
             late = [job for job in self._waited_for if job.deadline_s <= now_s]
         for job in late:
-            self._answer(job, ShadowServeError("cannot delete all of it in time; it goes on"))
+            self._answer(job, ShadowServeError("cannot delete all of it in time; the deletion continues"))
 
     def _answer(self, job: _Job, failure: ShadowServeError | None) -> None:
         with self._changed:
             if job not in self._waited_for:
-                return  # its deadline has come before
+                return  # its deadline has passed
             del self._waited_for[job]
         job.ticket.settle(failure)
 
     def close(self) -> None:
-        """End; objects that are not deleted yet stay, and their tickets are not settled any more."""
+        """End. Remaining objects are not deleted, and their tickets do not settle any more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -133,13 +134,13 @@ class Deletions:
                 elif name is not None:
                     self.delete_one(name)
             except BucketError as error:
-                # They are not found here, and are deleted with the next list; a restart before that finds them again.
+                # The objects stay hidden, and the next list deletes them; a restart before that finds them again.
                 failure = error
                 self._outage.failed(error.reason, error)
-            except Exception as error:  # a bug of ours must not leave the tier without this thread
+            except Exception as error:  # a bug must not end this thread
                 _log.exception("s3_delete_failed")
                 failure = ShadowServeError(f"cannot delete: {error}")
-            self._go_on(tenant, job, failure)
+            self._continue(tenant, job, failure)
 
     def _next(self) -> tuple[str | None, _Job, str | None] | None:
         with self._changed:
@@ -154,26 +155,38 @@ class Deletions:
         return None
 
     def _find_all(self, tenant: str | None, job: _Job) -> None:
-        """Add all objects that a list of its tenant shows to a job."""
+        """Add all objects of a list of the tenant to a job."""
         for listed in self._bucket.list(tenant):
             if parse_name(listed.name) is not None:
-                self._catalog.condemn(listed.name)
+                self._catalog.mark_object(listed.name)
                 job.names.append(listed.name)
         job.clears = False
 
     def delete_one(self, name: str) -> None:
-        """Delete an object, if it is still to be deleted.
+        """Delete an object, if it is still marked.
 
         Raises:
-            BucketError: it cannot be.
+            BucketError: It could not be deleted.
         """
-        if not self._catalog.is_doomed(name):
+        if not self._catalog.is_marked(name):
             return
         self._bucket.delete(name)
         self._outage.succeeded()
-        self._catalog.spare(name)
+        self._catalog.note_deleted(name)
 
-    def _go_on(self, tenant: str | None, job: _Job, failure: ShadowServeError | None) -> None:
+    def delete_some(self, names: Iterable[str]) -> int:
+        """Delete objects until one deletion fails; return how many were deleted."""
+        count = 0
+        for name in names:
+            try:
+                self.delete_one(name)
+            except BucketError as error:
+                self._outage.failed(error.reason, error)
+                break
+            count += 1
+        return count
+
+    def _continue(self, tenant: str | None, job: _Job, failure: ShadowServeError | None) -> None:
         if failure is None and job.names:
             with self._changed:
                 self._queue.push(tenant, 0, job)
@@ -182,8 +195,8 @@ class Deletions:
         self._answer(job, failure)
 
 
-class Awaited:
-    """Removals of records that wait for the first list of the bucket, before which its contents are not known."""
+class DelayedRemovals:
+    """Removals of records that wait for the first list of the bucket, before which its contents are unknown."""
 
     def __init__(self, timeout_s: float, clock_s: Callable[[], float]) -> None:
         self._timeout_s = timeout_s
@@ -199,7 +212,7 @@ class Awaited:
         return ticket
 
     def begin(self, remove: Callable[[str, bytes], Ticket | None]) -> None:
-        """Begin all of them: the bucket has been listed."""
+        """Begin all removals: the bucket was listed."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for _, tenant, key, ticket in waiting:
@@ -210,7 +223,7 @@ class Awaited:
                 begun.then(ticket.settle)
 
     def expire(self, error: ShadowServeError, *, all_of_them: bool) -> None:
-        """End those that have waited for too long, or all of them, with an error."""
+        """Settle removals that have waited too long, or all of them, with an error."""
         now_s = self._clock_s()
         with self._lock:
             late = [each for each in self._waiting if all_of_them or each[0] <= now_s]

@@ -1,23 +1,21 @@
-"""Queues in which tenants, and each tenant's clients, have turns of equal cost, however much one of them asks for."""
+"""A fair queue: tenants, and the clients of each tenant, take turns of equal cost (start-time fair queueing)."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-__all__ = ["FairQueue"]
-
 T = TypeVar("T", bound=Hashable)
 
 
 class _Clock:
-    """Chooses the next name: the one with the least cost since it began to wait (start-time fair queueing)."""
+    """Chooses the next name: the one with the least cost since it began to wait."""
 
     def __init__(self) -> None:
         self._now = 0.0
         self._had: dict[Hashable, float] = {}
 
     def enter(self, name: Hashable) -> None:
-        """Let a name wait that did not; it gets no turns for the time when it did not wait."""
+        """Let a name wait; it gets no turns for the time before."""
         self._had[name] = max(self._had.get(name, 0.0), self._now)
 
     def next(self, waiting: "OrderedDict[Hashable, _Lane] | OrderedDict[Hashable, OrderedDict[T, None]]") -> Hashable:
@@ -28,7 +26,7 @@ class _Clock:
         self._had[name] += cost
 
     def leave(self, waiting: "OrderedDict[Hashable, _Lane] | OrderedDict[Hashable, OrderedDict[T, None]]") -> None:
-        """Forget names that do not wait any more, and have had no more than others."""
+        """Forget names that do not wait and have had no more than others."""
         if len(self._had) > 2 * len(waiting) + 16:
             self._had = {name: had for name, had in self._had.items() if name in waiting or had > self._now}
 
@@ -43,7 +41,7 @@ class _Lane:
 
 
 class FairQueue(Generic[T]):
-    """Items of tenants' clients. Not for several threads at once."""
+    """Items of tenants' clients. For one thread at a time."""
 
     def __init__(self) -> None:
         self._clock = _Clock()
@@ -53,12 +51,12 @@ class FairQueue(Generic[T]):
         return bool(self._lanes)
 
     def waiting(self, tenant: Hashable) -> int:
-        """Return how many items of a tenant wait."""
+        """Return the number of a tenant's items."""
         lane = self._lanes.get(tenant)
         return 0 if lane is None else lane.count
 
     def push(self, tenant: Hashable, client: Hashable, item: T) -> None:
-        """Have an item wait."""
+        """Add an item."""
         lane = self._lanes.get(tenant)
         if lane is None:
             lane = self._lanes[tenant] = _Lane()
@@ -71,7 +69,7 @@ class FairQueue(Generic[T]):
         items[item] = None
 
     def peek(self) -> tuple[Hashable, Hashable, T] | None:
-        """Return the tenant and the client whose turn it is, and the item; None where no item waits."""
+        """Return the next tenant, client and item; None if the queue is empty."""
         if not self._lanes:
             return None
         tenant = self._clock.next(self._lanes)
@@ -86,7 +84,7 @@ class FairQueue(Generic[T]):
         self._lanes[tenant].clock.charge(client, cost)
 
     def discard(self, tenant: Hashable, client: Hashable, item: T) -> None:
-        """Have an item wait no more."""
+        """Remove an item."""
         lane = self._lanes[tenant]
         items = lane.clients[client]
         del items[item]

@@ -1,8 +1,8 @@
-"""Which records go into an object together: those that follow each other in a chain, as they come to be stored.
+"""Gathers records into objects: records that follow each other in a chain go into one object.
 
-A record names the record before it in its prompt. What names the last record of a run continues the run, whoever stored
-it and whatever came in between; anything else begins one. A run that is long enough is an object; what has waited for
-more goes with other runs of its tenant, a run in one piece.
+A record names the previous record of its prompt. A record whose previous one is the last of a sequence continues that
+sequence, whichever client stored it; any other record begins a new one. A sequence that is long enough becomes an
+object. Sequences that have waited long enough share an object with others of their tenant.
 """
 
 from collections import OrderedDict
@@ -11,20 +11,19 @@ from typing import Final, NamedTuple
 
 from shadowserve.pool.terms import Address
 
-__all__ = ["BACKLOG_MAX", "Batch", "Gathering"]
-
 BACKLOG_MAX: Final = 65_536
-"""Records that wait to be written. They wait as keys, not as bytes: what is evicted meanwhile is left out."""
+"""Most records that wait to be written. They wait as keys without bytes; records that are evicted before are left
+out."""
 
 
 class Batch(NamedTuple):
-    """Records of one tenant that make an object, in their order."""
+    """Records of one tenant for one object, in their order."""
 
     tenant: int
     records: list[tuple[Address, bytes]]
 
 
-class _Run:
+class _Sequence:
     __slots__ = ("bytes", "is_full", "last_s", "records", "tenant")
 
     def __init__(self, tenant: int) -> None:
@@ -36,30 +35,30 @@ class _Run:
 
 
 class _Waiting:
-    """A tenant's runs: those that are long enough, in their order, and the others by their last key, oldest first."""
+    """A tenant's sequences: long ones in their order, and the others by their last key, oldest first."""
 
     __slots__ = ("count", "full", "open")
 
     def __init__(self) -> None:
-        self.full: list[_Run] = []
-        self.open: OrderedDict[bytes, _Run] = OrderedDict()
+        self.full: list[_Sequence] = []
+        self.open: OrderedDict[bytes, _Sequence] = OrderedDict()
         self.count = 0
 
-    def pop(self) -> _Run:
-        """Take the run that is the first to go."""
+    def pop(self) -> _Sequence:
+        """Take the next sequence."""
         return self.full.pop(0) if self.full else self.open.popitem(last=False)[1]
 
-    def ripe(self, now_s: float, gather_s: float) -> list[tuple[bytes, _Run]]:
-        """Return the runs that have waited for long enough; a clock that was set back ends the waiting."""
+    def ripe(self, now_s: float, gather_s: float) -> list[tuple[bytes, _Sequence]]:
+        """Return the sequences that have waited long enough. A clock that was set back ends the waiting."""
         return list(takewhile(lambda each: not 0 <= now_s - each[1].last_s < gather_s, self.open.items()))
 
 
 class Gathering:
-    """Runs of records that wait; tenants have turns. Not for several threads at once.
+    """Waiting sequences of records; tenants take turns. For one thread at a time.
 
     Attributes:
-        waiting: records in all runs.
-        dropped: records that were left out because too many waited, of the tenant that has most.
+        waiting: Records in all sequences.
+        dropped: Records of the tenant with most that were left out because too many were waiting.
     """
 
     def __init__(self, object_bytes: int, gather_s: float, records_max: int, backlog_max: int = BACKLOG_MAX) -> None:
@@ -68,62 +67,62 @@ class Gathering:
         self._gather_s = gather_s
         self._records_max = records_max
         self._backlog_max = backlog_max
-        self._tenants: OrderedDict[int, _Waiting] = OrderedDict()  # whose turn it is comes first
-        self._runs: dict[tuple[int, bytes], _Run] = {}  # of each record that waits, by tenant and key
+        self._tenants: OrderedDict[int, _Waiting] = OrderedDict()  # the next tenant first
+        self._sequences: dict[tuple[int, bytes], _Sequence] = {}  # of each waiting record, by tenant and key
         self.waiting = 0
         self.dropped = 0
 
     def add(self, address: Address, key: bytes, parent: bytes, length: int, now_s: float) -> None:
-        """Have a record wait. ``key``: its 32 bytes; ``parent``: of the record before it, empty for none."""
+        """Add a record. ``key``: its 32 bytes; ``parent``: those of the previous record, empty for none."""
         tenant = address[0]
-        if (tenant, key) in self._runs:
-            return  # it waits already, and was evicted and stored again
+        if (tenant, key) in self._sequences:
+            return  # it is waiting already; it was evicted and stored again
         own = self._tenants.setdefault(tenant, _Waiting())
-        run = own.open.pop(parent, None) or _Run(tenant)
-        run.records.append((address, key))
-        run.bytes += length
-        run.last_s = now_s
-        self._runs[tenant, key] = run
+        sequence = own.open.pop(parent, None) or _Sequence(tenant)
+        sequence.records.append((address, key))
+        sequence.bytes += length
+        sequence.last_s = now_s
+        self._sequences[tenant, key] = sequence
         own.count += 1
         self.waiting += 1
-        if run.bytes >= self._object_bytes or len(run.records) >= self._records_max:
-            run.is_full = True
-            own.full.append(run)
+        if sequence.bytes >= self._object_bytes or len(sequence.records) >= self._records_max:
+            sequence.is_full = True
+            own.full.append(sequence)
         else:
-            own.open[key] = run
+            own.open[key] = sequence
         self._bound()
 
     def _bound(self) -> None:
         while self.waiting > self._backlog_max:
-            run = max(self._tenants.values(), key=lambda own: own.count).pop()
-            self._leave(run)
-            self.dropped += len(run.records)
+            sequence = max(self._tenants.values(), key=lambda own: own.count).pop()
+            self._leave(sequence)
+            self.dropped += len(sequence.records)
 
-    def _leave(self, run: _Run) -> None:
-        own = self._tenants[run.tenant]
-        own.count -= len(run.records)
-        self.waiting -= len(run.records)
+    def _leave(self, sequence: _Sequence) -> None:
+        own = self._tenants[sequence.tenant]
+        own.count -= len(sequence.records)
+        self.waiting -= len(sequence.records)
         if not own.count:
-            del self._tenants[run.tenant]
-        for address, key in run.records:
-            self._runs.pop((address[0], key), None)
+            del self._tenants[sequence.tenant]
+        for address, key in sequence.records:
+            self._sequences.pop((address[0], key), None)
 
-    def urge(self, tenant: int, key: bytes) -> bool:
-        """Have the run of a record be the next of its tenant to be taken; return whether it waits."""
-        run = self._runs.get((tenant, key))
-        if run is None:
+    def prioritize(self, tenant: int, key: bytes) -> bool:
+        """Make a record's sequence the next of its tenant; return whether the record is waiting."""
+        sequence = self._sequences.get((tenant, key))
+        if sequence is None:
             return False
         own = self._tenants[tenant]
-        if run.is_full:
-            own.full.remove(run)
+        if sequence.is_full:
+            own.full.remove(sequence)
         else:
-            run.is_full = True
-            del own.open[run.records[-1][1]]
-        own.full.insert(0, run)
+            sequence.is_full = True
+            del own.open[sequence.records[-1][1]]
+        own.full.insert(0, sequence)
         return True
 
     def take(self, now_s: float, *, hurry: bool = False) -> Batch | None:
-        """Return what is to be written next; None while all wait for more. ``hurry``: nothing waits."""
+        """Return the next batch; None while all sequences wait for more. ``hurry``: none waits."""
         gather_s = 0.0 if hurry else self._gather_s
         tenant = next((each for each, own in self._tenants.items() if own.full or own.ripe(now_s, gather_s)), None)
         if tenant is None:
@@ -132,29 +131,29 @@ class Gathering:
         own = self._tenants[tenant]
         ripe = [] if own.full else own.ripe(now_s, gather_s)
         taken, size, count = ([own.full.pop(0)] if own.full else []), 0, 0
-        for at, run in ripe:
-            fits = size + run.bytes <= self._object_bytes and count + len(run.records) <= self._records_max
+        for at, sequence in ripe:
+            fits = size + sequence.bytes <= self._object_bytes and count + len(sequence.records) <= self._records_max
             if fits or not taken:
-                taken.append(run)
-                size, count = size + run.bytes, count + len(run.records)
+                taken.append(sequence)
+                size, count = size + sequence.bytes, count + len(sequence.records)
                 del own.open[at]
-        for run in taken:
-            self._leave(run)
-        return Batch(tenant, [record for run in taken for record in run.records])
+        for sequence in taken:
+            self._leave(sequence)
+        return Batch(tenant, [record for sequence in taken for record in sequence.records])
 
     def put_back(self, batch: Batch) -> None:
-        """Have a batch wait again, as it was: it could not be written."""
-        run = _Run(batch.tenant)
-        run.records, run.is_full = batch.records, True
-        self._runs.update(((batch.tenant, key), run) for _, key in batch.records)
+        """Return a batch that could not be written."""
+        sequence = _Sequence(batch.tenant)
+        sequence.records, sequence.is_full = batch.records, True
+        self._sequences.update(((batch.tenant, key), sequence) for _, key in batch.records)
         own = self._tenants.setdefault(batch.tenant, _Waiting())
-        own.full.append(run)
-        own.count += len(run.records)
-        self.waiting += len(run.records)
+        own.full.append(sequence)
+        own.count += len(sequence.records)
+        self.waiting += len(sequence.records)
         self._bound()
 
     def forget(self, tenant: int | None) -> None:
-        """Leave out everything of a tenant, or of all."""
+        """Drop all records of a tenant, or of all tenants."""
         for each in list(self._tenants) if tenant is None else [tenant] if tenant in self._tenants else []:
             self.waiting -= self._tenants.pop(each).count
-        self._runs = {at: run for at, run in self._runs.items() if run.tenant in self._tenants}
+        self._sequences = {at: sequence for at, sequence in self._sequences.items() if sequence.tenant in self._tenants}

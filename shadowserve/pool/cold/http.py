@@ -1,4 +1,4 @@
-"""An HTTP client that believes nothing of a server: each answer has a deadline, a size, and no redirect is followed."""
+"""An HTTP client for untrusted servers: each answer has a deadline and a size limit, and redirects are not followed."""
 
 import http.client
 import io
@@ -15,21 +15,20 @@ from urllib.request import getproxies, proxy_bypass
 
 from shadowserve.errors import ConfigurationError, ShadowServeError
 
-__all__ = ["Answer", "HttpClient", "OversizeError", "tls_context"]
-
 _CONNECT_S: Final = 2.0
 _ERROR_BYTES_MAX: Final = 16 << 10
+_PIECE_BYTES: Final = 64 << 10
 _IDLE_MAX: Final = 64
 _IDLE_S: Final = 20.0
-"""How long a connection is kept that nothing is asked through: servers close theirs after a minute or less."""
+"""Time that an idle connection is kept: servers close theirs after a minute or less."""
 
 
 class OversizeError(ShadowServeError):
-    """A body is larger than allowed, or does not have the length that it must have."""
+    """A body is larger than allowed, or does not have the required length."""
 
 
 class Answer(NamedTuple):
-    """An answer, all of it. ``body``: of an error, its beginning."""
+    """A complete answer. ``body``: of an error, its beginning."""
 
     status: int
     headers: Mapping[str, str]
@@ -37,7 +36,7 @@ class Answer(NamedTuple):
 
 
 class _TimedReader(io.RawIOBase):
-    """Reads from a socket until a deadline, however slowly bytes come."""
+    """Reads from a socket until a deadline, however slowly bytes arrive."""
 
     def __init__(self, timed: "_TimedSocket") -> None:
         self._timed = timed
@@ -56,9 +55,9 @@ class _TimedReader(io.RawIOBase):
 
 
 class _TimedSocket:
-    """A socket that http.client uses; all that it does ends at the deadline.
+    """A socket for http.client; all its operations end at the deadline.
 
-    As a socket's own, close() closes it when what makefile() has made is closed, too.
+    As with a socket, the connection is closed when close() was called and all results of makefile() are closed.
     """
 
     def __init__(self, sock: socket.socket, deadline_s: float) -> None:
@@ -74,7 +73,7 @@ class _TimedSocket:
         self.socket.settimeout(left_s)
 
     def sendall(self, data: "bytes | bytearray | memoryview") -> None:
-        self.set_timeout()  # of all of it: a socket's timeout is for the whole call
+        self.set_timeout()  # a socket's timeout covers the whole call
         self.socket.sendall(data)
 
     def makefile(self, mode: str) -> io.BufferedReader:
@@ -106,7 +105,7 @@ class _Connection(http.client.HTTPConnection):
         """Connect.
 
         Raises:
-            OSError: it cannot; TimeoutError among these.
+            OSError: The connection fails; TimeoutError among these.
         """
         sock = socket.create_connection(self._address, min(_CONNECT_S, max(0.01, deadline_s - time.monotonic())))
         timed = _TimedSocket(sock, deadline_s)
@@ -139,10 +138,10 @@ def _open_tunnel(timed: _TimedSocket, host: str, port: int) -> None:
 
 
 def tls_context(ca_file: Path | None) -> ssl.SSLContext:
-    """Return what checks servers' certificates.
+    """Return a context that checks servers' certificates.
 
     Raises:
-        ConfigurationError: ``ca_file``, trusted beside the system's authorities, cannot be used.
+        ConfigurationError: ``ca_file``, which is trusted besides the system's authorities, cannot be used.
     """
     context = ssl.create_default_context()
     if ca_file is not None:
@@ -157,10 +156,10 @@ class HttpClient:
     """Connections to one server. request() may be called by any number of threads."""
 
     def __init__(self, endpoint: str, tls: ssl.SSLContext | None = None) -> None:
-        """Make a client of the server of a URL; nothing is connected to yet.
+        """Make a client for the server of a URL, without connecting.
 
         Raises:
-            ConfigurationError: the URL cannot be used.
+            ConfigurationError: The URL cannot be used.
         """
         try:
             url = urlsplit(endpoint)
@@ -195,21 +194,21 @@ class HttpClient:
         bytes_max: int,
         length: int | None = None,
     ) -> Answer:
-        """Return the answer to a request.
+        """Send a request and return the answer.
 
         Args:
-            method: of HTTP.
-            target: path and query, encoded.
-            headers: beside ``Host`` and ``Content-Length``.
-            body: to send.
-            deadline_s: monotonic time at which it ends, whatever the server does.
-            bytes_max: most bytes of a body that is no error's.
-            length: that such a body must have; None for any.
+            method: HTTP method.
+            target: Path and query, encoded.
+            headers: Headers besides ``Host`` and ``Content-Length``.
+            body: Body of the request.
+            deadline_s: Monotonic time at which the call ends, whatever the server does.
+            bytes_max: Most bytes of a successful answer's body.
+            length: Required length of such a body; None for any.
 
         Raises:
-            OSError: the server cannot be reached, or ends the connection; TimeoutError among these.
-            http.client.HTTPException: the answer is not HTTP.
-            OversizeError: a body is larger than ``bytes_max``, or not of ``length`` bytes.
+            OSError: The server cannot be reached, or ends the connection; TimeoutError among these.
+            http.client.HTTPException: The answer is not HTTP.
+            OversizeError: A body is larger than ``bytes_max``, or not of ``length`` bytes.
         """
         connection = self._take()
         reused = connection is not None
@@ -224,7 +223,7 @@ class HttpClient:
                 connection.close()
                 if not reused:
                     raise
-                connection, reused = None, False  # the server had closed it while nothing was asked
+                connection, reused = None, False  # the server has closed the idle connection
                 continue
             except BaseException:
                 connection.close()
@@ -284,7 +283,7 @@ class HttpClient:
         connection.close()
 
     def close(self) -> None:
-        """Close the connections that nothing is asked through, and each of the others with its answer."""
+        """Close idle connections; those in use are closed after their answer."""
         with self._lock:
             self._is_closed = True
             while self._idle:
@@ -292,27 +291,39 @@ class HttpClient:
 
 
 def _body(response: http.client.HTTPResponse, bytes_max: int, length: int | None, *, cuts: bool = False) -> bytearray:
-    """Return a body; ``cuts``: its beginning where there is more than ``bytes_max``."""
-    said = response.length  # None where it comes in chunks, or to the end of the connection
-    if said is not None and not cuts and (said > bytes_max or (length is not None and said != length)):
-        raise OversizeError(f"a body of {said} bytes, and {length if length is not None else bytes_max} were asked for")
-    size = min(bytes_max, said) if said is not None else bytes_max if length is None else length
-    data = bytearray(size if said is not None or length is not None else 0)
-    got = 0
-    if data:
-        view = memoryview(data)
-        while got < size and (more := response.readinto(view[got:])):
-            got += more
-        view.release()
-        del data[got:]
+    """Return a body of at most ``bytes_max`` bytes; ``cuts``: the beginning of a longer one."""
+    declared = response.length  # None for a chunked body, or one up to the end of the connection
+    if declared is None:
+        size = bytes_max if length is None else length
+        data = _read_into(response, size) if length is not None else _read_pieces(response, size)
+        if len(data) == size and not cuts and response.read(1):
+            raise OversizeError(f"a body of more than {size} bytes")
     else:
-        while got < size and (piece := response.read(min(64 << 10, size - got))):
-            data += piece
-            got += len(piece)
-    if said is not None and got < min(size, said):
-        raise http.client.IncompleteRead(b"", size - got)
-    if said is None and got == size and not cuts and response.read(1):
-        raise OversizeError(f"a body of more than {size} bytes")
-    if length is not None and got != length:
-        raise OversizeError(f"a body of {got} bytes, and {length} were asked for")
+        if not cuts and (declared > bytes_max or (length is not None and declared != length)):
+            wanted = bytes_max if length is None else length
+            raise OversizeError(f"a body of {declared} bytes instead of {wanted}")
+        size = min(bytes_max, declared)
+        data = _read_into(response, size)
+        if len(data) < size:
+            raise http.client.IncompleteRead(b"", size - len(data))
+    if length is not None and len(data) != length:
+        raise OversizeError(f"a body of {len(data)} bytes instead of {length}")
+    return data
+
+
+def _read_into(response: http.client.HTTPResponse, size: int) -> bytearray:
+    """Return up to ``size`` bytes, received into memory of that size."""
+    data, received = bytearray(size), 0
+    with memoryview(data) as view:
+        while received < size and (more := response.readinto(view[received:])):
+            received += more
+    del data[received:]
+    return data
+
+
+def _read_pieces(response: http.client.HTTPResponse, size: int) -> bytearray:
+    """Return up to ``size`` bytes, with memory for what comes only."""
+    data = bytearray()
+    while len(data) < size and (piece := response.read(min(_PIECE_BYTES, size - len(data)))):
+        data += piece
     return data

@@ -1,4 +1,4 @@
-"""Whether a bucket is asked at all: after some failures it is left alone for a while, so that nobody waits for it."""
+"""Stops using a bucket for a while after some failures, so that clients do not wait for it."""
 
 import logging
 import threading
@@ -8,27 +8,25 @@ from typing import Final
 
 from shadowserve.errors import ShadowServeError
 
-__all__ = ["Outage"]
-
 _log = logging.getLogger(__name__)
 
 _STRIKES: Final = 3
 _PAUSE_S: Final = 1.0
 _PAUSE_MAX_S: Final = 30.0
 _OF_ONE_OBJECT: Final = frozenset({"absent", "damaged"})
-"""Failures that say something of the object, and nothing of the bucket."""
+"""Failures that concern an object and not the bucket."""
 
 
 class Outage:
     """Failures and successes of one kind of operation, from any thread.
 
     Attributes:
-        failures: by reason; none ever decreases.
-        last_error: text of the last failure that says something of the bucket, while none has ended well since.
+        failures: Failures by reason; none ever decreases.
+        last_error: Text of the last failure that concerns the bucket; empty after a success.
     """
 
     def __init__(self, operation: str, clock_s: Callable[[], float]) -> None:
-        """``operation``: for the log; ``clock_s``: monotonic."""
+        """``operation``: its name in the log; ``clock_s``: monotonic."""
         self.failures: Counter[str] = Counter()
         self._operation = operation
         self._clock_s = clock_s
@@ -41,21 +39,21 @@ class Outage:
 
     @property
     def away(self) -> bool:
-        """Whether the bucket is left alone now."""
+        """True while the bucket is not used."""
         return self._clock_s() < self._until_s
 
     @property
     def failing_s(self) -> float:
-        """For how long operations have failed, three in a row at least; 0 where they do not."""
+        """Time since operations began to fail, at least three in a row; 0 while they succeed."""
         since_s = self._failing_since_s
         return 0.0 if since_s is None or self._strikes < _STRIKES else max(self._clock_s() - since_s, 1e-3)
 
     def refusal(self, operation: str) -> ShadowServeError:
-        """Return the error of an operation that is not tried, since the bucket is left alone."""
-        return ShadowServeError(f"cannot {operation}: the bucket is left alone for a moment: {self.last_error}")
+        """Return the error of an operation that is not tried while the bucket is away."""
+        return ShadowServeError(f"cannot {operation}: the bucket has failed and is not used now: {self.last_error}")
 
     def failed(self, reason: str, error: object) -> None:
-        """Count a failure; the third in a row has the bucket left alone, for twice as long each time."""
+        """Count a failure. The third in a row makes the bucket away, each time for twice as long."""
         with self._lock:
             self.failures[reason] += 1
             if reason in _OF_ONE_OBJECT:
@@ -72,7 +70,7 @@ class Outage:
         _log.warning("s3_away operation=%s reason=%s pause_s=%g error=%r", self._operation, reason, pause_s, str(error))
 
     def succeeded(self) -> None:
-        """Say that an operation has ended well."""
+        """Count a success, which ends the outage."""
         if not self._strikes:
             return
         with self._lock:

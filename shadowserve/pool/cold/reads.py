@@ -1,4 +1,4 @@
-"""Records on their way from the bucket into the pool: in ranges, many at a time, none for longer than its deadline."""
+"""Reads records from the bucket into the pool: in ranges, many at a time, each with a deadline."""
 
 import logging
 import threading
@@ -13,28 +13,71 @@ from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.fair import FairQueue
 from shadowserve.pool.cold.layout import Contents, Place
 from shadowserve.pool.cold.outage import Outage
-from shadowserve.pool.cold.pace import Pace
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import Address, Item, Lease
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
 
-__all__ = ["ColdItem", "ColdReader"]
-
 _log = logging.getLogger(__name__)
 
 _RANGE_BYTES: Final = 8 << 20
-"""Of neighbours that are read together: S3 carries ranges of 8 to 16 MiB best, several at a time."""
+"""Most bytes of neighbours that are read together: S3 is fastest with ranges of 8 to 16 MiB, several at a time."""
 
 _WAITING_MAX: Final = 16_384
-"""Records of one tenant that wait to be read: some 10 MB. Further reads of this tenant are misses."""
+"""Most records of one tenant that wait to be read: some 10 MB. Further reads of this tenant are misses."""
 _COST_BYTES: Final = 256 << 10
-"""What a request costs beside its bytes, in turns: S3 takes about as long to begin as to bring so many."""
+"""Cost of a request besides its bytes, in the fair queue: S3 takes about as long to begin as to send as many bytes."""
 
 Done = Callable[[Lease | None], None]
 
 
+_REQUESTS: Final = 8
+"""Number of requests after which earlier measurements count half."""
+_KEPT: Final = 0.9
+_FIRST_S: Final = 0.05
+_FIRST_BYTES_PER_S: Final = 100e6
+"""Expected rate before the first measurement: S3 in its own region (docs/object-storage.md)."""
+
+
+class ThroughputEstimate:
+    """Expected time of reads, from recent requests, several of which overlap. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._busy_s, self._bytes = _FIRST_S, _FIRST_S * _FIRST_BYTES_PER_S  # of the time with requests in progress
+        self._request_s = _FIRST_S  # mean latency of a request
+        self._ended = self._under_way = 0
+        self._seen_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        """A request begins."""
+        self._pass(now_s)
+        self._under_way += 1
+
+    def end(self, now_s: float, began_s: float, size: int) -> None:
+        """A request ends with ``size`` bytes; 0 for a failed one, which counts as busy time."""
+        self._pass(now_s)
+        self._under_way -= 1
+        self._bytes += size
+        self._ended += 1
+        if size:
+            self._request_s = _KEPT * self._request_s + (1 - _KEPT) * (now_s - began_s)
+        if self._ended % _REQUESTS == 0:
+            self._busy_s, self._bytes = self._busy_s / 2, self._bytes / 2
+
+    def _pass(self, now_s: float) -> None:
+        if self._under_way:
+            self._busy_s += max(0.0, now_s - self._seen_s)
+        self._seen_s = now_s
+
+    def expected_s(self, size: int) -> float:
+        """Return the expected time for ``size`` bytes, queued ones included.
+
+        At least the time of one request, and no less than the rate of all requests together allows.
+        """
+        return max(self._request_s, size * self._busy_s / max(self._bytes, 1.0))
+
+
 class ColdItem(Item):
-    """A record that the bucket has, and the pool has not."""
+    """A record that only the bucket has."""
 
     __slots__ = ("address", "contents", "key")
 
@@ -52,7 +95,7 @@ class ColdItem(Item):
 
 
 class _Read:
-    """One record under way, and who waits for it."""
+    """One record that is being read, and its waiting clients."""
 
     __slots__ = ("address", "begun", "client", "contents", "deadline_s", "key", "place", "waiting")
 
@@ -68,20 +111,19 @@ class _Read:
 
 
 class ColdReader:
-    """Reads records, checks them, and puts them into the pool, where they are sent from and found again.
+    """Reads records, checks them, and puts them into the pool, which sends them and finds them again.
 
     Attributes:
-        requests: ranges that were read.
-        bytes: that they brought.
-        records: that were sound.
-        shared: requests for a record that was under way already.
-        crowded_out: reads that were a miss because others of their tenant were before them.
+        requests: Ranges that were read.
+        bytes: Bytes of these.
+        records: Sound records.
+        crowded_out: Reads that were a miss because other reads of their tenant came first.
     """
 
     def __init__(
         self, config: S3Config, bucket: Bucket, catalog: Catalog, outage: Outage, clock_s: Callable[[], float]
     ) -> None:
-        self.requests = self.bytes = self.records = self.shared = self.crowded_out = 0
+        self.requests = self.bytes = self.records = self.crowded_out = 0
         self._config = config
         self._bucket = bucket
         self._catalog = catalog
@@ -90,16 +132,16 @@ class ColdReader:
         self._changed = threading.Condition()
         self._reads: dict[tuple[str, bytes], _Read] = {}
         self._queue: FairQueue[_Read] = FairQueue()
-        self._by_object: dict[str, dict[int, _Read]] = {}  # the queue's reads, by offset
-        self._bytes_under_way = self._bytes_wanted = 0  # in requests; and of records that are waited for
-        self._pace = Pace()
+        self._by_object: dict[str, dict[int, _Read]] = {}  # queued reads by object and offset
+        self._bytes_under_way = self._bytes_wanted = 0  # in requests, and of all waiting records
+        self._throughput = ThroughputEstimate()
         self._closed = False
         self._pool: Pool
         self._lock: threading.Lock
         self.threads: list[threading.Thread] = []
 
     def start(self, pool: Pool, lock: threading.Lock) -> None:
-        """Begin. ``lock``: the pool's."""
+        """``lock`` is the pool's."""
         self._pool, self._lock = pool, lock
         for number in range(self._config.reads_at_once):
             thread = threading.Thread(target=self._run, name=f"s3-read-{number}", daemon=True)
@@ -108,15 +150,15 @@ class ColdReader:
 
     @property
     def under_way(self) -> int:
-        """How many records are waited for."""
+        """Number of records that clients wait for."""
         return len(self._reads)
 
     def expected_s(self, size: int) -> float:
-        """Return how long records of so many bytes, asked for together now, are expected to take."""
-        return self._pace.expected_s(self._bytes_wanted + size)
+        """Return the expected time to read records of ``size`` bytes in total now."""
+        return self._throughput.expected_s(self._bytes_wanted + size)
 
     def read(self, item: ColdItem, start: int, end: int, done: Done) -> None:
-        """As :meth:`Pool.read`; with the pool's lock held."""
+        """Read bytes of an item, as :meth:`Pool.read`; with the pool's lock held."""
         with self._changed:
             at = item.contents.name, item.key
             read = self._reads.get(at)
@@ -132,14 +174,14 @@ class ColdReader:
                     self._queue.push(item.address[0], client, read)
                     self._by_object.setdefault(item.contents.name, {})[read.place.offset] = read
                     self._changed.notify()
-                else:
-                    self.shared += 1
                 read.waiting.append((start, end, done))
         if refused:
             done(None)
 
     def step(self) -> None:
-        """Let nobody wait beyond a deadline, nor for a bucket that is away; often, from one thread."""
+        """End reads whose deadline has passed, and those that wait for a bucket that is away; called often, by one
+        thread.
+        """
         now_s, away = self._clock_s(), self._outage.away
         ended: list[Done] = []
         late = 0
@@ -147,7 +189,7 @@ class ColdReader:
             for at, read in list(self._reads.items()):
                 if read.deadline_s > now_s and not (away and not read.begun):
                     continue
-                if not away:  # a read that only waited for its turn says nothing of the bucket
+                if not away:  # a read that was only queued says nothing about the bucket
                     late += bool(read.waiting) and read.begun
                     self.crowded_out += bool(read.waiting) and not read.begun
                 ended += [done for _, _, done in read.waiting]
@@ -173,7 +215,7 @@ class ColdReader:
             del self._by_object[read.contents.name]
 
     def close(self) -> None:
-        """End: whoever waits gets nothing. The threads end when their requests do."""
+        """End: waiting clients get nothing. The threads end after their requests."""
         with self._changed:
             self._closed = True
             ended = [done for read in self._reads.values() for _, _, done in read.waiting]
@@ -187,72 +229,72 @@ class ColdReader:
     # ---- The threads that read
 
     def _run(self) -> None:
-        while (run := self._next()) is not None:
-            start, end = run[0].place.offset, run[-1].place.offset + run[-1].place.length
+        while (batch := self._next()) is not None:
+            start, end = batch[0].place.offset, batch[-1].place.offset + batch[-1].place.length
             try:
-                self._bring(run, start, end)
-            except Exception:  # a bug of ours must not leave the tier without this thread
+                self._read_range(batch, start, end)
+            except Exception:  # a bug must not end this thread
                 _log.exception("s3_read_failed")
             with self._changed:
                 self._bytes_under_way -= end - start
                 self._changed.notify_all()
 
-    def _bring(self, run: list[_Read], start: int, end: int) -> None:
+    def _read_range(self, batch: list[_Read], start: int, end: int) -> None:
         began_s = self._clock_s()
         with self._changed:
-            self._pace.begin(began_s)
+            self._throughput.begin(began_s)
         size = 0
         try:
-            data = self._bucket.read(run[0].contents.name, start, end)
+            data = self._bucket.read(batch[0].contents.name, start, end)
             size = end - start
         except BucketError as error:
-            self._fail(run, error)
+            self._fail(batch, error)
         finally:
             with self._changed:
-                self._pace.end(self._clock_s(), began_s, size)
+                self._throughput.end(self._clock_s(), began_s, size)
         if size:
             self._outage.succeeded()
-            self._arrived(run, data)
+            self._process(batch, data)
 
     def _next(self) -> list[_Read] | None:
-        """Return neighbours to read together, when there is room for them; None at the end."""
+        """Return neighbours to read together when there is room for them; None at the end."""
         with self._changed:
             while not self._closed:
-                run = self._next_run()
-                size = sum(read.place.length for read in run)
+                batch = self._next_batch()
+                size = sum(read.place.length for read in batch)
                 fits = self._bytes_under_way + size <= self._config.read_bytes_under_way_max
-                if run and (fits or not self._bytes_under_way):
+                if batch and (fits or not self._bytes_under_way):
                     self._bytes_under_way += size
-                    self._queue.charge(run[0].address[0], run[0].client, size + _COST_BYTES)
-                    for read in run:
+                    self._queue.charge(batch[0].address[0], batch[0].client, size + _COST_BYTES)
+                    for read in batch:
                         read.begun = True
                         self._unqueue(read)
                     if self._queue:
                         self._changed.notify()
-                    return run
+                    return batch
                 self._changed.wait(1.0)
         return None
 
-    def _next_run(self) -> list[_Read]:
-        """Return the read whose turn it is, and its neighbours behind it in their object, of the same tenant."""
+    def _next_batch(self) -> list[_Read]:
+        """Return the next read, and the reads that follow it in the same object."""
         found = self._queue.peek()
         if found is None:
             return []
         _, _, first = found
         of_object = self._by_object[first.contents.name]
-        run, size = [first], first.place.length
-        while (read := of_object.get(run[-1].place.offset + run[-1].place.length)) is not None:
+        batch, size = [first], first.place.length
+        while (read := of_object.get(batch[-1].place.offset + batch[-1].place.length)) is not None:
             size += read.place.length
             if size > _RANGE_BYTES:
                 break
-            run.append(read)
-        return run
+            batch.append(read)
+        return batch
 
-    def _fail(self, run: list[_Read], error: BucketError) -> None:
+    def _fail(self, batch: list[_Read], error: BucketError) -> None:
         if error.reason in ("absent", "damaged"):
-            self._catalog.hide(run[0].contents)  # the next list says what is there
+            self._catalog.hide(batch[0].contents)  # the next list finds out
         self._outage.failed(error.reason, error)
-        for read in run:
+        for read in batch:
             for _, _, done in self._take(read):
                 done(None)
 
@@ -262,23 +304,23 @@ class ColdReader:
             waiting, read.waiting = read.waiting, []
             return waiting
 
-    def _arrived(self, run: list[_Read], data: memoryview) -> None:
+    def _process(self, batch: list[_Read], data: memoryview) -> None:
         self.requests += 1
         self.bytes += len(data)
-        first = run[0].place.offset
-        for read in run:
+        first = batch[0].place.offset
+        for read in batch:
             begin = read.place.offset - first
-            self._settle(read, data[begin : begin + read.place.length])
+            self._complete(read, data[begin : begin + read.place.length])
 
-    def _settle(self, read: _Read, data: memoryview) -> None:
-        """Check a record, which may be anything; put it into the pool, and answer those who wait for it."""
+    def _complete(self, read: _Read, data: memoryview) -> None:
+        """Check a record, put it into the pool, and answer the waiting clients."""
         buffer = self._buffer(len(data))
         try:
             if buffer is not None:
                 buffer[:] = data
             head = record.verify(data if buffer is None else buffer, read.key)
             if head.head_length != read.place.head_bytes:
-                raise RecordError(f"its head has {head.head_length} bytes, the entry says {read.place.head_bytes}")
+                raise RecordError(f"its header has {head.head_length} bytes, the entry says {read.place.head_bytes}")
         except RecordError as error:
             self._give_back(buffer)
             self._catalog.hide(read.contents)
@@ -289,7 +331,7 @@ class ColdReader:
         self.records += 1
         leases: list[tuple[Done, Lease]] = []
         with self._lock:
-            item = None if self._closed else self._promote(read, buffer, head)
+            item = None if self._closed else self._keep_in_pool(read, buffer, head)
             for start, end, done in self._take(read):
                 if item is None:
                     leases.append((done, Lease(data[start:end])))
@@ -301,7 +343,7 @@ class ColdReader:
             done(lease)
 
     def _buffer(self, size: int) -> memoryview | None:
-        """Return memory of the pool; None where there is none now."""
+        """Return memory of the pool; None if there is none now."""
         with self._lock:
             if self._closed:
                 return None
@@ -315,10 +357,10 @@ class ColdReader:
             if buffer is not None and not self._closed:
                 self._pool.discard(buffer)
 
-    def _promote(self, read: _Read, buffer: memoryview | None, head: record.Head) -> Item | None:
-        """Have the pool keep a record; return its item with its value, or None where the pool does not have it.
+    def _keep_in_pool(self, read: _Read, buffer: memoryview | None, head: record.Head) -> Item | None:
+        """Put a record into the pool; return its item with its value, None if the pool does not have it.
 
-        What was removed meanwhile is not brought back.
+        A record that was removed in the meantime is not stored.
         """
         pool = self._pool
         if buffer is None:

@@ -1,15 +1,13 @@
-"""What each tenant may have of what all tenants share below the pool: bytes of the bucket, or records that are known.
+"""Divides what all tenants share in the bucket: its bytes, or the records that a node knows.
 
-Every node computes the same from its configuration and a list of the bucket.
+Every node computes the same shares from its configuration and a list of the bucket.
 """
 
 from collections.abc import Collection, Mapping
 
-__all__ = ["Shares", "most_beyond"]
-
 
 class Shares:
-    """Shares of a total, by tenants' quotas. Not for several threads at once."""
+    """Shares of a total, by tenants' quotas. For one thread at a time."""
 
     def __init__(self, total: int) -> None:
         """Divide ``total``; no tenant has a quota yet."""
@@ -19,7 +17,7 @@ class Shares:
         self._shares: dict[str, float] = {}
 
     def set_quota(self, tenant: str, quota: int | None) -> None:
-        """Bound the share of a tenant; None for no quota."""
+        """Limit the share of a tenant; None for no quota."""
         if quota is None:
             self._quotas.pop(tenant, None)
         else:
@@ -27,10 +25,10 @@ class Shares:
         self._known = frozenset()
 
     def among(self, tenants: Collection[str]) -> Mapping[str, float]:
-        """Return the share of each of ``tenants``, which has something now; together they are the total at most.
+        """Return the share of each of ``tenants``, which use something now; the sum is at most the total.
 
-        A tenant with a quota has its quota. The others have equal parts of what quotas leave, and no less than an
-        equal part of the whole, for which quotas shrink in proportion.
+        A tenant with a quota has its quota. The others share the rest equally, and have at least an equal part of the
+        whole; quotas shrink in proportion for that.
         """
         present = frozenset(tenants)
         if present != self._known or not self._shares:
@@ -49,7 +47,7 @@ class Shares:
 
 
 def most_beyond(used: Mapping[str, float], shares: Mapping[str, float]) -> str:
-    """Return the tenant that has most of its share, or is beyond it the furthest; by name among equals."""
+    """Return the tenant that uses most of its share, or exceeds it most; by name among equals."""
 
     def beyond(tenant: str) -> tuple[float, str]:
         share = shares[tenant]

@@ -8,8 +8,6 @@ from math import inf
 from typing import Final, NamedTuple
 from urllib.parse import quote
 
-__all__ = ["EMPTY_SHA256", "Credentials", "encoded_path", "encoded_query", "signed_headers"]
-
 EMPTY_SHA256: Final = hashlib.sha256(b"").hexdigest()
 _ALGORITHM: Final = "AWS4-HMAC-SHA256"
 

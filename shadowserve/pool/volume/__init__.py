@@ -1,8 +1,6 @@
-"""One device, and what survives on it: a volume. Nothing here knows that there are others, or memory beside it.
+"""A volume: one device, and what survives on it. Nothing here knows of other devices, or of the pool's memory.
 
-A volume keeps objects in extents of blocks, and a log of what has become of them, so that a restart, or a loss of power
-at any moment, finds every object that somebody was told of, or none of it. docs/storage-format.md has every byte, and
-the order that makes this so. ``README.md`` one folder up says what is where.
+A volume keeps objects in extents of blocks, and a log of changes. After a restart, or a loss of power at any moment,
+each acknowledged object is there, or was dropped as a whole. docs/storage-format.md describes every byte, and the order
+of writes that guarantees this. ``README.md`` in the parent folder lists the files.
 """
-
-__all__: list[str] = []

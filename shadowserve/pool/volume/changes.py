@@ -1,4 +1,4 @@
-"""What becomes of a change: it is durable, it will be, or it is refused."""
+"""Tickets: the outcome of a change that is not durable yet; and why a change is refused."""
 
 import threading
 from collections.abc import Callable
@@ -6,24 +6,22 @@ from collections.abc import Callable
 from shadowserve import errors
 from shadowserve.errors import ShadowServeError
 
-__all__ = ["BusyError", "OutOfBudgetError", "Ticket"]
-
 
 class OutOfBudgetError(ShadowServeError):
-    """A value does not fit the budget or the tenant's quota, even if everything that may be evicted is."""
+    """A value does not fit the budget or the tenant's quota, even after evicting all that may be evicted."""
 
 
 class BusyError(errors.BusyError):
-    """Too many writes are under way; trying again makes sense once ``again`` is settled."""
+    """Too many writes are in progress; try again when ``again`` is settled."""
 
     def __init__(self, message: str, again: "Ticket") -> None:
-        """``again`` is settled without an error as soon as there may be room."""
+        """``again`` settles without an error as soon as there may be room."""
         super().__init__(message)
         self.again = again
 
 
 class Ticket:
-    """A change that is not durable yet. A store settles it; whoever waits for it hears so, from whatever thread."""
+    """A change that is not durable yet. The pool settles it once, with or without an error, in any thread."""
 
     __slots__ = ("_done", "_error", "_lock", "_settled")
 
@@ -35,7 +33,7 @@ class Ticket:
 
     @classmethod
     def of(cls, *tickets: "Ticket") -> "Ticket":
-        """Return one that is settled when all of ``tickets`` are, with the first error among them."""
+        """Return a ticket that settles with the last of ``tickets``, with the first error among them."""
         whole = cls()
         lock = threading.Lock()
         missing, failure = len(tickets), None
@@ -54,16 +52,18 @@ class Ticket:
 
     @property
     def settled(self) -> bool:
-        """Whether it is settled, with or without an error."""
+        """True once it is settled, with or without an error."""
         return self._settled
 
     @property
     def failed(self) -> bool:
-        """Whether it is settled with an error."""
+        """True once it is settled with an error."""
         return self._error is not None
 
     def then(self, done: Callable[[Exception | None], None]) -> None:
-        """Call ``done`` with None or the error: exactly once, at once if it is settled, else in the settling thread."""
+        """Call ``done`` with None or the error, exactly once: now if it is settled, otherwise in the settling
+        thread.
+        """
         with self._lock:
             if not self._settled:
                 self._done.append(done)
@@ -71,7 +71,7 @@ class Ticket:
         done(self._error)
 
     def settle(self, error: Exception | None = None) -> None:
-        """Say that the change is durable, or why it will never be. Once, without the pool's lock."""
+        """Settle: the change is durable, or ``error`` tells why it will not be. Once, and without the pool's lock."""
         with self._lock:
             assert not self._settled, "a ticket was settled twice"
             self._settled, self._error = True, error

@@ -1,36 +1,29 @@
-"""What a volume needs of a device: bytes at offsets, and a flush.
+"""A volume's interface to its device: reads and writes of bytes at offsets, and a flush.
 
-Real devices are :class:`shadowserve.native.BlockDevice`; operations and what they promise are in ``shadowserve.block``.
-
-Whoever wants order waits for completions and flushes; docs/storage-format.md says where volumes do.
+Real devices are :class:`shadowserve.native.BlockDevice`; ``shadowserve.block`` describes operations and their promises.
+A caller that needs order waits for completions and flushes; docs/storage-format.md tells where volumes do.
 """
 
+import ctypes
+import mmap
 import select
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from shadowserve.block import BlockStatistics, Operation, OperationKind, Priority
-from shadowserve.errors import BusyError, DeviceError
-from shadowserve.latency import LatencyHistogram
+import numpy as np
+import numpy.typing as npt
 
-__all__ = [
-    "BlockDevice",
-    "BlockStatistics",
-    "BusyError",
-    "DeviceError",
-    "Operation",
-    "OperationKind",
-    "Priority",
-    "wait_for_operations",
-]
+from shadowserve.block import BlockStatistics, Operation
+from shadowserve.errors import DeviceError
+from shadowserve.latency import LatencyHistogram
 
 _SLICE_S = 0.05
 
 
 class BlockDevice(Protocol):
-    """A block device or a preallocated file, for one process.
+    """A block device or a preallocated file, used by one process.
 
-    It may check what operations say that they expect, and set ``verdict``; one that does not leaves it None.
+    It may check the expectation of an operation and set ``verdict``; otherwise that stays None.
     """
 
     name: str
@@ -38,39 +31,39 @@ class BlockDevice(Protocol):
 
     @property
     def latencies(self) -> Mapping[str, LatencyHistogram]:
-        """Times of what has been taken back, by ``read``, ``write``...; empty where it does not count them."""
+        """Latencies of completed operations by ``read``, ``write``...; empty where the device does not count them."""
 
     def register(self, memory: memoryview) -> bool:
-        """Make memory known to the kernel, which makes operations on it cheaper; whether it took it."""
+        """Register memory with the kernel, which makes operations on it cheaper; return whether that succeeded."""
 
     def unregister(self, memory: memoryview) -> None:
-        """Have the kernel forget memory that nothing under way uses."""
+        """Unregister memory that no operation uses."""
 
     def submit(self, operations: Sequence[Operation]) -> None:
-        """Queue operations, all or none; never blocks.
+        """Queue all operations or none; never blocks.
 
         Raises:
-            BusyError: there are too many already.
+            BusyError: Too many operations are queued.
         """
 
     def completed(self) -> list[Operation]:
-        """Take back what has ended, ``error`` set; the caller calls ``done``. Never blocks."""
+        """Return ended operations, with ``error`` set; the caller calls ``done``. Never blocks."""
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while there is something to take back."""
+        """Return a descriptor that is readable while completed() has something."""
 
     def statistics(self) -> BlockStatistics:
         """Return counters since it was opened."""
 
     def close(self) -> None:
-        """End; what is under way is waited for, with a bound."""
+        """Close; waits for operations in progress, with a limit."""
 
 
 def wait_for_operations(device: BlockDevice, timeout_s: float) -> list[Operation]:
-    """Return what has ended, after waiting for something to; for programs that have nothing else to do.
+    """Wait for ended operations and return them; for programs that have nothing else to do.
 
     Raises:
-        DeviceError: nothing ended in time.
+        DeviceError: No operation has ended in time.
     """
     waited = 0.0
     while not (ended := device.completed()):
@@ -81,3 +74,29 @@ def wait_for_operations(device: BlockDevice, timeout_s: float) -> list[Operation
         select.select([device.fileno()], [], [], _SLICE_S)
         waited += _SLICE_S
     return ended
+
+
+class Pages:
+    """Zeroed memory pages for reads and writes of a device. They live as long as this object or a view of them.
+
+    Attributes:
+        size: Bytes, a multiple of the page size.
+        address: Address of the first byte.
+        view: All bytes.
+        array: All bytes as an array.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Map at least ``size`` bytes.
+
+        Raises:
+            MemoryError: There is not as much memory.
+        """
+        self.size = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            mapping = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"cannot map {self.size} bytes: {error}") from error
+        self.view = memoryview(mapping)
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))

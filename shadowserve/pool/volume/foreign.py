@@ -1,10 +1,9 @@
-"""What is on a device that is no volume of ours, so that nobody formats another's data by mistake.
+"""Signature check: the content of a device without a volume, so that nobody formats another program's data by mistake.
 
-Looked at are the signatures of what is known here, wherever they lie, what wipefs(8) knows beside, where it is
-installed, and whether there is anything but zeros: in all of a small device; of a larger one at both ends and in
-samples, one at a random place of each of so many equal slices. So a run of bytes other than zeros that fills a slice
-is always found, and what takes the share s of a device, in whatever places, is overlooked with a probability of at
-most (1 - s) ** SAMPLES.
+It looks for known signatures at their places, runs wipefs(8) where that is installed, and looks for bytes other than
+zeros: in all of a small device; of a larger one at both ends, and in samples at a random place of each of many equal
+slices. So data that fills a slice is always found, and data with the share s of a device, in any places, is overlooked
+with a probability of at most (1 - s) ** SAMPLES.
 """
 
 import contextlib
@@ -18,25 +17,23 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Final
 
+from shadowserve.pool.volume.block_reader import BlockReader
 from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.format import BLOCK_BYTES, HEADER_MAGICS, SUPERBLOCK_OFFSETS
-from shadowserve.pool.volume.recovery import Reader
-
-__all__ = ["DAMAGED_VOLUME", "SAMPLES", "UNKNOWN", "describe_beginning", "describe_content", "used_by"]
 
 _log = logging.getLogger(__name__)
 
 DAMAGED_VOLUME: Final = "a volume of ShadowServe, perhaps damaged"
 UNKNOWN: Final = "something that is not known here"
 SAMPLES: Final = 4096
-"""With so many, a hundredth of a device is overlooked once in 10**17 times, a thousandth once in 60."""
+"""A hundredth of a device is overlooked once in 10**17 times, a thousandth once in 60."""
 
 _SAMPLE_BLOCKS: Final = 4
 _WHOLE_BLOCKS: Final = (256 << 20) // BLOCK_BYTES
 """Devices up to this size are read as a whole."""
 _END_BLOCKS: Final = (8 << 20) // BLOCK_BYTES
-"""Read at both ends of larger ones: there everybody's signatures are, and the first blocks of our log."""
-_TELL_S: Final = 2.0
+"""Blocks that are read at both ends of larger devices: most signatures are there, and the first blocks of our log."""
+_LOG_S: Final = 2.0
 _WIPEFS_S: Final = 30.0
 
 _KIB: Final = 1 << 10
@@ -86,18 +83,20 @@ _SIGNATURES: Final = (
     (-1024, b"Intel Raid ISM Cfg Sig. ", "a member of a firmware RAID"),
     (510, b"\x55\xaa", "an MBR partition table, or a FAT or NTFS file system"),
 )
-"""Where, what, and its name. Negative offsets count from the end, or from the last 64 KiB's, whole as they are."""
+"""Offset, signature and name. Negative offsets count from the device's end, and from the end of its last whole 64
+KiB.
+"""
 
 
 def describe_content(device: BlockDevice) -> str | None:
-    """Return what a device seems to hold; None if nothing was found on it.
+    """Return what a device seems to hold; None if nothing was found.
 
     Raises:
-        OSError: it cannot be read, so that nobody knows.
-        DeviceError: it does not answer.
+        OSError: It cannot be read, so its content is unknown.
+        DeviceError: It does not answer.
     """
     blocks = device.capacity_bytes // BLOCK_BYTES
-    reader = Reader(device)
+    reader = BlockReader(device)
     names = _find(device, reader, _places(blocks))
     if not names and reader.unreadable:
         raise reader.unreadable_error()
@@ -108,9 +107,9 @@ def describe_content(device: BlockDevice) -> str | None:
 
 
 def describe_beginning(device: BlockDevice) -> str | None:
-    """Return whose signature lies in front of the second copy of the superblock, where ours have nothing else."""
+    """Return the foreign signatures in front of the superblock's second copy, where a volume has none."""
     blocks = min(SUPERBLOCK_OFFSETS[1] // BLOCK_BYTES, device.capacity_bytes // BLOCK_BYTES)
-    names = _find(device, Reader(device), [(0, blocks)])
+    names = _find(device, BlockReader(device), [(0, blocks)])
     return " and ".join(name for name in names if name not in (DAMAGED_VOLUME, UNKNOWN)) or None
 
 
@@ -129,18 +128,18 @@ def _places(blocks: int) -> list[tuple[int, int]]:
     return places
 
 
-def _find(device: BlockDevice, reader: Reader, places: list[tuple[int, int]]) -> list[str]:
-    """Return the names of all that is found in some places; UNKNOWN among them for what has none."""
+def _find(device: BlockDevice, reader: BlockReader, places: list[tuple[int, int]]) -> list[str]:
+    """Return the names of all found content; UNKNOWN among them for content without a signature."""
     signatures: dict[int, list[tuple[int, bytes, str]]] = defaultdict(list)
     for offset, magic, name in _SIGNATURES:
         for end in {device.capacity_bytes, device.capacity_bytes // 65536 * 65536} if offset < 0 else (0,):
             block, at = divmod(end + offset, BLOCK_BYTES)
             signatures[block].append((at, magic, name))
     found: dict[str, None] = {}
-    told = time.monotonic()
+    logged = time.monotonic()
     for first, data in reader.runs(places):
-        if time.monotonic() - told > _TELL_S:
-            told = time.monotonic()
+        if time.monotonic() - logged > _LOG_S:
+            logged = time.monotonic()
             _log.info("device_looked_at device=%s block=%d of=%d", device.name, first, device.capacity_bytes >> 12)
         if not data.any():
             continue
@@ -155,7 +154,7 @@ def _find(device: BlockDevice, reader: Reader, places: list[tuple[int, int]]) ->
 
 
 def _ask_wipefs(path: str) -> list[str]:
-    """Return the kinds of what wipefs(8) finds; none where it is not installed, or cannot be run."""
+    """Return the types that wipefs(8) finds; none where it is not installed or fails."""
     program = shutil.which("wipefs") or shutil.which("wipefs", path="/usr/sbin:/sbin")
     if program is None or not (Path(path).is_file() or Path(path).is_block_device()):
         return []
@@ -174,7 +173,9 @@ def _ask_wipefs(path: str) -> list[str]:
 
 
 def used_by(path: str) -> str | None:
-    """Return who uses a file beside us, as far as the system tells; of block devices opening one does (EBUSY)."""
+    """Return another user of a file, as far as the system tells. A block device in use is refused by opening it
+    (EBUSY).
+    """
     file = Path(path)
     if not file.is_file():
         return None

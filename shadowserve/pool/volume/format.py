@@ -1,10 +1,10 @@
-"""Every byte of a volume that is not an object: superblock, blocks of records, headers of snapshots, records.
+"""Every structure of a volume except objects: superblock, blocks of records, headers of snapshots, records.
 
-docs/storage-format.md tells the same in tables. The format is frozen: a golden volume in tests/assets must be opened
-for ever, and whoever changes a structure raises :data:`VERSION`.
+docs/storage-format.md has the same in tables. The format is frozen: a golden volume in tests/assets must stay readable,
+and a change of a structure needs a new :data:`VERSION`.
 
-Parsers here take bytes of a device that may hold anything. They return None, or raise :class:`FormatError` where the
-caller has to tell a user why; they never trust a length or a count.
+Parsers take bytes that may be anything. They never trust a length or a count. They return None, or raise
+:class:`FormatError` where a user has to be told.
 """
 
 import struct
@@ -15,50 +15,23 @@ from typing import Final
 
 from shadowserve.errors import ShadowServeError
 
-__all__ = [
-    "BLOCK_BYTES",
-    "HEADER_MAGICS",
-    "LOG_MAGIC",
-    "NAME_BYTES_MAX",
-    "NAME_PIECE_BYTES",
-    "OBJECT_HEADER_BYTES",
-    "RECORDS_PER_BLOCK",
-    "RECORD_BYTES",
-    "SNAPSHOT_MAGIC",
-    "SUPERBLOCK_OFFSETS",
-    "VERSION",
-    "BlockHeader",
-    "FormatError",
-    "Layout",
-    "RecordFlag",
-    "RecordKind",
-    "SnapshotHeader",
-    "Superblock",
-    "blocks_of",
-    "pack_block",
-    "pack_name",
-    "pack_record",
-    "unpack_block",
-    "unpack_name",
-]
-
 VERSION: Final = 1
 BLOCK_BYTES: Final = 4096
 RECORD_BYTES: Final = 128
 RECORDS_PER_BLOCK: Final = 31
 OBJECT_HEADER_BYTES: Final = 2048
 SUPERBLOCK_OFFSETS: Final = (0, 1 << 20)
-"""The copies lie so far apart that whoever overwrites a device's beginning (a partition table, mkfs) leaves one."""
+"""The copies are so far apart that overwriting a device's beginning (a partition table, mkfs) leaves one."""
 NAME_PIECE_BYTES: Final = 80
 NAME_BYTES_MAX: Final = 64 << 10
-"""Of a key's text (``shadowserve.pool.terms.KEY_BYTES_MAX``) and of a tenant's name."""
+"""Most bytes of a key's text (``shadowserve.pool.terms.KEY_BYTES_MAX``) and of a tenant's name."""
 LOG_MAGIC: Final = b"SSLG"
 SNAPSHOT_MAGIC: Final = b"SSSN"
 
 _SUPERBLOCK_MAGIC: Final = b"SSVOLUME"
 _HEADER_MAGIC: Final = b"SSSH"
 HEADER_MAGICS: Final = (_SUPERBLOCK_MAGIC, LOG_MAGIC, SNAPSHOT_MAGIC, _HEADER_MAGIC, b"SSOBJECT")
-"""What blocks of a volume begin with, an object's header among them (``native/src/block/object.c``)."""
+"""First bytes of all blocks of a volume, including those of an object's header (``native/src/block/object.c``)."""
 
 _SUPERBLOCK: Final = struct.Struct("<8sHHI16s16sQQQIIQQQQQQQQ")
 _BLOCK: Final = struct.Struct("<4sHHI4x16sQQQQ")
@@ -71,11 +44,11 @@ _CRC_AT_BLOCK: Final = 8
 
 
 class FormatError(ShadowServeError):
-    """A device's content cannot be used; the message says what it is and what to do."""
+    """The content of a device cannot be used; the message says what it is and what to do."""
 
 
 class RecordKind(IntEnum):
-    """What a record of log or snapshot says (``enum ss_index_record_kind``); the index passes over the last two."""
+    """Kind of a record in log or snapshot (``enum ss_index_record_kind``); the index ignores the last two."""
 
     PUT = 1
     REMOVE = 2
@@ -87,7 +60,7 @@ class RecordKind(IntEnum):
 
 
 class RecordFlag(IntFlag):
-    """Of the object that a PUT is about (``enum ss_index_flags``), and EVERY_TENANT of a CLEAR."""
+    """Flags of a PUT's object (``enum ss_index_flags``), and EVERY_TENANT of a CLEAR."""
 
     RECORD = 1
     NAMED = 2
@@ -95,28 +68,28 @@ class RecordFlag(IntFlag):
 
 
 def blocks_of(length: int, name_blocks: int = 0) -> int:
-    """Return how many blocks an object takes with a value of ``length`` bytes, and more of them for its name."""
+    """Return the blocks of an object with a value of ``length`` bytes and ``name_blocks`` for its name."""
     return -(-(OBJECT_HEADER_BYTES + length) // BLOCK_BYTES) + name_blocks
 
 
 def _checksum(data: bytes | bytearray | memoryview, at: int) -> int:
-    """Return the CRC-32 of ``data`` with the four bytes at ``at``, where it stands, taken as zero."""
+    """Return the CRC-32 of ``data``, with zeros for the four bytes at ``at``, where the CRC itself is."""
     view = memoryview(data)
     return zlib.crc32(view[at + 4 :], zlib.crc32(b"\0\0\0\0", zlib.crc32(view[:at])))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where the parts of a volume lie, in blocks of 4 KiB from the device's beginning.
+    """Position of the parts of a volume, in blocks of 4 KiB.
 
     Attributes:
-        log_firsts: first block of each of the two copies of the log.
-        log_blocks: blocks of each copy.
-        snapshot_firsts: first block of each of the two snapshots' regions; its header is there.
-        snapshot_blocks: blocks of each region, the header's included.
-        data_first: first block of the objects.
-        data_blocks: blocks for objects.
-        objects_max: most objects.
+        log_firsts: First block of each of the log's two copies.
+        log_blocks: Blocks of each copy.
+        snapshot_firsts: First block of each of the two snapshot regions: the snapshot's header.
+        snapshot_blocks: Blocks of each region, header included.
+        data_first: First block of the objects.
+        data_blocks: Blocks for objects.
+        objects_max: Most objects.
     """
 
     log_firsts: tuple[int, int]
@@ -132,19 +105,19 @@ class Layout:
         """Lay out a device.
 
         Args:
-            capacity_bytes: of the device.
-            objects_max: most objects it shall hold.
-            log_bytes: of each copy of the log; None for half a snapshot's size, from 1 MiB to 256 MiB.
+            capacity_bytes: Bytes of the device.
+            objects_max: Most objects.
+            log_bytes: Bytes of each copy of the log; None for half a snapshot's size, from 1 MiB to 256 MiB.
 
         Raises:
-            FormatError: it is too small for as many objects, or too large.
+            FormatError: The device is too small for as many objects, or too large.
         """
         capacity = capacity_bytes // BLOCK_BYTES
         if capacity > 0xFFFF_FFFF:
             raise FormatError(f"a device of {capacity_bytes} bytes is more than a volume can be: 16 TiB; partition it")
         if not 0 < objects_max < 1 << 32:
-            raise FormatError(f"{objects_max} objects cannot be; choose from 1 to 4294967295")
-        # Beside the objects: names of keys, and what a snapshot meets twice because it moved meanwhile (records_max).
+            raise FormatError(f"objects_max is {objects_max}; it must be from 1 to 4294967295")
+        # Besides objects: names of keys, and objects that move during a snapshot and so occur twice (records_max).
         snapshot = 34 + -(-objects_max * 5 // (2 * RECORDS_PER_BLOCK))
         if log_bytes is None:
             log_bytes = min(max(snapshot * BLOCK_BYTES // 2, 1 << 20), 256 << 20)
@@ -170,11 +143,11 @@ class Layout:
 
     @property
     def records_max(self) -> int:
-        """How many records objects and names may take together; the rest of a region is for what moves meanwhile."""
+        """Most records of objects and names; the rest of a region is for objects that change during a snapshot."""
         return (self.snapshot_blocks - 34) * RECORDS_PER_BLOCK * 5 // 6
 
     def check(self, device_bytes: int) -> bool:
-        """Return whether the parts lie inside a device of that size, in order and apart from each other."""
+        """Return whether the parts are inside a device of that size and do not overlap."""
         parts = [
             (SUPERBLOCK_OFFSETS[1] // BLOCK_BYTES, 1),
             *((first, self.log_blocks) for first in self.log_firsts),
@@ -189,20 +162,20 @@ class Layout:
 
 
 LOG_BLOCKS_MIN: Final = 64
-"""The reserve for removals, and two groups of the largest names, must leave room for a snapshot in between."""
+"""The reserve for removals and two groups of the largest names must leave room for a snapshot in between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Superblock:
-    """What a volume is. Written when it is formatted, and when it grows.
+    """Identity and layout of a volume. Written when it is formatted, and when it grows.
 
     Attributes:
-        volume_id: 16 random bytes; each block and header names it, so that those of an earlier volume are foreign.
-        pool_id: of the pool that it belongs to, 16 bytes.
-        device_bytes: that it takes.
+        volume_id: 16 random bytes. Each block and header has them, so that an earlier volume's blocks are not accepted.
+        pool_id: Id of the pool, 16 bytes.
+        device_bytes: Used bytes of the device.
         created_ms: Unix time.
-        layout: where its parts lie.
-        incompatible: a bit for each change that readers of this version must not ignore; 0.
+        layout: Position of the parts.
+        incompatible: A bit for each change that readers of this version must not ignore; 0.
     """
 
     volume_id: bytes
@@ -213,7 +186,7 @@ class Superblock:
     incompatible: int = 0
 
     def with_size_of(self, other: "Superblock") -> "Superblock":
-        """Return what the volume is once it has grown to the size that another superblock names."""
+        """Return this volume's superblock after growing to the size of another superblock."""
         layout = replace(self.layout, data_blocks=other.layout.data_blocks)
         return replace(self, device_bytes=other.device_bytes, layout=layout)
 
@@ -247,10 +220,10 @@ class Superblock:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> "Superblock | None":
-        """Return what the block says; None if it is no superblock, or a damaged one.
+        """Return a block's superblock; None for other content, and for a damaged block.
 
         Raises:
-            FormatError: it is sound, and of a newer version.
+            FormatError: The block is sound but of a newer version.
         """
         if len(data) != BLOCK_BYTES or bytes(data[:8]) != _SUPERBLOCK_MAGIC:
             return None
@@ -287,14 +260,14 @@ class Superblock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockHeader:
-    """The head of a block of records, in the log or in a snapshot.
+    """The header of a block of records, in the log or in a snapshot.
 
     Attributes:
-        count: of its records, at most 31.
-        sequence: log: its number since the volume was formatted, from 1; snapshot: its place in the snapshot, from 0.
-        epoch: log: a random number of the run that wrote it; snapshot: the snapshot's generation.
-        previous_epoch: log: the epoch of the block before it; snapshot: 0.
-        durable: log: the last block that was known durable when this one was written; snapshot: 0.
+        count: Number of records, at most 31.
+        sequence: Log: number since the volume was formatted, from 1. Snapshot: position in the snapshot, from 0.
+        epoch: Log: random number of the process run that wrote it. Snapshot: the snapshot's generation.
+        previous_epoch: Log: epoch of the previous block. Snapshot: 0.
+        durable: Log: last block that was known to be durable when this one was written. Snapshot: 0.
     """
 
     count: int
@@ -326,7 +299,7 @@ def pack_block(magic: bytes, volume_id: bytes, header: BlockHeader, records: byt
 
 
 def unpack_block(magic: bytes, volume_id: bytes, data: memoryview | bytes) -> BlockHeader | None:
-    """Return the header of a block of this volume; None for anything else, and for a damaged one."""
+    """Return the header of a block of this volume; None for other content, and for a damaged block."""
     found, version, count, crc, volume, sequence, epoch, previous_epoch, durable = _BLOCK.unpack_from(data)
     if found != magic or volume != volume_id or version != VERSION or count > RECORDS_PER_BLOCK:
         return None
@@ -337,15 +310,15 @@ def unpack_block(magic: bytes, volume_id: bytes, data: memoryview | bytes) -> Bl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotHeader:
-    """What makes the blocks behind it a snapshot: written last.
+    """Completes a snapshot: it is written after the blocks behind it.
 
     Attributes:
-        generation: number of the snapshot, from 1; it lies in region ``generation % 2``.
-        blocks: of records that follow.
-        records: in them.
-        log_first: replay begins with this block of the log.
-        log_epoch: the epoch of the block before that; 0 if there is none.
-        log_last: the last block that the snapshot may hold changes of: the log was durable up to it.
+        generation: Number of the snapshot, from 1; it is in region ``generation % 2``.
+        blocks: Number of blocks that follow.
+        records: Number of records in them.
+        log_first: First block of the log to replay.
+        log_epoch: Epoch of the block before that; 0 if there is none.
+        log_last: The log was durable up to this block: the last one whose changes the snapshot may have.
         created_ms: Unix time.
     """
 
@@ -381,7 +354,7 @@ class SnapshotHeader:
 
     @classmethod
     def unpack(cls, data: memoryview | bytes, volume_id: bytes, layout: Layout, region: int) -> "SnapshotHeader | None":
-        """Return the header of a snapshot of this volume; None for anything else, and for a damaged one."""
+        """Return the header of a snapshot of this volume; None for other content, and for a damaged block."""
         fields = _SNAPSHOT.unpack_from(data)
         magic, version, _, crc, volume, generation, blocks, records, log_first, log_epoch, log_last, created = fields
         if magic != _HEADER_MAGIC or volume != volume_id or version != VERSION:
@@ -437,14 +410,14 @@ def pack_record(
 
 
 def pack_name(kind: RecordKind, tenant: int, key: bytes, name: bytes) -> bytes:
-    """Return the records that hold a text of any length: a NAME's, or a TENANT's, in pieces of 80 bytes."""
+    """Return the records of a text of any length (kind NAME or TENANT), in pieces of 80 bytes."""
     starts = range(0, max(len(name), 1), NAME_PIECE_BYTES)
     pieces = [(start, name[start : start + NAME_PIECE_BYTES]) for start in starts]
     return b"".join(_NAME.pack(kind, 0, 0, tenant, len(piece), start, len(name), key, piece) for start, piece in pieces)
 
 
 def unpack_name(record: bytes | memoryview) -> tuple[RecordKind, int, bytes, int, int, bytes] | None:
-    """Return kind, tenant, key, where the piece begins, the text's length, and the piece; None if it cannot be."""
+    """Return kind, tenant, key, start of the piece, length of the text, and the piece; None for impossible fields."""
     kind, _, _, tenant, count, start, length, key, piece = _NAME.unpack_from(record)
     if kind not in (RecordKind.NAME, RecordKind.TENANT) or start % NAME_PIECE_BYTES or length > NAME_BYTES_MAX:
         return None

@@ -1,11 +1,12 @@
-"""Making a volume of a device, and telling whether one may be opened: what may be lost is only lost when asked for."""
+"""Formatting a device as a volume, and checks whether a device may be formatted or opened."""
 
 import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shadowserve.clock import wall_clock_ms
-from shadowserve.pool.volume.device import BlockDevice, Operation, OperationKind, Priority
+from shadowserve.pool.volume.block_reader import BlockReader
+from shadowserve.pool.volume.device import BlockDevice, Pages
 from shadowserve.pool.volume.foreign import DAMAGED_VOLUME, UNKNOWN, describe_beginning, describe_content, used_by
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
@@ -15,14 +16,10 @@ from shadowserve.pool.volume.format import (
     SnapshotHeader,
     Superblock,
 )
-from shadowserve.pool.volume.pages import Pages
-from shadowserve.pool.volume.recovery import Reader
-
-__all__ = ["Objection", "check_empty", "check_superblock", "find_objection", "format_volume", "write_blocks"]
 
 
 class Objection(NamedTuple):
-    """Why a volume cannot be used although its superblock is sound: the part that it is about, and the words for it."""
+    """Reason why a volume with a sound superblock cannot be used: the part, and a message."""
 
     part: str
     what: str
@@ -38,20 +35,20 @@ def format_volume(
     clock_ms: Callable[[], int] | None = None,
     entropy: Callable[[int], bytes] = os.urandom,
 ) -> Superblock:
-    """Make an empty volume of a device, for good; everything that is on it is lost.
+    """Make an empty volume on a device; all its content is lost.
 
     Args:
-        device: nobody else uses it.
-        pool_id: 16 bytes; devices of one pool have the same.
-        objects_max: most objects that it shall hold.
-        log_bytes: of each copy of the log; by default what suits ``objects_max``.
-        force: without looking whether something is there already.
+        device: The device; no other program uses it.
+        pool_id: 16 bytes, the same for all devices of a pool.
+        objects_max: Most objects.
+        log_bytes: Bytes of each copy of the log; None for a size that suits ``objects_max``.
+        force: Do not check for present content.
         clock_ms: Unix time.
-        entropy: gives random bytes.
+        entropy: Returns random bytes.
 
     Raises:
-        FormatError: it is too small, or something is there, or somebody uses it.
-        OSError: the device failed.
+        FormatError: The device is too small, has content, or is in use.
+        OSError: The device has failed.
     """
     user = used_by(device.name)
     if user is not None:
@@ -68,8 +65,9 @@ def format_volume(
     first = SnapshotHeader(
         generation=1, blocks=0, records=0, log_first=1, log_epoch=0, log_last=0, created_ms=superblock.created_ms
     )
-    # Zeros first: at no moment are there the superblocks of two volumes. Both copies come last.
-    reader = Reader(device)
+    # The order: both superblocks are erased, so that there are never those of two volumes; then the empty
+    # snapshot's header; last both superblocks.
+    reader = BlockReader(device)
     page = bytes(BLOCK_BYTES)
     write_blocks(reader, [(offset, page) for offset in SUPERBLOCK_OFFSETS])
     place = superblock.layout.snapshot_firsts[1] * BLOCK_BYTES
@@ -79,11 +77,11 @@ def format_volume(
 
 
 def check_empty(device: BlockDevice) -> None:
-    """See that a device without a superblock may be formatted.
+    """Check that a device without a superblock may be formatted.
 
     Raises:
-        FormatError: something is on it; the message says what, and what to do.
-        OSError: it cannot be read.
+        FormatError: It has content; the message says which, and what to do.
+        OSError: It cannot be read.
     """
     found = describe_content(device)
     if found is None:
@@ -103,13 +101,13 @@ def check_empty(device: BlockDevice) -> None:
 def check_superblock(
     superblock: Superblock | None, damaged: Sequence[int], device: BlockDevice, pool_id: bytes | None
 ) -> Superblock:
-    """Return the superblock if the volume can be used; raise FormatError with what to do if not.
+    """Return the superblock of a usable volume, otherwise raise FormatError with what to do.
 
     Args:
-        superblock: of the device, if there is one.
-        damaged: which copies of it are not sound.
-        device: that it is on.
-        pool_id: that it must belong to; None for any.
+        superblock: The device's superblock, if there is one.
+        damaged: Copies of it that are not sound.
+        device: The device.
+        pool_id: Required pool; None for any.
     """
     if superblock is None:
         check_empty(device)
@@ -126,13 +124,7 @@ def check_superblock(
 
 
 def find_objection(superblock: Superblock, damaged: Sequence[int], device: BlockDevice) -> Objection | None:
-    """Return why a volume with a sound superblock cannot be used; None if it can. For those who open it or look at it.
-
-    Args:
-        superblock: that is sound.
-        damaged: which copies of it are not.
-        device: that it is on.
-    """
+    """Return why a volume with a sound superblock cannot be used; None if it can be."""
     if superblock.device_bytes > device.capacity_bytes:
         return Objection(
             "size",
@@ -150,14 +142,10 @@ def find_objection(superblock: Superblock, damaged: Sequence[int], device: Block
     return None
 
 
-def write_blocks(reader: Reader, blocks: Sequence[tuple[int, bytes]]) -> None:
+def write_blocks(reader: BlockReader, blocks: Sequence[tuple[int, bytes]]) -> None:
     """Write blocks at offsets, and flush."""
     page = Pages(BLOCK_BYTES)
     for offset, content in blocks:
         page.view[:BLOCK_BYTES] = content
-        reader.run(Operation(OperationKind.WRITE, offset, BLOCK_BYTES, page.address, Priority.WRITE, _nothing))
-    reader.run(Operation(OperationKind.FLUSH, 0, 0, 0, Priority.WRITE, _nothing))
-
-
-def _nothing(_operation: Operation) -> None:
-    """Nothing: whoever runs an operation by a Reader waits for it."""
+        reader.write(offset // BLOCK_BYTES, 1, page.address)
+    reader.flush()

@@ -1,39 +1,38 @@
-"""The log of a volume: a ring of blocks in two copies, written by groups, each made durable by one flush.
+"""The log of a volume: a ring of blocks in two copies, written in groups, each made durable by one flush.
 
-Whatever is appended while one group is on its way is the next group, so that any number of writers share a flush. A
-group begins with a fresh block: a block that was acknowledged is never written again before the ring comes round to
-it, which it may only once a snapshot covers it. So no torn write can reach what somebody relies on.
+Records that are appended while a group is being written form the next group, so any number of writers share a flush. A
+group begins with a new block: a durable block is not written again before the ring comes round to it, and it does so
+only when a snapshot covers the block. So no torn write can damage acknowledged records.
 
-A block is valid only behind its predecessor: it names the run that wrote that one (``previous_epoch``). Blocks that a
-crashed run left behind a gap are thus no part of the log, even after later runs have filled the gap.
+A block is valid only behind its predecessor: it has the epoch of the run that wrote that one (``previous_epoch``). So
+blocks that a crashed run left behind a gap are no part of the log, even after later runs have filled the gap.
 """
 
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from shadowserve.pool.volume.device import Operation, OperationKind, Priority
+from shadowserve.block import Operation, OperationKind, Priority
+from shadowserve.pool.volume.device import Pages
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     LOG_MAGIC,
     RECORD_BYTES,
     RECORDS_PER_BLOCK,
     BlockHeader,
+    Layout,
     Superblock,
     pack_block,
 )
-from shadowserve.pool.volume.pages import Pages
-
-__all__ = ["GROUP_BLOCKS_MAX", "Log", "Submit"]
 
 GROUP_BLOCKS_MAX: Final = 256
-"""Of the format: a MiB, which at an SSD's speed takes as long as the flush that follows."""
+"""Most blocks of a group in the format: one MiB, which takes an SSD as long as the flush that follows."""
 
 _WRITTEN_BLOCKS_MAX: Final = 64
-"""Of a group that this writes: as many records as are told durable in one hold of the pool's lock."""
+"""Most blocks of a group that this code writes: its tickets are settled in one hold of the pool's lock."""
 
 Submit = Callable[[list[Operation]], None]
-"""Gives operations to the device, later if it takes no more now; ``done`` comes with the pool's lock held."""
+"""Passes operations to the device, later if it accepts no more now; calls ``done`` with the pool's lock held."""
 
 _Callback = Callable[[Exception | None], None]
 
@@ -42,13 +41,13 @@ class Log:
     """Writes the log. With the pool's lock held, like everything in a volume.
 
     Attributes:
-        error: why nothing can be written any more; None while it can.
-        sequence: of the next block.
-        durable: last block that is known durable.
-        first: oldest block that is still needed.
-        records: appended since it was opened.
-        groups: written.
-        written_bytes: both copies.
+        error: Error after which nothing is written; None while all is well.
+        sequence: Number of the next block.
+        durable: Last block that is known to be durable.
+        first: Oldest block that is still needed.
+        records: Appended records since it was opened.
+        groups: Written groups.
+        written_bytes: Bytes of both copies.
     """
 
     def __init__(
@@ -62,9 +61,10 @@ class Log:
         sequence: int,
         durable: int,
     ) -> None:
-        """Go on with block ``sequence`` behind one of the run ``previous_epoch``; from ``first`` on all are needed.
+        """Continue with block ``sequence`` behind a block of the run ``previous_epoch``.
 
-        Up to ``durable`` blocks may be believed: this run's say so.
+        Blocks from ``first`` on are needed. Blocks up to ``durable`` are believed: the headers of this run's blocks say
+        so.
         """
         self.error: Exception | None = None
         self.sequence = sequence
@@ -74,7 +74,6 @@ class Log:
         self.groups = 0
         self.written_bytes = 0
         self._superblock = superblock
-        self._layout = superblock.layout
         self._submit = submit
         self._epoch = epoch
         self._previous_epoch = previous_epoch
@@ -90,46 +89,55 @@ class Log:
 
     @property
     def epoch(self) -> int:
-        """The number of this run; of a block before its first, that of the run before."""
+        """Epoch of the last block."""
         return self._previous_epoch
 
     @property
+    def _layout(self) -> Layout:
+        return self._superblock.layout
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of one copy."""
+        return self._layout.log_blocks
+
+    @property
     def blocks_free(self) -> int:
-        """How many more blocks may be written; what is appended but not written yet has its share taken off."""
+        """Blocks that may still be written, without those for appended records."""
         pending = -(-len(self._pending) // (RECORD_BYTES * RECORDS_PER_BLOCK))
         return self._layout.log_blocks - (self.sequence - self.first) - pending
 
     @property
     def idle(self) -> bool:
-        """Whether everything that was appended is durable, and no flush is under way."""
+        """True if everything appended is durable and no flush is in progress."""
         return not self._busy and not self._pending and not self._flushes
 
     @property
     def is_durable(self) -> bool:
-        """Whether everything that was appended is durable."""
+        """True if everything appended is durable."""
         return self._durable_records == self.records
 
     def append(self, records: bytes) -> None:
-        """Add records to the next group. The caller has seen that there is room for them."""
+        """Add records to the next group. The caller has checked that there is room."""
         self._pending += records
         self.records += len(records) // RECORD_BYTES
 
     def when_durable(self, callback: _Callback) -> None:
-        """Call back when all that was appended so far is durable, or with why it is not; at once if it is already."""
+        """Call back when everything appended so far is durable, or with the error; at once if it is durable already."""
         if self.error is not None or self.is_durable:
             callback(self.error)
         else:
             self._callbacks.append((self.records, callback))
 
     def flush(self, callback: _Callback) -> None:
-        """Call back when the device has flushed what has been completed by now: after the next group's flush."""
+        """Call back when the device has flushed all operations completed by now: after the next group's flush."""
         if self.error is not None:
             callback(self.error)
         else:
             self._flushes.append(callback)
 
     def step(self) -> None:
-        """Begin the next group if none is on its way."""
+        """Begin the next group if none is being written."""
         if self._busy or self.error is not None or not (self._pending or self._flushes):
             return
         self._busy = True
@@ -210,9 +218,9 @@ class Log:
             self._callbacks.popleft()[1](None)
 
     def fail(self, error: Exception) -> None:
-        """End it: what is durable is not known any more, and must not be said of anything that comes later.
+        """Stop writing: it is unknown what is durable, so no later record may be acknowledged.
 
-        After a flush that failed, a later one may succeed although the bytes are gone (fsync's well-known trap).
+        After a failed flush, a later one may succeed although bytes are lost (a known trap of fsync).
         """
         if self.error is not None:
             return

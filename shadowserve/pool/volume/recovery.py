@@ -1,59 +1,42 @@
-"""What a volume held when it was left, however it was left: the newest sound snapshot, and the log from there on.
+"""Recovery: replays a volume's newest sound snapshot and the log behind it, however the volume was left.
 
-The log ends at the first block that is not the successor of the one before. Normally nobody was ever told that what
-lies beyond is durable. Where a later block says that it was (``durable``), it has rotted in both copies: then records
-are missing that somebody relies on. Replay goes on behind the gap, and of what was there before it only those objects
-stay that carry their own proof: records, whose key says what their bytes are. Values of other keys may have been
-replaced or removed in the gap, so they are dropped and counted. The same holds where a snapshot has to be taken that
-the log does not reach back to any more.
+The log ends at the first block that is not the successor of the one before; normally nothing behind it was ever
+acknowledged. If a later block says that it was durable (``durable``), it was damaged in both copies, and acknowledged
+records are missing. Then replay continues behind the gap. Of the objects before it only records stay, since their key
+proves their bytes; values of other keys may have been replaced or removed in the gap, so they are dropped and counted.
+The same holds for a snapshot that the log does not reach back to.
 
-Of the last group nothing says that its flush was complete: what it put is read before it is believed (tail.py).
+Nothing proves that the flush of the last group was complete: its puts are read before they are believed (log_tail.py).
 """
 
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from shadowserve.errors import is_passing
 from shadowserve.native import INDEX_RECORD_DTYPE, Extents, Index, IndexSift
-from shadowserve.pool.volume.device import BlockDevice, Operation, OperationKind, Priority, wait_for_operations
+from shadowserve.pool.volume.block_reader import BlockReader
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     LOG_MAGIC,
+    NAME_PIECE_BYTES,
     RECORD_BYTES,
     RECORDS_PER_BLOCK,
     SNAPSHOT_MAGIC,
-    SUPERBLOCK_OFFSETS,
     BlockHeader,
-    FormatError,
     RecordKind,
     SnapshotHeader,
     Superblock,
     unpack_block,
+    unpack_name,
 )
 from shadowserve.pool.volume.log import GROUP_BLOCKS_MAX
-from shadowserve.pool.volume.pages import Pages
-from shadowserve.pool.volume.tail import Key, Tail
-from shadowserve.pool.volume.texts import TextReader
+from shadowserve.pool.volume.log_tail import Key, LogTail
 
-__all__ = ["ANSWER_S", "LogEnd", "Recovery", "Reader", "RecoveryReport", "read_superblocks"]
-
-ANSWER_S: Final = 60.0
-"""A device that has not answered for a minute when it is opened will not."""
-
-_PAUSE_FIRST_S: Final = 0.01
-_PAUSES_S: Final = 10.0
-"""A device that is busy is asked again, after pauses that double; all of a reader's together are no longer."""
-
-_PIECE_BLOCKS: Final = 256
-_DEPTH: Final = 4
 _WINDOW_BLOCKS: Final = 4 * GROUP_BLOCKS_MAX
-"""How far behind the log's end is looked for blocks that say it is none: what rots is a page or an erase block."""
+"""Blocks behind the log's end that are searched for proof that it is no end: damage hits a page or an erase block."""
 
 _TENANTS: Final = 1 << 16
 _SEQUENCE_OFFSET: Final = 32
@@ -64,27 +47,27 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(slots=True, kw_only=True)
 class RecoveryReport:
-    """What opening a volume found.
+    """Results of opening a volume.
 
     Attributes:
-        objects: that it holds.
-        snapshot_records: replayed from the snapshot.
-        log_blocks: replayed.
-        log_records: in them.
-        seconds: that it took.
-        superblocks_damaged: copies of the superblock that were not sound; they are written anew.
-        grown_bytes: by which the volume has grown, as its device had.
-        snapshots_damaged: headers, or blocks of a snapshot, that were not sound.
-        log_blocks_damaged: gaps in what had been acknowledged, in blocks, both copies.
-        log_blocks_repaired: blocks of the log that were sound in one copy only; the other one was written anew.
-        log_blocks_unrepaired: likewise, but the device refused to write it: there is one copy until the next snapshot.
-        unproven: objects dropped because a gap may have held their removal.
-        unnamed: objects dropped because the text of their key is not there.
-        overlapping: objects dropped because another one, stored later, lies where they lay.
-        refused: records with impossible fields.
-        torn: puts of the last group whose bytes are not there: their writers were never told that they are.
-        lost: the objects that were dropped, by reason (three fields above) and tenant; 0 for one without a name.
-        notes: what went wrong, in words.
+        objects: Present objects.
+        snapshot_records: Replayed records of the snapshot.
+        log_blocks: Replayed blocks of the log.
+        log_records: Records in them.
+        seconds: Duration.
+        superblocks_damaged: Damaged copies of the superblock; they are written again.
+        grown_bytes: Bytes by which the volume has grown with its device.
+        snapshots_damaged: Snapshots with a damaged header or block.
+        log_blocks_damaged: Acknowledged blocks of the log that are damaged in both copies.
+        log_blocks_repaired: Blocks of the log with one sound copy; the other copy was written again.
+        log_blocks_unrepaired: Such blocks where that failed: they have one copy until the next snapshot.
+        unproven: Objects dropped since a gap may have had their removal.
+        unnamed: Objects dropped since the text of their key is missing.
+        overlapping: Objects dropped since a later object overlaps them.
+        refused: Records with impossible fields.
+        torn: Puts of the last group without their bytes; they were never acknowledged.
+        lost: Dropped objects by reason (the three fields above) and tenant; 0 for tenants without a name.
+        notes: Problems, in words.
     """
 
     objects: int = 0
@@ -108,17 +91,20 @@ class RecoveryReport:
 
     @property
     def dropped(self) -> int:
-        """Objects that were stored and are not there any more."""
+        """Stored objects that were dropped."""
         return self.unproven + self.unnamed + self.overlapping
 
 
 @dataclass(slots=True, kw_only=True)
 class LogEnd:
-    """Where the log goes on: ``sequence`` is the next block's, ``epoch`` the last one's, ``first`` still needed.
+    """The end of the log, where writing continues.
 
     Attributes:
-        durable: the last block that may be believed without looking.
-        torn: keys of puts that are not to be believed: the log's next records say so.
+        first: Oldest block that is still needed.
+        sequence: Number of the next block.
+        epoch: Epoch of the last block.
+        durable: Last block that is known to be durable.
+        torn: Keys of puts that were not believed; the log's next records must say so.
     """
 
     first: int
@@ -128,197 +114,58 @@ class LogEnd:
     torn: tuple[Key, ...] = ()
 
 
-class Reader:
-    """Reads blocks of a device that nobody else uses yet, several requests at a time.
-
-    What fails is tried once more; while the device is just busy, or the system short of something, again and again,
-    and then it is an error. What cannot be read for another reason comes as zeros.
+class NameReader:
+    """Joins names of tenants and notes of the pool from records that may be anything. The index has the texts of keys.
 
     Attributes:
-        unreadable: blocks that came as zeros since they could not be read.
+        tenants: Names by id.
+        notes: The pool's notes by name.
+        refused: Records with impossible fields.
     """
 
-    def __init__(self, device: BlockDevice) -> None:
-        """Read from ``device``."""
-        self._device = device
-        self._buffers = [Pages(_PIECE_BLOCKS * BLOCK_BYTES) for _ in range(_DEPTH)]
-        self._single = Pages(BLOCK_BYTES)
-        self._ended: set[int] = set()
-        self.unreadable: set[int] = set()
-        self._error: OSError | None = None
-        self._pause_s, self._paused_s = _PAUSE_FIRST_S, 0.0
+    def __init__(self) -> None:
+        self.tenants: dict[int, bytes] = {}
+        self.notes: dict[bytes, bytes] = {}
+        self.refused = 0
+        self._pieces: dict[tuple[int, bytes], dict[int, bytes]] = {}
 
-    def run(self, operation: Operation) -> None:
-        """Do one operation and wait for it.
+    def read(self, records: npt.NDArray[Any]) -> None:
+        """Process TENANT records in the order of the log."""
+        content = np.ascontiguousarray(records).tobytes()
+        for at in range(0, len(content), RECORD_BYTES):
+            self._read(content[at : at + RECORD_BYTES])
 
-        Raises:
-            OSError: it failed.
-            DeviceError: the device does not answer.
-        """
-        while True:
-            operation.error = None
-            self._submit(operation)
-            self._wait(operation)
-            if operation.error is None:
-                return
-            self._pause(operation)
+    def _read(self, record: bytes) -> None:
+        text = unpack_name(record)
+        if text is None or text[0] is not RecordKind.TENANT:
+            self.refused += 1
+            return
+        _, tenant, key, start, length, piece = text
+        if start == 0:  # a new text begins: drop the pieces of the old one
+            self._pieces[tenant, key] = {}
+        pieces = self._pieces.setdefault((tenant, key), {})
+        pieces[start] = piece
+        if len(pieces) >= -(-length // NAME_PIECE_BYTES):
+            del self._pieces[tenant, key]
+            self._keep(tenant, key, b"".join(pieces[each] for each in sorted(pieces)))
 
-    def block(self, number: int) -> bytes:
-        """Return one block; zeros if it cannot be read. Also while pieces are being read: theirs are other buffers.
-
-        Raises:
-            OSError: the device was busy all the time.
-        """
-        operation = self._read(number, 1, self._single.address)
-        self._wait(operation)
-        if operation.error is not None and not self._read_again(number, self._single.address):
-            return bytes(BLOCK_BYTES)
-        return bytes(self._single.view[:BLOCK_BYTES])
-
-    def pieces(self, first: int, count: int) -> Iterator[tuple[int, Bytes]]:
-        """Yield (number of its first block, bytes), in order; what cannot be read is zeros. Good until the next one.
-
-        Raises:
-            OSError: the device was busy all the time.
-        """
-        return self.runs([(first, count)])
-
-    def runs(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Bytes]]:
-        """Yield what pieces() does of several runs, each a first block and a count."""
-        parts = [
-            (start, min(_PIECE_BLOCKS, first + count - start))
-            for first, count in runs
-            for start in range(first, first + count, _PIECE_BLOCKS)
-        ]
-        waiting: list[Operation] = []
-        try:
-            for turn in range(len(parts) + _DEPTH - 1):
-                if turn < len(parts):
-                    waiting.append(self._read(*parts[turn], self._buffers[turn % _DEPTH].address))
-                if turn >= _DEPTH - 1 and waiting:
-                    yield self._take(waiting.pop(0), turn - _DEPTH + 1)
-        except GeneratorExit:
-            # Whoever has seen enough leaves reads behind: into buffers that the next ones use, and under identities
-            # that the next ones may be given.
-            for operation in waiting:
-                self._wait(operation)
-            raise
-
-    def _take(self, operation: Operation, turn: int) -> tuple[int, Bytes]:
-        self._wait(operation)
-        first, blocks = operation.offset // BLOCK_BYTES, operation.length // BLOCK_BYTES
-        if operation.error is not None:
-            for block in range(blocks):
-                if not self._read_again(first + block, operation.address + block * BLOCK_BYTES):
-                    self._buffers[turn % _DEPTH].view[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = bytes(
-                        BLOCK_BYTES
-                    )
-        return first, self._buffers[turn % _DEPTH].array[: operation.length]
-
-    def _read_again(self, number: int, address: int) -> bool:
-        """Read a block that could not be read the first time; return whether it could now."""
-        while True:
-            single = self._read(number, 1, address)
-            self._wait(single)
-            if single.error is None:
-                return True
-            if not is_passing(single.error):
-                self.unreadable.add(number)
-                self._error = self._error or single.error
-                return False
-            self._pause(single)
-
-    def _pause(self, operation: Operation) -> None:
-        """Wait before what has failed is tried again; raise its error where that would not help."""
-        error = operation.error
-        assert error is not None
-        flushing = operation.kind is OperationKind.FLUSH
-        if not is_passing(error, flushing=flushing) or self._paused_s + self._pause_s > _PAUSES_S:
-            raise error
-        time.sleep(self._pause_s)
-        self._paused_s += self._pause_s
-        self._pause_s = min(2 * self._pause_s, 1.0)
-
-    def unreadable_error(self) -> OSError:
-        """Return why the first of the blocks that are unreadable could not be read."""
-        assert self._error is not None
-        return self._error
-
-    def must_have_read(self, blocks: Iterable[int]) -> None:
-        """See that blocks of which nothing sound was found were read, and not just taken for zeros.
-
-        Raises:
-            OSError: one was not, with what to do about it.
-        """
-        missing = self.unreadable.intersection(blocks)
-        if missing:
-            error = self.unreadable_error()
-            raise OSError(
-                error.errno,
-                f"block {min(missing)} of device {self._device.name} cannot be read ({error.strerror}), and there is "
-                "no sound copy of it; nothing was dropped. Try again: what was stored may be there then. If it never "
-                "can be read, take the device out of the configuration, or drop what is on it: shadowserve pool "
-                f"format --force {self._device.name}",
-            )
-
-    def _read(self, first: int, blocks: int, address: int) -> Operation:
-        operation = Operation(
-            OperationKind.READ, first * BLOCK_BYTES, blocks * BLOCK_BYTES, address, Priority.FOREGROUND, self._done
-        )
-        self._submit(operation)
-        return operation
-
-    def _submit(self, operation: Operation) -> None:
-        self._device.submit([operation])
-
-    def _wait(self, operation: Operation) -> None:
-        while id(operation) not in self._ended:
-            for ended in wait_for_operations(self._device, ANSWER_S):
-                self._ended.add(id(ended))
-        self._ended.discard(id(operation))
-
-    def _done(self, operation: Operation) -> None:
-        """Nothing: completions are taken in _wait()."""
-
-
-def read_superblocks(reader: Reader, device: BlockDevice) -> tuple[Superblock | None, list[int]]:
-    """Return what the sound copy says, and which copies are not sound.
-
-    Raises:
-        FormatError: of a newer version, or two sound copies that differ.
-        OSError: there is no sound copy, and one could not be read.
-    """
-    sound: dict[int, Superblock] = {}
-    for number, offset in enumerate(SUPERBLOCK_OFFSETS):
-        if offset + BLOCK_BYTES <= device.capacity_bytes:
-            found = Superblock.unpack(reader.block(offset // BLOCK_BYTES))
-            if found is not None:
-                sound[number] = found
-    largest = max(sound.values(), key=lambda each: each.device_bytes, default=None)
-    for number, found in list(sound.items()):
-        if largest is not None and found != largest and found.with_size_of(largest) == largest:
-            del sound[number]  # the volume was growing: this copy had not been written yet
-    damaged = [number for number in range(len(SUPERBLOCK_OFFSETS)) if number not in sound]
-    if not sound:
-        reader.must_have_read(offset // BLOCK_BYTES for offset in SUPERBLOCK_OFFSETS)
-    if len(set(sound.values())) > 1:
-        raise FormatError(
-            f"device {device.name} has the superblocks of two volumes; parts of another device were copied onto it: "
-            "restore it, or format it again, which drops all its objects"
-        )
-    return next(iter(sound.values()), None), damaged
+    def _keep(self, tenant: int, key: bytes, text: bytes) -> None:
+        if not any(key):
+            self.tenants[tenant] = text
+        else:
+            self.notes[key.rstrip(b"\0")] = text
 
 
 class Recovery:
-    """Brings the objects of one volume into an index."""
+    """Recovers the objects of one volume into an index."""
 
-    def __init__(self, reader: Reader, superblock: Superblock, index: Index, number: int) -> None:
-        """Recover the volume of ``superblock`` as device ``number`` of ``index``."""
+    def __init__(self, reader: BlockReader, superblock: Superblock, index: Index, number: int) -> None:
+        """``number`` is the index's number of the device."""
         self.report = RecoveryReport()
-        self.texts = TextReader()
+        self.names = NameReader()
         self.epochs: dict[int, int] = {}
         """Of the blocks of the log that were replayed, by sequence: these are the log, and nothing else is."""
-        self._tail = Tail()
+        self._tail = LogTail()
         self.generation_last = 0
         self.generation_newest = 0
         """Of the newest snapshot that has a sound header; 0: there is none."""
@@ -332,7 +179,7 @@ class Recovery:
         self._blocks = superblock.layout.data_first + superblock.layout.data_blocks
 
     def run(self) -> LogEnd:
-        """Replay the best snapshot and the log; return where the log goes on."""
+        """Replay the best snapshot and the log; return the end of the log."""
         headers = self._headers()
         self.generation_newest = headers[0].generation if headers else 0
         durable = headers[0].log_last if headers else 0
@@ -350,13 +197,13 @@ class Recovery:
         if partial is not None:
             self._load(partial)
             self._used = partial
-            self.report.notes.append("a snapshot is damaged, and there is no older one that the log reaches back to")
+            self.report.notes.append("a snapshot is damaged, and the log does not reach back to an older one")
             return self._replay(partial.log_first, partial.log_epoch, durable)
         return self._salvage(headers, durable)
 
     @property
     def generation_next(self) -> int:
-        """The number of the next snapshot: a new one, and not of the region that the volume was recovered from."""
+        """Generation of the next snapshot: a new number, and not of the region that the volume was recovered from."""
         after = max(self.generation_newest, self._generation_seen) + 1
         return after + (self._used is not None and after % 2 == self._used.generation % 2)
 
@@ -370,7 +217,7 @@ class Recovery:
             if header is not None:
                 found.append(header)
                 continue
-            # The next time it may be read. It must not vouch for blocks of another snapshot with its number.
+            # The header may become readable again. Its generation must not be used for another snapshot's blocks.
             block = unpack_block(SNAPSHOT_MAGIC, self._volume_id, self._reader.block(first + 1))
             self._generation_seen = max(self._generation_seen, block.epoch if block is not None else 0)
             if any(data):
@@ -379,13 +226,13 @@ class Recovery:
         return sorted(found, key=lambda header: -header.generation)
 
     def _reaches(self, header: SnapshotHeader) -> bool:
-        """Whether the log still has, or never had, the block that replay begins with."""
+        """Return whether the log still has, or never had, the first block to replay."""
         if header.log_last < header.log_first:
             return True
         return self._log_block(header.log_first, header.log_epoch) is not None
 
     def _load(self, header: SnapshotHeader) -> bool:
-        """Replay a snapshot; return whether all of it was there."""
+        """Replay a snapshot; return whether it was complete."""
         first = self._layout.snapshot_firsts[header.generation % 2] + 1
         damaged = 0
         for number, data in self._reader.pieces(first, header.blocks):
@@ -404,13 +251,13 @@ class Recovery:
 
     def _forget(self) -> None:
         self._index.clear(-1, self._number)
-        self.texts = TextReader()
+        self.names = NameReader()
         self.report.snapshot_records = 0
 
     # ---- The log
 
     def _log_block(self, sequence: int, epoch: int | None = None) -> tuple[BlockHeader, bytes] | None:
-        """Return a block of the log from whichever copy has it, behind one of the run ``epoch``; None: whatever was."""
+        """Return a block of the log from either copy, behind a block of the run ``epoch``; None accepts any."""
         for first in self._layout.log_firsts:
             data = self._reader.block(first + sequence % self._layout.log_blocks)
             header = unpack_block(LOG_MAGIC, self._volume_id, memoryview(data))
@@ -419,7 +266,7 @@ class Recovery:
         return None
 
     def _replay(self, sequence: int, epoch: int, durable: int) -> LogEnd:
-        """Replay the log from a block on, and behind gaps."""
+        """Replay the log from a block on, continuing behind gaps."""
         first = sequence
         tail = self._tail
         tail.proven = max(tail.proven, durable)
@@ -439,13 +286,15 @@ class Recovery:
             self.report.notes.append(f"blocks {sequence} to {durable} of the log are damaged in both copies")
             self._drop_unproven()
             sequence = durable + 1
-        self._must_have_read_one(*self._log_places(sequence, sequence + 1))  # else nobody knows whether it is the end
+        self._must_have_read_one(
+            *self._log_places(sequence, sequence + 1)
+        )  # otherwise it is unknown whether the log ends here
         self._judge_tail()
         durable = tail.proven if tail.torn else sequence - 1
         return LogEnd(first=first, sequence=sequence, epoch=epoch, durable=durable, torn=tuple(tail.torn))
 
     def _log_places(self, sequence: int, end: int) -> list[int]:
-        """Return the blocks of the device for those of the log from ``sequence`` until ``end``, of both copies."""
+        """Return the device's blocks of both copies of the log's blocks ``[sequence, end)``."""
         places = [number % self._layout.log_blocks for number in range(sequence, end)]
         return [first + place for first in self._layout.log_firsts for place in places]
 
@@ -454,7 +303,7 @@ class Recovery:
             self._reader.must_have_read(copies)
 
     def _replay_chain(self, sequence: int, epoch: int) -> tuple[int, int]:
-        """Replay blocks while each is the successor of the one before; return the next sequence and the last epoch."""
+        """Replay blocks while each is its predecessor's successor; return the next sequence and the last epoch."""
         begin = sequence
         while sequence - begin < self._layout.log_blocks:
             place = sequence % self._layout.log_blocks
@@ -472,7 +321,7 @@ class Recovery:
 
     def _replay_piece(self, data: Bytes, sequence: int, epoch: int) -> tuple[int, int]:
         tail = self._tail
-        data = data.copy()  # the tail keeps parts of it
+        data = data.copy()  # the log tail keeps parts of it
         view = memoryview(data)
         counts: list[int] = []
         for at in range(len(data) // BLOCK_BYTES):
@@ -497,7 +346,7 @@ class Recovery:
         return sequence + len(counts), epoch
 
     def _judge_tail(self) -> None:
-        """Replay what nothing has proven, as far as it is there."""
+        """Replay the unproven records whose objects are there."""
         self.report.log_records += self._apply_records(self._tail.judge(self._blocks, self._read_blocks))
         self.report.torn = len(self._tail.torn)
 
@@ -518,7 +367,7 @@ class Recovery:
         return None
 
     def _known(self, sequence: int, count: int) -> dict[int, BlockHeader]:
-        """Return the headers of all sound blocks with these sequences, whatever was before them."""
+        """Return the headers of all sound blocks with these sequences, whatever precedes them."""
         known: dict[int, BlockHeader] = {}
         for copy in range(len(self._layout.log_firsts)):
             known |= self._known_of(copy, sequence, count)
@@ -545,8 +394,8 @@ class Recovery:
     # ---- Without a snapshot that the log reaches back to
 
     def _salvage(self, headers: list[SnapshotHeader], durable: int) -> LogEnd:
-        """Keep what can be proven: of an old snapshot, and of all that the log still has."""
-        self.report.notes.append("no snapshot is sound that the log reaches back to")
+        """Keep what can be proven: of an old snapshot, and of all blocks of the log."""
+        self.report.notes.append("the log does not reach back to a sound snapshot")
         if headers:
             self._load(headers[0])
             self._used = headers[0]
@@ -579,7 +428,7 @@ class Recovery:
     # ---- Records
 
     def _apply(self, data: Bytes, counts: list[int]) -> int:
-        """Replay the first so many records of each block; return how many."""
+        """Replay the first ``counts`` records of the blocks; return their number."""
         if not any(counts):
             return 0
         return self._apply_records(_chosen(data, counts))
@@ -587,7 +436,7 @@ class Recovery:
     def _apply_records(self, chosen: npt.NDArray[Any]) -> int:
         if not len(chosen):
             return 0
-        self.texts.read(chosen[chosen["kind"] == RecordKind.TENANT])
+        self.names.read(chosen[chosen["kind"] == RecordKind.TENANT])
         self._note_generation(chosen["generation"][chosen["kind"] == RecordKind.PUT])
         applied = self._index.replay(self._number, self._blocks, chosen)
         self.report.refused += applied.refused
@@ -603,7 +452,7 @@ class Recovery:
     # ---- What cannot stay
 
     def _drop_unproven(self) -> None:
-        """Drop what a gap may have replaced or removed: all but records, whose key says what their bytes are."""
+        """Drop what a gap may have replaced or removed: everything except records, whose key proves their bytes."""
         before = self._census()
         self.report.unproven += self._index.sift(self._number, IndexSift.UNPROVEN)
         self._note_lost("unproven", before)
@@ -611,21 +460,21 @@ class Recovery:
     def drop_nameless(self) -> None:
         """Drop objects of named keys without a name, and those of unknown tenants."""
         before = self._census()
-        for tenant in before.keys() - {0, *self.texts.tenants}:
+        for tenant in before.keys() - {0, *self.names.tenants}:
             self.report.unnamed += self._index.clear(tenant, self._number)
         self.report.unnamed += self._index.sift(self._number, IndexSift.NAMELESS)
-        self.report.refused += self.texts.refused
+        self.report.refused += self.names.refused
         self._note_lost("unnamed", before)
 
     def reserve(self, extents: Extents) -> None:
-        """Reserve the extents of all objects; drop those that lie where later ones do."""
+        """Reserve the extents of all objects; drop objects that a later one overlaps."""
         before = self._census()
         self.report.overlapping += self._index.reserve(self._number, extents)
         self._note_lost("overlapping", before)
 
     def _census(self) -> Counter[int]:
-        """Return how many objects each tenant has."""
-        found = Counter({tenant: self._objects(tenant) for tenant in (0, *self.texts.tenants)})
+        """Return the number of objects of each tenant."""
+        found = Counter({tenant: self._objects(tenant) for tenant in (0, *self.names.tenants)})
         if found.total() < self._index.totals(device=self._number).objects:
             found = Counter({tenant: self._objects(tenant) for tenant in range(_TENANTS)})
         return +found
@@ -635,12 +484,12 @@ class Recovery:
 
     def _note_lost(self, reason: str, before: Counter[int]) -> None:
         for tenant, count in (before - self._census()).items():
-            whose = tenant if tenant in self.texts.tenants else 0
+            whose = tenant if tenant in self.names.tenants else 0
             self.report.lost.setdefault(reason, Counter())[whose] += count
 
 
 def _chosen(data: Bytes, counts: list[int]) -> npt.NDArray[Any]:
-    """Return the first so many records of each block."""
+    """Return the first ``counts`` records of the blocks."""
     blocks = data.reshape(-1, BLOCK_BYTES)[: len(counts), _RECORDS_OFFSET:]
     records = np.ascontiguousarray(blocks).view(INDEX_RECORD_DTYPE).reshape(len(counts), RECORDS_PER_BLOCK)
     if min(counts) == RECORDS_PER_BLOCK:
@@ -649,5 +498,5 @@ def _chosen(data: Bytes, counts: list[int]) -> npt.NDArray[Any]:
 
 
 def _follows(header: BlockHeader | None, sequence: int, epoch: int) -> bool:
-    """Whether a block is the one with that sequence that a run wrote behind one of the run ``epoch``."""
+    """Return whether a block has that sequence and follows a block of the run ``epoch``."""
     return header is not None and header.sequence == sequence and header.previous_epoch == epoch

@@ -1,8 +1,8 @@
-"""The two copies of a volume's log: which of them is not sound, and writing it again from the other one.
+"""Repairs the two copies of a volume's log: finds unsound blocks and writes them again from the other copy.
 
-A block is as good as one copy of it: recovery takes either. But a block with one copy is lost with that copy, and a
-power cut leaves such blocks: of a group that was not flushed yet it may keep what it likes. So once a start has found
-out which blocks are the log, it compares the copies and writes the bad ones again, before anybody builds upon them.
+Recovery accepts either copy of a block. But a block with one sound copy is lost with that copy, and a power cut leaves
+such blocks, since it may keep any part of a group that was not flushed. So after a start has found the blocks of the
+log, it compares the copies and repairs them before new records rely on the log.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,30 +12,27 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from shadowserve.pool.volume.device import Operation, OperationKind, Priority
+from shadowserve.pool.volume.block_reader import BlockReader
+from shadowserve.pool.volume.device import Pages
 from shadowserve.pool.volume.format import BLOCK_BYTES, LOG_MAGIC, Superblock, unpack_block
-from shadowserve.pool.volume.pages import Pages
-from shadowserve.pool.volume.recovery import Reader
-
-__all__ = ["BadCopies", "Repaired", "find_bad_copies", "repair_log"]
 
 _SPAN_BLOCKS: Final = 1024
-"""Compared at a time: 4 MiB of each copy."""
+"""Blocks that are compared at a time: 4 MiB of each copy."""
 _REFUSED_MAX: Final = 8
-"""A device that has refused so many writes is asked for no more: it may take a second for each of them."""
+"""Failed writes after which no more are tried: each may take a second."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class BadCopies:
-    """Blocks in a row that are sound in the other copy, and not in this one.
+    """Consecutive blocks that are sound in the other copy and not in this one.
 
     Attributes:
-        copy: this one.
-        sequence: of the first of them.
-        place: of it, on the device.
-        content: that they should have.
+        copy: Number of this copy.
+        sequence: Sequence of the first block.
+        place: First block on the device.
+        content: The sound content.
     """
 
     copy: int
@@ -45,26 +42,26 @@ class BadCopies:
 
     @property
     def count(self) -> int:
-        """How many blocks."""
+        """Number of blocks."""
         return len(self.content) // BLOCK_BYTES
 
 
 @dataclass(slots=True)
 class Repaired:
-    """What came of it: blocks that were ``written`` again, those that were ``refused``, and the last error."""
+    """Result: number of ``written`` and ``refused`` blocks, and the last error."""
 
     written: int = 0
     refused: int = 0
     error: OSError | None = None
 
 
-def find_bad_copies(reader: Reader, superblock: Superblock, epochs: Mapping[int, int]) -> Iterator[BadCopies]:
-    """Yield what is not sound in one copy of a log.
+def find_bad_copies(reader: BlockReader, superblock: Superblock, epochs: Mapping[int, int]) -> Iterator[BadCopies]:
+    """Yield the unsound blocks of each copy of a log.
 
     Args:
-        reader: of the device.
-        superblock: of the volume.
-        epochs: of the blocks that are the log, by their sequence: a block that another run left in their place is none.
+        reader: Reader of the device.
+        superblock: The volume's superblock.
+        epochs: Epochs of the log's blocks by sequence: blocks of other runs in their place are unsound.
     """
     layout = superblock.layout
     last = max(epochs, default=0)
@@ -84,13 +81,13 @@ def find_bad_copies(reader: Reader, superblock: Superblock, epochs: Mapping[int,
                 yield BadCopies(copy, first + begin, layout.log_firsts[copy] + place + begin, content)
 
 
-def repair_log(reader: Reader, superblock: Superblock, epochs: Mapping[int, int]) -> Repaired:
-    """Write again what is not sound in one copy of a log, from the other one; the caller flushes the device.
+def repair_log(reader: BlockReader, superblock: Superblock, epochs: Mapping[int, int]) -> Repaired:
+    """Write the unsound blocks of each copy again from the other copy; the caller flushes the device.
 
-    A write that fails harms nothing: what it should have repaired was not sound, and the other copy is not touched.
+    A failed write does no harm: the block was unsound before, and the other copy is not touched.
 
     Raises:
-        DeviceError: the device does not answer.
+        DeviceError: The device does not answer.
     """
     repaired = Repaired()
     for bad in find_bad_copies(reader, superblock, epochs):
@@ -99,7 +96,7 @@ def repair_log(reader: Reader, superblock: Superblock, epochs: Mapping[int, int]
         if repaired.refused < _REFUSED_MAX and _write(reader, bad.place, bad.count, page.address, repaired):
             repaired.written += bad.count
             continue
-        for at in range(bad.count):  # what a device refuses as a whole it may take in part, or the second time
+        for at in range(bad.count):  # a single block may succeed where the whole write has failed
             asked = repaired.refused < _REFUSED_MAX
             taken = asked and _write(reader, bad.place + at, 1, page.address + at * BLOCK_BYTES, repaired)
             repaired.written += taken
@@ -107,18 +104,16 @@ def repair_log(reader: Reader, superblock: Superblock, epochs: Mapping[int, int]
     return repaired
 
 
-def _write(reader: Reader, place: int, blocks: int, address: int, repaired: Repaired) -> bool:
+def _write(reader: BlockReader, place: int, blocks: int, address: int, repaired: Repaired) -> bool:
     try:
-        reader.run(
-            Operation(OperationKind.WRITE, place * BLOCK_BYTES, blocks * BLOCK_BYTES, address, Priority.WRITE, _nothing)
-        )
+        reader.write(place, blocks, address)
     except OSError as error:
         repaired.error = error
         return False
     return True
 
 
-def _read(reader: Reader, first: int, count: int) -> Bytes:
+def _read(reader: BlockReader, first: int, count: int) -> Bytes:
     return np.concatenate([data.copy() for _, data in reader.pieces(first, count)]).reshape(count, BLOCK_BYTES)
 
 
@@ -128,7 +123,9 @@ def _is_block(superblock: Superblock, data: Bytes, sequence: int, epoch: int) ->
 
 
 def _spans(sequences: list[int], log_blocks: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, count) of blocks in a row that lie together, of no more than are compared at a time."""
+    """Yield (first, count) of consecutive blocks that are adjacent on the device, at most as many as are compared at
+    a time.
+    """
     for first, count in _runs(sequences):
         begin = first
         while begin < first + count:
@@ -138,13 +135,9 @@ def _spans(sequences: list[int], log_blocks: int) -> Iterator[tuple[int, int]]:
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, count) of numbers in a row, of numbers in ascending order."""
+    """Yield (first, count) of consecutive numbers in an ascending list."""
     begin = 0
     for at in range(1, len(numbers) + 1):
         if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
             yield numbers[begin], at - begin
             begin = at
-
-
-def _nothing(_operation: Operation) -> None:
-    """Nothing: whoever runs an operation by a Reader waits for it."""

@@ -1,7 +1,7 @@
-"""The size of a volume follows that of its device: it grows. It does not shrink, since objects may lie at its end.
+"""A volume grows with its device. It never shrinks, since objects may be at its end.
 
-The objects are the last part of a volume, so a larger device has more blocks for them, and nothing moves. The most
-objects that a volume can hold stay as they were when it was formatted.
+Objects are the last part of a volume, so a larger device has more blocks for them and nothing moves. The most objects
+stay as formatted.
 """
 
 import os
@@ -11,20 +11,18 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from shadowserve.errors import ConfigurationError, DeviceError
+from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.format import BLOCK_BYTES, FormatError, Superblock
 from shadowserve.pool.volume.formatting import check_empty
-from shadowserve.pool.volume.recovery import Reader, read_superblocks
 from shadowserve.sizes import human_size
-
-__all__ = ["fit_file", "grown"]
 
 _BLOCKS_MAX: Final = 0xFFFF_FFFF
 _Device = TypeVar("_Device", bound=BlockDevice)
 
 
 def grown(superblock: Superblock, device: BlockDevice) -> Superblock:
-    """Return the superblock of a volume that takes all of its device, which may be larger than it was."""
+    """Return the superblock of a volume that uses all of its device."""
     blocks = min(device.capacity_bytes // BLOCK_BYTES, _BLOCKS_MAX)
     if blocks * BLOCK_BYTES <= superblock.device_bytes:
         return superblock
@@ -33,33 +31,32 @@ def grown(superblock: Superblock, device: BlockDevice) -> Superblock:
 
 
 def fit_file(path: Path, wanted_bytes: int, open_device: Callable[[int], _Device]) -> _Device:
-    """Open a file that is there with the size that is configured now.
+    """Open an existing file with the configured size.
 
-    A volume's file grows, unless a part of the volume is missing. A file that was never formatted, as after a first
-    start that failed, takes any size. A file that holds something else is opened as it is: what opens the pool refuses
-    it, and it must not have changed by then.
+    A volume's file grows, unless a part of the volume is missing. A file that was never formatted, as after a failed
+    first start, takes any size. A file with other content is opened unchanged: opening the pool then refuses it.
 
     Args:
-        path: of the file; it is not empty.
-        wanted_bytes: whole blocks.
-        open_device: opens it; of so many bytes, or as it is for 0.
+        path: Path of the file, which is not empty.
+        wanted_bytes: Configured size, whole blocks.
+        open_device: Opens the file with a size; 0 keeps the present one.
 
     Raises:
-        ConfigurationError: it holds a volume that is larger than that.
-        DeviceError, NativeError: it cannot be opened, or there is no room for it.
+        ConfigurationError: The volume in it is larger.
+        DeviceError, NativeError: It cannot be opened, or there is no room for it.
     """
     device = open_device(0)
     if device.capacity_bytes == wanted_bytes:
         return device
     try:
-        superblock, _ = read_superblocks(Reader(device), device)
+        superblock, _ = read_superblocks(BlockReader(device), device)
         if superblock is None:
             check_empty(device)
     except (FormatError, DeviceError, OSError):
         return device
     used_bytes = 0 if superblock is None else superblock.device_bytes
     if used_bytes > device.capacity_bytes:
-        return device  # its end was cut off: made longer it would look whole, and what was there would be zeros
+        return device  # truncated: a longer file would look intact, with zeros at its end
     device.close()
     if used_bytes > wanted_bytes:
         raise ConfigurationError(

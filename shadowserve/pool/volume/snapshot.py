@@ -1,13 +1,13 @@
-"""Snapshots: the index of a volume's objects, written in slices beside everything else, so that the log may wrap.
+"""Snapshots: the index of a volume's objects, written in slices while the volume works, so that the log may wrap.
 
-A snapshot is fuzzy: while its slices are taken the index changes. That does no harm: replay begins with the block of
-the log that was next when the snapshot began, and replaying what a slice has already seen changes nothing in the end.
-It counts once its header is durable, and that is written only after
+A snapshot is fuzzy: the index changes while slices are taken. That is harmless, since replay begins with the block of
+the log that was next when the snapshot began, and replaying a change that a slice already has changes nothing. A
+snapshot counts when its header is durable. The header is written only after
 
 1. all slices are durable, and
-2. the log is durable up to every change that a slice may have seen: writes that were under way included,
+2. the log is durable up to every change that a slice may have, including writes that were in progress,
 
-so that no snapshot knows more than the log. It goes into the region that the last complete one is not in.
+so no snapshot is ahead of the log. It goes into the region that the last complete snapshot is not in.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.native import INDEX_RECORD_DTYPE, Index
-from shadowserve.pool.volume.device import Operation, OperationKind, Priority
+from shadowserve.pool.volume.device import Pages
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     RECORD_BYTES,
@@ -31,29 +32,60 @@ from shadowserve.pool.volume.format import (
     pack_name,
 )
 from shadowserve.pool.volume.log import Log, Submit
-from shadowserve.pool.volume.pages import Pages
-
-__all__ = ["Living", "Snapshot"]
 
 Living = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
-"""Returns those of some PUT records that are to be kept."""
+"""Returns those PUT records that are kept."""
 
 SLICE_BLOCKS: Final = 64
 """About 2,000 objects: half a millisecond with the pool's lock held."""
 
-
+_RETRY_STEPS: Final = 64
+"""Steps of the volume between a failed snapshot and the next attempt."""
 _DUMPS_PER_STEP: Final = 4
-"""Parts of the index that are looked at for a slice; where they hold nothing of this device, the next step goes on."""
+"""Parts of the index that one step examines for a slice; if they have no object of this device, the next step
+continues."""
+
+
+class _IndexDump:
+    """The records of a volume's objects, read from the index in parts.
+
+    Attributes:
+        ended: All parts were read.
+    """
+
+    def __init__(self, index: Index, number: int, held: dict[tuple[int, bytes], bytes], living: Living) -> None:
+        self.ended = False
+        self._index = index
+        self._number = number
+        self._held = held
+        self._living = living
+        self._cursor = 0
+        self._part = np.zeros(SLICE_BLOCKS * RECORDS_PER_BLOCK, INDEX_RECORD_DTYPE)
+
+    def next(self) -> bytes:
+        """Return the records of the next part; none if it has no object of this device."""
+        self._cursor, count = self._index.dump(self._cursor, self._part, self._number)
+        self.ended = self._cursor == 0
+        records = self._living(self._part[:count])
+        records["device"] = 0  # the device's number may change at the next start
+        found = self._with_names(records)
+        if self.ended and self._held:
+            # Behind the index's records of the same keys, which may not be durable yet.
+            found += self._with_names(np.frombuffer(b"".join(self._held.values()), INDEX_RECORD_DTYPE))
+        return found
+
+    def _with_names(self, records: npt.NDArray[Any]) -> bytes:
+        return records.tobytes() + self._index.dump_names(records)
 
 
 class Snapshot:
-    """One snapshot on its way. With the pool's lock held.
+    """One snapshot in progress. With the pool's lock held.
 
     Attributes:
-        header: of it, once it is complete.
-        error: why it will not be.
-        written_bytes: so far.
-        wants_step: step() is to be called again, although the device does nothing for this.
+        header: Its header, once it is complete.
+        error: Why it has failed.
+        written_bytes: Bytes written so far.
+        wants_step: step() must be called again without a completion of the device.
     """
 
     def __init__(
@@ -72,20 +104,20 @@ class Snapshot:
         settle_writes: Callable[[Callable[[], None]], None],
         clock_ms: Callable[[], int],
     ) -> None:
-        """Begin one.
+        """Begin a snapshot.
 
         Args:
-            superblock: of the volume.
-            submit: to its device.
-            log: of it.
-            index: that holds the volume's objects.
-            number: of the device, in the index.
-            generation: of this snapshot.
-            tenants: names by id.
-            notes: of the pool, by name.
-            held: records of objects that the index has no more and the log has, by tenant and key.
-            living: returns which of some records are to be in it.
-            settle_writes: calls back when all writes that are under way now have their record in the log.
+            superblock: The volume's superblock.
+            submit: Passes operations to the device.
+            log: The volume's log.
+            index: Index with the volume's objects.
+            number: The index's number of the device.
+            generation: Number of this snapshot.
+            tenants: Names of tenants by id.
+            notes: The pool's notes by name.
+            held: Records of objects that only the log still has, by tenant and key.
+            living: Returns which records to keep.
+            settle_writes: Calls back when all present writes have their record in the log.
             clock_ms: Unix time.
         """
         self.header: SnapshotHeader | None = None
@@ -93,71 +125,55 @@ class Snapshot:
         self.written_bytes = 0
         self.wants_step = False
         self._superblock = superblock
-        self._layout = superblock.layout
         self._submit = submit
         self._log = log
-        self._index = index
-        self._number = number
         self._generation = generation
-        self._held = held
-        self._living = living
         self._settle_writes = settle_writes
         self._clock_ms = clock_ms
         self._log_first, self._log_epoch = log.sequence, log.epoch
-        self._cursor = 0
-        self._dumped = False
+        self._dump = _IndexDump(index, number, held, living)
         self._blocks = 0
         self._records = 0
-        self._pending = bytearray().join(
-            pack_name(RecordKind.TENANT, tenant, b"", name) for tenant, name in sorted(tenants.items())
-        )
-        self._slice = np.zeros(SLICE_BLOCKS * RECORDS_PER_BLOCK, INDEX_RECORD_DTYPE)
+        self._complete: SnapshotHeader  # before it is durable
+        self._pending = bytearray()  # records that are not written yet: first tenants and notes
+        for tenant, name in sorted(tenants.items()):
+            self._pending += pack_name(RecordKind.TENANT, tenant, b"", name)
         for name, text in sorted(notes.items()):
             self._pending += pack_name(RecordKind.TENANT, 0, name, text)
         self._buffer = Pages(SLICE_BLOCKS * BLOCK_BYTES)
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more comes of it."""
+        """True if it is complete or has failed."""
         return self.header is not None or self.error is not None
 
     @property
     def _region(self) -> int:
-        return self._layout.snapshot_firsts[self._generation % 2]
+        return self._superblock.layout.snapshot_firsts[self._generation % 2]
 
     def step(self) -> None:
-        """Take and write the next slice; called once at first, then by the device's completions."""
-        room = SLICE_BLOCKS * RECORDS_PER_BLOCK * RECORD_BYTES
+        """Take and write the next slice; then completions of the device continue it."""
+        block_bytes = RECORDS_PER_BLOCK * RECORD_BYTES
         self.wants_step = False
         for _ in range(_DUMPS_PER_STEP):
-            if self._dumped or len(self._pending) >= RECORDS_PER_BLOCK * RECORD_BYTES:
+            if self._dump.ended or len(self._pending) >= block_bytes:
                 break
-            self._cursor, count = self._index.dump(self._cursor, self._slice, self._number)
-            self._dumped = self._cursor == 0
-            records = self._living(self._slice[:count])
-            records["device"] = 0  # a device's number is the pool's of today
-            self._add(records)
-            if self._dumped and self._held:  # behind what the index says by now, of which nothing may be durable
-                self._add(np.frombuffer(b"".join(self._held.values()), INDEX_RECORD_DTYPE))
-        if not self._dumped and len(self._pending) < RECORDS_PER_BLOCK * RECORD_BYTES:
+            self._pending += self._dump.next()
+        if not self._dump.ended and len(self._pending) < block_bytes:
             self.wants_step = True
         elif self._pending:
-            self._write_slice(room)
+            self._write_slice(SLICE_BLOCKS * block_bytes)
         else:
             self._settle_writes(self._settled)
 
-    def _add(self, records: npt.NDArray[Any]) -> None:
-        self._pending += records.tobytes()
-        self._pending += self._index.dump_names(records)
-
     def _write_slice(self, room: int) -> None:
-        # Only the last block may be less than full: what does not fill one waits for the next slice.
+        # Only the last block of a snapshot may be partly filled: the rest waits for the next slice.
         count = min(len(self._pending), room)
-        if not self._dumped:
+        if not self._dump.ended:
             count -= count % (RECORDS_PER_BLOCK * RECORD_BYTES)
         blocks = -(-count // (RECORDS_PER_BLOCK * RECORD_BYTES))
-        if 1 + self._blocks + blocks > self._layout.snapshot_blocks:
-            self._fail(OSError(f"snapshot {self._generation} does not fit its region: too much changed meanwhile"))
+        if 1 + self._blocks + blocks > self._superblock.layout.snapshot_blocks:
+            self._fail(OSError(f"snapshot {self._generation} does not fit its region: too many changes"))
             return
         with memoryview(self._pending) as pending:
             for block in range(blocks):
@@ -191,7 +207,7 @@ class Snapshot:
             self.step()
 
     def _settled(self) -> None:
-        """Go on when every change that a slice may have seen is in the log."""
+        """Continue when every change that a slice may have is in the log."""
         self._log.when_durable(self._log_durable)
 
     def _log_durable(self, error: Exception | None) -> None:
@@ -230,3 +246,61 @@ class Snapshot:
 
     def _fail(self, error: Exception) -> None:
         self.error = self.error or error
+
+
+class SnapshotSchedule:
+    """Writes snapshots of a volume, one after the other: when a third of the log is used, or when one is wanted.
+
+    Attributes:
+        wanted: A snapshot begins with the next step, although the log has room.
+        written_bytes: Bytes of all snapshots, failed ones included.
+    """
+
+    def __init__(self, make: Callable[[int], Snapshot], log: Log, generation: int, *, wanted: bool) -> None:
+        """``make`` returns a new snapshot of a generation; ``generation`` is the first one's."""
+        self.wanted = wanted
+        self.completed = 0
+        self.failed = 0
+        self.written_bytes = 0
+        self._make = make
+        self._log = log
+        self._generation = generation
+        self._snapshot: Snapshot | None = None
+        self._steps_to_retry = 0
+
+    @property
+    def is_writing(self) -> bool:
+        return self._snapshot is not None
+
+    @property
+    def wants_step(self) -> bool:
+        """True if step() has more to do although the device completes nothing."""
+        return self._snapshot is not None and self._snapshot.wants_step
+
+    def step(self) -> None:
+        """Continue the snapshot, end it, or begin the next one."""
+        snapshot = self._snapshot
+        if snapshot is not None and snapshot.ended:
+            self._end(snapshot)
+        elif snapshot is not None and snapshot.wants_step:
+            snapshot.step()
+        used = self._log.sequence - self._log.first
+        if self._snapshot is None and (self.wanted or 3 * used >= self._log.blocks):
+            if self._steps_to_retry or self._log.error is not None:
+                self._steps_to_retry -= self._steps_to_retry > 0
+                return
+            self.wanted = False
+            self._snapshot = self._make(self._generation)
+            self._snapshot.step()
+
+    def _end(self, snapshot: Snapshot) -> None:
+        self.written_bytes += snapshot.written_bytes
+        if snapshot.header is not None:
+            self._log.first = snapshot.header.log_first
+            self._generation = snapshot.header.generation + 1
+            self.completed += 1
+        else:
+            self.failed += 1
+            self.wanted = True
+            self._steps_to_retry = _RETRY_STEPS
+        self._snapshot = None

@@ -1,4 +1,4 @@
-"""An offline check of a volume, which changes nothing: superblocks, log, snapshots, and every object on it."""
+"""Offline check of a volume without changes: superblocks, log, snapshots, and every object."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from shadowserve.native import (
     object_header,
     object_units,
 )
+from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.foreign import DAMAGED_VOLUME, describe_content
 from shadowserve.pool.volume.format import (
@@ -31,27 +32,25 @@ from shadowserve.pool.volume.format import (
     blocks_of,
 )
 from shadowserve.pool.volume.formatting import find_objection
-from shadowserve.pool.volume.recovery import Reader, Recovery, RecoveryReport, read_superblocks
+from shadowserve.pool.volume.recovery import Recovery, RecoveryReport
 from shadowserve.pool.volume.repair import BadCopies, find_bad_copies
-
-__all__ = ["Finding", "Verification", "verify_volume"]
 
 _SLICE_RECORDS: Final = 8192
 _OBJECTS_MAX: Final = 1 << 30
-"""More than that no index holds."""
+"""Most objects of an index."""
 
 Progress = Callable[[int, int], None]
-"""Gets how many bytes have been checked, and of how many."""
+"""Called with the number of checked bytes, and of all bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is not as it should be.
+    """A problem.
 
     Attributes:
         part: device, superblock, size, log, snapshot, index or object.
-        where: block, or key, that it is about.
-        what: in words.
+        where: Block or key.
+        what: Description.
     """
 
     part: str
@@ -61,7 +60,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Verification:
-    """What a check of one volume came to; ``superblock`` is None where there is no volume."""
+    """Result of a check of one volume; ``superblock`` is None if there is no volume."""
 
     superblock: Superblock | None = None
     report: RecoveryReport | None = None
@@ -73,7 +72,7 @@ class Verification:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing was found."""
+        """True without findings."""
         return not self.findings
 
 
@@ -81,27 +80,27 @@ def verify_volume(device: BlockDevice, *, objects: bool = True, progress: Progre
     """Check a volume that no server uses.
 
     Args:
-        device: that it is on.
-        objects: read every object, too.
-        progress: hears how far the objects are.
+        device: The device.
+        objects: Also read every object.
+        progress: Called while objects are read.
 
     Raises:
-        DeviceError: the device does not answer.
+        DeviceError: The device does not answer.
     """
     found = Verification()
     try:
         damaged = _check_superblocks(found, device)
         if damaged is not None:
             _check_volume(found, device, damaged, progress or (lambda _done, _total: None) if objects else None)
-    except (FormatError, OSError) as error:  # what a server would say, too
+    except (FormatError, OSError) as error:  # the same message as a server's
         part = "device" if isinstance(error, OSError) else "superblock"
         found.findings.append(Finding(part, "", str(error)))
     return found
 
 
 def _check_superblocks(found: Verification, device: BlockDevice) -> list[int] | None:
-    """Note what a volume is, and what a server would have against it; return damaged copies, None if it ends there."""
-    found.superblock, damaged = read_superblocks(Reader(device), device)
+    """Check the superblocks; return the damaged copies, None if the check ends here."""
+    found.superblock, damaged = read_superblocks(BlockReader(device), device)
     if found.superblock is None:
         content = describe_content(device) or "nothing"
         hint = "; neither copy of its superblock is sound" if DAMAGED_VOLUME in content else ""
@@ -118,7 +117,7 @@ def _check_superblocks(found: Verification, device: BlockDevice) -> list[int] | 
 def _check_volume(found: Verification, device: BlockDevice, damaged: list[int], progress: Progress | None) -> None:
     """Check log and snapshots, and with ``progress`` the objects."""
     assert found.superblock is not None
-    reader = Reader(device)
+    reader = BlockReader(device)
     for copy in damaged:
         where = f"block {SUPERBLOCK_OFFSETS[copy] // BLOCK_BYTES}"
         found.findings.append(Finding("superblock", where, "this copy is not sound; opening the volume repairs it"))
@@ -155,8 +154,8 @@ def _check_recovery(found: Verification, report: RecoveryReport, bad_copies: Ite
         found.findings.append(Finding("index", "", f"{report.dropped} objects cannot be kept"))
 
 
-def _check_objects(found: Verification, reader: Reader, index: Index, progress: Progress) -> None:
-    """Read all objects in the order of the device; tell of those that are not what the index says."""
+def _check_objects(found: Verification, reader: BlockReader, index: Index, progress: Progress) -> None:
+    """Read all objects in the order of the device and report those that differ from the index."""
     records = np.zeros(_SLICE_RECORDS, INDEX_RECORD_DTYPE)
     parts, cursor = [], 0
     while True:
@@ -176,7 +175,7 @@ def _check_objects(found: Verification, reader: Reader, index: Index, progress: 
         progress(done, found.object_bytes)
 
 
-def _check_object(reader: Reader, entry: IndexEntry) -> str | None:
+def _check_object(reader: BlockReader, entry: IndexEntry) -> str | None:
     blocks = range(entry.extent, entry.extent + blocks_of(entry.length, entry.name_blocks))
     content = np.concatenate([data.copy() for _, data in reader.pieces(blocks.start, len(blocks))])
     if reader.unreadable.intersection(blocks):

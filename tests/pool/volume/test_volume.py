@@ -1,12 +1,12 @@
-"""A volume on a simulated device: what is acknowledged stays, what is full says so, what fails is an error."""
+"""A volume on a simulated device: durability, full volumes, failures."""
 
 import pytest
 from simulated_device import SimulatedDevice
 from volume_support import Store, device_of, index_key
 
+from shadowserve.block import OperationKind, Priority
 from shadowserve.native import Index
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
-from shadowserve.pool.volume.device import OperationKind, Priority
 from shadowserve.pool.volume.format import RecordKind, pack_record
 from shadowserve.pool.volume.volume import Volume, VolumeError
 
@@ -15,25 +15,6 @@ KEY = bytes([7]) * 32
 
 def key(number: int) -> bytes:
     return number.to_bytes(32, "little")
-
-
-def test_a_value_is_read_back_after_a_restart() -> None:
-    store = Store(device_of())
-    store.put(KEY, b"value" * 1000, what="put")
-    store.until(lambda: store.settled)
-    assert store.settled == [("put", None)]
-    assert store.get(KEY) == b"value" * 1000
-    assert store.restarted().get(KEY) == b"value" * 1000
-
-
-def test_removed_stays_removed() -> None:
-    store = Store(device_of())
-    store.put(KEY, b"value")
-    store.drain()
-    store.remove(KEY)
-    store.barrier("removed")
-    store.until(lambda: ("removed", None) in store.settled)
-    assert store.crashed().get(KEY) is None
 
 
 def test_many_writers_share_one_group() -> None:
@@ -47,7 +28,7 @@ def test_many_writers_share_one_group() -> None:
     assert all(again.get(key(number)) == b"x" * 100 for number in range(50))
 
 
-def test_the_log_wraps_past_snapshots_and_nothing_is_lost() -> None:
+def test_the_log_wraps_without_losing_objects() -> None:
     store = Store(device_of())
     for turn in range(300):
         assert store.put(key(turn % 40), bytes([turn % 251]) * 500) is not None
@@ -63,7 +44,7 @@ def test_the_log_wraps_past_snapshots_and_nothing_is_lost() -> None:
     assert again.volume.free_blocks == again.volume.data_blocks - 40
 
 
-def test_names_tenants_and_notes_come_back_from_log_and_snapshot() -> None:
+def test_names_tenants_and_notes_are_recovered_from_log_and_snapshot() -> None:
     store = Store(device_of(objects_max=2000))
     long = bytes(range(256)) * 200
     for snapshot in (False, True):
@@ -84,7 +65,7 @@ def test_names_tenants_and_notes_come_back_from_log_and_snapshot() -> None:
         assert store.get(index_key(long)) is None
 
 
-def test_an_object_of_a_tenant_that_nobody_knows_is_dropped() -> None:
+def test_an_object_of_an_unknown_tenant_is_dropped() -> None:
     store = Store(device_of())
     store.put(KEY, b"whose?", tenant=9)
     store.drain()
@@ -92,7 +73,7 @@ def test_an_object_of_a_tenant_that_nobody_knows_is_dropped() -> None:
     assert again.get(KEY, tenant=9) is None and again.volume.report.unnamed == 1
 
 
-def test_a_nearly_full_log_turns_writers_away_until_a_snapshot_is_there() -> None:
+def test_a_nearly_full_log_refuses_writes_until_a_snapshot_is_complete() -> None:
     store = Store(device_of())
     device = store.device
     assert isinstance(device, SimulatedDevice)
@@ -115,7 +96,7 @@ def test_a_nearly_full_log_turns_writers_away_until_a_snapshot_is_there() -> Non
     assert store.crashed().get(key(0)) == b"again"
 
 
-def test_removals_and_expiries_behind_a_write_that_is_under_way_count() -> None:
+def test_removals_and_expiries_behind_a_write_in_progress_are_applied() -> None:
     store = Store(device_of())
     device = store.device
     assert isinstance(device, SimulatedDevice)
@@ -137,7 +118,7 @@ def test_removals_and_expiries_behind_a_write_that_is_under_way_count() -> None:
     assert store.get(key(3)) == b"second"
 
 
-def test_a_tenant_that_is_cleared_stays_so_and_the_others_stay() -> None:
+def test_a_cleared_tenant_stays_cleared_and_others_stay() -> None:
     store = Store(device_of())
     store.volume.name_tenant(1, b"one")
     for tenant in (0, 1):
@@ -149,7 +130,7 @@ def test_a_tenant_that_is_cleared_stays_so_and_the_others_stay() -> None:
     assert store.get(KEY) == b"0" and store.get(KEY, tenant=1) is None
 
 
-def test_a_write_that_the_device_refuses_is_an_error_to_its_writer_alone() -> None:
+def test_a_failed_write_is_an_error_for_its_writer_only() -> None:
     store = Store(device_of())
     device = store.device
     assert isinstance(device, SimulatedDevice)
@@ -170,7 +151,7 @@ def test_a_write_that_the_device_refuses_is_an_error_to_its_writer_alone() -> No
 
 
 @pytest.mark.parametrize("kind", [OperationKind.WRITE, OperationKind.FLUSH])
-def test_when_log_or_flush_fails_nobody_is_told_that_anything_is_durable_any_more(kind: OperationKind) -> None:
+def test_after_a_failed_log_write_or_flush_nothing_is_acknowledged(kind: OperationKind) -> None:
     store = Store(device_of())
     device = store.device
     assert isinstance(device, SimulatedDevice)
@@ -190,7 +171,7 @@ def test_when_log_or_flush_fails_nobody_is_told_that_anything_is_durable_any_mor
     assert store.restarted().get(key(1)) == b"before"
 
 
-def test_a_snapshot_that_cannot_be_written_is_tried_again_and_the_log_waits_for_it() -> None:
+def test_a_failed_snapshot_is_repeated_and_the_log_waits_for_it() -> None:
     store = Store(device_of())
     device = store.device
     assert isinstance(device, SimulatedDevice)
@@ -210,7 +191,7 @@ def test_a_snapshot_that_cannot_be_written_is_tried_again_and_the_log_waits_for_
     assert [store.get(key(number)) for number in range(4)] == [b"196", b"197", b"198", b"199"]
 
 
-def test_a_full_volume_says_so_and_has_room_again_once_a_removal_is_durable() -> None:
+def test_a_full_volume_has_room_again_after_a_durable_removal() -> None:
     store = Store(device_of(objects_max=8))
     count = 0
     while store.put(key(count), bytes(500_000)) is not None:
@@ -222,7 +203,7 @@ def test_a_full_volume_says_so_and_has_room_again_once_a_removal_is_durable() ->
     assert store.volume.reserve(500_000) is not None
 
 
-def test_there_are_never_more_objects_than_a_snapshot_holds() -> None:
+def test_a_volume_never_has_more_objects_than_a_snapshot_holds() -> None:
     store = Store(device_of(objects_max=8))
     with pytest.raises(OutOfBudgetError):
         for number in range(1000):
@@ -234,7 +215,7 @@ def test_there_are_never_more_objects_than_a_snapshot_holds() -> None:
     assert store.volume.statistics().snapshots_failed == 0
 
 
-def test_a_device_that_is_gone_fails_reads_and_writes_and_nothing_else() -> None:
+def test_a_lost_device_fails_reads_and_writes_only() -> None:
     store = Store(device_of())
     device = store.device
     assert isinstance(device, SimulatedDevice)

@@ -1,6 +1,6 @@
-"""Hundreds of crashes at moments that a seed chooses, against a model of what may be there afterwards.
+"""Hundreds of crashes at moments that a seed chooses, checked against a model.
 
-What was acknowledged is there, whole, until what was to replace it is: then it is one or the other. Nothing is mixed.
+An acknowledged value is present and complete until its replacement is; in between it is one or the other, never a mix.
 """
 
 import contextlib
@@ -11,8 +11,8 @@ import pytest
 from simulated_device import SimulatedDevice
 from volume_support import Store, device_of, index_key
 
+from shadowserve.block import OperationKind
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
-from shadowserve.pool.volume.device import OperationKind
 
 SEEDS = 200
 KEYS = 24
@@ -109,7 +109,7 @@ class Driver:
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 20))
-def test_a_crash_at_any_moment_keeps_what_was_acknowledged_and_tears_nothing(first: int) -> None:
+def test_a_crash_at_any_moment_keeps_acknowledged_changes_and_tears_nothing(first: int) -> None:
     snapshots = 0
     for seed in range(first, first + 20):
         driver = Driver(seed)
@@ -122,7 +122,7 @@ def test_a_crash_at_any_moment_keeps_what_was_acknowledged_and_tears_nothing(fir
     assert snapshots, "no snapshot was ever completed: the test has lost its point"
 
 
-def test_a_value_that_a_crash_cuts_short_does_not_take_the_one_before_it_along() -> None:
+def test_a_value_torn_by_a_crash_does_not_replace_the_old_one() -> None:
     """The record of the new one had survived, and its bytes had not: then both were gone."""
     cut_short = 0
     for seed in range(60):

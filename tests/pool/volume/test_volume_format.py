@@ -1,4 +1,4 @@
-"""The bytes of a volume: those of version 1 are read for ever, damaged ones are noticed, foreign ones refused."""
+"""The format of a volume: version 1 stays readable, damage is detected, foreign bytes are refused."""
 
 import random
 import struct
@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from simulated_device import SimulatedDevice
 from volume_support import POOL, SMALL, Store, device_of, index_key
 
+from shadowserve.block import OperationKind
+from shadowserve.errors import DeviceError
 from shadowserve.native import Index
-from shadowserve.pool.volume.device import DeviceError, OperationKind
+from shadowserve.pool.volume.block_reader import BlockReader
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     LOG_MAGIC,
@@ -32,7 +34,6 @@ from shadowserve.pool.volume.format import (
     unpack_block,
     unpack_name,
 )
-from shadowserve.pool.volume.recovery import Reader
 from shadowserve.pool.volume.verification import verify_volume
 from shadowserve.pool.volume.volume import Volume
 
@@ -62,7 +63,7 @@ def check_all(store: Store, *, missing: int = 0) -> None:
 # ---- Compatibility
 
 
-def test_the_golden_volume_is_opened_for_ever(golden: SimulatedDevice) -> None:
+def test_the_golden_volume_can_be_opened(golden: SimulatedDevice) -> None:
     store = Store(golden)
     check_all(store)
     assert not store.volume.report.notes and store.volume.report.objects == 41
@@ -74,7 +75,7 @@ def test_the_golden_volume_is_opened_for_ever(golden: SimulatedDevice) -> None:
     assert second and second.pinned_until_s == 2_000_000_000
 
 
-def test_this_code_writes_the_golden_volume_byte_by_byte(golden: SimulatedDevice) -> None:
+def test_the_golden_volume_is_written_byte_for_byte(golden: SimulatedDevice) -> None:
     written = dict(golden_volume.make().blocks())
     kept = dict(golden.blocks())
     assert written.keys() == kept.keys()
@@ -131,7 +132,7 @@ def test_a_volume_of_another_pool_is_refused(golden: SimulatedDevice) -> None:
 
 
 @pytest.mark.parametrize(("offset", "value"), [(8, 2), (64, 1)], ids=["version", "feature"])
-def test_a_newer_version_is_refused_not_taken_for_damage(golden: SimulatedDevice, offset: int, value: int) -> None:
+def test_a_newer_version_is_not_taken_for_damage(golden: SimulatedDevice, offset: int, value: int) -> None:
     block = bytearray(golden.peek(0, BLOCK_BYTES))
     block[offset] = value
     for copy in SUPERBLOCK_OFFSETS:
@@ -167,12 +168,12 @@ def test_a_device_that_is_too_small_cannot_be_formatted(capacity: int) -> None:
 # ---- Damaged
 
 
-def test_a_reader_that_stops_early_does_not_take_old_reads_for_new_ones() -> None:
+def test_a_reader_that_stops_early_does_not_confuse_later_reads() -> None:
     """Symptom: verify told of a sound object, the first behind the log's end, that it was not there."""
     device = SimulatedDevice(4096 * BLOCK_BYTES)
     for number in range(4096):
         device.set_block(number, number.to_bytes(8, "little") * (BLOCK_BYTES // 8))
-    reader = Reader(device)
+    reader = BlockReader(device)
     for number in range(2048, 2112):
         next(iter(reader.pieces(0, 2048)))  # the end of the log was in its first piece
         [(first, data)] = reader.pieces(number, 1)
@@ -217,7 +218,7 @@ def test_one_copy_of_the_log_is_enough(golden: SimulatedDevice, copy: int) -> No
     assert not store.volume.report.notes
 
 
-def test_a_gap_in_both_copies_of_the_log_keeps_what_is_behind_it_and_nothing_that_may_be_stale() -> None:
+def test_a_gap_in_the_log_keeps_later_objects_and_no_stale_ones() -> None:
     store = Store(device_of())
     for number in range(12):
         flags = 1 if number < 3 else 0
@@ -242,7 +243,7 @@ def test_a_gap_in_both_copies_of_the_log_keeps_what_is_behind_it_and_nothing_tha
     assert again.get(KEYS[0]) == VALUES[KEYS[0]] and again.get(KEYS[5]) is None
 
 
-def test_a_damaged_snapshot_gives_way_to_the_older_one_and_the_log() -> None:
+def test_the_older_snapshot_and_the_log_replace_a_damaged_one() -> None:
     store = Store(device_of())
     for number, (key, value) in enumerate(VALUES.items()):
         store.put(key, value[:3000])
@@ -264,7 +265,7 @@ def test_a_damaged_snapshot_gives_way_to_the_older_one_and_the_log() -> None:
     assert not after.restarted().volume.report.notes
 
 
-def test_without_any_snapshot_that_the_log_reaches_what_the_log_proves_is_kept() -> None:
+def test_without_a_usable_snapshot_proven_objects_are_kept() -> None:
     store = Store(device_of())
     for turn in range(400):
         store.put(KEYS[turn % 40], b"%d" % turn, flags=turn % 40 < 10)
@@ -275,11 +276,11 @@ def test_without_any_snapshot_that_the_log_reaches_what_the_log_proves_is_kept()
     for first in layout_of(device).snapshot_firsts:
         device.rot(first * BLOCK_BYTES + 50)
     after = Store(device)
-    assert any("no snapshot is sound" in note for note in after.volume.report.notes)
+    assert any("does not reach back to a sound snapshot" in note for note in after.volume.report.notes)
     assert all(after.get(KEYS[turn % 40]) == b"%d" % turn for turn in range(360, 400))
 
 
-def test_a_rotten_object_is_found_and_never_read_as_something_else(golden: SimulatedDevice) -> None:
+def test_a_damaged_object_is_detected(golden: SimulatedDevice) -> None:
     entries = [entry for key in KEYS if (entry := Store(golden.copy()).entry(key))]
     chance = random.Random(1)
     for entry in chance.sample(entries, 10):
@@ -343,7 +344,7 @@ def kept() -> list[bytes]:
 
 
 @pytest.mark.parametrize("number", range(len(kept())))
-def test_parsers_take_the_kept_corpus(number: int) -> None:
+def test_parsers_survive_the_corpus(number: int) -> None:
     parse(kept()[number])
 
 
@@ -353,7 +354,7 @@ def test_parsers_take_the_kept_corpus(number: int) -> None:
     seed=st.integers(0, 200),
     changes=st.lists(st.tuples(st.integers(0, 255), st.integers(0, 255)), max_size=8),
 )
-def test_parsers_take_mutations_of_golden_blocks(seed: int, changes: list[tuple[int, int]]) -> None:
+def test_parsers_survive_mutated_blocks(seed: int, changes: list[tuple[int, int]]) -> None:
     blocks = _metadata()
     block = bytearray(blocks[seed % len(blocks)])
     for at, value in changes:
@@ -365,7 +366,7 @@ def test_parsers_take_mutations_of_golden_blocks(seed: int, changes: list[tuple[
 @given(
     name=st.binary(max_size=400), kind=st.sampled_from([RecordKind.NAME, RecordKind.TENANT]), key=st.binary(max_size=32)
 )
-def test_names_of_any_length_come_back(name: bytes, kind: RecordKind, key: bytes) -> None:
+def test_names_of_any_length_are_recovered(name: bytes, kind: RecordKind, key: bytes) -> None:
     records = pack_name(kind, 7, key, name)
     pieces = [unpack_name(records[at : at + RECORD_BYTES]) for at in range(0, len(records), RECORD_BYTES)]
     assert all(piece is not None and piece[:3] == (kind, 7, key.ljust(32, b"\0")) for piece in pieces)
@@ -427,7 +428,7 @@ def _metadata() -> list[bytes]:
     return _BLOCKS
 
 
-def test_records_with_extents_that_cannot_be_are_dropped() -> None:
+def test_records_with_impossible_extents_are_dropped() -> None:
     store = Store(device_of())
     extents = [5, 10_000_000, 600, 601]  # the log's, beyond the end, and two that overlap
     for number, extent in enumerate(extents):
@@ -442,7 +443,7 @@ def test_records_with_extents_that_cannot_be_are_dropped() -> None:
     assert after.volume.free_blocks == after.volume.data_blocks - 3
 
 
-def test_pieces_of_an_old_text_are_not_taken_for_those_of_the_new_one() -> None:
+def test_pieces_of_an_old_text_are_not_mixed_with_new_ones() -> None:
     store = Store(device_of())
     for text in (b"a" * 200, b"b" * 200, b"c" * 170):
         store.volume.note(b"note", text)

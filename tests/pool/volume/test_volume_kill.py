@@ -1,4 +1,4 @@
-"""A process that writes to a real file, killed at random moments, again and again."""
+"""A process that writes to a real file is killed at random moments, again and again."""
 
 import os
 import random
@@ -51,7 +51,7 @@ def write_until_killed(path: str, turn: int) -> None:
                 select.select([device.fileno()], [], [], 0.05)
 
 
-def test_what_was_said_to_be_durable_is_there_after_each_kill(tmp_path: Path) -> None:
+def test_acknowledged_objects_survive_sigkill(tmp_path: Path) -> None:
     path = tmp_path / "device"
     with closing(BlockDevice(path, size=CAPACITY)) as device:
         Volume.format(device, pool_id=POOL, objects_max=100, log_bytes=64 << 12)

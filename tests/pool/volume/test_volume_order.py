@@ -1,9 +1,9 @@
-"""What a volume waits for: each barrier of docs/storage-format.md, one by one."""
+"""The order of a volume's writes: each barrier of docs/storage-format.md."""
 
 from simulated_device import SimulatedDevice
 from volume_support import Store, device_of
 
-from shadowserve.pool.volume.device import Operation, OperationKind
+from shadowserve.block import Operation, OperationKind
 from shadowserve.pool.volume.format import BLOCK_BYTES
 
 
@@ -29,7 +29,7 @@ def run(store: Store, steps: int = 50) -> None:
         store.step()
 
 
-def test_object_then_log_then_flush_then_the_writer_hears_of_it() -> None:
+def test_object_log_flush_and_acknowledgement_come_in_this_order() -> None:
     store = Store(device_of())
     device = simulated(store)
     store.drain()
@@ -50,7 +50,7 @@ def test_object_then_log_then_flush_then_the_writer_hears_of_it() -> None:
     assert kinds == [(write, True), (write, False), (write, False), (OperationKind.FLUSH, False)]
 
 
-def test_a_block_of_the_log_is_written_once_before_the_ring_comes_round() -> None:
+def test_a_block_of_the_log_is_written_once_in_each_round() -> None:
     store = Store(device_of())
     device = simulated(store)
     for number in range(20):
@@ -75,7 +75,7 @@ def test_a_barrier_waits_for_an_expiry_that_waits_for_its_object() -> None:
     assert {what for what, _ in store.settled} == {"put", "barrier"}
 
 
-def test_a_snapshot_does_not_count_while_an_object_that_it_names_is_on_its_way() -> None:
+def test_a_snapshot_is_completed_after_the_writes_that_it_names() -> None:
     store = Store(device_of())
     store.put(key(1), b"old")
     store.drain()
@@ -89,7 +89,7 @@ def test_a_snapshot_does_not_count_while_an_object_that_it_names_is_on_its_way()
     assert store.volume.statistics().snapshots == 1
 
 
-def test_slices_are_flushed_before_the_header_and_the_header_before_it_counts() -> None:
+def test_slices_are_flushed_before_the_header_and_the_header_before_its_use() -> None:
     store = Store(device_of())
     device = simulated(store)
     for number in range(40):
@@ -108,7 +108,7 @@ def test_slices_are_flushed_before_the_header_and_the_header_before_it_counts() 
     assert trace == ["slice", "flush", "header", "flush"]
 
 
-def test_the_extent_of_what_a_refused_write_was_to_replace_waits_for_the_removal() -> None:
+def test_a_failed_replacement_frees_the_old_extent_after_the_durable_removal() -> None:
     store = Store(device_of())
     store.put(key(1), b"old")
     store.drain()
@@ -124,7 +124,7 @@ def test_the_extent_of_what_a_refused_write_was_to_replace_waits_for_the_removal
         call()
 
 
-def test_what_a_crashed_run_left_behind_a_gap_is_never_the_successor_of_what_comes_into_the_gap() -> None:
+def test_blocks_of_a_crashed_run_do_not_follow_blocks_that_fill_the_gap() -> None:
     store = Store(device_of())
     for number in range(62):
         store.put(key(number), b"stays")
@@ -150,7 +150,7 @@ def test_what_a_crashed_run_left_behind_a_gap_is_never_the_successor_of_what_com
     assert all(third.get(key(number)) == b"stays" for number in range(62))
 
 
-def test_the_priorities_let_readers_go_first_and_snapshots_last() -> None:
+def test_reads_have_priority_and_snapshots_come_last() -> None:
     store = Store(device_of())
     device = simulated(store)
     seen: list[Operation] = []

@@ -1,4 +1,4 @@
-"""The log has two copies at every moment: a start writes again what is not sound in one of them."""
+"""Repair of the log's two copies at a start."""
 
 import errno
 
@@ -6,9 +6,10 @@ import pytest
 from simulated_device import SimulatedDevice
 from volume_support import POOL, Store, device_of, index_key
 
-from shadowserve.pool.volume.device import DeviceError, OperationKind
+from shadowserve.block import OperationKind
+from shadowserve.errors import DeviceError
+from shadowserve.pool.volume.block_reader import BlockReader
 from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout, SnapshotHeader, Superblock
-from shadowserve.pool.volume.recovery import Reader
 from shadowserve.pool.volume.verification import verify_volume
 from shadowserve.pool.volume.volume import Volume
 
@@ -71,7 +72,7 @@ def log_writes(device: SimulatedDevice) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("copy", COPIES)
-def test_a_block_that_lost_one_copy_and_later_the_other_one_loses_no_object(copy: int) -> None:
+def test_losing_one_copy_and_later_the_other_loses_no_object(copy: int) -> None:
     """Symptom: a block of the log, torn in one copy, stayed so; starts later the other copy could not be read."""
     device = written()
     tear(device, copy, 4, 7, 8, 12)
@@ -85,7 +86,7 @@ def test_a_block_that_lost_one_copy_and_later_the_other_one_loses_no_object(copy
 
 
 @pytest.mark.parametrize("copy", COPIES)
-def test_repaired_blocks_are_flushed_before_the_volume_goes_on(copy: int) -> None:
+def test_repaired_blocks_are_flushed_before_the_volume_is_used(copy: int) -> None:
     device = written()
     tear(device, copy, 4, 12)
     store = Store(device)
@@ -94,7 +95,7 @@ def test_repaired_blocks_are_flushed_before_the_volume_goes_on(copy: int) -> Non
     check_all(Store(without(device.crash(), 1 - copy)))
 
 
-def test_what_is_sound_or_behind_the_logs_end_is_not_written() -> None:
+def test_sound_blocks_and_blocks_behind_the_end_are_not_written() -> None:
     device = written()
     check_all(Store(device))
     assert log_writes(device) == []
@@ -107,7 +108,7 @@ def test_what_is_sound_or_behind_the_logs_end_is_not_written() -> None:
     assert log_writes(device) == []
 
 
-def test_each_block_is_repaired_from_the_copy_that_is_sound() -> None:
+def test_each_block_is_repaired_from_its_sound_copy() -> None:
     device = written()
     tear(device, 0, 3, 5, 6)
     tear(device, 1, 4, 7)
@@ -118,7 +119,7 @@ def test_each_block_is_repaired_from_the_copy_that_is_sound() -> None:
         check_all(Store(without(device.copy(), copy)))
 
 
-def test_a_block_of_a_run_that_came_to_nothing_is_no_copy_of_the_one_that_counts() -> None:
+def test_a_block_of_an_abandoned_run_is_not_taken_for_a_copy() -> None:
     """It has the right sequence and a right checksum, and follows the same block: only its epoch says what it is."""
     device = written()
     before = device.copy()
@@ -139,7 +140,7 @@ def test_a_block_of_a_run_that_came_to_nothing_is_no_copy_of_the_one_that_counts
     check_all(Store(without(device.restart(), 0)))
 
 
-def test_what_another_run_left_in_the_first_copy_does_not_hide_the_second_one() -> None:
+def test_a_block_of_another_run_in_the_first_copy_does_not_hide_the_second() -> None:
     """A run left block 14 in both copies, not 13; the next one's 14 then replaced only one of them before the cut."""
     device = written()
     before = device.copy()
@@ -160,7 +161,7 @@ def test_what_another_run_left_in_the_first_copy_does_not_hide_the_second_one() 
 
 
 @pytest.mark.parametrize("copy", COPIES)
-def test_a_log_that_has_come_round_is_repaired_too(copy: int) -> None:
+def test_a_wrapped_log_is_repaired(copy: int) -> None:
     store = Store(device_of())
     for turn in range(150):
         key = KEYS[turn % len(KEYS)]
@@ -179,7 +180,7 @@ def test_a_log_that_has_come_round_is_repaired_too(copy: int) -> None:
     check_all(Store(without(device.restart(), 1 - copy)))
 
 
-def test_a_copy_that_cannot_be_written_keeps_no_volume_from_opening() -> None:
+def test_a_volume_opens_although_a_copy_cannot_be_written() -> None:
     device = written()
     tear(device, 0, 4, 5, 9)
     device.fail(OperationKind.WRITE, times=None, first_block=place_of(device, 0, 4), last_block=place_of(device, 0, 5))
@@ -187,14 +188,14 @@ def test_a_copy_that_cannot_be_written_keeps_no_volume_from_opening() -> None:
     check_all(store)
     report = store.volume.report
     assert report.log_blocks_repaired == 2 and report.log_blocks_unrepaired == 1
-    assert "sound in one copy only: 1;" in report.notes[0] and "Input/output" in report.notes[0]
+    assert "1 blocks of the log are sound in one copy only" in report.notes[0] and "Input/output" in report.notes[0]
     store.step()
     store.drain()
     assert store.volume.statistics().snapshots == 1, "so that nobody needs the block any more"
     check_all(Store(without(device.restart(), 1)))
 
 
-def test_a_device_that_takes_no_writes_at_all_is_not_asked_for_ever() -> None:
+def test_a_read_only_device_gets_a_bounded_number_of_repairs() -> None:
     device = written()
     first = layout_of(device).log_firsts[0]
     device.poke(first * BLOCK_BYTES, b"\xff" * BLOCK_BYTES * layout_of(device).log_blocks)
@@ -205,7 +206,7 @@ def test_a_device_that_takes_no_writes_at_all_is_not_asked_for_ever() -> None:
     check_all(store)
 
 
-def test_a_write_that_fails_once_is_tried_again() -> None:
+def test_a_failed_repair_is_retried_once() -> None:
     device = written()
     tear(device, 0, 4)
     device.fail(OperationKind.WRITE)
@@ -214,7 +215,7 @@ def test_a_write_that_fails_once_is_tried_again() -> None:
     check_all(Store(without(device.restart(), 1)))
 
 
-def test_a_device_that_never_answers_a_write_is_refused_as_ever() -> None:
+def test_a_device_that_does_not_answer_a_repair_is_refused() -> None:
     device = written()
     tear(device, 0, 4)
     device.fail(OperationKind.WRITE, stuck=True)
@@ -222,7 +223,7 @@ def test_a_device_that_never_answers_a_write_is_refused_as_ever() -> None:
         Store(device)
 
 
-def test_a_snapshot_whose_header_comes_to_light_again_does_not_vouch_for_blocks_of_another_one() -> None:
+def test_a_header_that_becomes_readable_again_does_not_match_another_snapshots_blocks() -> None:
     """Symptom: the next snapshot had its number, so that a power cut left parts of both under the old header."""
     store = Store(written())
     store.volume.snapshot()
@@ -250,14 +251,14 @@ def test_a_snapshot_whose_header_comes_to_light_again_does_not_vouch_for_blocks_
     assert [found.get(key) for key in KEYS] == [None, *(b"value of " + key for key in KEYS[1:])]
 
 
-def test_verify_writes_nothing_and_names_the_copy() -> None:
+def test_verify_writes_nothing_and_names_the_unsound_copy() -> None:
     device = written()
     tear(device, 1, 6)
     assert [finding.where for finding in verify_volume(device).findings] == ["block 6, copy 1"]
     assert all(kind is OperationKind.READ for kind, _, _ in device.trace)
 
 
-def test_many_torn_blocks_in_a_long_log_are_no_gap() -> None:
+def test_many_torn_blocks_in_a_long_log_are_repaired() -> None:
     device = SimulatedDevice(64 << 20, seed=3)
     Volume.format(device, pool_id=POOL, objects_max=200, log_bytes=24 << 20)
     store = Store(device)
@@ -273,12 +274,12 @@ def test_many_torn_blocks_in_a_long_log_are_no_gap() -> None:
     assert report.log_blocks_repaired == len(range(257, 1500, 7))
 
 
-def test_one_block_is_read_beside_pieces() -> None:
+def test_one_block_can_be_read_during_pieces() -> None:
     """Symptom: the other copy of a torn block was read into memory that a read of a later piece wrote to meanwhile."""
     device = SimulatedDevice(4096 * BLOCK_BYTES)
     for number in range(4096):
         device.set_block(number, number.to_bytes(8, "little") * (BLOCK_BYTES // 8))
-    reader = Reader(device)
+    reader = BlockReader(device)
     for first, data in reader.pieces(0, 4096):
         assert int.from_bytes(reader.block(4095 - first)[:8], "little") == 4095 - first
         for at in range(len(data) // BLOCK_BYTES):

@@ -1,38 +1,36 @@
-"""Which tenant has most, without asking each: they are kept in classes by how much they have."""
+"""Tenants ranked by their bytes, in classes, so that finding the largest does not take a look at each."""
 
 from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
-__all__ = ["Weights"]
-
 _LOOKS: Final = 16
-"""Members of a class that are compared: with so many tenants or fewer the heaviest is found exactly."""
+"""Members of a class that are compared: among as many tenants, the result is exact."""
 _CHANGED_MAX: Final = 16
-"""Tenants that are weighed together, at the latest."""
+"""Changed tenants that are weighed together."""
 
 
-class Weights:
-    """Classes of weights, each an eighth wider than the one below; who weighs nothing is in none.
+class UsageRanking:
+    """Classes of weights, each an eighth wider than the one below. A tenant without bytes is in no class.
 
     Attributes:
-        several: whether more than one tenant weighed something when they were weighed last.
+        several: More than one tenant had bytes at the last weighing.
     """
 
     __slots__ = ("several", "_changed", "_class_of", "_classes", "_present", "_weigh", "_weights")
 
     def __init__(self, weigh: Callable[[int], int]) -> None:
-        """Begin with nobody; ``weigh`` says what a tenant weighs."""
+        """``weigh`` returns a tenant's bytes."""
         self.several = False
         self._weigh = weigh
         self._weights: dict[int, int] = {}
         self._class_of: dict[int, int] = {}
         self._classes: dict[int, dict[int, None]] = {}
-        self._present = 0  # a bit for each class with members
-        self._changed: set[int] = set()  # since they were weighed
+        self._present = 0  # one bit for each class that has members
+        self._changed: set[int] = set()  # since the last weighing
 
     def note(self, tenant: int) -> None:
-        """Take note that a tenant weighs something else now. It is weighed when somebody asks."""
+        """A tenant's bytes have changed. It is weighed when the ranking is used."""
         self._changed.add(tenant)
         if len(self._changed) > _CHANGED_MAX or tenant not in self._class_of:
             self._settle()
@@ -63,9 +61,9 @@ class Weights:
         self.several = len(self._class_of) > 1
 
     def heaviest_first(self, count: int, total: int) -> list[int]:
-        """Return at most ``count`` tenants that weigh more than an equal share of ``total``.
+        """Return at most ``count`` tenants with more than an equal share of ``total``, the largest first.
 
-        The heaviest first: exactly so among the first 16 of a class.
+        The order is exact among the first 16 of a class.
         """
         self._settle()
         found: list[int] = []

@@ -1,8 +1,8 @@
-"""The end of a log: blocks of which nothing says that their flush was complete when their run died.
+"""The tail of a log: blocks that no later block proves to be flushed, of a run that has died.
 
-One flush makes a group's blocks and its objects durable. Cut short by a power cut, it may have kept a block and lost
-the bytes of an object in it. Nobody was told that such an object is stored; but what it would have replaced may have
-been acknowledged, and lies untouched where it was. So what these blocks put is read: a put without its bytes is none.
+One flush makes a group's blocks and its objects durable together. A power cut may keep a block and lose the bytes of
+one of its objects. That object was never acknowledged, but the value that it would have replaced may have been, and is
+still in place. So the objects of these blocks are read, and a put without its bytes is dropped.
 """
 
 from collections.abc import Callable
@@ -15,22 +15,20 @@ import numpy.typing as npt
 from shadowserve.native import INDEX_RECORD_DTYPE, IndexEntry, ObjectFields, Result, check_object, object_units
 from shadowserve.pool.volume.format import BLOCK_BYTES, OBJECT_HEADER_BYTES, RecordFlag, RecordKind, blocks_of
 
-__all__ = ["Key", "Tail"]
-
 Key = tuple[int, bytes]
-"""Tenant and key, as the index has them."""
+"""Tenant and key, as in the index."""
 Records = npt.NDArray[Any]
 ReadBlocks = Callable[[int, int], npt.NDArray[np.uint8] | None]
-"""Returns so many blocks of the device from one on; None if some cannot be read."""
+"""Returns blocks of the device, by first block and count; None if some cannot be read."""
 
 
 @dataclass(slots=True)
-class Tail:
-    """Records that are held back until it is known whether they count.
+class LogTail:
+    """Records that wait for proof that they are durable.
 
     Attributes:
-        proven: the last block of the log that is known to have been durable.
-        torn: keys whose last put in the tail never was.
+        proven: Last block of the log that is known to be durable.
+        torn: Keys whose last put in the tail has lost its bytes.
     """
 
     proven: int = 0
@@ -38,11 +36,11 @@ class Tail:
     _blocks: list[tuple[int, Records]] = field(default_factory=list)
 
     def hold(self, sequence: int, records: Records) -> None:
-        """Keep the records of a block that is not proven."""
+        """Add the records of a block that is not proven."""
         self._blocks.append((sequence, records))
 
     def take_proven(self) -> Records:
-        """Return the records of blocks that have been proven meanwhile."""
+        """Return the records of blocks that are proven by now."""
         count = 0
         while count < len(self._blocks) and self._blocks[count][0] <= self.proven:
             count += 1
@@ -50,11 +48,11 @@ class Tail:
         return _joined([records for _, records in taken])
 
     def judge(self, blocks: int, read: ReadBlocks) -> Records:
-        """Return the records of all that is left, without those of puts whose objects are not there.
+        """Return all remaining records, without the puts whose objects are not there.
 
         Args:
-            blocks: that the device has.
-            read: reads blocks of it.
+            blocks: Blocks of the device.
+            read: Reads blocks of the device.
         """
         records = _joined([each for _, each in self._blocks])
         self._blocks.clear()
@@ -63,7 +61,7 @@ class Tail:
             kind = int(record["kind"])
             key = int(record["tenant"]), record["key"].tobytes()
             if kind == RecordKind.PUT:
-                kept[at] = _is_there(IndexEntry.unpack(record.tobytes()), blocks, read)
+                kept[at] = _is_complete(IndexEntry.unpack(record.tobytes()), blocks, read)
                 self.torn.pop(key, None)
                 if not kept[at]:
                     self.torn[key] = None
@@ -73,7 +71,7 @@ class Tail:
                 everybody = bool(record["flags"] & RecordFlag.EVERY_TENANT)
                 self.torn = {key: None for key in self.torn if not everybody and key[0] != record["tenant"]}
             elif kind in (RecordKind.EXPIRE, RecordKind.PIN):
-                kept[at] = key not in self.torn  # they are about the put that never was
+                kept[at] = key not in self.torn  # they belong to a put that is dropped
         return np.ascontiguousarray(records[kept])
 
 
@@ -81,14 +79,14 @@ def _joined(parts: list[Records]) -> Records:
     return np.concatenate(parts) if parts else np.zeros(0, INDEX_RECORD_DTYPE)
 
 
-def _is_there(entry: IndexEntry, blocks: int, read: ReadBlocks) -> bool:
-    """Return whether the object that a put names is where it says, for all that is known.
+def _is_complete(entry: IndexEntry, blocks: int, read: ReadBlocks) -> bool:
+    """Return whether the object of a put is in its extent.
 
-    Where it cannot be read, nobody knows: it is believed, and whoever reads it checks it.
+    An object that cannot be read counts as complete: every read checks it again.
     """
     count = blocks_of(entry.length, entry.name_blocks)
     if entry.extent + count > blocks:
-        return True  # the index refuses it
+        return True  # the index refuses its record
     blocks_read = read(entry.extent, count)
     if blocks_read is None:
         return True

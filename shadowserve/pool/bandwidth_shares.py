@@ -1,33 +1,30 @@
-"""The pool organizer: how fast each device reads, and so which share of the objects it is given.
+"""Bandwidths of the devices, and the share of the objects that each gets.
 
-The paper's equation 1: a device of bandwidth b gets the share b / sum of all b. The bandwidth is measured when the
-pool opens, with short reads of the device's own region, and from then on by what the reads of clients show. Only
-reads that found the device busy count: one read at a time shows how long a read takes, not how much fits in parallel.
-What the configuration says about a device's bandwidth stands, and is not measured.
+The paper's equation 1: a device of bandwidth b gets the share b / sum of all b. Short reads of the device measure it at
+the start, clients' reads after that. Only reads of a busy device count: a single read shows its latency, not how many
+fit in parallel. A configured bandwidth is not measured.
 """
 
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["BandwidthMeter", "Organizer"]
-
 BUSY_DEPTH: Final = 4
-"""Reads under way from which on a device counts as busy: enough to hide one behind the other on any SSD."""
+"""Reads in progress that make a device busy: enough to hide one behind the other on any SSD."""
 _WINDOW_BYTES: Final = 64 << 20
-"""Bytes of one sample: tens of milliseconds of an SSD, past the bursts that throttling and its own cache allow."""
+"""Bytes of one sample: tens of milliseconds of an SSD, longer than the bursts of throttling and of its cache."""
 _WEIGHT: Final = 0.2
-"""Of a new sample in the average: a device that has become slower is half believed after three."""
+"""Weight of a new sample in the average: after three samples, half of a change has arrived."""
 _CHANGE_MIN: Final = 0.05
-"""Change of a bandwidth that gives new shares. Measurements of one device differ by as much."""
+"""Relative change of a bandwidth that changes the shares. Measurements of one device differ by as much."""
 
 
 class BandwidthMeter:
-    """Bytes a second of one device while it is busy, from the times of its reads.
+    """Rate of one device while it is busy, from the times of its reads.
 
     Attributes:
-        bytes_per_s: the decaying average; 0 before anything is known.
-        samples: how many it is made of.
-        fixed: whether it was configured, and so does not change.
+        bytes_per_s: Decaying average; 0 before the first sample.
+        samples: Number of samples in it.
+        fixed: The rate is configured and never changes.
     """
 
     __slots__ = ("_busy_ns", "_busy_until_ns", "_bytes", "bytes_per_s", "fixed", "samples")
@@ -41,7 +38,7 @@ class BandwidthMeter:
         self._busy_until_ns = 0
 
     def note(self, length: int, begin_ns: int, end_ns: int, depth: int) -> None:
-        """Count a read of ``length`` bytes, one of ``depth`` that were under way when it was handed over."""
+        """Count a read of ``length`` bytes that began as one of ``depth`` reads in progress."""
         if self.fixed:
             return
         begins_ns = max(begin_ns, self._busy_until_ns)
@@ -55,7 +52,7 @@ class BandwidthMeter:
             self._bytes = self._busy_ns = 0
 
     def sample(self, bytes_per_s: float) -> None:
-        """Take one measurement into the average."""
+        """Add a measurement to the average."""
         if self.fixed:
             return
         weight = _WEIGHT if self.samples else 1.0
@@ -63,11 +60,11 @@ class BandwidthMeter:
         self.samples += 1
 
 
-class Organizer:
-    """Turns the bandwidths of several devices into shares.
+class BandwidthShares:
+    """Computes shares from bandwidths.
 
     Attributes:
-        shares: each device's share, together one; the same for all while nothing is known.
+        shares: Shares of the devices, with the sum 1; equal while no bandwidth is known.
     """
 
     def __init__(self, meters: Sequence[BandwidthMeter]) -> None:
@@ -75,7 +72,7 @@ class Organizer:
         self._decide()
 
     def update(self) -> bool:
-        """Decide anew if a bandwidth has changed enough; return whether it had."""
+        """Compute the shares again if a bandwidth has changed enough; return whether it has."""
         for meter, old in zip(self.meters, self._bandwidths, strict=True):
             if abs(meter.bytes_per_s - old) > _CHANGE_MIN * old:
                 self._decide()
@@ -85,7 +82,7 @@ class Organizer:
     def _decide(self) -> None:
         self._bandwidths = [meter.bytes_per_s for meter in self.meters]
         known = [value for value in self._bandwidths if value > 0]
-        # A device that could not be measured counts as the slowest of the others: it is used, and so gets measured.
+        # An unmeasured device counts as the slowest known one: it is used, and thus measured.
         assumed = [value or (min(known) if known else 1.0) for value in self._bandwidths]
         total = sum(assumed)
         self.shares = [value / total for value in assumed] if total else []

@@ -1,8 +1,8 @@
-"""What becomes of operations that a device was too busy for: they are begun again, after pauses that double.
+"""Retries operations that a device was too busy for, after pauses that double.
 
-A device that is busy, or a kernel that is short of memory for the moment, has not failed. So nobody hears of such an
-error before the operation was tried for as long as its kind may take: reads have clients who wait and can do without,
-writes and flushes may decide whether the device goes on.
+A busy device, or a kernel short of memory, has not failed. So such an error is reported only after a time that depends
+on the kind of the operation: a read has a client that waits and can do without it; a failed write or flush may end the
+use of the device.
 """
 
 import time
@@ -10,10 +10,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+from shadowserve.block import Operation, OperationKind
 from shadowserve.errors import is_passing
-from shadowserve.pool.volume.device import Operation, OperationKind
-
-__all__ = ["Patience"]
 
 _FIRST_NS: Final = 1_000_000
 _LONGEST_NS: Final = 500_000_000
@@ -29,32 +27,31 @@ class _Tried:
     due_ns: int
 
 
-class Patience:
-    """Operations of one device that wait for it to be less busy. Whoever drives the device calls, in turns, both.
+class RetryPolicy:
+    """Operations of one device that wait to be tried again. The device's driver calls ended() and due() in turns.
 
     Attributes:
-        met: errors that were taken for passing ones.
+        met: Number of passing errors.
     """
 
     def __init__(self) -> None:
-        """Have none."""
         self.met = 0
         self._tried: dict[int, _Tried] = {}
         self._waiting: deque[_Tried] = deque()
 
     @property
     def waiting(self) -> bool:
-        """Whether operations are to be begun again."""
+        """True if operations wait to be tried again."""
         return bool(self._waiting)
 
     def ended(self, operations: list[Operation]) -> list[Operation]:
-        """Return those that have ended for good; the others wait."""
+        """Return operations that have ended for good; the others wait."""
         if not self._tried and all(operation.error is None for operation in operations):
             return operations
         return [operation for operation in operations if not self._waits(operation)]
 
     def due(self) -> list[Operation]:
-        """Return what is to be begun again now."""
+        """Return operations to submit again now."""
         if not self._waiting:
             return []
         now_ns = time.monotonic_ns()
@@ -67,7 +64,7 @@ class Patience:
     def _waits(self, operation: Operation) -> bool:
         tried = self._tried.pop(id(operation), None)
         flushing = operation.kind is OperationKind.FLUSH
-        # A read into pages has told already what of it is in place: once more, it would say so of what is not.
+        # A read into pages has reported its progress already: a retry would report it twice.
         if operation.error is None or operation.pages is not None:
             return False
         if not is_passing(operation.error, flushing=flushing):
