@@ -16,7 +16,7 @@ import numpy.typing as npt
 from shadowserve import record
 from shadowserve.errors import ShadowServeError
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.terms import ENTRIES_PER_HOLD, Item, Lease
+from shadowserve.pool.types import ENTRIES_PER_HOLD, Item, Lease
 from shadowserve.resp import encode_array_header, encode_bulk_header
 from storage_kv.access.memory import Account
 from storage_kv.egress import Demand
@@ -239,7 +239,7 @@ class StreamRecords:
         else:
             self.node.store.client = self.session.id  # for the fair order of reads from a bucket
             item = self.node.read(address)
-        if item is None or not item.head_bytes:
+        if item is None or not item.header_bytes:
             return
         self._kept_bytes += item.length
         if item.value is not None:

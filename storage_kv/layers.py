@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Final
 
-from shadowserve.pool.volume.changes import BusyError, Ticket
+from shadowserve.pool.volume.tickets import BusyError, Ticket
 from shadowserve.resp import encode_error
 from storage_kv.access.limits import RateLimiter
 from storage_kv.access.memory import Account, MemoryBudget

@@ -14,7 +14,7 @@ from typing import Any
 
 from shadowserve.incidents import Incidents
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.terms import DEFAULT_TENANT, Address, Item
+from shadowserve.pool.types import DEFAULT_TENANT, Address, Item
 from storage_kv.access.audit import AuditLog
 from storage_kv.access.authentication_throttle import AuthenticationThrottle, network_of
 from storage_kv.access.limits import RateLimiter

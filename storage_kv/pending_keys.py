@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from shadowserve.errors import ShadowServeError
-from shadowserve.pool.terms import ENTRIES_PER_HOLD, Address
+from shadowserve.pool.types import ENTRIES_PER_HOLD, Address
 
 SECONDS_MAX: Final = 60
 """Longest time that a key may be pending: far above the time to compute a prompt."""

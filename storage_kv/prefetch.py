@@ -4,7 +4,7 @@ import threading
 from collections import defaultdict
 from typing import Any, Final
 
-from shadowserve.pool.terms import Address, Item, Lease
+from shadowserve.pool.types import Address, Item, Lease
 
 _AHEAD_S: Final = 1.0
 """Limit of the bucket's time that a tenant's running prefetches may take. It bounds their memory, and how long reads

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, TypeAlias, TypeVar
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.terms import ENTRIES_PER_HOLD, Item, Lease
+from shadowserve.pool.types import ENTRIES_PER_HOLD, Item, Lease
 
 REFERENCE_BYTES_MIN: Final = 16 << 10
 """Values from this size on are sent from where they are stored. Smaller ones are copied into the reply: a buffer of its

@@ -29,8 +29,8 @@ from shadowserve.pool.cold.tier import ColdTier
 from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.terms import ENTRIES_PER_HOLD
 from shadowserve.pool.thread import PoolThread
+from shadowserve.pool.types import ENTRIES_PER_HOLD
 from shadowserve.resp import encode_error
 from shadowserve.signals import stop_signals
 from storage_kv.access.audit import AuditLog
@@ -102,7 +102,7 @@ class StorageServer:
         users = Users(config, BY_FULL_NAME)
         if store is None:
             below = None if config.s3 is None else _tier_below(config, config.s3)
-            store = (DevicePool if config.devices else MemoryPool)(config, below=below)
+            store = (DevicePool if config.devices else MemoryPool)(config, lower_tier=below)
         self.node = Node(Reconfiguration(config, load), users, store, wall_clock_ms, audit=audit)
         self.operations = Operations(self.node)
         self.node.reconfiguration.follow("connections_max", self._follow_connections_max)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from shadowserve.pool.terms import DEFAULT_TENANT, Address
+from shadowserve.pool.types import DEFAULT_TENANT, Address
 from storage_kv.access.limits import RateLimiter
 from storage_kv.access.memory import UNAUTHENTICATED, Account
 from storage_kv.access.rules import User

@@ -23,7 +23,7 @@ import numpy as np
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.native import Extents
-from shadowserve.pool.placement import Interleaver
+from shadowserve.pool.interleaver import Interleaver
 
 BLOCK_BYTES: Final = 4096
 HEADER_BYTES: Final = 2048

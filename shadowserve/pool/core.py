@@ -13,10 +13,10 @@ from typing import Final, Literal
 from shadowserve.native import ANY, Index
 from shadowserve.pool.arena import Arenas
 from shadowserve.pool.clears import Clears
-from shadowserve.pool.copies import Copies
 from shadowserve.pool.disk import Disk, Extent, Quarantined
 from shadowserve.pool.entries import MEMORY_ONLY, Entry
 from shadowserve.pool.keys import CHUNK_KEY_BYTES
+from shadowserve.pool.memory_cache import MemoryCache
 from shadowserve.pool.next_use import NextUse
 from shadowserve.pool.pins import Pins
 from shadowserve.pool.usage_ranking import UsageRanking
@@ -160,7 +160,7 @@ class Core:
         self.waker = waker
         self.index = index
         self.arenas = arenas
-        self.copies = Copies(arenas)
+        self.memory_cache = MemoryCache(arenas)
         self.disks = disks
         self.admission = admission
         self.clock_ms = clock_ms
@@ -282,7 +282,7 @@ class Core:
         """Evict an entry; return False if that would free nothing, since a reply is sending what is in memory alone."""
         entry = Entry(slot, self.index.read(slot))
         if entry.device == MEMORY_ONLY:
-            kept = self.copies.peek(slot)
+            kept = self.memory_cache.peek(slot)
             if kept is not None and kept.users > 1:
                 return False
         name = self.index.name(slot)
@@ -354,16 +354,16 @@ class Core:
                 disk.log.remove(tenant, key)
             disk.free(place)
 
-    def _detach(self, slot: int, tenant: int, length: int, head_bytes: int) -> None:
+    def _detach(self, slot: int, tenant: int, length: int, header_bytes: int) -> None:
         self._drop(slot)
         self.pins.drop(tenant, slot)
-        if head_bytes:
+        if header_bytes:
             for counters in self.counters.of(tenant):
                 counters.record_bytes -= length
 
     def _drop(self, slot: int) -> None:
         """Forget the entry's memory; holders of the value keep it."""
-        self.copies.drop(slot)
+        self.memory_cache.drop(slot)
 
     def expire(self, entry: Entry) -> None:
         """Remove an expired entry."""

@@ -8,11 +8,11 @@ from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer, object_blo
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk, Extent
 from shadowserve.pool.entries import MEMORY_ONLY, Entry, PoolItem
-from shadowserve.pool.homes import Home
 from shadowserve.pool.keys import ParsedKey, chunk_key, parse_key
+from shadowserve.pool.placement import Location
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.terms import DEFAULT_TENANT, Address, Item, Lease
-from shadowserve.pool.volume.changes import OutOfBudgetError, Ticket
+from shadowserve.pool.types import DEFAULT_TENANT, Address, Item, Lease
+from shadowserve.pool.volume.tickets import OutOfBudgetError, Ticket
 from shadowserve.pool.write_states import OldCopy
 from shadowserve.pool.writes import WRITABLE_SHARE, joined
 
@@ -49,9 +49,9 @@ class DevicePool(Pool):
             core.counters.lookup_ns += core.ticks() - began
             return self._find_in_lower_tier(address)
         if use:
-            buffer = core.copies.get(entry.slot)
+            buffer = core.memory_cache.get(entry.slot)
         else:
-            buffer = core.copies.peek(entry.slot)
+            buffer = core.memory_cache.peek(entry.slot)
         if buffer is None:
             disk = core.disk_of(entry)
             if disk is None or disk.gone is not None:
@@ -91,7 +91,7 @@ class DevicePool(Pool):
             self._lower_tier.read(item, start, end, done)
             return
         assert isinstance(item, PoolItem)
-        buffer = self._core.copies.peek(item.entry.slot)
+        buffer = self._core.memory_cache.peek(item.entry.slot)
         if buffer is not None and self._core.is_current(item.entry):  # it was read in the meantime
             buffer.users += 1
             done(Lease(buffer.value(start, end), self._release, buffer))
@@ -189,7 +189,7 @@ class DevicePool(Pool):
         address: Address,
         value: bytes | memoryview,
         *,
-        head_bytes: int = 0,
+        header_bytes: int = 0,
         expires_at_ms: int | None = None,
         parent: bytes = b"",
     ) -> Ticket | None:
@@ -217,13 +217,13 @@ class DevicePool(Pool):
             buffer.view(HEADER_BYTES, HEADER_BYTES + len(value))[:] = value
             core.counters.copied_bytes += len(value)
         try:
-            ticket = self._store(parsed, buffer, len(value), head_bytes, expires_at_ms, parent)
+            ticket = self._store(parsed, buffer, len(value), header_bytes, expires_at_ms, parent)
         except BaseException:
             core.arenas.release(buffer)
             raise
         core.counters.placement_ns += core.ticks() - began
         return joined(
-            (ticket, self._put_in_lower_tier(address, len(value), head_bytes, expires_at_ms is not None, parent))
+            (ticket, self._put_in_lower_tier(address, len(value), header_bytes, expires_at_ms is not None, parent))
         )
 
     def _check_size(self, length: int, blocks: int) -> None:
@@ -237,7 +237,7 @@ class DevicePool(Pool):
         parsed: ParsedKey,
         buffer: Buffer,
         length: int,
-        head_bytes: int,
+        header_bytes: int,
         expires_at_ms: int | None,
         parent: bytes,
     ) -> Ticket | None:
@@ -252,13 +252,13 @@ class DevicePool(Pool):
         extent = buffer.size - length if disk is None else home.extent
         try:
             slot, replaced, old_copies = self._enter(
-                parsed, disk, extent, old, length, head_bytes, expires_at_ms, parent
+                parsed, disk, extent, old, length, header_bytes, expires_at_ms, parent
             )
         except BaseException:
             if disk is not None:
                 disk.free((extent, object_blocks(length) * BLOCK_BYTES))
             raise
-        core.copies.keep(slot, buffer)
+        core.memory_cache.keep(slot, buffer)
         self._peak_bytes = max(self._peak_bytes, core.used_bytes())
         if disk is None:
             core.free_old_copies(tenant, key, old_copies)
@@ -275,7 +275,7 @@ class DevicePool(Pool):
         extent: int,
         old: Entry | None,
         length: int,
-        head_bytes: int,
+        header_bytes: int,
         expires_at_ms: int | None,
         parent: bytes,
     ) -> tuple[int, Extent | None, list[OldCopy]]:
@@ -288,23 +288,23 @@ class DevicePool(Pool):
             extent=extent,
             length=length,
             now_s=self._core.now_s(),
-            head_length=head_bytes,
+            head_length=header_bytes,
             name=name,
-            flags=IndexFlag.RECORD if head_bytes else 0,
+            flags=IndexFlag.RECORD if header_bytes else 0,
             expires_at_ms=expires_at_ms or 0,
             generation=self._core.next_generation(),
             parent=parent,
         )
         replaced, old_copies = (None, []) if old is None else self._core.replace(old, disk)
-        self._entered(tenant, length, head_bytes, is_new=old is None)
+        self._entered(tenant, length, header_bytes, is_new=old is None)
         return slot, replaced, old_copies
 
-    def _home(self, parsed: ParsedKey, length: int, parent: bytes, old: Entry | None) -> Home:
+    def _home(self, parsed: ParsedKey, length: int, parent: bytes, old: Entry | None) -> Location:
         core = self._core
         tenant, key, _ = parsed
         if not core.admission.admits(tenant, key):
-            return Home(None, 0, True)
-        home = self._opened.homes.choose(length, tenant, parent, key, old)
+            return Location(None, 0, True)
+        home = self._opened.placement.choose(length, tenant, parent, key, old)
         if home is not None:
             return home
         if self._space.evictions_left <= 0 or any(disk.is_freeing for disk in core.disks):
@@ -317,7 +317,7 @@ class DevicePool(Pool):
         parent = b"" if fields.parent == NO_PARENT else fields.parent
         if not self._waiting.may_receive(entry.size):
             return  # try again with the next read
-        home = self._opened.homes.choose(entry.length, entry.tenant, parent, entry.key, None)
+        home = self._opened.placement.choose(entry.length, entry.tenant, parent, entry.key, None)
         if home is None or home.disk is None:
             return
         current = self._core.entry(entry.slot)

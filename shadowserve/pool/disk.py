@@ -14,8 +14,8 @@ from shadowserve.native import IndexEntry
 from shadowserve.pool.arena import BLOCK_BYTES
 from shadowserve.pool.bandwidth_shares import BandwidthMeter
 from shadowserve.pool.disk_log import DiskLog
-from shadowserve.pool.terms import ENTRIES_PER_HOLD
-from shadowserve.pool.volume.changes import BusyError, Ticket
+from shadowserve.pool.types import ENTRIES_PER_HOLD
+from shadowserve.pool.volume.tickets import BusyError, Ticket
 from shadowserve.pool.volume.volume import Volume
 
 _log = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from shadowserve.pool.terms import ENTRIES_PER_HOLD
-from shadowserve.pool.volume.changes import BusyError, Ticket
+from shadowserve.pool.types import ENTRIES_PER_HOLD
 from shadowserve.pool.volume.format import RecordFlag, RecordKind, pack_record
+from shadowserve.pool.volume.tickets import BusyError, Ticket
 from shadowserve.pool.volume.volume import Volume
 
 _SESSION_NOTE: Final = b"session"

@@ -4,7 +4,7 @@ from typing import Final
 
 from shadowserve.native import IndexEntry, ObjectFields
 from shadowserve.pool.arena import BLOCK_BYTES, Buffer, object_blocks
-from shadowserve.pool.terms import Item
+from shadowserve.pool.types import Item
 
 MEMORY_ONLY: Final = 255
 """Device number of objects that are in memory alone. Their ``extent`` is the memory that they take besides the
@@ -53,7 +53,7 @@ class PoolItem(Item):
     def __init__(self, entry: Entry, buffer: Buffer | None) -> None:
         fields = entry.fields
         self.length = entry.length
-        self.head_bytes = fields.head_length
+        self.header_bytes = fields.head_length
         self.expires_at_ms = fields.expires_at_ms or None
         self.value = None if buffer is None else buffer.value(0, entry.length)
         self.entry = entry

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from shadowserve.pool.core import Core
 from shadowserve.pool.entries import Entry
-from shadowserve.pool.terms import Item
-from shadowserve.pool.volume.changes import OutOfBudgetError
+from shadowserve.pool.types import Item
+from shadowserve.pool.volume.tickets import OutOfBudgetError
 
 ENTRY_OVERHEAD_BYTES: Final = 640
 """Bytes of an entry besides key and value: its places in the index and in two dictionaries, the item, object headers,
@@ -40,7 +40,7 @@ class HeapItem(Item):
         tenant: int,
         key: bytes,
         value: bytes | memoryview,
-        head_bytes: int,
+        header_bytes: int,
         expires_at_ms: int | None,
         parent: bytes,
     ) -> None:
@@ -52,14 +52,14 @@ class HeapItem(Item):
         length = self.length = len(value)
         if length >= 1 << 32:
             raise OutOfBudgetError(f"a value of {length} bytes does not fit an entry, which has 4 GiB at most")
-        self.head_bytes = head_bytes
+        self.header_bytes = header_bytes
         self.expires_at_ms = expires_at_ms
         self.value = value
         self.tenant = tenant
         self.key = key
         self.size = length + len(key) + ENTRY_OVERHEAD_BYTES
         self.users = 1
-        self.is_plain = not (head_bytes or parent) and expires_at_ms is None
+        self.is_plain = not (header_bytes or parent) and expires_at_ms is None
 
     @property
     def kept(self) -> "HeapItem":

@@ -9,7 +9,7 @@ from binascii import unhexlify
 from contextlib import suppress
 from typing import Final
 
-from shadowserve.pool.terms import Address
+from shadowserve.pool.types import Address
 
 _PREFIX: Final = b"kv:"
 CHUNK_KEY_BYTES: Final = len(_PREFIX) + 64

@@ -9,8 +9,8 @@ from shadowserve.pool.entries import MEMORY_ONLY, Entry
 from shadowserve.pool.heap import ENTRY_OVERHEAD_BYTES, Heap, HeapItem
 from shadowserve.pool.keys import parse_key
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.terms import Address, Item, Lease
-from shadowserve.pool.volume.changes import Ticket
+from shadowserve.pool.types import Address, Item, Lease
+from shadowserve.pool.volume.tickets import Ticket
 
 _USES_MAX: Final = 1_000
 """Uses of entries that are reported to the index together: 50 us."""
@@ -82,7 +82,7 @@ class MemoryPool(Pool):
         address: Address,
         value: bytes | memoryview,
         *,
-        head_bytes: int = 0,
+        header_bytes: int = 0,
         expires_at_ms: int | None = None,
         parent: bytes = b"",
     ) -> Ticket | None:
@@ -90,10 +90,10 @@ class MemoryPool(Pool):
         tenant, key = address
         names = core.tenants.get(tenant)
         found = None if names is None else names.get(key)
-        plain = not (head_bytes or parent or expires_at_ms)
+        plain = not (header_bytes or parent or expires_at_ms)
         if found is not None and plain and self._replace_value(found, value):
             return self._put_in_lower_tier(address, len(value), 0, False, b"")
-        item = HeapItem(tenant, key, value, head_bytes, expires_at_ms, parent)
+        item = HeapItem(tenant, key, value, header_bytes, expires_at_ms, parent)
         core.count_uses()
         # The item that was found may have expired, and one that was not found may be cleared but present.
         old = self._present(parse_key(address)) if found is not None or core.clears.under_way else None
@@ -101,7 +101,7 @@ class MemoryPool(Pool):
         self._insert(item, parent, old)
         if core.taken_bytes > self._peak_bytes:
             self._peak_bytes = core.taken_bytes
-        return self._put_in_lower_tier(address, item.length, head_bytes, expires_at_ms is not None, parent)
+        return self._put_in_lower_tier(address, item.length, header_bytes, expires_at_ms is not None, parent)
 
     def _replace_value(self, item: HeapItem, value: bytes | memoryview) -> bool:
         """Give a plain entry another value, which costs much less than another entry; return False if it cannot be."""
@@ -135,15 +135,15 @@ class MemoryPool(Pool):
             extent=item.size - item.length,
             length=item.length,
             now_s=core.turn_s,
-            head_length=item.head_bytes,
-            flags=IndexFlag.RECORD if item.head_bytes else 0,
+            head_length=item.header_bytes,
+            flags=IndexFlag.RECORD if item.header_bytes else 0,
             expires_at_ms=item.expires_at_ms or 0,
             generation=core.next_generation(),
             parent=parent,
         )
         if old is not None:
             core.replace(old, None)
-        self._entered(item.tenant, item.length, item.head_bytes, is_new=old is None)
+        self._entered(item.tenant, item.length, item.header_bytes, is_new=old is None)
         core.keep(slot, item)
 
     def _resize(self, item: HeapItem, length: int) -> bool:

@@ -23,11 +23,11 @@ from shadowserve.pool.config import DeviceConfig, PoolConfig
 from shadowserve.pool.core import Admission, Core, Waker
 from shadowserve.pool.disk import Disk, WriteBudget
 from shadowserve.pool.heap import ENTRY_OVERHEAD_BYTES
-from shadowserve.pool.homes import Homes
+from shadowserve.pool.placement import Placement
 from shadowserve.pool.registration import Registration
 from shadowserve.pool.space import Space
 from shadowserve.pool.tenants import Tenants
-from shadowserve.pool.terms import ENTRIES_PER_HOLD
+from shadowserve.pool.types import ENTRIES_PER_HOLD
 from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.format import FormatError
@@ -91,7 +91,7 @@ class Opened:
 
     core: Core
     space: Space
-    homes: Homes
+    placement: Placement
     tenants: Tenants
     absent: list[tuple[str, str]]
     registration: Registration
@@ -227,9 +227,9 @@ def open_parts(
     for disk in disks:
         disk.log.log_recovered(index.rivals(disk.number), stale=disk.number in stale)
     sessions.begin()
-    homes = Homes(core, space, [memory, *(disk.meter for disk in disks)], memory_homes=config.memory_homes)
+    placement = Placement(core, space, [memory, *(disk.meter for disk in disks)], memory_homes=config.memory_homes)
     registration = Registration(arenas.arenas, [disk.volume.device for disk in disks])
-    opened = Opened(core, space, homes, tenants, absent, registration, time.monotonic() - began)
+    opened = Opened(core, space, placement, tenants, absent, registration, time.monotonic() - began)
     _log.info("pool_opened devices=%d objects=%d seconds=%.2f", len(disks), len(index), opened.seconds)
     return opened
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sortedcontainers import SortedDict
 
-from shadowserve.pool.terms import PinnedEntries, PinShareError
+from shadowserve.pool.types import PinnedEntries, PinShareError
 
 
 class _Pin(NamedTuple):

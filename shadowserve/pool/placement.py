@@ -1,88 +1,95 @@
-"""Distribution over devices: in proportion to their bandwidths, interleaved along each chain of chunks.
+"""Placement: which device gets an object, and whether it stays in memory as well.
 
-All devices deliver a prefix together only if its own chunks are spread in proportion, not only those of the whole pool:
-two clients that store alternately would otherwise get one device each. So each chain has an account of the bytes that
-each device should have got of it and has got. The next chunk goes to the device with the largest debt in the chain; the
-debts of the whole pool decide where chains begin, and break ties.
-
-With shares p, a device has p times the placed bytes, plus or minus little more than one object, in every chain and in
-the pool. This is the paper's floor and remainder (equation 2) without waiting for a set to be complete.
+Memory and devices have shares by their bandwidths. An object of a device's share is written there. An object of
+memory's share stays in memory and is written to a device too, chosen by the devices' shares among themselves: so a
+restart keeps it, and the devices' reads stay in proportion when memory drops it. With ``memory_homes`` it is in memory
+alone, as in the paper.
 """
 
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from typing import Final
+from collections.abc import Sequence
+from typing import NamedTuple
 
-_CHAINS_MAX: Final = 4_096
-"""Chains with an account: 2 MiB. Beyond that, the chain that was idle longest loses its account."""
+from shadowserve.pool.arena import BLOCK_BYTES, object_blocks
+from shadowserve.pool.bandwidth_shares import BandwidthMeter, BandwidthShares
+from shadowserve.pool.core import Core
+from shadowserve.pool.disk import Disk
+from shadowserve.pool.entries import Entry
+from shadowserve.pool.interleaver import Interleaver
+from shadowserve.pool.space import Space
 
 
-class Interleaver:
-    """Chooses among devices, which are known by their positions in the list of shares.
+class Location(NamedTuple):
+    """Device and extent of an object, or memory alone; ``placed``: memory keeps it by its own share."""
+
+    disk: Disk | None
+    extent: int
+    placed: bool
+
+
+class Placement:
+    """Places objects. With the pool's lock held.
 
     Attributes:
-        placed_bytes: Bytes that each device got.
+        bandwidth_shares: Shares of memory (first) and of the devices.
+        pool: Distributes all objects over memory and devices.
+        devices: Distributes the objects of memory's share over the devices.
     """
 
-    def __init__(self, shares: Sequence[float]) -> None:
-        """The sum of ``shares`` may be any positive number."""
-        self.placed_bytes = [0] * len(shares)
-        self._owed = [0.0] * len(shares)
-        self._chains: OrderedDict[Hashable, list[float]] = OrderedDict()
-        self._shares: list[float] = []
-        self.set_shares(shares)
+    def __init__(self, core: Core, space: Space, meters: Sequence[BandwidthMeter], *, memory_homes: bool) -> None:
+        self._core = core
+        self._space = space
+        self._memory_homes = memory_homes
+        self.bandwidth_shares = BandwidthShares(meters)
+        self.pool = Interleaver(self.bandwidth_shares.shares)
+        self.devices = Interleaver(self.bandwidth_shares.shares[1:] or [1.0])
 
-    @property
-    def shares(self) -> list[float]:
-        """Share of each device, with the sum 1."""
-        return list(self._shares)
+    def update(self) -> None:
+        """Apply new bandwidths."""
+        if self.bandwidth_shares.update():
+            self.pool.set_shares(self.bandwidth_shares.shares)
+            self.devices.set_shares(self.bandwidth_shares.shares[1:] or [1.0])
 
-    def set_shares(self, shares: Sequence[float]) -> None:
-        """Change the shares for objects from now on; debts by the old shares are forgotten."""
-        if len(shares) != len(self.placed_bytes) or any(share < 0 for share in shares) or not sum(shares):
-            raise ValueError(f"{list(shares)} are no shares of {len(self.placed_bytes)} devices")
-        total = sum(shares)
-        self._shares = [share / total for share in shares]
-        self._owed = [0.0] * len(shares)
-        self._chains.clear()
-
-    def order(self, size: int, parent: Hashable, available: Sequence[bool]) -> list[int]:
-        """Return the available devices, the best one for an object first. Changes no account.
+    def choose(self, length: int, tenant: int, parent: bytes, key: bytes, old: Entry | None) -> Location | None:
+        """Return the place of an object, with its extent reserved; None if no device has room now.
 
         Args:
-            size: Bytes of the object.
-            parent: The caller's name of the previous chunk; a false value for none.
-            available: For each device: it accepts objects now.
+            length: Bytes of the value.
+            tenant: Tenant of the object.
+            parent: Key of the previous chunk; empty for none.
+            key: Key of the object.
+            old: The replaced entry, which may be evicted for it.
         """
-        chain = self._chains.get(parent) if parent else None
-        owed = self._owed
-        weight = sum(share for share, may in zip(self._shares, available, strict=True) if may) or 1.0
-        gains = [size * share / weight for share in self._shares]
-        if chain is None:
-            keys = [(owed[device] + gains[device], gains[device]) for device in range(len(owed))]
+        core = self._core
+        size = object_blocks(length) * BLOCK_BYTES
+        now_ms = core.clock_ms()
+        may = [disk.takes_objects(size, now_ms) for disk in core.disks]
+        if not any(may):  # an error is better than an OK for a value that the next start would lose
+            may = [disk.takes_objects(size, now_ms, avoided=True) for disk in core.disks]
+        if not any(may):
+            return Location(None, 0, True)
+        available = [True, *may]
+        before, name = (tenant, parent) if parent else None, (tenant, key)
+        order = self.pool.order(size, before, available)
+        placed = order[0] == 0
+        if placed:
+            if self._memory_homes:
+                self.pool.place(0, size, before, name, available)
+                return Location(None, 0, True)
+            candidates = self.devices.order(size, before, may)
         else:
-            # The pool's debt counts for at most half an object: it breaks ties, and does not change the chain's order.
-            bound = size / 2
-            keys = [
-                (chain[device] + gains[device] + max(-bound, min(bound, owed[device])), gains[device])
-                for device in range(len(owed))
-            ]
-        return sorted((device for device, may in enumerate(available) if may), key=lambda device: keys[device])[::-1]
-
-    def place(self, device: int, size: int, parent: Hashable, key: Hashable, available: Sequence[bool]) -> None:
-        """Account for an object ``key`` of ``size`` bytes on ``device``. Other arguments as of :meth:`order`."""
-        chain = self._chains.pop(parent, None) if parent else None
-        if chain is None:
-            chain = [0.0] * len(self._owed)
-        weight = sum(share for share, may in zip(self._shares, available, strict=True) if may) or 1.0
-        for position, may in enumerate(available):
-            if may:
-                gain = size * self._shares[position] / weight
-                chain[position] += gain
-                self._owed[position] += gain
-        chain[device] -= size
-        self._owed[device] -= size
-        self.placed_bytes[device] += size
-        self._chains[key] = chain
-        if len(self._chains) > _CHAINS_MAX:
-            self._chains.popitem(last=False)
+            candidates = [number - 1 for number in order if number]
+        if old is not None and old.device in candidates:
+            # One device's log has the order of the object's puts; with two logs, both would have to be intact.
+            candidates.remove(old.device)
+            candidates.insert(0, old.device)
+        for number in candidates:
+            disk = core.disks[number]
+            extent = self._space.extent(disk, length, old)
+            if extent is not None:
+                if placed:
+                    self.pool.place(0, size, before, name, available)
+                    self.devices.place(number, size, before, name, may)
+                else:
+                    self.pool.place(number + 1, size, before, name, available)
+                return Location(disk, extent, placed)
+        return None

@@ -24,8 +24,8 @@ from shadowserve.pool.scanning import Cursors, scan_keys
 from shadowserve.pool.scrub import Scrubber
 from shadowserve.pool.space import Quota
 from shadowserve.pool.statistics import Statistics
-from shadowserve.pool.terms import ENTRIES_PER_HOLD, Address, Item, Lease, LowerTier, PinnedEntries
-from shadowserve.pool.volume.changes import Ticket
+from shadowserve.pool.types import ENTRIES_PER_HOLD, Address, Item, Lease, LowerTier, PinnedEntries
+from shadowserve.pool.volume.tickets import Ticket
 from shadowserve.pool.volume.volume import Call
 from shadowserve.pool.writes import WaitingWriters, Writer, joined
 
@@ -61,7 +61,7 @@ class Pool(ABC):
         *,
         devices: Callable[[], Found] | None = None,
         budget_bytes: int | None = None,
-        below: LowerTier | None = None,
+        lower_tier: LowerTier | None = None,
         clock_ms: Callable[[], int] = wall_clock_ms,
         seed: int | None = None,
         measure: bool = True,
@@ -82,7 +82,7 @@ class Pool(ABC):
             entropy: Returns random bytes.
         """
         self._config = config
-        self._lower_tier = below
+        self._lower_tier = lower_tier
         self._clock_ms = clock_ms
 
         def open_pool() -> Opened:
@@ -252,7 +252,7 @@ class Pool(ABC):
         self._next_turn_ms = now_ms + _TURN_MS
         self._core.turn()
         self._space.waits_for_lower_tier = False
-        self._opened.homes.update()
+        self._opened.placement.update()
         self._space.begin_hold()
         self._space.keep_headroom()
         self._end_pins()
@@ -358,7 +358,7 @@ class Pool(ABC):
         address: Address,
         value: bytes | memoryview,
         *,
-        head_bytes: int = 0,
+        header_bytes: int = 0,
         expires_at_ms: int | None = None,
         parent: bytes = b"",
     ) -> Ticket | None:
@@ -369,7 +369,7 @@ class Pool(ABC):
         Args:
             address: Tenant and key.
             value: The bytes.
-            head_bytes: Length of the record's header; 0 if the value is no record.
+            header_bytes: Length of the record's header; 0 if the value is no record.
             expires_at_ms: Unix time in milliseconds; None for no expiry.
             parent: Name (32 bytes) of the previous chunk, of the same tenant; empty for none.
 
@@ -401,10 +401,10 @@ class Pool(ABC):
             return None
         return entry
 
-    def _entered(self, tenant: int, length: int, head_bytes: int, *, is_new: bool) -> None:
+    def _entered(self, tenant: int, length: int, header_bytes: int, *, is_new: bool) -> None:
         """Count an entry that was added to the index."""
         core = self._core
-        if head_bytes:
+        if header_bytes:
             for counters in core.counters.of(tenant):
                 counters.record_bytes += length
         if is_new and core.clears.under_way:
@@ -412,12 +412,12 @@ class Pool(ABC):
         core.usage_ranking.note(tenant)
 
     def _put_in_lower_tier(
-        self, address: Address, size: int, head_bytes: int, expires: bool, parent: bytes
+        self, address: Address, size: int, header_bytes: int, expires: bool, parent: bytes
     ) -> Ticket | None:
         """Pass a value to the lower tier; return a ticket if the client has to wait for it."""
         if self._lower_tier is None:
             return None
-        return self._lower_tier.stored(address, head_bytes=head_bytes, expires=expires, parent=parent, length=size)
+        return self._lower_tier.stored(address, header_bytes=header_bytes, expires=expires, parent=parent, length=size)
 
     # ---- Changing
 

@@ -24,7 +24,7 @@ from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.space import Space
-from shadowserve.pool.terms import ENTRIES_PER_HOLD, Lease
+from shadowserve.pool.types import ENTRIES_PER_HOLD, Lease
 
 _WHOLE_BYTES: Final = 256 << 10
 """Objects up to this size are read whole: on any SSD the time is the same."""
@@ -263,7 +263,7 @@ class Reader:
             completions.append((done, self._lease(read, buffer, start, end)))
         if read.whole and core.is_current(entry):  # otherwise it was removed or replaced during the read
             buffer.hits += len(read.waiters)
-            core.copies.add(entry.slot, buffer)
+            core.memory_cache.add(entry.slot, buffer)
         else:
             core.arenas.release(buffer)
 

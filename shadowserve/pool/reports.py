@@ -2,8 +2,8 @@
 
 from shadowserve.pool.core import Core, TenantCounters
 from shadowserve.pool.disk import Disk
-from shadowserve.pool.homes import Homes
 from shadowserve.pool.opening import Opened
+from shadowserve.pool.placement import Placement
 from shadowserve.pool.reads import Reader
 from shadowserve.pool.space import EVICTION_CAUSES
 from shadowserve.pool.statistics import DeviceStatistics, Statistics
@@ -37,9 +37,9 @@ def tenant_statistics(core: Core, tenant: int, budget_bytes: int) -> Statistics:
 def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: int) -> Statistics:
     """Return the statistics of the whole pool."""
     core = opened.core
-    totals, counters, arenas, copies = core.index.totals(), core.counters, core.arenas, core.copies
+    totals, counters, arenas, copies = core.index.totals(), core.counters, core.arenas, core.memory_cache
     summed = counters.everyones
-    homes = opened.homes
+    placement = opened.placement
     held = core.held_bytes
     return Statistics(
         keys=totals.objects,
@@ -59,14 +59,14 @@ def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: 
         lost_keys=summed.lost_keys,
         failed_writes=summed.failed_writes,
         devices=(
-            *(_device_statistics(core, homes, disk) for disk in core.disks),
+            *(_device_statistics(core, placement, disk) for disk in core.disks),
             *(DeviceStatistics(name=name, state="gone", reason=reason) for name, reason in opened.absent),
         ),
         memory_bytes=arenas.size,
         memory_used_bytes=arenas.used_bytes,
         memory_held_bytes=arenas.held_bytes,
-        memory_share=homes.bandwidth_shares.shares[0],
-        memory_bandwidth_bytes_per_s=homes.bandwidth_shares.meters[0].bytes_per_s,
+        memory_share=placement.bandwidth_shares.shares[0],
+        memory_bandwidth_bytes_per_s=placement.bandwidth_shares.meters[0].bytes_per_s,
         memory_objects=len(copies),
         memory_hits=copies.hits,
         memory_misses=copies.misses,
@@ -93,7 +93,7 @@ def _by_cause(core: Core, counters: TenantCounters) -> dict[str, int]:
     return {cause: counters.evictions[cause] for cause in causes}
 
 
-def _device_statistics(core: Core, homes: Homes, disk: Disk) -> DeviceStatistics:
+def _device_statistics(core: Core, placement: Placement, disk: Disk) -> DeviceStatistics:
     totals = core.index.totals(device=disk.number)
     state = "ok" if disk.avoided_until_ms <= core.clock_ms() else "avoided"
     return DeviceStatistics(
@@ -101,8 +101,8 @@ def _device_statistics(core: Core, homes: Homes, disk: Disk) -> DeviceStatistics
         state=state if disk.gone is None else "gone",
         reason=disk.gone or "",
         bandwidth_bytes_per_s=disk.meter.bytes_per_s,
-        share=homes.bandwidth_shares.shares[disk.number + 1],
-        placed_bytes=homes.pool.placed_bytes[disk.number + 1] + homes.devices.placed_bytes[disk.number],
+        share=placement.bandwidth_shares.shares[disk.number + 1],
+        placed_bytes=placement.pool.placed_bytes[disk.number + 1] + placement.devices.placed_bytes[disk.number],
         capacity_bytes=disk.capacity_bytes,
         used_bytes=totals.bytes,
         objects=totals.objects,

@@ -14,7 +14,7 @@ from shadowserve.pool.clears import SCAN_LINES
 from shadowserve.pool.core import Core
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.keys import chunk_key
-from shadowserve.pool.terms import ENTRIES_PER_HOLD
+from shadowserve.pool.types import ENTRIES_PER_HOLD
 
 _ROUNDS: Final = 4
 _HALF: Final = 32

@@ -102,7 +102,7 @@ class Scrubber:
         slot = self._slots[0]
         entry = core.entry(slot)
         disk = None if entry is None else core.disk_of(entry)
-        if entry is None or disk is None or disk.gone is not None or core.copies.is_kept(slot):
+        if entry is None or disk is None or disk.gone is not None or core.memory_cache.is_kept(slot):
             self._slots.popleft()
             return True
         if self._credit[disk.number] <= 0:

@@ -18,8 +18,8 @@ from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import MEMORY_ONLY, Entry
 from shadowserve.pool.keys import chunk_key
-from shadowserve.pool.terms import ENTRIES_PER_HOLD, Address
-from shadowserve.pool.volume.changes import OutOfBudgetError
+from shadowserve.pool.types import ENTRIES_PER_HOLD, Address
+from shadowserve.pool.volume.tickets import OutOfBudgetError
 
 EVICTION_CAUSES: Final = ("budget", "device", "memory", "quota")
 """Causes of evictions: the pool is beyond its budget, a device is full, memory is full of objects that no device has, a
@@ -299,11 +299,11 @@ class Space:
                 return None
             bound = self._memory_only_max - blocks * BLOCK_BYTES
             memory_only_bytes = core.index.totals(device=MEMORY_ONLY).bytes
-            first_memory_only = core.copies.kept_bytes > bound and memory_only_bytes > bound
+            first_memory_only = core.memory_cache.kept_bytes > bound and memory_only_bytes > bound
             tries -= 1
             if first_memory_only and self.evict(cause="memory", device=MEMORY_ONLY):
                 continue
-            if not core.copies.make_room() and not (
+            if not core.memory_cache.make_room() and not (
                 self._is_all_kept() and self.evict(cause="memory", device=MEMORY_ONLY)
             ):
                 return None
@@ -315,4 +315,4 @@ class Space:
         Objects of memory alone are not evicted for a short need: a request for a long prefix may use all of it.
         """
         arenas = self._core.arenas
-        return arenas.used_bytes - arenas.lent_bytes <= self._core.copies.kept_bytes
+        return arenas.used_bytes - arenas.lent_bytes <= self._core.memory_cache.kept_bytes

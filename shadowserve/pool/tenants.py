@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from shadowserve.pool.disk import Disk
-from shadowserve.pool.terms import TENANTS_MAX
-from shadowserve.pool.volume.changes import OutOfBudgetError
+from shadowserve.pool.types import TENANTS_MAX
+from shadowserve.pool.volume.tickets import OutOfBudgetError
 
 
 class Tenants:

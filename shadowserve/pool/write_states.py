@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 from shadowserve.pool.arena import Buffer
 from shadowserve.pool.disk import Disk, Extent
 from shadowserve.pool.entries import Entry
-from shadowserve.pool.volume.changes import Ticket
+from shadowserve.pool.volume.tickets import Ticket
 
 
 class State(Enum):

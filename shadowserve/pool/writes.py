@@ -17,8 +17,8 @@ from shadowserve.pool.arena import Buffer
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk, Extent
 from shadowserve.pool.entries import Entry
-from shadowserve.pool.terms import ENTRIES_PER_HOLD
-from shadowserve.pool.volume.changes import BusyError, Ticket
+from shadowserve.pool.types import ENTRIES_PER_HOLD
+from shadowserve.pool.volume.tickets import BusyError, Ticket
 from shadowserve.pool.write_states import ENDS, OldCopy, State, Write
 
 _SEALED_PER_TURN: Final = 32
@@ -223,7 +223,7 @@ class Writer:
             self._writes.end(entry.slot)
             core.free_old_copies(entry.tenant, entry.key, write.old_copies)
             if write.error is None:
-                core.copies.written(entry.slot, placed=write.placed)
+                core.memory_cache.written(entry.slot, placed=write.placed)
             else:
                 core.forget(entry, quarantine=None if is_passing(write.error) else "write_error")
         core.arenas.release(write.buffer)

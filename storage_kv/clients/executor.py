@@ -27,7 +27,7 @@ from math import inf
 from typing import Any, Final
 
 from shadowserve.errors import ForeignProtocolError, ProtocolError
-from shadowserve.pool.volume.changes import BusyError
+from shadowserve.pool.volume.tickets import BusyError
 from shadowserve.resp import CommandReader, LargeBulk, encode_error
 from storage_kv.access.limits import RateLimiter
 from storage_kv.access.memory import Client

@@ -7,7 +7,7 @@ answer an error; it has changed nothing then.
 from functools import partial
 from typing import Any, Final
 
-from shadowserve.pool.volume.changes import BusyError
+from shadowserve.pool.volume.tickets import BusyError
 from shadowserve.resp import encode_error
 from storage_kv.commands import _permissions, _transactions
 from storage_kv.commands._command import Command

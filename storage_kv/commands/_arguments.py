@@ -4,8 +4,8 @@ import threading
 from collections.abc import Callable
 from typing import Final, NoReturn
 
-from shadowserve.pool.terms import ENTRIES_PER_HOLD, Item, Lease
-from shadowserve.pool.volume.changes import OutOfBudgetError, Ticket
+from shadowserve.pool.types import ENTRIES_PER_HOLD, Item, Lease
+from shadowserve.pool.volume.tickets import OutOfBudgetError, Ticket
 from shadowserve.resp import encode_bulk_header, encode_error, parse_integer
 from storage_kv.node import Node
 from storage_kv.reply import (

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Callable, Sequence
 
-from shadowserve.pool.terms import Address
-from shadowserve.pool.volume.changes import Ticket
+from shadowserve.pool.types import Address
+from shadowserve.pool.volume.tickets import Ticket
 from shadowserve.resp import encode, encode_array_header, encode_bulk
 from storage_kv.commands._arguments import KEYS_AT_A_TIME, OK, as_integer, in_steps, quote, syntax_error, when_durable
 from storage_kv.glob import Glob

@@ -3,7 +3,7 @@
 from math import inf
 from typing import Final
 
-from shadowserve.pool.terms import Address, Item, PinShareError
+from shadowserve.pool.types import Address, Item, PinShareError
 from shadowserve.resp import Map, Value, encode, encode_array_header, encode_null
 from storage_kv.commands._arguments import KEYS_AT_A_TIME, as_integer, bulk_of, in_steps, syntax_error, when_durable
 from storage_kv.layers import KEYS_MAX, LAYERS_MAX
@@ -31,13 +31,13 @@ def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
     def header(item: Item | None) -> bytes | list[Part]:
         nonlocal cold_bytes
-        if item is None or not item.head_bytes:
+        if item is None or not item.header_bytes:
             return null
         if item.is_cold:
             cold_bytes += item.length
             expected_ms = max(1, round(1e3 * (node.store.expected_s(cold_bytes) or 0)))
             return b"*2\r\n:%d\r\n:%d\r\n" % (item.length, expected_ms)
-        return bulk_of(node, item, 0, item.head_bytes, missing=null, prefix=b"*2\r\n:%d\r\n" % item.length)
+        return bulk_of(node, item, 0, item.header_bytes, missing=null, prefix=b"*2\r\n:%d\r\n" % item.length)
 
     items = (node.read(session.qualify(key), lookup=True) for key in arguments[1:])
     return Continuation.of([encode_array_header(len(arguments) - 1)], items, header)

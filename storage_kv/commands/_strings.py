@@ -7,8 +7,8 @@ from typing import NamedTuple
 from shadowserve import record
 from shadowserve.errors import RecordError
 from shadowserve.keys import KEY_BYTES
-from shadowserve.pool.terms import KEY_BYTES_MAX, Address, Item
-from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
+from shadowserve.pool.types import KEY_BYTES_MAX, Address, Item
+from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError, Ticket
 from shadowserve.resp import encode_array_header, encode_bulk_header, encode_null
 from storage_kv.commands._arguments import (
     KEYS_AT_A_TIME,
@@ -226,7 +226,7 @@ def _checked(key: Argument) -> bytes:
 class _RecordInfo(NamedTuple):
     """The length of a record's header, and the key of the chunk before it; for other values zero and empty."""
 
-    head_bytes: int
+    header_bytes: int
     parent: bytes
 
 
@@ -297,7 +297,7 @@ def _store(write: _Write, chunk: _RecordInfo) -> bytes | list[Part]:
             return null if old is None else bulk_of(node, old, missing=null)
         return answers.unmet
     # A record that only the bucket has is stored again, so that the next reader finds it here.
-    if old is not None and chunk.head_bytes and old.head_bytes and not old.is_cold:
+    if old is not None and chunk.header_bytes and old.header_bytes and not old.is_cold:
         store.get(name)  # counts as a use: a client has just computed it
         node.counters.records_kept += 1
         if answers.returns_old:
@@ -315,7 +315,7 @@ def _replace(write: _Write, chunk: _RecordInfo, name: Address, old: Item | None)
         old_value = OldValue(node, old, write.operation, encode_null(write.session.protocol))
     try:
         ticket = node.store.put(
-            name, write.value, head_bytes=chunk.head_bytes, expires_at_ms=expires_at_ms, parent=chunk.parent
+            name, write.value, header_bytes=chunk.header_bytes, expires_at_ms=expires_at_ms, parent=chunk.parent
         )
     except (OutOfBudgetError, BusyError) as error:
         if old_value is not None:
@@ -323,7 +323,7 @@ def _replace(write: _Write, chunk: _RecordInfo, name: Address, old: Item | None)
         if isinstance(error, BusyError):
             raise
         raise CommandError(OUT_OF_MEMORY) from None
-    node.counters.records_stored += chunk.head_bytes > 0
+    node.counters.records_stored += chunk.header_bytes > 0
     if old_value is not None:
         return old_value.reply(ticket)
     return when_durable(node, ticket, write.operation, answers.met)
@@ -415,16 +415,16 @@ class _Puts:
     def _store(self, key: bytes, value: Argument, chunk: _RecordInfo) -> None:
         """Store one value, unless it is a record over a record."""
         store, name, counters = self._node.store, self._session.qualify(key), self._node.counters
-        old = store.peek(name) if chunk.head_bytes else None
-        if old is not None and old.head_bytes and not old.is_cold:
+        old = store.peek(name) if chunk.header_bytes else None
+        if old is not None and old.header_bytes and not old.is_cold:
             store.get(name)
             counters.records_kept += 1
             ticket = store.settling(name)
         else:
             try:
-                ticket = store.put(name, value, head_bytes=chunk.head_bytes, parent=chunk.parent)
+                ticket = store.put(name, value, header_bytes=chunk.header_bytes, parent=chunk.parent)
             except OutOfBudgetError:
                 raise CommandError(OUT_OF_MEMORY) from None
-            counters.records_stored += chunk.head_bytes > 0
+            counters.records_stored += chunk.header_bytes > 0
         if ticket is not None:
             self._tickets.append(ticket)

@@ -272,7 +272,7 @@ async def test_a_waiting_request_that_never_fetches_leaves_no_record_held(
         assert daemon.metrics.totals["prefetch_wasted_bytes"] == prefetched_bytes(daemon)["storage"] > 0
         await until(lambda: not tiers.pool.busy)
         with tiers.lock:
-            while tiers.pool._core.copies.make_room():
+            while tiers.pool._core.memory_cache.make_room():
                 """Evict all records that are not held."""
         assert not any(resident(daemon, CHAINS[0]))
 

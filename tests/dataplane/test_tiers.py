@@ -31,7 +31,7 @@ from dpu_dataplane.server import Daemon
 from dpu_dataplane.sources.found import HeaderCache
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of
 from shadowserve.errors import ConfigurationError
-from shadowserve.pool.volume.changes import BusyError
+from shadowserve.pool.volume.tickets import BusyError
 from shadowserve.proto import dataplane_pb2 as pb
 
 SHAPE = layout(vector_length=2048)  # 512 KiB a chunk
@@ -61,7 +61,7 @@ async def cool(daemon: Daemon) -> None:
     tiers = tiers_in(daemon)
     await until(lambda: not tiers.pool.busy)
     with tiers.lock:
-        while tiers.pool._core.copies.make_room():
+        while tiers.pool._core.memory_cache.make_room():
             """Nothing is in memory."""
 
 
@@ -369,7 +369,7 @@ async def test_records_in_use_by_a_batch_are_not_evicted(mortal_storage: Server,
                     if buffer is not None:
                         buffer[:] = bytes(len(RECORDS[0]))
                         with contextlib.suppress(BusyError):
-                            tiers.pool.put(address_of(key), buffer, head_bytes=64)
+                            tiers.pool.put(address_of(key), buffer, header_bytes=64)
                         tiers.pool.discard(buffer)
                 await asyncio.sleep(0.01)
             assert all(item is not None for item in items)

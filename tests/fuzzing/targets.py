@@ -105,12 +105,12 @@ def _cold_object(data: bytes) -> None:
     summed = given[:-16] + hashlib.blake2b(given[:-16], digest_size=16).digest()
     for tail, size in itertools.product((given, summed), (len(given), len(given) + 1000)):
         with contextlib.suppress(cold_layout.ColdObjectError):
-            needed = cold_layout.tail_bytes(tail, size)
+            needed = cold_layout.footer_bytes(tail, size)
             assert cold_layout.FOOTER_BYTES < needed < size
-            contents = cold_layout.parse_tail(name.decode("latin-1"), tail, size)
+            contents = cold_layout.parse_footer(name.decode("latin-1"), tail, size)
             assert cold_layout.name_of(contents.tenant, contents.places) == contents.name
             for place in contents.places.values():
-                assert 0 < place.head_bytes <= place.length and place.offset + place.length <= size - needed
+                assert 0 < place.header_bytes <= place.length and place.offset + place.length <= size - needed
 
 
 def _cold_objects() -> list[bytes]:

@@ -37,8 +37,8 @@ class Node(Driver):
         return found
 
     def store_chain(self, chain: "Chain", tenant: int = 0) -> None:
-        for name, value, head_bytes, parent in chain.records:
-            self.put(storage_key(name), value, tenant, head_bytes=head_bytes, parent=parent)
+        for name, value, header_bytes, parent in chain.records:
+            self.put(storage_key(name), value, tenant, header_bytes=header_bytes, parent=parent)
 
     def await_written(self, count: int) -> None:
         """Wait until nothing waits to be written, and this node has written ``count`` objects."""
@@ -110,13 +110,13 @@ def memory_node(
     below = ColdTier(s3_config(endpoint, **keys))
     for tenant, quota in quotas.items():
         below.set_quota(tenant, *quota)
-    return Node(MemoryPool(PoolConfig(memory_budget_bytes=memory_budget_bytes), below=below))
+    return Node(MemoryPool(PoolConfig(memory_budget_bytes=memory_budget_bytes), lower_tier=below))
 
 
 def device_node(endpoint: str, path: Path, **keys: Any) -> Node:
     """Return a node with 4 MiB of memory over a file of 12 MiB."""
     below = ColdTier(s3_config(endpoint, **keys))
-    return Node(file_pool([path], 12 * MIB, memory_budget_bytes=4 * MIB, below=below))
+    return Node(file_pool([path], 12 * MIB, memory_budget_bytes=4 * MIB, lower_tier=below))
 
 
 @contextlib.contextmanager

@@ -21,9 +21,7 @@ OBJECTS_MAX = 4096
 
 def configuration(**keys: Any) -> StorageConfig:
     """Return a configuration of a small pool without background work."""
-    return StorageConfig.load(
-        flags={"memory_budget_bytes": 8 * MIB, "scrub_bytes_per_s": 0, **keys}, environment={}
-    )
+    return StorageConfig.load(flags={"memory_budget_bytes": 8 * MIB, "scrub_bytes_per_s": 0, **keys}, environment={})
 
 
 def simulated_pool(
@@ -66,7 +64,7 @@ def file_pool(
     return DevicePool(
         configuration(devices=devices, **keys),
         budget_bytes=budget_bytes,
-        below=below,
+        lower_tier=below,
         clock_ms=clock_ms,
         measure=measure,
     )
@@ -86,7 +84,7 @@ def start_pool(count: int = 1, *, size: int = DEVICE_BYTES, **keys: Any) -> tupl
 def drop_copies(driver: Driver) -> None:
     """Drop all copies in memory that have no other user."""
     with driver.lock:
-        while driver.store._core.copies.make_room():
+        while driver.store._core.memory_cache.make_room():
             pass
 
 

@@ -14,8 +14,8 @@ from work_meter import WORK_MAX, WorkMeter
 
 from shadowserve.pool.heap import ENTRY_OVERHEAD_BYTES
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.terms import ENTRIES_PER_HOLD, PinShareError
-from shadowserve.pool.volume.changes import OutOfBudgetError
+from shadowserve.pool.types import ENTRIES_PER_HOLD, PinShareError
+from shadowserve.pool.volume.tickets import OutOfBudgetError
 
 
 class StoreConformance(ABC):
@@ -205,10 +205,10 @@ class StoreConformance(ABC):
 
     def test_records_are_counted(self) -> None:
         store = self.drive(1 << 20, Clock())
-        store.put(b"a", b"x" * 100, head_bytes=10)
+        store.put(b"a", b"x" * 100, header_bytes=10)
         store.put(b"b", b"x" * 100)
         item = store.peek(b"a")
-        assert item is not None and item.head_bytes == 10
+        assert item is not None and item.header_bytes == 10
         assert (store.statistics().records, store.statistics().record_bytes) == (1, 100)
         store.put(b"a", b"plain")
         assert (store.statistics().records, store.statistics().record_bytes) == (0, 0)
@@ -225,7 +225,7 @@ class StoreConformance(ABC):
         assert store.call(store.store.tenant, "") == 0
         for tenant, value in ((0, b"none"), (one, b"first"), (two, b"second")):
             store.put(b"a", value, tenant)
-        store.put(b"b", b"x", one, head_bytes=1)
+        store.put(b"b", b"x", one, header_bytes=1)
         assert [store.value(b"a", tenant=tenant) for tenant in (0, one, two)] == [b"none", b"first", b"second"]
         assert store.keys(one) == {b"a", b"b"} and store.keys(two) == {b"a"} and store.keys(999) == set()
         assert [store.count(tenant) for tenant in (0, one, two, 999)] == [1, 2, 1, 0]

@@ -8,8 +8,8 @@ from machine import wait_for
 
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.statistics import Statistics
-from shadowserve.pool.terms import Item, Lease
-from shadowserve.pool.volume.changes import BusyError, Ticket
+from shadowserve.pool.types import Item, Lease
+from shadowserve.pool.volume.tickets import BusyError, Ticket
 
 T = TypeVar("T")
 

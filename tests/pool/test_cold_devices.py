@@ -39,7 +39,7 @@ def cool(node: Node) -> None:
     """Have the device alone hold what the pool has."""
     node.pump(lambda: not node.store.busy)
     with node.lock:
-        while node.store._core.copies.make_room():  # type: ignore[attr-defined]
+        while node.store._core.memory_cache.make_room():  # type: ignore[attr-defined]
             """Nothing is in memory."""
 
 

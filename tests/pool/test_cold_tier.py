@@ -57,8 +57,8 @@ def test_interleaved_chains_go_into_separate_objects(bucket: FaultyS3, open_node
     one, two = Chain("one", 16, 1 << 17), Chain("two", 16, 1 << 17)
     node = open_node(gather_s=600.0, object_bytes=2 * MIB)
     for first, second in zip(one.records, two.records, strict=True):
-        for name, value, head_bytes, parent in (first, second):
-            node.put(b"kv:" + name.hex().encode(), value, head_bytes=head_bytes, parent=parent)
+        for name, value, header_bytes, parent in (first, second):
+            node.put(b"kv:" + name.hex().encode(), value, header_bytes=header_bytes, parent=parent)
     node.await_written(0)
     wait_for(lambda: len(bucket.objects) == 2)
     bodies = list(bucket.objects.values())
@@ -80,12 +80,12 @@ def test_evicted_records_are_read_from_the_bucket(open_node: Opens) -> None:
 def test_write_evicted_writes_only_when_there_is_no_room(bucket: FaultyS3, open_node: Opens) -> None:
     node = open_node(write="evicted", memory_budget_bytes=2 * MIB)
     long = Chain("long", 40, 1 << 16)
-    for name, value, head_bytes, parent in long.records[:4]:
-        node.put(storage_key(name), value, head_bytes=head_bytes, parent=parent)
+    for name, value, header_bytes, parent in long.records[:4]:
+        node.put(storage_key(name), value, header_bytes=header_bytes, parent=parent)
     node.await_listed()
     assert not bucket.objects and node.cold().waiting_records == 4
-    for name, value, head_bytes, parent in long.records[4:]:
-        node.put(storage_key(name), value, head_bytes=head_bytes, parent=parent)
+    for name, value, header_bytes, parent in long.records[4:]:
+        node.put(storage_key(name), value, header_bytes=header_bytes, parent=parent)
     statistics = node.statistics()
     assert statistics.evicted_keys and node.cold().held_back and not node.cold().missed_records
     assert node.cold().written_objects <= 10, "a run is written together"
@@ -298,8 +298,8 @@ def test_values_with_an_expiry_or_without_a_header_are_not_written_and_replace_t
     bucket: FaultyS3, open_node: Opens
 ) -> None:
     node = filled(open_node)
-    name, value, head_bytes, _ = Chain("short", 1).records[0]
-    node.put(b"kv:" + name.hex().encode(), value, head_bytes=head_bytes, expires_at_ms=1 << 50)
+    name, value, header_bytes, _ = Chain("short", 1).records[0]
+    node.put(b"kv:" + name.hex().encode(), value, header_bytes=header_bytes, expires_at_ms=1 << 50)
     node.put(b"plain", b"text" * 1000)
     node.await_listed()
     assert len(bucket.objects) == 1

@@ -12,7 +12,7 @@ from store_driver import Clock, Driver
 from shadowserve.pool.arena import BLOCK_BYTES, object_blocks
 from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.volume.changes import OutOfBudgetError
+from shadowserve.pool.volume.tickets import OutOfBudgetError
 
 MIB = 1 << 20
 DEVICE_BYTES = 160 * MIB

@@ -5,7 +5,7 @@ from pool_support import disks_of, simulated_pool, start_pool
 from simulated_device import SimulatedDevice
 from store_driver import Driver
 
-from shadowserve.pool.terms import ENTRIES_PER_HOLD
+from shadowserve.pool.types import ENTRIES_PER_HOLD
 
 MANY = 5 * ENTRIES_PER_HOLD
 

@@ -23,7 +23,7 @@ from store_driver import Clock, Driver
 
 from shadowserve.block import OperationKind
 from shadowserve.pool.entries import PoolItem
-from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
+from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
 
 
 def again(devices: list[SimulatedDevice], **keys: Any) -> Driver:
@@ -47,7 +47,7 @@ def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     one = pool.call(pool.store.tenant, "one")
     for number in range(20):
         pool.put(key_of(chunk(number)), b"%d" % number * 5_000, parent=chunk(number - 1) if number else b"")
-    pool.put(b"name \xff", b"of the default tenant", head_bytes=3)
+    pool.put(b"name \xff", b"of the default tenant", header_bytes=3)
     pool.put(b"name", b"of one", one)
     pool.put(b"", b"of the empty key")
     pool.put(b"short", b"x", expires_at_ms=clock.now_ms + 100)
@@ -190,8 +190,8 @@ def test_an_entry_removed_during_a_read_is_read_completely_and_its_extent_is_fre
     core = pool.store._core  # type: ignore[attr-defined]
     disk = core.disks[0]
     pool.pump(lambda: not disk.is_freeing)
-    assert core.arenas.used_bytes == core.copies.copy_bytes + core.copies.kept_bytes
-    assert all(core.entry(slot) is not None for slot in core.copies.slots())
+    assert core.arenas.used_bytes == core.memory_cache.copy_bytes + core.memory_cache.kept_bytes
+    assert all(core.entry(slot) is not None for slot in core.memory_cache.slots())
     assert disk.volume.free_blocks * 4096 == free + (0 if later is not None else 61_440 + 4_096)
     pool.stop()
 

@@ -23,7 +23,7 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.pool.arena import Arena, Arenas, memory_nodes
 from shadowserve.pool.bandwidth_shares import BandwidthMeter, BandwidthShares
 from shadowserve.pool.disk import WriteBudget
-from shadowserve.pool.placement import Interleaver
+from shadowserve.pool.interleaver import Interleaver
 from storage_kv.config import StorageConfig
 
 

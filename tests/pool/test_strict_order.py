@@ -24,7 +24,7 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for number in range(COUNT):
         pool.put(b"%d" % number, value(number))
     with pool.lock:
-        while pool.store._core.copies.make_room():  # type: ignore[attr-defined]
+        while pool.store._core.memory_cache.make_room():  # type: ignore[attr-defined]
             """Nothing is in memory."""
     device = pool.store._core.disks[0].volume.device  # type: ignore[attr-defined]
     done: list[Operation] = []

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shadowserve.pool import write_states
-from shadowserve.pool.volume.changes import Ticket
+from shadowserve.pool.volume.tickets import Ticket
 from shadowserve.pool.write_states import ENDS, State, Write
 
 NOTHING: Any = None  # a write's parts, which its states do not concern

@@ -20,9 +20,9 @@ from shadowserve.native import (
     object_units,
     seal_object,
 )
-from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
 from shadowserve.pool.volume.device import BlockDevice, Pages
 from shadowserve.pool.volume.format import BLOCK_BYTES, RecordFlag, RecordKind, blocks_of, pack_record
+from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError, Ticket
 from shadowserve.pool.volume.volume import Volume
 
 POOL = bytes(range(16))

@@ -123,9 +123,9 @@ def read_manifest(record: bytes) -> Manifest:
 def seal(record: bytes) -> bytes:
     """Return the record with a right checksum over its head, as a faulty or hostile writer would make it."""
     sealed = bytearray(record)
-    head_bytes = min(read_header(record)["head_length"], len(record))
+    header_bytes = min(read_header(record)["head_length"], len(record))
     sealed[12:16] = bytes(4)
-    sealed[12:16] = struct.pack("<I", zlib.crc32(sealed[:head_bytes]))
+    sealed[12:16] = struct.pack("<I", zlib.crc32(sealed[:header_bytes]))
     return bytes(sealed)
 
 
@@ -134,8 +134,8 @@ def forge(record: bytes, manifest: Manifest | None = None, body: bytes | None = 
     original = read_header(record)
     manifest = read_manifest(record) if manifest is None else manifest
     body = record[original["head_length"] :] if body is None else body
-    head_bytes = HEADER_BYTES + manifest.nbytes
-    lengths = {"slices": len(manifest), "head_length": head_bytes, "record_length": head_bytes + len(body)}
+    header_bytes = HEADER_BYTES + manifest.nbytes
+    lengths = {"slices": len(manifest), "head_length": header_bytes, "record_length": header_bytes + len(body)}
     values = original | lengths | header
     return seal(HEADER.pack(*(values[name] for name, _ in HEADER_FIELDS)) + manifest.tobytes() + body)
 

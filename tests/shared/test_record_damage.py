@@ -61,14 +61,14 @@ def test_each_flipped_bit_is_found_before_anything_is_decoded(codec: Codec) -> N
 def test_each_flipped_bit_of_a_head_under_a_right_checksum_is_found(codec: Codec) -> None:
     layout = make_layout(Quantizer.BINNED)
     record = make_record(layout, codec)
-    head_bytes = read_header(record)["head_length"]
-    for bit, damaged in flipped(record[:head_bytes]):
+    header_bytes = read_header(record)["head_length"]
+    for bit, damaged in flipped(record[:header_bytes]):
         if 12 <= bit // 8 < 16:
             continue  # the checksum itself
         if 128 <= bit // 8 < 160:
             continue  # the parent: whose decoded values it does not change
         with pytest.raises(RecordError):
-            decode(seal(damaged + record[head_bytes:]), KEY, layout)
+            decode(seal(damaged + record[header_bytes:]), KEY, layout)
 
 
 @pytest.mark.parametrize("codec", [codec for codec in BUILT_IN if codec is not Codec.NONE])
@@ -89,14 +89,14 @@ def test_each_flipped_bit_of_a_stream_under_a_right_checksum_is_found_when_decod
 @pytest.mark.parametrize("codec", BUILT_IN)
 def test_each_truncation_is_found(codec: Codec) -> None:
     record = make_record(codec=codec)
-    head_bytes = read_header(record)["head_length"]
+    header_bytes = read_header(record)["head_length"]
     for length in range(len(record)):
         with pytest.raises(NotARecordError if length < 4 else CorruptRecordError):
             verify(record[:length], KEY)
-        if length < head_bytes:
+        if length < header_bytes:
             with pytest.raises(RecordError):
                 parse_head(record[:length])
-    assert parse_head(record[:head_bytes]) is not None
+    assert parse_head(record[:header_bytes]) is not None
 
 
 def test_bytes_behind_the_record_are_found() -> None:

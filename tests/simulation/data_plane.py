@@ -221,7 +221,7 @@ class DataPlane:
         assert isinstance(stored, Stored)
         self._compare(
             key,
-            lambda write: len(write.value) == stored.length and write.value[: write.head_bytes] == stored.header,
+            lambda write: len(write.value) == stored.length and write.value[: write.header_bytes] == stored.header,
             began,
             what,
         )

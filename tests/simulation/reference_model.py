@@ -60,7 +60,7 @@ class Write(Change):
     number: int = 0
     value: bytes = b""
     is_record: bool = False
-    head_bytes: int = 0
+    header_bytes: int = 0
     lost: bool = False
 
 

@@ -29,7 +29,7 @@ from shadowserve.block import OperationKind, Priority
 from shadowserve.errors import ConfigurationError
 from shadowserve.pool.config import DeviceConfig
 from shadowserve.pool.device_pool import DevicePool
-from shadowserve.pool.terms import ENTRIES_PER_HOLD
+from shadowserve.pool.types import ENTRIES_PER_HOLD
 from shadowserve.pool.volume.format import Superblock
 from storage_kv.access.rules import hash_password
 from storage_kv.config import StorageConfig

@@ -141,7 +141,7 @@ class Workload:
         number = next(self._numbers)
         write = Write("set", 0, lambda: FOREVER, number=number)
         if key.startswith(b"kv:"):
-            write.value, write.head_bytes = self._record(key, chance.randrange(3))
+            write.value, write.header_bytes = self._record(key, chance.randrange(3))
             write.is_record = True
         else:
             write.value = text_of((tenant, key), number, _SIZES[chance.randrange(self._largest)])
@@ -240,7 +240,9 @@ class Workload:
                     key,
                     call,
                     head,
-                    lambda write, length=length: write.value[: write.head_bytes] if len(write.value) == length else b"",
+                    lambda write, length=length: (
+                        write.value[: write.header_bytes] if len(write.value) == length else b""
+                    ),
                 )
 
         return self._call(("KV.META", *keys), check)

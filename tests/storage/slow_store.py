@@ -9,8 +9,8 @@ from machine import WAIT_MAX_S, wait_for
 from storage_support import Client
 
 from shadowserve.pool.memory_pool import MemoryPool
-from shadowserve.pool.terms import Address, Item, Lease
-from shadowserve.pool.volume.changes import BusyError, Ticket
+from shadowserve.pool.types import Address, Item, Lease
+from shadowserve.pool.volume.tickets import BusyError, Ticket
 from storage_kv.config import StorageConfig
 from storage_kv.server import StorageServer
 
@@ -22,7 +22,7 @@ class Away(Item):
 
     def __init__(self, found: Item) -> None:
         assert found.value is not None
-        self.length, self.head_bytes, self.expires_at_ms = found.length, found.head_bytes, found.expires_at_ms
+        self.length, self.header_bytes, self.expires_at_ms = found.length, found.header_bytes, found.expires_at_ms
         self.value = None
         self.bytes_ = bytes(found.value)
 

@@ -9,7 +9,7 @@ from machine import wait_for
 from slow_store import Served
 from storage_support import Client, make_record
 
-from shadowserve.pool.volume.changes import OutOfBudgetError
+from shadowserve.pool.volume.tickets import OutOfBudgetError
 from shadowserve.resp import encode_command
 
 MIB = 1 << 20

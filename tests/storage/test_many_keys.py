@@ -9,8 +9,8 @@ from slow_store import Served
 from storage_support import Child, Client, make_record
 from work_meter import WORK_MAX, WorkMeter
 
-from shadowserve.pool.terms import Address
-from shadowserve.pool.volume.changes import OutOfBudgetError, Ticket
+from shadowserve.pool.types import Address
+from shadowserve.pool.volume.tickets import OutOfBudgetError, Ticket
 from shadowserve.resp import ErrorReply
 from storage_kv.commands import _keys
 from storage_kv.commands._arguments import KEYS_AT_A_TIME

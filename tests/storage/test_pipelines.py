@@ -14,8 +14,8 @@ from machine import wait_for
 from slow_store import Served
 from storage_support import TIMEOUT_S, Child, make_record
 
-from shadowserve.pool.terms import Address
-from shadowserve.pool.volume.changes import BusyError, Ticket
+from shadowserve.pool.types import Address
+from shadowserve.pool.volume.tickets import BusyError, Ticket
 from shadowserve.resp import NEED_DATA, ErrorReply, LargeBulk, ReplyReader, encode_command
 
 Commands = Sequence[Sequence[bytes]]

@@ -21,7 +21,7 @@ from dpu_dataplane.sources.source import Delivered
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of, ranges_of
 from shadowserve import native
 from shadowserve.native import Origin, Result
-from shadowserve.pool.terms import Item, Lease
+from shadowserve.pool.types import Item, Lease
 
 
 @dataclass(eq=False)
@@ -92,7 +92,7 @@ class LocalHits:
             with lock:
                 for key in keys[part.start : part.stop]:
                     item = pool.get(address_of(key))
-                    if item is not None and item.head_bytes:
+                    if item is not None and item.header_bytes:
                         record = _Record(key, item, item.length, pieces[key])
                         self._records.append(record)
                         if item.value is not None:

@@ -35,7 +35,7 @@ from shadowserve.errors import RecordError, StorageError
 from shadowserve.native import Result
 from shadowserve.pool.next_use import REQUESTS_MAX
 from shadowserve.pool.prefetch_policy import Hop, PrefetchPolicy, Waiting
-from shadowserve.pool.terms import DEFAULT_TENANT, Item, Lease
+from shadowserve.pool.types import DEFAULT_TENANT, Item, Lease
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import verify
 
@@ -375,11 +375,11 @@ class Prefetcher:
                     item = self._tiers.pool.peek(address_of(key))
                     if key in self._moving or key in request.unsound:
                         continue
-                    if item is None or not item.head_bytes:
+                    if item is None or not item.header_bytes:
                         absent.append(key)
                     elif item.value is None:
                         candidates[0][key] = item.length
-                        if begins_in_blocks(item.head_bytes):
+                        if begins_in_blocks(item.header_bytes):
                             in_blocks.append(key)
             await asyncio.sleep(0)
         for key in await self._tiers.paged(in_blocks) if in_blocks else ():

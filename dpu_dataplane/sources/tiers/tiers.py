@@ -27,9 +27,9 @@ from shadowserve.pool.config import PoolConfig
 from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.terms import DEFAULT_TENANT, ENTRIES_PER_HOLD, Address, Lease
 from shadowserve.pool.thread import PoolThread
-from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
+from shadowserve.pool.types import DEFAULT_TENANT, ENTRIES_PER_HOLD, Address, Lease
+from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
 from shadowserve.record import parse_head
 from shadowserve.tier import Tier
 
@@ -45,9 +45,9 @@ def address_of(key: bytes) -> Address:
     return DEFAULT_TENANT, storage_key(key)
 
 
-def begins_in_blocks(head_bytes: int) -> bool:
+def begins_in_blocks(header_bytes: int) -> bool:
     """Return whether a record's slices are aligned to device blocks, as an engine's pages must be."""
-    return (native.OBJECT_HEADER_BYTES + head_bytes) % 4096 == 0
+    return (native.OBJECT_HEADER_BYTES + header_bytes) % 4096 == 0
 
 
 def ranges_of(count: int) -> Iterator[range]:
@@ -201,14 +201,14 @@ class Tiers:
         """Look one key up, with the lock held, or start a read of its header."""
         key = keys[index]
         item = self.pool.peek(address_of(key))
-        if item is None or not item.head_bytes:
+        if item is None or not item.header_bytes:
             return
         known = self._headers.get(key)
         if known is not None and known.length == item.length:
             tier = Tier.DEVICE if item.value is None else Tier.MEMORY
             found[index] = known if known.tier is tier else self._cache(key, known._replace(tier=tier))
         elif item.value is not None:
-            header = bytes(memoryview(item.value)[: item.head_bytes])
+            header = bytes(memoryview(item.value)[: item.header_bytes])
             found[index] = self._cache(key, Stored(item.length, header, Tier.MEMORY))
         else:
             found[index] = Unanswered(f"{self.name}: a device has not answered within {self.read_timeout_s:g} s")
@@ -223,7 +223,7 @@ class Tiers:
                     found[index] = self._cache(key, Stored(length, header, Tier.DEVICE)) if header else None
                     read.set_result(None)
 
-            self.pool.read(item, 0, item.head_bytes, lambda lease: self.later(finish, lease))
+            self.pool.read(item, 0, item.header_bytes, lambda lease: self.later(finish, lease))
 
     def _cache(self, key: bytes, stored: Stored) -> Stored:
         self._headers.put(key, stored, len(stored.header))
@@ -276,7 +276,7 @@ class Tiers:
         try:
             with self.lock:
                 ticket = self.pool.put(
-                    address_of(key), memory, head_bytes=len(header), expires_at_ms=ends_ms, parent=parent
+                    address_of(key), memory, header_bytes=len(header), expires_at_ms=ends_ms, parent=parent
                 )  # fmt: skip
         except BusyError as error:
             return error

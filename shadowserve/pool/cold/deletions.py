@@ -14,7 +14,7 @@ from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.fair import FairQueue
 from shadowserve.pool.cold.layout import parse_name
 from shadowserve.pool.cold.outage import Outage
-from shadowserve.pool.volume.changes import Ticket
+from shadowserve.pool.volume.tickets import Ticket
 
 _log = logging.getLogger(__name__)
 

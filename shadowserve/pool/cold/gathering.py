@@ -9,7 +9,7 @@ from collections import OrderedDict
 from itertools import takewhile
 from typing import Final, NamedTuple
 
-from shadowserve.pool.terms import Address
+from shadowserve.pool.types import Address
 
 BACKLOG_MAX: Final = 65_536
 """Most records that wait to be written. They wait as keys without bytes; records that are evicted before are left

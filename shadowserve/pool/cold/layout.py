@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
     offset: int
     length: int
-    head_bytes: int
+    header_bytes: int
 
 
 class Contents(NamedTuple):
@@ -150,7 +150,7 @@ def parse_footer(name: str, data: bytes, size: int) -> Contents:
     position = 0
     for key, *numbers in _ENTRY.iter_unpack(footer[:begin]):
         place = Place(*numbers)
-        if place.offset != position or not 0 < place.head_bytes <= place.length:
+        if place.offset != position or not 0 < place.header_bytes <= place.length:
             raise ColdObjectError(f"its entry {len(places)} says {place}, behind {position} bytes of records")
         position += place.length
         places[key] = place

@@ -14,8 +14,8 @@ from shadowserve.pool.cold.fair import FairQueue
 from shadowserve.pool.cold.layout import Contents, Place
 from shadowserve.pool.cold.outage import Outage
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.terms import Address, Item, Lease
-from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
+from shadowserve.pool.types import Address, Item, Lease
+from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class ColdItem(Item):
     def __init__(self, address: Address, key: bytes, contents: Contents) -> None:
         place = contents.places[key]
         self.length = place.length
-        self.head_bytes = place.head_bytes
+        self.header_bytes = place.header_bytes
         self.expires_at_ms = None
         self.value = None
         self.address = address
@@ -319,8 +319,8 @@ class ColdReader:
             if buffer is not None:
                 buffer[:] = data
             head = record.verify(data if buffer is None else buffer, read.key)
-            if head.head_length != read.place.head_bytes:
-                raise RecordError(f"its header has {head.head_length} bytes, the entry says {read.place.head_bytes}")
+            if head.head_length != read.place.header_bytes:
+                raise RecordError(f"its header has {head.head_length} bytes, the entry says {read.place.header_bytes}")
         except RecordError as error:
             self._give_back(buffer)
             self._catalog.hide(read.contents)
@@ -368,11 +368,11 @@ class ColdReader:
         found = pool.peek(read.address)
         if found is not None and found.is_cold:
             try:
-                pool.put(read.address, buffer, head_bytes=head.head_length, parent=head.parent)
+                pool.put(read.address, buffer, header_bytes=head.head_length, parent=head.parent)
                 found = pool.peek(read.address)
             except (BusyError, OutOfBudgetError):
                 found = None
         pool.discard(buffer)
         if found is None or found.is_cold or found.value is None or found.length != read.place.length:
             return None
-        return found if found.head_bytes else None
+        return found if found.header_bytes else None

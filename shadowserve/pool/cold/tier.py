@@ -22,8 +22,8 @@ from shadowserve.pool.cold.writes import ColdWriter
 from shadowserve.pool.keys import is_chunk_key, parse_key
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.statistics import ColdStatistics
-from shadowserve.pool.terms import DEFAULT_TENANT, Address, Item, Lease
-from shadowserve.pool.volume.changes import Ticket
+from shadowserve.pool.types import DEFAULT_TENANT, Address, Item, Lease
+from shadowserve.pool.volume.tickets import Ticket
 from shadowserve.pool.writes import joined
 
 _STEP_S: Final = 0.05
@@ -144,7 +144,9 @@ class ColdTier:
 
     # ---- Changing
 
-    def stored(self, address: Address, *, head_bytes: int, expires: bool, parent: bytes, length: int) -> Ticket | None:
+    def stored(
+        self, address: Address, *, header_bytes: int, expires: bool, parent: bytes, length: int
+    ) -> Ticket | None:
         """Receive a value that the pool has stored; return a ticket if its client has to wait.
 
         Records without an expiry are written to the bucket. Any other value replaces the record of its key, also after
@@ -155,7 +157,7 @@ class ColdTier:
         tenant, key, text = parse_key(address)
         if text is not None:
             return None
-        if not head_bytes or expires:
+        if not header_bytes or expires:
             return self._remove(address, key)[1]
         name = self._name_of(tenant)
         if name is None:

@@ -23,8 +23,8 @@ from shadowserve.pool.cold.layout import (
 from shadowserve.pool.cold.outage import Outage
 from shadowserve.pool.keys import parse_key
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.terms import Address, Lease
-from shadowserve.pool.volume.changes import Ticket
+from shadowserve.pool.types import Address, Lease
+from shadowserve.pool.volume.tickets import Ticket
 
 _log = logging.getLogger(__name__)
 
@@ -261,9 +261,9 @@ class ColdWriter:
                 continue
             seen.add(key)
             begin = len(body)
-            head_bytes = self._append(body, address)
-            if head_bytes:
-                records.append((key, Place(begin, len(body) - begin, head_bytes)))
+            header_bytes = self._append(body, address)
+            if header_bytes:
+                records.append((key, Place(begin, len(body) - begin, header_bytes)))
             else:
                 self.missed += 1
         return (finish(body, tenant, records), body) if records else None
@@ -279,9 +279,9 @@ class ColdWriter:
 
         with self._lock:
             item = None if self._closed else self._pool.peek(address)
-            if item is None or item.is_cold or not item.head_bytes or item.expires_at_ms is not None:
+            if item is None or item.is_cold or not item.header_bytes or item.expires_at_ms is not None:
                 return 0
-            head_bytes, length = item.head_bytes, item.length
+            header_bytes, length = item.header_bytes, item.length
             if item.value is not None:
                 self._pool.hold(item)
                 leases.append(Lease(memoryview(item.value), self._pool.release, item))
@@ -297,4 +297,4 @@ class ColdWriter:
         with self._lock:
             if not self._closed:
                 leases[0].release()
-        return head_bytes
+        return header_bytes

@@ -24,7 +24,7 @@ SUPERBLOCK_OFFSETS: Final = (0, 1 << 20)
 """The copies are so far apart that overwriting a device's beginning (a partition table, mkfs) leaves one."""
 NAME_PIECE_BYTES: Final = 80
 NAME_BYTES_MAX: Final = 64 << 10
-"""Most bytes of a key's text (``shadowserve.pool.terms.KEY_BYTES_MAX``) and of a tenant's name."""
+"""Most bytes of a key's text (``shadowserve.pool.types.KEY_BYTES_MAX``) and of a tenant's name."""
 LOG_MAGIC: Final = b"SSLG"
 SNAPSHOT_MAGIC: Final = b"SSSN"
 

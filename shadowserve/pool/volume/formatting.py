@@ -7,7 +7,6 @@ from typing import NamedTuple
 from shadowserve.clock import wall_clock_ms
 from shadowserve.pool.volume.block_reader import BlockReader
 from shadowserve.pool.volume.device import BlockDevice, Pages
-from shadowserve.pool.volume.foreign import DAMAGED_VOLUME, UNKNOWN, describe_beginning, describe_content, used_by
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     SUPERBLOCK_OFFSETS,
@@ -15,6 +14,13 @@ from shadowserve.pool.volume.format import (
     Layout,
     SnapshotHeader,
     Superblock,
+)
+from shadowserve.pool.volume.signature_check import (
+    DAMAGED_VOLUME,
+    UNKNOWN,
+    describe_beginning,
+    describe_content,
+    used_by,
 )
 
 

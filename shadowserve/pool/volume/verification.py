@@ -21,7 +21,6 @@ from shadowserve.native import (
 )
 from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.device import BlockDevice
-from shadowserve.pool.volume.foreign import DAMAGED_VOLUME, describe_content
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     OBJECT_HEADER_BYTES,
@@ -34,6 +33,7 @@ from shadowserve.pool.volume.format import (
 from shadowserve.pool.volume.formatting import find_objection
 from shadowserve.pool.volume.recovery import Recovery, RecoveryReport
 from shadowserve.pool.volume.repair import BadCopies, find_bad_copies
+from shadowserve.pool.volume.signature_check import DAMAGED_VOLUME, describe_content
 
 _SLICE_RECORDS: Final = 8192
 _OBJECTS_MAX: Final = 1 << 30

@@ -20,7 +20,6 @@ from shadowserve.errors import BusyError as DeviceBusyError
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import Extents, Index, ObjectFields
 from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
-from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
 from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
@@ -40,6 +39,7 @@ from shadowserve.pool.volume.repair import Repaired, repair_log
 from shadowserve.pool.volume.resizing import grown
 from shadowserve.pool.volume.retry_policy import RetryPolicy
 from shadowserve.pool.volume.snapshot import Living, Snapshot, SnapshotSchedule
+from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError, Ticket
 from shadowserve.pool.volume.writes_in_flight import Key, Write, WritesInFlight, log_blocks_of
 
 Call = Callable[[], None]

@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shadowserve.pool.volume.changes import Ticket
 from shadowserve.pool.volume.format import NAME_PIECE_BYTES, RECORDS_PER_BLOCK
+from shadowserve.pool.volume.tickets import Ticket
 
 Call = Callable[[], None]
 Key = tuple[int, bytes]

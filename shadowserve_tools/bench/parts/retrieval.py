@@ -26,10 +26,10 @@ from shadowserve.keys import storage_key
 from shadowserve.pool.buffers import allocate
 from shadowserve.pool.config import DeviceConfig
 from shadowserve.pool.device_pool import DevicePool
-from shadowserve.pool.placement import Interleaver
+from shadowserve.pool.interleaver import Interleaver
 from shadowserve.pool.statistics import Statistics
-from shadowserve.pool.terms import Address, Item, Lease
-from shadowserve.pool.volume.changes import BusyError
+from shadowserve.pool.types import Address, Item, Lease
+from shadowserve.pool.volume.tickets import BusyError
 from shadowserve_tools.bench.parts.disks import Disk, drop_cached
 from shadowserve_tools.report import measure
 from storage_kv.config import StorageConfig
@@ -148,7 +148,7 @@ class Store(ABC):
 class _CoolingPool(DevicePool):
     def drop_copies(self) -> None:
         """Forget what memory holds of what devices have, as far as nobody uses it."""
-        while self._core.copies.make_room():
+        while self._core.memory_cache.make_room():
             pass
 
 

@@ -226,12 +226,12 @@ class BehindTiers(Behind):
 
     def put(self, key: bytes, value: bytes) -> None:
         with self.source._tiers.lock:
-            self.pool.put(address_of(key), value, head_bytes=head_length(value) or 0)
+            self.pool.put(address_of(key), value, header_bytes=head_length(value) or 0)
 
     def hold(self) -> None:
         wait_for(lambda: not self.pool.busy)
         with self.source._tiers.lock:
-            while self.pool._core.copies.make_room():
+            while self.pool._core.memory_cache.make_room():
                 """Nothing is in memory."""
         self._free.clear()
 

@@ -6,8 +6,8 @@ from volume_support import Store, device_of, index_key
 
 from shadowserve.block import OperationKind, Priority
 from shadowserve.native import Index
-from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
 from shadowserve.pool.volume.format import RecordKind, pack_record
+from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
 from shadowserve.pool.volume.volume import Volume, VolumeError
 
 KEY = bytes([7]) * 32

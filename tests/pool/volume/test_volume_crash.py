@@ -12,7 +12,7 @@ from simulated_device import SimulatedDevice
 from volume_support import Store, device_of, index_key
 
 from shadowserve.block import OperationKind
-from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
+from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
 
 SEEDS = 200
 KEYS = 24

@@ -13,7 +13,7 @@ from machine import NEVER_S
 from volume_support import POOL, Store
 
 from shadowserve.native import BlockDevice
-from shadowserve.pool.volume.changes import BusyError
+from shadowserve.pool.volume.tickets import BusyError
 from shadowserve.pool.volume.volume import Volume
 
 KILLS = 6

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 from shadowserve.errors import ShadowServeError
-from shadowserve.pool.volume.changes import Ticket
+from shadowserve.pool.volume.tickets import Ticket
 
 Address = tuple[int, bytes]
 """Id of a tenant, and a key of that tenant."""
@@ -39,15 +39,15 @@ class Item:
 
     Attributes:
         length: Bytes of the value.
-        head_bytes: Length of the record's header if the value is a valid record, else 0.
+        header_bytes: Length of the record's header if the value is a valid record, else 0.
         expires_at_ms: Unix time in milliseconds, or None.
         value: The bytes, which never change; None if they are not in memory: ``Pool.read()`` reads them.
     """
 
-    __slots__ = ("expires_at_ms", "head_bytes", "length", "value")
+    __slots__ = ("expires_at_ms", "header_bytes", "length", "value")
 
     length: int
-    head_bytes: int
+    header_bytes: int
     expires_at_ms: int | None
     value: bytes | memoryview | None
     is_cold: ClassVar[bool] = False
@@ -125,7 +125,9 @@ class LowerTier(Protocol):
     def set_quota(self, tenant: str, bytes_max: int | None, keys_max: int | None) -> None:
         """Limit a tenant's share, by its name, when there is no room for the records of all tenants."""
 
-    def stored(self, address: Address, *, head_bytes: int, expires: bool, parent: bytes, length: int) -> Ticket | None:
+    def stored(
+        self, address: Address, *, header_bytes: int, expires: bool, parent: bytes, length: int
+    ) -> Ticket | None:
         """Receive a value of the pool; return a ticket for the removal of the record that it replaces; None if that
         is done.
         """

@@ -25,7 +25,7 @@ from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
 from shadowserve.native import BlockDevice
 from shadowserve.pool.device_pool import DevicePool
-from shadowserve.pool.volume import block_reader, foreign
+from shadowserve.pool.volume import block_reader, signature_check
 from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, FormatError
 from shadowserve.pool.volume.verification import verify_volume
 from shadowserve.pool.volume.volume import Volume
@@ -190,7 +190,7 @@ def test_a_failing_wipefs_is_ignored(words: str, tmp_path: Path, monkeypatch: py
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with closing(BlockDevice(sparse(tmp_path / "device", 16 * MIB))) as device:
-        assert foreign.describe_content(device) is None
+        assert signature_check.describe_content(device) is None
 
 
 def test_an_unreadable_object_is_a_finding() -> None:
@@ -225,16 +225,16 @@ def test_a_volume_whose_first_megabytes_are_zeros_is_recognised_by_its_objects(v
 
 def test_samples_of_a_large_device_find_what_is_promised(tmp_path: Path) -> None:
     """A run as long as two slices is found wherever it begins, and so is a hundredth spread about."""
-    slices = 2 * (LARGE // foreign.SAMPLES)
+    slices = 2 * (LARGE // signature_check.SAMPLES)
     chance = random.Random(7)
     for trial in range(8):
         content = chance.randrange(0, LARGE - slices, 512), b"\1" * slices
         with closing(BlockDevice(sparse(tmp_path / f"run{trial}", LARGE, content))) as device:
-            assert foreign.describe_content(device) is not None
+            assert signature_check.describe_content(device) is not None
         os.unlink(tmp_path / f"run{trial}")
     blocks = chance.sample(range(LARGE // BLOCK_BYTES), LARGE // BLOCK_BYTES // 100)
     with closing(BlockDevice(sparse(tmp_path / "spread", LARGE, *((b * BLOCK_BYTES, b"x") for b in blocks)))) as device:
-        assert foreign.describe_content(device) is not None
+        assert signature_check.describe_content(device) is not None
 
 
 def test_a_large_empty_device_is_formatted_at_the_start(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ _SKIPPED_MAX: Final = 64
 _PROMOTING_HITS: Final = 2
 
 
-class Copies:
+class MemoryCache:
     """Buffers by the slot of their entry in the index.
 
     Attributes:
