@@ -56,7 +56,7 @@ def source_of(
         if config.storage_cluster or config.storage_nodes:
             kind = ServerCluster if config.storage_cluster else SeveralServers
         servers = kind(config, metrics)
-        by_layers = config.chunked_pipeline and not config.storage_cluster  # a cluster's nodes do not know the request
+        by_layers = not config.storage_cluster  # a cluster's nodes do not know the request
         threshold = Threshold(config.layer_request_bytes_min) if by_layers else None
         below = RespSource(servers, pipeline, fetching, storing, len(config.stage_cores()["net"]), metrics, threshold)
     if config.tiers is None:

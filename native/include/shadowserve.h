@@ -304,7 +304,7 @@ struct ss_batch {
     uint32_t layers_end;   /* likewise: as many as there may be after it, at most 4096 more: all pieces that those from
                               'layers_first' on lack are in the batch */
     uint64_t rate;         /* of a fetch: most bytes a second into the destinations; 0: no bound */
-    struct ss_layers *layers; /* of a fetch over one socket, with the chunked pipeline: how all pieces are asked for, of
+    struct ss_layers *layers; /* of a fetch over one socket, how all pieces are asked for, of
                                  a server that may know it; NULL: each by GETRANGE */
 };
 
@@ -349,16 +349,6 @@ struct ss_pipeline_options {
     uint32_t dequantize_threads;
     uint32_t dma_threads;
     uint32_t store_threads;
-    /*
-     * The paper's ablation (ShadowServe section 6.4); both are 1 but to measure what they are good for.
-     * chunked_pipeline 0: one piece at a time, and one stage at a time: a piece is asked for when the one before it was
-     *   delivered, decompressed when all of it was received, and so on; any failure ends the batch.
-     * memory_management 0: no buffers are kept for fetch batches. Each piece's are mapped, touched, locked and
-     * registered with the device when it is asked for, and unmapped when it was delivered; the sizes above only limit a
-     * batch.
-     */
-    uint32_t chunked_pipeline;
-    uint32_t memory_management;
     uint32_t trace_events;     /* room for so many in each thread's log, 56 bytes each; 0: no tracing */
     uint32_t poll_interval_us; /* between two looks at a device that has nothing done; 0: no pause. At most 1 s */
     uint32_t nodes_max;        /* of a cluster that one batch may ask, at most 256; 0: one */
@@ -392,7 +382,7 @@ SS_API void ss_device_error(char *text, size_t size);
 
 /*
  * ss_pipeline_create() allocates, touches and locks all buffers and starts and pins all threads; nothing is allocated
- * afterwards (but without memory_management). Fails with SS_BAD_ARGUMENT, SS_NOT_SUPPORTED (unknown backend, no device
+ * afterwards. Fails with SS_BAD_ARGUMENT, SS_NOT_SUPPORTED (unknown backend, no device
  * that can do its work, or options that the backend does not take), SS_NO_MEMORY, SS_OS_ERROR (errno), SS_DEVICE.
  */
 SS_API enum ss_result ss_pipeline_create(const struct ss_pipeline_options *options, struct ss_pipeline **pipeline);
@@ -450,7 +440,7 @@ SS_API uint8_t *ss_destination_address(const struct ss_destination *destination)
  *
  * With several nodes the sockets come node by node, as many for each, at most 'net_threads'; a piece is asked for on
  * those of its own node. One that a node answers MOVED or ASK for is SS_REDIRECTED, and its 'error' says where to: that
- * is no failure to others. Without the chunked pipeline it is one.
+ * is no failure to others.
  *
  * A piece that fails makes the pieces of its group useless that are of its chunk or of one behind it: they are
  * SS_SKIPPED unless they are in place already. All others go on. A connection that breaks fails what it still owes.

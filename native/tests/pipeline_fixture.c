@@ -232,14 +232,8 @@ static int backend_is_software(void) {
     return strcmp(test_backend(), "software") == 0;
 }
 
-int mode_is_possible(int mode) {
-    return backend_is_software() || (mode & MODE_FUSED) == 0;
-}
-
-int mode_is_tried(int mode) {
-    const int one = backend_is_software() ? MODE_FUSED : MODE_NOT_CHUNKED;
-    const int all = backend_is_software() ? MODE_COUNT - 1 : MODE_NOT_CHUNKED | MODE_UNMANAGED;
-    return mode_is_possible(mode) && (!test_is_brief() || mode == 0 || mode == one || mode == all);
+int backend_fuses(void) {
+    return backend_is_software();
 }
 
 enum ss_result pipeline_fetch(struct ss_pipeline *pipeline, struct ss_batch *batch, const int32_t *sockets,
@@ -263,8 +257,8 @@ enum ss_result pipeline_fetch(struct ss_pipeline *pipeline, struct ss_batch *bat
     return result;
 }
 
-struct ss_pipeline_options pipeline_options(const struct fixture *fixture, int mode) {
-    int fused = (mode & MODE_FUSED) != 0 && backend_is_software();
+struct ss_pipeline_options pipeline_options(const struct fixture *fixture, int fused) {
+    fused = fused && backend_is_software();
     static const int32_t any[4] = {-1, -1, -1, -1};
     struct ss_pipeline_options options = {
         .options_size = sizeof options,
@@ -287,8 +281,6 @@ struct ss_pipeline_options pipeline_options(const struct fixture *fixture, int m
         .dequantize_threads = 2,
         .dma_threads = 2,
         .store_threads = 2,
-        .chunked_pipeline = (mode & MODE_NOT_CHUNKED) == 0,
-        .memory_management = (mode & MODE_UNMANAGED) == 0,
         .poll_interval_us = 100, /* ten times the default: a look costs a wake-up, and here nothing is measured */
     };
     return options;

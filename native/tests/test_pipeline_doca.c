@@ -51,13 +51,9 @@ static struct bench bench_start(const struct shape *shape) {
     return bench;
 }
 
-static void bench_open_as(struct bench *bench, int mode) {
-    struct ss_pipeline_options options = pipeline_options(bench->fixture, mode);
-    CHECK_EQUAL(ss_pipeline_create(&options, &bench->pipeline), SS_OK);
-}
-
 static void bench_open(struct bench *bench) {
-    bench_open_as(bench, 0);
+    struct ss_pipeline_options options = pipeline_options(bench->fixture, 0);
+    CHECK_EQUAL(ss_pipeline_create(&options, &bench->pipeline), SS_OK);
 }
 
 static void bench_close(struct bench *bench) {
@@ -195,44 +191,6 @@ static void test_options_that_engines_do_not_take(void) {
     CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_NOT_SUPPORTED);
     CHECK(pipeline == NULL);
     fixture_free(fixture);
-}
-
-/* Each chunk's buffers are registered in each batch, which takes the time that the emulator is told. */
-static void test_without_memory_management_every_chunk_is_registered(void) {
-    struct shape shape = default_shape();
-    struct bench bench = bench_start(&shape);
-    emulate("REGISTER_US_PER_MIB", "100000");
-    bench_open_as(&bench, MODE_UNMANAGED);
-    for (int repeat = 0; repeat < 2; repeat++) {
-        uint64_t begin = now_ns();
-        CHECK_EQUAL(bench_fetch(&bench), SS_OK);
-        uint64_t bytes = bench.fixture->stored_bytes + bench.fixture->dequantization_bytes + bench.fixture->size;
-        CHECK(now_ns() - begin >= bytes * 95); /* 100 ms for 2^20 of them */
-    }
-    emulate("REGISTER_US_PER_MIB", NULL);
-    bench_stop(&bench);
-}
-
-/* What a batch that failed leaves registered is gone before the next, and with the pipeline: the device closes. */
-static void test_faults_without_memory_management(int mode) {
-    struct shape shape = default_shape();
-    struct bench bench = bench_start(&shape);
-    for (unsigned number = 1; number <= shape.chunks * shape.slices; number += 7) {
-        emulate_fault("dma", number, "+");
-        bench_open_as(&bench, mode);
-        for (int repeat = 0; repeat < 2; repeat++) {
-            CHECK_EQUAL(bench_fetch(&bench), SS_DEVICE);
-        }
-        bench_close(&bench);
-        emulate_fault("dma", number, "");
-        bench_open_as(&bench, mode);
-        for (int repeat = 0; repeat < 2; repeat++) {
-            CHECK_EQUAL(bench_fetch(&bench), SS_OK);
-        }
-        bench_close(&bench);
-        emulate("FAULT", NULL);
-    }
-    bench_stop(&bench);
 }
 
 static void test_two_pipelines_on_one_device(void) {
@@ -488,9 +446,6 @@ int main(void) {
     test_devices_by_name();
     test_a_device_that_cannot_and_none_at_all();
     test_options_that_engines_do_not_take();
-    test_without_memory_management_every_chunk_is_registered();
-    test_faults_without_memory_management(MODE_UNMANAGED);
-    test_faults_without_memory_management(MODE_UNMANAGED | MODE_NOT_CHUNKED);
     test_two_pipelines_on_one_device();
     test_data_that_is_wrong(SS_CODEC_DEFLATE);
     if (ss_codec_implementation(SS_CODEC_LZ4) != NULL) {

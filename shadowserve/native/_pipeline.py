@@ -401,9 +401,6 @@ class Pipeline:
         dequantize_cores: likewise; unused when fused.
         dma_cores: likewise; unused when fused.
         store_cores: likewise.
-        chunked_pipeline: False to measure what the chunked pipeline is good for: one piece and one stage at a time.
-        memory_management: False to measure what it is good for: each piece's buffers are mapped, touched, locked,
-            registered with the device and unmapped within the batch; the sizes then only limit a batch.
         trace_events: events that each thread has room to record; 0 for none.
         nodes_max: of a cluster that one batch may ask.
         device_timeout_ms: how long an engine may owe results and give none before the device is given up.
@@ -432,8 +429,6 @@ class Pipeline:
         dequantize_cores: Sequence[int] = (),
         dma_cores: Sequence[int] = (),
         store_cores: Sequence[int] = (-1,),
-        chunked_pipeline: bool = True,
-        memory_management: bool = True,
         trace_events: int = 0,
         nodes_max: int = 1,
         device_timeout_ms: int = 10_000,
@@ -456,8 +451,6 @@ class Pipeline:
         options.dequantization_bytes = dequantization_bytes
         options.dma_source_bytes = dma_source_bytes
         options.store_bytes = store_bytes
-        options.chunked_pipeline = chunked_pipeline
-        options.memory_management = memory_management
         options.trace_events = trace_events
         options.nodes_max = nodes_max
         options.device_timeout_ms = device_timeout_ms

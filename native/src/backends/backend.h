@@ -40,7 +40,7 @@ struct ss_backend_setup {
 };
 
 struct ss_backend_range {
-    uint8_t *data; /* NULL: no such buffer, or (without memory management) one for each chunk */
+    uint8_t *data; /* NULL: no such buffer */
     uint64_t size;
 };
 
@@ -49,9 +49,6 @@ struct ss_backend_channel {
     enum ss_stage stage;            /* SS_STAGE_DECOMPRESS, SS_STAGE_DMA, or SS_STAGE_QUANTIZE: a thread that stores */
     struct ss_backend_range source; /* decompress: the decompression buffer; deliver: the DMA source buffer */
     struct ss_backend_range target; /* decompress: the dequantization buffer; collect: the thread's own buffer */
-    /* Without memory management, on any thread: what memory_open() made of the memory that an address lies in. */
-    void *(*memory_at)(void *owner, const uint8_t *address);
-    void *owner;
 };
 
 /* One slice for one channel. Belongs to the executor; must not move between the start and complete(). */

@@ -239,15 +239,15 @@ static int sockets_are_valid(const struct ss_pipeline *pipeline, const struct ss
     return 1;
 }
 
-/* Rows of the same chunks, as the one request asks for them. The ablation asks for one piece at a time. */
-static int layers_are_valid(const struct ss_pipeline *pipeline, const struct ss_batch *batch, uint32_t socket_count) {
+/* Rows of the same chunks, in the order in which the one request asks for them. */
+static int layers_are_valid(const struct ss_batch *batch, uint32_t socket_count) {
     const struct ss_layers *layers = batch->layers;
     if (layers == NULL) {
         return 1;
     }
-    if (!pipeline->options.chunked_pipeline || socket_count != 1 || layers->request == NULL ||
-        layers->request_size == 0 || layers->keys == 0 || layers->keys > SS_LAYERS_KEYS_MAX ||
-        (uint64_t)layers->layers * layers->keys != batch->piece_count || layers->layers == 0) {
+    if (socket_count != 1 || layers->request == NULL || layers->request_size == 0 || layers->keys == 0 ||
+        layers->keys > SS_LAYERS_KEYS_MAX || (uint64_t)layers->layers * layers->keys != batch->piece_count ||
+        layers->layers == 0) {
         return 0;
     }
     for (uint32_t i = 0; i < batch->piece_count; i++) {
@@ -265,7 +265,7 @@ static int layers_are_valid(const struct ss_pipeline *pipeline, const struct ss_
 enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_batch *batch, const int32_t *sockets,
                               uint32_t socket_count) {
     if (!tables_are_valid(batch) || !sockets_are_valid(pipeline, batch, sockets, socket_count) ||
-        !layers_are_valid(pipeline, batch, socket_count) || !ss_progress_is_valid(batch)) {
+        !layers_are_valid(batch, socket_count) || !ss_progress_is_valid(batch)) {
         return SS_BAD_ARGUMENT;
     }
     uint64_t dma_bytes = 0;
@@ -350,6 +350,25 @@ static void pieces_begin(struct ss_pipeline *pipeline, struct ss_batch *batch) {
     }
 }
 
+/* Gives each piece its region of each buffer. A piece that is received into memory of its own needs no room. */
+static void pieces_place(struct ss_pipeline *pipeline, const struct ss_batch *batch) {
+    uint8_t *dma_source = pipeline->dma_source.data;
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        const struct ss_piece *piece = &batch->pieces[i];
+        struct ss_piece_state *state = &pipeline->piece_states[i];
+        if (ss_piece_origin(piece) == SS_ORIGIN_SERVER && piece->memory != NULL && pipeline->capabilities.reads_plain) {
+            state->stored = (uint8_t *)(uintptr_t)piece->memory;
+        } else {
+            state->stored = pipeline->decompression.data + piece->decompression_offset;
+        }
+        if (!pipeline->options.fused) {
+            state->symbols = pipeline->dequantization.data + piece->dequantization_offset;
+            state->dma_source = dma_source;
+            dma_source += state->symbols_bytes * state->group->symbol_bytes;
+        }
+    }
+}
+
 void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_batch *batch, const int32_t *sockets,
                     uint32_t socket_count) {
     struct ss_fetch *fetch = &pipeline->fetch;
@@ -376,12 +395,12 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_batch *batch, const 
         atomic_store(&fetch->groups[i].chunks, UINT32_MAX);
     }
     pieces_begin(pipeline, batch);
+    pieces_place(pipeline, batch);
     ss_progress_begin(pipeline);
-    pipeline->executor->begin(pipeline);
 }
 
 void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t piece, enum ss_result result, int broken) {
-    piece_fails(&pipeline->piece_states[piece], pipeline->executor->failure(pipeline, result));
+    piece_fails(&pipeline->piece_states[piece], result);
     if (broken) {
         atomic_store(&pipeline->fetch.broken, 1);
     }
@@ -394,8 +413,7 @@ static int is_redirection(const char *text, size_t length) {
 
 void ss_fetch_refused(struct ss_pipeline *pipeline, uint32_t piece, const char *text, size_t length) {
     struct ss_piece *refused = &pipeline->fetch.batch->pieces[piece];
-    enum ss_result result =
-        pipeline->executor->failure(pipeline, is_redirection(text, length) ? SS_REDIRECTED : SS_REFUSED);
+    enum ss_result result = is_redirection(text, length) ? SS_REDIRECTED : SS_REFUSED;
     uint32_t expected = SS_OK;
     if (atomic_compare_exchange_strong(&pipeline->piece_states[piece].result, &expected, (uint32_t)result)) {
         size_t kept = length < sizeof refused->error - 1 ? length : sizeof refused->error - 1;
@@ -424,9 +442,6 @@ void ss_piece_part_done(struct ss_pipeline *pipeline, uint32_t piece) {
     uint32_t left = atomic_fetch_sub(&pipeline->piece_states[piece].remaining, 1) - 1;
     if (left == 0) {
         piece_leave(&pipeline->piece_states[piece], &pipeline->fetch.batch->pieces[piece]);
-    }
-    pipeline->executor->part_done(pipeline, piece, left);
-    if (left == 0) {
         ss_progress_piece(pipeline, piece);
     }
 }

@@ -66,21 +66,14 @@ int ss_feed_useful(const struct ss_feed *feed, uint32_t piece) {
     return ss_piece_useful(&pipeline_of(feed)->piece_states[piece]);
 }
 
-uint32_t ss_feed_open(const struct ss_feed *feed) {
-    return atomic_load(&pipeline_of(feed)->fetch.open_pieces);
-}
-
-int ss_feed_make_place(const struct ss_feed *feed, uint32_t piece) {
-    enum ss_result made = pipeline_of(feed)->executor->make_place(pipeline_of(feed), piece);
-    if (made != SS_OK) {
-        ss_fetch_fail(pipeline_of(feed), piece, made, 0);
-        ss_fetch_wake_net(pipeline_of(feed));
+uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t index) {
+    struct ss_pipeline *pipeline = pipeline_of(feed);
+    const struct ss_piece *piece = &feed->batch->pieces[index];
+    struct ss_piece_state *state = &pipeline->piece_states[index];
+    if (ss_piece_origin(piece) == SS_ORIGIN_MEMORY && pipeline->capabilities.reads_plain) {
+        state->stored = (uint8_t *)(uintptr_t)piece->memory; /* nothing writes to it */
     }
-    return made == SS_OK;
-}
-
-uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t piece) {
-    return pipeline_of(feed)->piece_states[piece].stored;
+    return state->stored;
 }
 
 /*
@@ -122,7 +115,8 @@ void ss_feed_slices(const struct ss_feed *feed, uint32_t piece, uint32_t slice_f
             items[filled] = (struct ss_item){.decoded_before = decoded_before, .piece = piece, .slice = slice};
             decoded_before += feed->batch->slices[slice].decoded_length;
         }
-        pipeline->executor->pass(pipeline, SS_STAGE_NET, items, filled);
+        atomic_fetch_add(&pipeline->fetch.work, filled);
+        ss_queue_push(&pipeline->decompress_queue, items, filled);
         slice_first += filled;
         count -= filled;
     }

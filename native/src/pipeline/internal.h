@@ -7,7 +7,6 @@
  *   feed.c      the network threads, which drive the sources (sources/source.h)
  *   stages.c    decompress, dequantize, DMA, or all of it fused
  *   trace.c     what each thread did when, on request
- *   executor.c  how slices and buffers are handed on; ablation.c has what this is compared with
  *   memory.c    what batches deliver to and store from, made known to the backend
  *   store.c     the way back: quantize, compress, and the put
  *
@@ -114,7 +113,6 @@ struct ss_fetch {
     _Atomic uint32_t broken;       /* a connection is lost or out of step: do not wait for useless answers */
     _Atomic uint32_t out_of_sync;  /* a socket holds half an answer */
     _Atomic int32_t os_error;      /* errno of the first SS_OS_ERROR */
-    _Atomic uint32_t open_pieces;  /* pieces that may be asked for */
     _Atomic uint64_t work;
     _Atomic uint64_t received_bytes;
     _Atomic uint64_t delivered_bytes;
@@ -161,8 +159,6 @@ struct ss_worker {
 
 struct ss_pipeline {
     struct ss_pipeline_options options; /* its pointers are not valid after creation */
-    const struct ss_executor *executor;
-    void *executor_state;
     const struct ss_backend *backend;
     void *device;
     uint32_t device_open;
@@ -237,10 +233,10 @@ void ss_fetch_wake_net(struct ss_pipeline *pipeline);
 /* ---- buffer.c ---- */
 
 /*
- * ss_buffer_map() maps, touches and, if asked, locks 'size' bytes; adds what was locked to '*locked_bytes'. 'huge': at
- * a multiple of the huge page, with the wish for huge pages; else as any allocation, wherever and with whatever pages.
+ * ss_buffer_map() maps, touches and, if asked, locks 'size' bytes; adds what was locked to '*locked_bytes'. Memory of
+ * at least a huge page is aligned to one, and the kernel is asked for huge pages.
  */
-enum ss_result ss_buffer_map(struct ss_buffer *buffer, uint64_t size, int huge, int lock, uint64_t *locked_bytes);
+enum ss_result ss_buffer_map(struct ss_buffer *buffer, uint64_t size, int lock, uint64_t *locked_bytes);
 void ss_buffer_unmap(struct ss_buffer *buffer);
 
 /* ---- batch.c ---- */
@@ -326,45 +322,6 @@ enum ss_result ss_engine_collect(struct ss_worker *worker, const struct ss_desti
                                  uint8_t *target, size_t size);
 void *ss_engine_thread(void *worker);
 void *ss_dequantize_thread(void *worker);
-
-/* ---- executor.c, ablation.c ---- */
-
-/* How a batch's pieces are placed, and how their slices go from stage to stage. */
-struct ss_executor {
-    /* open() makes the buffers of fetch batches, once the device is there; close() frees what it made, all or part. */
-    enum ss_result (*open)(struct ss_pipeline *pipeline);
-    void (*close)(struct ss_pipeline *pipeline);
-
-    /* begin() places the pieces of a batch, and opens those that may be asked for. */
-    void (*begin)(struct ss_pipeline *pipeline);
-
-    /*
-     * make_place() makes sure of room for a piece, before its first bytes are asked for. SS_NO_MEMORY, and what the
-     * backend's memory_open() fails with.
-     */
-    enum ss_result (*make_place)(struct ss_pipeline *pipeline, uint32_t piece);
-
-    /* pass() takes slices of one piece that are through with 'stage', and not with the batch. */
-    void (*pass)(struct ss_pipeline *pipeline, enum ss_stage stage, const struct ss_item *items, uint32_t count);
-
-    /* part_done() is told of each slice that was delivered, and of each answer that ended, with what is 'left'. */
-    void (*part_done)(struct ss_pipeline *pipeline, uint32_t piece, uint32_t left);
-
-    /* failure() is told that a piece failed, and returns what is to be said of it. */
-    enum ss_result (*failure)(struct ss_pipeline *pipeline, enum ss_result result);
-
-    /* memory_at() is the channels' (backends/backend.h), with the pipeline for its owner; NULL: they know the buffers.
-     */
-    void *(*memory_at)(void *pipeline, const uint8_t *address);
-};
-
-extern const struct ss_executor ss_executor_flow;
-
-/* ss_executor_of() returns the one that the options ask for. */
-const struct ss_executor *ss_executor_of(const struct ss_pipeline_options *options);
-
-/* ss_queue_behind() returns the queue of the stage behind 'stage', which is not the last one. */
-struct ss_queue *ss_queue_behind(struct ss_pipeline *pipeline, enum ss_stage stage);
 
 /* ---- trace.c ---- */
 

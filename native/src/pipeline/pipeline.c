@@ -156,12 +156,18 @@ static enum ss_result create_buffers(struct ss_pipeline *pipeline) {
     const struct ss_pipeline_options *options = &pipeline->options;
     int lock = options->pin_memory != 0;
     uint64_t *locked = &pipeline->locked_bytes;
-    enum ss_result result = pipeline->executor->open(pipeline);
-    if (result == SS_OK) {
-        result = ss_buffer_map(&pipeline->store_buffer, options->store_bytes, 1, lock, locked);
+    enum ss_result result = ss_buffer_map(&pipeline->decompression, options->decompression_bytes, lock, locked);
+    if (result == SS_OK && !options->fused) {
+        result = ss_buffer_map(&pipeline->dequantization, options->dequantization_bytes, lock, locked);
+    }
+    if (result == SS_OK && !options->fused) {
+        result = ss_buffer_map(&pipeline->dma_source, options->dma_source_bytes, lock, locked);
     }
     if (result == SS_OK) {
-        result = ss_buffer_map(&pipeline->scratch, scratch_bytes(pipeline), 1, lock, locked);
+        result = ss_buffer_map(&pipeline->store_buffer, options->store_bytes, lock, locked);
+    }
+    if (result == SS_OK) {
+        result = ss_buffer_map(&pipeline->scratch, scratch_bytes(pipeline), lock, locked);
     }
     return result;
 }
@@ -399,7 +405,6 @@ enum ss_result ss_pipeline_create_with(const struct ss_pipeline_options *options
     pipeline->options = *options;
     pipeline->options.nodes_max = options->nodes_max > 0 ? options->nodes_max : 1;
     pipeline->backend = backend;
-    pipeline->executor = ss_executor_of(options);
     create_locks(pipeline);
     enum ss_result result = create_device(pipeline);
     if (result == SS_OK) {
@@ -492,7 +497,6 @@ void ss_pipeline_destroy(struct ss_pipeline *pipeline) {
         return;
     }
     free_workers(pipeline);
-    pipeline->executor->close(pipeline);
     if (pipeline->device_open) {
         pipeline->backend->close(pipeline->device);
     }
@@ -502,6 +506,9 @@ void ss_pipeline_destroy(struct ss_pipeline *pipeline) {
     free(pipeline->piece_states);
     free(pipeline->fetch_order);
     free(pipeline->encode_order);
+    ss_buffer_unmap(&pipeline->decompression);
+    ss_buffer_unmap(&pipeline->dequantization);
+    ss_buffer_unmap(&pipeline->dma_source);
     ss_buffer_unmap(&pipeline->store_buffer);
     ss_buffer_unmap(&pipeline->scratch);
     pthread_cond_destroy(&pipeline->ready);

@@ -323,7 +323,7 @@ static void deliver_start(struct ss_worker *worker, const struct ss_item *item) 
 static void engine_pass(struct ss_worker *worker, uint32_t least) {
     struct ss_engine *engine = worker->engine;
     if (engine->passed_count >= least) {
-        worker->pipeline->executor->pass(worker->pipeline, worker->stage, engine->passed, engine->passed_count);
+        ss_queue_push(&worker->pipeline->dequantize_queue, engine->passed, engine->passed_count);
         engine->passed_count = 0;
     }
 }
@@ -481,7 +481,7 @@ void *ss_dequantize_thread(void *argument) {
                 items[passed++] = items[i];
             }
             if (passed > 0 && (passed == PASS_COUNT || i + 1 == count)) {
-                pipeline->executor->pass(pipeline, SS_STAGE_DEQUANTIZE, items, passed);
+                ss_queue_push(&pipeline->dma_queue, items, passed);
                 passed = 0;
             }
         }
@@ -533,8 +533,7 @@ enum { TIMER_SLACK_NS = 1000 };
 
 enum ss_result ss_engine_open(struct ss_worker *worker) {
     struct ss_pipeline *pipeline = worker->pipeline;
-    struct ss_backend_channel setup = {
-        .stage = worker->stage, .memory_at = pipeline->executor->memory_at, .owner = pipeline};
+    struct ss_backend_channel setup = {.stage = worker->stage};
     if (worker->stage == SS_STAGE_DECOMPRESS) {
         setup.source = buffer_range(&pipeline->decompression);
         setup.target = buffer_range(&pipeline->dequantization);
