@@ -119,8 +119,8 @@ class DataPlaneConfig(Section):
     many to each node."""
 
     backend: Literal["software", "doca"] = "software"
-    """What decompresses and delivers: CPU cores, or the accelerators of a BlueField through DOCA. Where DOCA was
-    not there when this was built, ``doca`` is an emulator of it, and says so."""
+    """What decompresses and delivers: CPU cores, or the accelerators of a BlueField through DOCA. A build
+    without DOCA has ``software`` alone; a checkout emulates DOCA, and says so."""
     device: str = ""
     """PCI address or name of the DPU's function to use, such as ``0000:03:00.0`` or ``mlx5_0``; empty for the first
     that can do the work. Only with ``doca``."""

@@ -90,7 +90,8 @@ def import_native(**environment: str) -> subprocess.CompletedProcess[str]:
 def test_another_library_can_be_loaded(tmp_path: Path) -> None:
     other = tmp_path / "libother.so"
     other.write_bytes(Path(native.library_path()).read_bytes())
-    result = import_native(SHADOWSERVE_NATIVE_LIBRARY=str(other))
+    beside = str(Path(native.library_path()).parent)  # where the DOCA emulator is
+    result = import_native(SHADOWSERVE_NATIVE_LIBRARY=str(other), LD_LIBRARY_PATH=beside)
     assert result.returncode == 0 and result.stdout.strip() == str(other)
 
 

@@ -116,7 +116,7 @@ struct ss_backend {
 /* Does everything on the thread that asks. Always there. */
 extern const struct ss_backend ss_backend_software;
 
-/* A BlueField's accelerators through DOCA, or an emulator of that. */
+/* A BlueField's accelerators through DOCA, or an emulator of that; only in a build with one of them. */
 extern const struct ss_backend ss_backend_doca;
 
 /* ss_backend_find() returns the backend called 'name', NULL where this build has none. */
