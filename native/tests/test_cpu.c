@@ -20,8 +20,9 @@ int main(void) {
     static const enum ss_isa best_first[] = {SS_ISA_AVX512, SS_ISA_AVX2, SS_ISA_NEON_CRC, SS_ISA_NEON, SS_ISA_SCALAR};
     size_t best = 0;
 
-    while (!ss_isa_available(best_first[best]))
+    while (!ss_isa_available(best_first[best])) {
         best++;
+    }
     CHECK(ss_isa_active() == best_first[best], "%d is active, not %d", (int)ss_isa_active(), (int)best_first[best]);
 #ifdef __aarch64__
     CHECK(ss_isa_active() == SS_ISA_NEON && !ss_isa_available(SS_ISA_NEON_CRC), "%d is active", (int)ss_isa_active());

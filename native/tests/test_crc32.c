@@ -40,8 +40,9 @@ int main(void) {
 
     random_fill(region.start, (size_t)(region.end - region.start));
     for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) {
-        if (ss_isa_force(isa) != SS_OK)
+        if (ss_isa_force(isa) != SS_OK) {
             continue;
+        }
         check_isa(&region);
         printf("%s%s\n", isa_names[isa], isa == best ? " (the default here)" : "");
     }

@@ -81,8 +81,9 @@ enum ss_isa ss_isa_active(void) {
 
     if (isa == ISA_UNKNOWN) {
         for (unsigned index = 0; isa == ISA_UNKNOWN; index++) {
-            if (ss_isa_available(best_first[index]))
+            if (ss_isa_available(best_first[index])) {
                 isa = (int)best_first[index];
+            }
         }
         atomic_store_explicit(&active_isa, isa, memory_order_relaxed);
     }
@@ -90,8 +91,9 @@ enum ss_isa ss_isa_active(void) {
 }
 
 enum ss_result ss_isa_force(enum ss_isa isa) {
-    if (!ss_isa_available(isa))
+    if (!ss_isa_available(isa)) {
         return SS_NOT_SUPPORTED;
+    }
     atomic_store_explicit(&active_isa, (int)isa, memory_order_relaxed);
     return SS_OK;
 }

@@ -20,11 +20,13 @@
 #endif
 
 uint32_t ss_crc32(uint32_t crc, const void *data, size_t size) {
-    if (size == 0)
+    if (size == 0) {
         return crc;
+    }
 #ifdef SS_ARCH_AARCH64
-    if (ss_isa_active() == SS_ISA_NEON_CRC)
+    if (ss_isa_active() == SS_ISA_NEON_CRC) {
         return ss_crc32_arm(crc, data, size);
+    }
 #endif
 #if defined(SS_CRC32_ISAL)
     return crc32_gzip_refl(crc, data, size);

@@ -44,7 +44,7 @@ static const uint32_t past_stretch[8][16] = {
 /* Assembly, as what intrinsics need differs from compiler to compiler. */
 static inline uint32_t crc_of_eight(uint32_t crc, const uint8_t *data) {
     uint64_t word;
-    memcpy(&word, data, sizeof(word));
+    memcpy(&word, data, sizeof word);
     __asm__(".arch_extension crc\n\tcrc32x %w0, %w1, %x2" : "=r"(crc) : "r"(crc), "r"(word));
     return crc;
 }
@@ -56,8 +56,9 @@ static inline uint32_t crc_of_one(uint32_t crc, uint8_t byte) {
 
 static inline uint32_t skip_stretch(uint32_t crc) {
     uint32_t sum = 0;
-    for (int nibble = 0; nibble < 8; nibble++)
+    for (int nibble = 0; nibble < 8; nibble++) {
         sum ^= past_stretch[nibble][crc >> 4 * nibble & 15];
+    }
     return sum;
 }
 
@@ -73,10 +74,12 @@ uint32_t ss_crc32_arm(uint32_t crc, const uint8_t *data, size_t size) {
         }
         crc = skip_stretch(crc) ^ of_second;
     }
-    for (; size >= 8; size -= 8, data += 8)
+    for (; size >= 8; size -= 8, data += 8) {
         crc = crc_of_eight(crc, data);
-    for (; size > 0; size--, data++)
+    }
+    for (; size > 0; size--, data++) {
         crc = crc_of_one(crc, *data);
+    }
     return ~crc;
 }
 #else

@@ -18,10 +18,11 @@
 enum { LINE = SS_STRIDED_LINE, SIDE = LINE / 4, QUARTER = SIDE / 4 };
 
 TARGET_INLINE void line_write(uint8_t *to, __m512i line) {
-    if ((uintptr_t)to % LINE == 0)
+    if ((uintptr_t)to % LINE == 0) {
         _mm512_stream_si512((void *)to, line);
-    else
+    } else {
         _mm512_storeu_si512((void *)to, line);
+    }
 }
 
 TARGET_INLINE __m512i line_read(const uint8_t *from, int64_t after) {

@@ -21,8 +21,9 @@ TARGET static uint32_t magnitude_max8(const void *source, size_t count) {
     uint8_t lanes[32];
     size_t index = 0;
 
-    for (; index + 32 <= count; index += 32)
+    for (; index + 32 <= count; index += 32) {
         most = _mm256_max_epu8(most, _mm256_and_si256(load256((const uint8_t *)source + index), magnitude));
+    }
     _mm256_storeu_si256((__m256i *)lanes, most);
     return ss_magnitude_max8_from(index, source, count, ss_magnitude_max8_from(0, lanes, 32, 0));
 }
@@ -33,8 +34,9 @@ TARGET static uint32_t magnitude_max16(const void *source, size_t count) {
     uint16_t lanes[16];
     size_t index = 0;
 
-    for (; index + 16 <= count; index += 16)
+    for (; index + 16 <= count; index += 16) {
         most = _mm256_max_epu16(most, _mm256_and_si256(load256((const uint16_t *)source + index), magnitude));
+    }
     _mm256_storeu_si256((__m256i *)lanes, most);
     return ss_magnitude_max16_from(index, source, count, ss_magnitude_max16_from(0, lanes, 16, 0));
 }
@@ -45,8 +47,9 @@ TARGET static uint32_t magnitude_max32(const void *source, size_t count) {
     uint32_t lanes[8];
     size_t index = 0;
 
-    for (; index + 8 <= count; index += 8)
+    for (; index + 8 <= count; index += 8) {
         most = _mm256_max_epu32(most, _mm256_and_si256(load256((const uint32_t *)source + index), magnitude));
+    }
     _mm256_storeu_si256((__m256i *)lanes, most);
     return ss_magnitude_max32_from(index, source, count, ss_magnitude_max32_from(0, lanes, 8, 0));
 }
@@ -143,10 +146,11 @@ TARGET static inline void unbin_float8_vector(const int8_t *symbols, size_t coun
 
 /* half_store() stores 32 bytes: past the caches where 'streamed', for which 'target' has to be aligned. */
 TARGET_INLINE void half_store(void *target, __m256i half, int streamed) {
-    if (streamed)
+    if (streamed) {
         _mm256_stream_si256(target, half);
-    else
+    } else {
         _mm256_storeu_si256(target, half);
+    }
 }
 
 /* is_half() returns whether 'target' is aligned for that. */
@@ -198,8 +202,9 @@ TARGET static inline void unbin_float32_vector(const int8_t *symbols, size_t cou
     const __m256 scales = _mm256_set1_ps(scale);
     size_t index = 0;
 
-    for (; index + 8 <= count; index += 8)
+    for (; index + 8 <= count; index += 8) {
         _mm256_storeu_ps((float *)target + index, values_of(symbols + index, scales));
+    }
     ss_unbin_float32_from(index, symbols, count, scale, target);
 }
 
@@ -253,10 +258,11 @@ TARGET static void planes_merge16(const uint8_t *planes, size_t stride, size_t c
 }
 
 TARGET static void planes_merge16_streamed(const uint8_t *planes, size_t stride, size_t count, void *target) {
-    if (is_half(target))
+    if (is_half(target)) {
         planes_merge16_to(planes, stride, count, target, 1);
-    else
+    } else {
         planes_merge16_to(planes, stride, count, target, 0);
+    }
 }
 
 /* plane_store() writes byte 'shift' / 8 of each of 16 lanes. */

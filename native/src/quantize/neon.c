@@ -39,8 +39,9 @@ static uint32_t magnitude_max8(const void *source, size_t count) {
     uint8x16_t most = vdupq_n_u8(0);
     size_t index = 0;
 
-    for (; index + 16 <= count; index += 16)
+    for (; index + 16 <= count; index += 16) {
         most = vmaxq_u8(most, vandq_u8(vld1q_u8((const uint8_t *)source + index), magnitude));
+    }
     return ss_magnitude_max8_from(index, source, count, vmaxvq_u8(most));
 }
 
@@ -61,8 +62,9 @@ static uint32_t magnitude_max32(const void *source, size_t count) {
     uint32x4_t most = vdupq_n_u32(0);
     size_t index = 0;
 
-    for (; index + 4 <= count; index += 4)
+    for (; index + 4 <= count; index += 4) {
         most = vmaxq_u32(most, vandq_u32(load32x4(source, index), magnitude));
+    }
     return ss_magnitude_max32_from(index, source, count, vmaxvq_u32(most));
 }
 
@@ -77,8 +79,9 @@ static inline int8x16_t symbols_of(struct floats numbers, float inverse, int lim
     int16x8_t low, high;
     int8x16_t symbols;
 
-    for (int part = 0; part < 4; part++)
+    for (int part = 0; part < 4; part++) {
         words[part] = vcvtnq_s32_f32(vmulq_n_f32(numbers.part[part], inverse));
+    }
     low = vqmovn_high_s32(vqmovn_s32(words[0]), words[1]);
     high = vqmovn_high_s32(vqmovn_s32(words[2]), words[3]);
     symbols = vqmovn_high_s16(vqmovn_s16(low), high);
@@ -105,8 +108,9 @@ static void bin_float8(const void *source, size_t count, float inverse, int limi
         uint8x16_t bytes = vld1q_u8((const uint8_t *)source + index);
         struct floats floats =
             floats_of_float16(halves_of_float8(vmovl_u8(vget_low_u8(bytes))), halves_of_float8(vmovl_high_u8(bytes)));
-        for (int part = 0; part < 4; part++)
+        for (int part = 0; part < 4; part++) {
             floats.part[part] = vmulq_n_f32(floats.part[part], 0x1p8f);
+        }
         vst1q_s8(symbols + index, symbols_of(floats, inverse, limit));
     }
     ss_bin_float8_from(index, source, count, inverse, limit, symbols);
@@ -141,8 +145,9 @@ static void bin_float32(const void *source, size_t count, float inverse, int lim
 
     for (; index + 16 <= count; index += 16) {
         struct floats floats;
-        for (int part = 0; part < 4; part++)
+        for (int part = 0; part < 4; part++) {
             floats.part[part] = vreinterpretq_f32_u32(load32x4(source, index + 4 * (size_t)part));
+        }
         vst1q_s8(symbols + index, symbols_of(floats, inverse, limit));
     }
     ss_bin_float32_from(index, source, count, inverse, limit, symbols);
@@ -225,10 +230,11 @@ static inline __attribute__((always_inline)) struct table table_make(float scale
 /* elements_store() writes sixteen elements of 'size' bytes. */
 static inline void elements_store(uint8x16_t low, uint8x16_t high, size_t size, uint8_t *target) {
     const uint8x16x2_t both = {{low, high}};
-    if (size == 2)
+    if (size == 2) {
         vst2q_u8(target, both);
-    else
+    } else {
         vst1q_u8(target, low);
+    }
 }
 
 /*
@@ -273,8 +279,9 @@ static inline __attribute__((always_inline)) void unbin(const int8_t *symbols, c
     for (size_t vector = 0; vector < vectors; vector++) {
         const float scale = ss_float_of_bits(ss_load32(scales, vector));
         few_bins = few_bins && vector_look_up(symbols, vector_length, scale, size, target, elements_of_values);
-        if (!few_bins)
+        if (!few_bins) {
             vector_compute(symbols, vector_length, scale, size, target, elements_of_values);
+        }
         finish(vector_length / 16 * 16, symbols, vector_length, scale, target);
         symbols += vector_length;
         target += vector_length * size;
@@ -301,8 +308,9 @@ static inline void unbin_float32_vector(const int8_t *symbols, size_t count, flo
 
     for (; index + 16 <= count; index += 16) {
         struct floats values = values_of(vld1q_s8(symbols + index), scale);
-        for (int part = 0; part < 4; part++)
+        for (int part = 0; part < 4; part++) {
             store32x4(target, index + 4 * (size_t)part, vreinterpretq_u32_f32(values.part[part]));
+        }
     }
     ss_unbin_float32_from(index, symbols, count, scale, target);
 }
@@ -347,9 +355,10 @@ static void planes_split32(const void *source, size_t count, uint8_t *planes, si
 
     for (; index + 16 <= count; index += 16) {
         const uint8x16x4_t bytes = vld4q_u8((const uint8_t *)source + 4 * index);
-        for (int plane = 0; plane < 4; plane++)
+        for (int plane = 0; plane < 4; plane++) {
             vst1q_u8(planes + (size_t)plane * stride + index,
                      rotate_left(bytes.val[3 - plane], bytes.val[(3 - plane + 3) % 4]));
+        }
     }
     ss_planes_split32_from(index, source, count, planes, stride);
 }
@@ -360,10 +369,12 @@ static void planes_merge32(const uint8_t *planes, size_t stride, size_t count, v
     for (; index + 16 <= count; index += 16) {
         uint8x16_t plane[4];
         uint8x16x4_t bytes;
-        for (int number = 0; number < 4; number++)
+        for (int number = 0; number < 4; number++) {
             plane[number] = vld1q_u8(planes + (size_t)number * stride + index);
-        for (int byte = 0; byte < 4; byte++)
+        }
+        for (int byte = 0; byte < 4; byte++) {
             bytes.val[byte] = rotate_right(plane[3 - byte], plane[(3 - byte + 3) % 4]);
+        }
         vst4q_u8((uint8_t *)target + 4 * index, bytes);
     }
     ss_planes_merge32_from(index, planes, stride, count, target);

@@ -55,16 +55,18 @@ static void planes_split8(const void *source, size_t count, uint8_t *planes, siz
     const uint8_t *bytes = source;
 
     (void)stride;
-    for (size_t index = 0; index < count; index++)
+    for (size_t index = 0; index < count; index++) {
         planes[index] = (uint8_t)(bytes[index] << 1 | bytes[index] >> 7);
+    }
 }
 
 static void planes_merge8(const uint8_t *planes, size_t stride, size_t count, void *target) {
     uint8_t *bytes = target;
 
     (void)stride;
-    for (size_t index = 0; index < count; index++)
+    for (size_t index = 0; index < count; index++) {
         bytes[index] = (uint8_t)(planes[index] >> 1 | planes[index] << 7);
+    }
 }
 
 static void planes_split16(const void *source, size_t count, uint8_t *planes, size_t stride) {

@@ -35,47 +35,55 @@ static inline uint32_t ss_magnitude_max32_from(size_t start, const void *source,
 
 static inline void ss_bin_float8_from(size_t start, const void *source, size_t count, float inverse, int limit,
                                       int8_t *symbols) {
-    for (size_t index = start; index < count; index++)
+    for (size_t index = start; index < count; index++) {
         symbols[index] = ss_symbol(ss_float_of_float8(((const uint8_t *)source)[index]), inverse, limit);
+    }
 }
 
 static inline void ss_bin_float16_from(size_t start, const void *source, size_t count, float inverse, int limit,
                                        int8_t *symbols) {
-    for (size_t index = start; index < count; index++)
+    for (size_t index = start; index < count; index++) {
         symbols[index] = ss_symbol(ss_float_of_float16(ss_load16(source, index)), inverse, limit);
+    }
 }
 
 static inline void ss_bin_bfloat16_from(size_t start, const void *source, size_t count, float inverse, int limit,
                                         int8_t *symbols) {
-    for (size_t index = start; index < count; index++)
+    for (size_t index = start; index < count; index++) {
         symbols[index] = ss_symbol(ss_float_of_bfloat16(ss_load16(source, index)), inverse, limit);
+    }
 }
 
 static inline void ss_bin_float32_from(size_t start, const void *source, size_t count, float inverse, int limit,
                                        int8_t *symbols) {
-    for (size_t index = start; index < count; index++)
+    for (size_t index = start; index < count; index++) {
         symbols[index] = ss_symbol(ss_float_of_bits(ss_load32(source, index)), inverse, limit);
+    }
 }
 
 static inline void ss_unbin_float8_from(size_t start, const int8_t *symbols, size_t count, float scale, void *target) {
-    for (size_t index = start; index < count; index++)
+    for (size_t index = start; index < count; index++) {
         ((uint8_t *)target)[index] = ss_float8_of_float((float)symbols[index] * scale);
+    }
 }
 
 static inline void ss_unbin_float16_from(size_t start, const int8_t *symbols, size_t count, float scale, void *target) {
-    for (size_t index = start; index < count; index++)
+    for (size_t index = start; index < count; index++) {
         ss_store16(target, index, ss_float16_of_float((float)symbols[index] * scale));
+    }
 }
 
 static inline void ss_unbin_bfloat16_from(size_t start, const int8_t *symbols, size_t count, float scale,
                                           void *target) {
-    for (size_t index = start; index < count; index++)
+    for (size_t index = start; index < count; index++) {
         ss_store16(target, index, ss_bfloat16_of_float((float)symbols[index] * scale));
+    }
 }
 
 static inline void ss_unbin_float32_from(size_t start, const int8_t *symbols, size_t count, float scale, void *target) {
-    for (size_t index = start; index < count; index++)
+    for (size_t index = start; index < count; index++) {
         ss_store32(target, index, ss_bits_of_float((float)symbols[index] * scale));
+    }
 }
 
 static inline void ss_planes_split16_from(size_t start, const void *source, size_t count, uint8_t *planes,
@@ -89,8 +97,9 @@ static inline void ss_planes_split16_from(size_t start, const void *source, size
 
 static inline void ss_planes_merge16_from(size_t start, const uint8_t *planes, size_t stride, size_t count,
                                           void *target) {
-    for (size_t index = start; index < count; index++)
+    for (size_t index = start; index < count; index++) {
         ss_store16(target, index, ss_rotate_right16((uint16_t)(planes[index] << 8 | planes[stride + index])));
+    }
 }
 
 static inline void ss_planes_split32_from(size_t start, const void *source, size_t count, uint8_t *planes,
