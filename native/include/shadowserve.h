@@ -50,7 +50,7 @@ enum ss_dtype {
     SS_DTYPE_FLOAT32 = 3,
     SS_DTYPE_FLOAT8_E4M3 = 4 /* of OCP's 8-bit formats the one without infinities: up to 448, NaN is 0x7F and 0xFF */
 };
-enum ss_isa { SS_ISA_SCALAR = 0, SS_ISA_AVX2 = 1, SS_ISA_AVX512 = 2, SS_ISA_NEON = 3, SS_ISA_NEON_CRC = 4 };
+enum ss_isa { SS_ISA_SCALAR = 0, SS_ISA_AVX2 = 1, SS_ISA_AVX512 = 2, SS_ISA_NEON = 3 };
 
 /* Bumped when a declaration in this header changes incompatibly. */
 SS_API uint32_t ss_abi_version(void);

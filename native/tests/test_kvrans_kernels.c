@@ -10,7 +10,7 @@
 
 enum { BLOCKS = 400, COLUMNS_MAX = 200, CELLS = COLUMNS_MAX * SS_KVRANS_ROWS_MAX };
 
-static const char *const isa_names[] = {"scalar", "avx2", "avx512", "neon", "neon_crc"};
+static const char *const isa_names[] = {"scalar", "avx2", "avx512", "neon"};
 
 /* What a block is made of. */
 struct sample {
@@ -257,7 +257,7 @@ int main(void) {
     planes_guarded = guarded_make(CELLS);
     target_guarded = guarded_make(CELLS);
     states_guarded = guarded_make(2 * SS_KVRANS_LANES_MAX);
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) {
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
         if (!ss_isa_available(isa)) {
             continue;
         }

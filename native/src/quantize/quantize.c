@@ -34,7 +34,6 @@ static const struct ss_quantize_kernels *kernels_active(void) {
 #endif
 #ifdef SS_ARCH_AARCH64
     case SS_ISA_NEON:
-    case SS_ISA_NEON_CRC:
         return &ss_quantize_kernels_neon;
 #endif
     default:

@@ -21,7 +21,7 @@ const struct ss_kvrans_kernels *ss_kvrans_kernels_find(enum ss_isa isa) {
     }
 #endif
 #ifdef SS_ARCH_AARCH64
-    if (isa == SS_ISA_NEON || isa == SS_ISA_NEON_CRC) {
+    if (isa == SS_ISA_NEON) {
         return &ss_kvrans_kernels_neon;
     }
 #endif
