@@ -8,7 +8,6 @@
  */
 #include "memory/strided.h"
 
-#ifdef SS_ARCH_X86_64
 #include <immintrin.h>
 
 #define TARGET __attribute__((target("avx512f,avx512bw")))
@@ -104,5 +103,3 @@ TARGET void ss_strided_plane_avx512(const struct ss_strided *shape, uint8_t *to,
         }
     }
 }
-
-#endif /* SS_ARCH_X86_64 */

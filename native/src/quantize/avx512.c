@@ -2,7 +2,6 @@
 /* avx512.c - the kernels with AVX-512 F, BW and VL. Masks finish the vectors. */
 #include "quantize/quantize.h"
 
-#ifdef SS_ARCH_X86_64
 #include "quantize/avx512.h"
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx2,f16c")))
@@ -364,6 +363,3 @@ const struct ss_quantize_kernels ss_quantize_kernels_avx512 = {
     .planes_merge_streamed =
         {[SS_DTYPE_FLOAT16] = planes_merge16_streamed, [SS_DTYPE_BFLOAT16] = planes_merge16_streamed},
 };
-#else
-typedef int ss_quantize_avx512_unused; /* ISO C wants a declaration in every file */
-#endif

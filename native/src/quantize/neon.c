@@ -12,7 +12,6 @@
  */
 #include "quantize/scalar.h"
 
-#ifdef SS_ARCH_AARCH64
 #include <arm_neon.h>
 
 /* Loads and stores of bytes, reinterpreted: elements may be unaligned. */
@@ -101,57 +100,51 @@ static inline uint16x8_t halves_of_float8(uint16x8_t words) {
     return vorrq_u16(vshlq_n_u16(vshrq_n_u16(words, 7), 15), vshrq_n_u16(vshlq_n_u16(words, 9), 2));
 }
 
-static void bin_float8(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {
-    size_t index = 0;
-
-    for (; index + 16 <= count; index += 16) {
-        uint8x16_t bytes = vld1q_u8((const uint8_t *)source + index);
-        struct floats floats =
-            floats_of_float16(halves_of_float8(vmovl_u8(vget_low_u8(bytes))), halves_of_float8(vmovl_high_u8(bytes)));
-        for (int part = 0; part < 4; part++) {
-            floats.part[part] = vmulq_n_f32(floats.part[part], 0x1p8f);
-        }
-        vst1q_s8(symbols + index, symbols_of(floats, inverse, limit));
+static inline struct floats widen_float8(const void *source, size_t index) {
+    uint8x16_t bytes = vld1q_u8((const uint8_t *)source + index);
+    struct floats floats =
+        floats_of_float16(halves_of_float8(vmovl_u8(vget_low_u8(bytes))), halves_of_float8(vmovl_high_u8(bytes)));
+    for (int part = 0; part < 4; part++) {
+        floats.part[part] = vmulq_n_f32(floats.part[part], 0x1p8f);
     }
-    ss_bin_float8_from(index, source, count, inverse, limit, symbols);
+    return floats;
 }
 
-static void bin_float16(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {
-    size_t index = 0;
-
-    for (; index + 16 <= count; index += 16) {
-        struct floats floats = floats_of_float16(load16x8(source, index), load16x8(source, index + 8));
-        vst1q_s8(symbols + index, symbols_of(floats, inverse, limit));
-    }
-    ss_bin_float16_from(index, source, count, inverse, limit, symbols);
+static inline struct floats widen_float16(const void *source, size_t index) {
+    return floats_of_float16(load16x8(source, index), load16x8(source, index + 8));
 }
 
-static void bin_bfloat16(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {
-    size_t index = 0;
-
-    for (; index + 16 <= count; index += 16) {
-        uint16x8_t first = load16x8(source, index), second = load16x8(source, index + 8);
-        struct floats floats = {{vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(first), 16)),
-                                 vreinterpretq_f32_u32(vshll_high_n_u16(first, 16)),
-                                 vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(second), 16)),
-                                 vreinterpretq_f32_u32(vshll_high_n_u16(second, 16))}};
-        vst1q_s8(symbols + index, symbols_of(floats, inverse, limit));
-    }
-    ss_bin_bfloat16_from(index, source, count, inverse, limit, symbols);
+static inline struct floats widen_bfloat16(const void *source, size_t index) {
+    uint16x8_t first = load16x8(source, index), second = load16x8(source, index + 8);
+    struct floats floats = {{vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(first), 16)),
+                             vreinterpretq_f32_u32(vshll_high_n_u16(first, 16)),
+                             vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(second), 16)),
+                             vreinterpretq_f32_u32(vshll_high_n_u16(second, 16))}};
+    return floats;
 }
 
-static void bin_float32(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {
-    size_t index = 0;
-
-    for (; index + 16 <= count; index += 16) {
-        struct floats floats;
-        for (int part = 0; part < 4; part++) {
-            floats.part[part] = vreinterpretq_f32_u32(load32x4(source, index + 4 * (size_t)part));
-        }
-        vst1q_s8(symbols + index, symbols_of(floats, inverse, limit));
+static inline struct floats widen_float32(const void *source, size_t index) {
+    struct floats floats;
+    for (int part = 0; part < 4; part++) {
+        floats.part[part] = vreinterpretq_f32_u32(load32x4(source, index + 4 * (size_t)part));
     }
-    ss_bin_float32_from(index, source, count, inverse, limit, symbols);
+    return floats;
 }
+
+/* One loop for all dtypes: widen_DTYPE() makes sixteen numbers of the elements from 'index' on. */
+#define BIN(dtype)                                                                                                     \
+    static void bin_##dtype(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {             \
+        size_t index = 0;                                                                                              \
+        for (; index + 16 <= count; index += 16) {                                                                     \
+            vst1q_s8(symbols + index, symbols_of(widen_##dtype(source, index), inverse, limit));                       \
+        }                                                                                                              \
+        ss_bin_##dtype##_from(index, source, count, inverse, limit, symbols);                                          \
+    }
+
+BIN(float8)
+BIN(float16)
+BIN(bfloat16)
+BIN(float32)
 
 /* ---- Binned: dequantize -------------------------------------------------------------------------------------- */
 
@@ -288,20 +281,15 @@ static inline __attribute__((always_inline)) void unbin(const int8_t *symbols, c
     }
 }
 
-static void unbin_float8(const int8_t *symbols, const uint8_t *scales, size_t vectors, size_t vector_length,
-                         uint8_t *target) {
-    unbin(symbols, scales, vectors, vector_length, target, 1, float8_of, ss_unbin_float8_from);
-}
+#define UNBIN(dtype, size)                                                                                             \
+    static void unbin_##dtype(const int8_t *symbols, const uint8_t *scales, size_t vectors, size_t vector_length,      \
+                              uint8_t *target) {                                                                       \
+        unbin(symbols, scales, vectors, vector_length, target, size, dtype##_of, ss_unbin_##dtype##_from);             \
+    }
 
-static void unbin_float16(const int8_t *symbols, const uint8_t *scales, size_t vectors, size_t vector_length,
-                          uint8_t *target) {
-    unbin(symbols, scales, vectors, vector_length, target, 2, float16_of, ss_unbin_float16_from);
-}
-
-static void unbin_bfloat16(const int8_t *symbols, const uint8_t *scales, size_t vectors, size_t vector_length,
-                           uint8_t *target) {
-    unbin(symbols, scales, vectors, vector_length, target, 2, bfloat16_of, ss_unbin_bfloat16_from);
-}
+UNBIN(float8, 1)
+UNBIN(float16, 2)
+UNBIN(bfloat16, 2)
 
 static inline void unbin_float32_vector(const int8_t *symbols, size_t count, float scale, void *target) {
     size_t index = 0;
@@ -391,6 +379,3 @@ static void planes_merge8(const uint8_t *planes, size_t stride, size_t count, vo
 const struct ss_quantize_kernels ss_quantize_kernels_neon = {
     SS_QUANTIZE_KERNELS,
 };
-#else
-typedef int ss_quantize_neon_unused; /* ISO C wants a declaration in every file */
-#endif

@@ -14,7 +14,6 @@
  */
 #include "codecs/kvrans/scalar.h"
 
-#ifdef SS_ARCH_X86_64
 #include <string.h>
 
 #include "codecs/kvrans/avx2.h"
@@ -388,26 +387,10 @@ TARGET static void rows_make(const struct ss_kvrans_making *making, const uint8_
 
 /* ---- Decode: a block ----------------------------------------------------------------------------------------- */
 
-/* Code of its own for each size of the tables that go by rank, in sixteens. */
-TARGET static void column_decode_1(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
-                                   const struct ss_kvrans_ranks *table, uint8_t *target) {
-    column_decode(decoding, block, table, 1, target);
-}
-
-TARGET static void column_decode_2(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
-                                   const struct ss_kvrans_ranks *table, uint8_t *target) {
-    column_decode(decoding, block, table, 2, target);
-}
-
-TARGET static void column_decode_3(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
-                                   const struct ss_kvrans_ranks *table, uint8_t *target) {
-    column_decode(decoding, block, table, 3, target);
-}
-
-TARGET static void column_decode_4(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
-                                   const struct ss_kvrans_ranks *table, uint8_t *target) {
-    column_decode(decoding, block, table, 4, target);
-}
+SS_KVRANS_COLUMN_DECODE(TARGET, 1)
+SS_KVRANS_COLUMN_DECODE(TARGET, 2)
+SS_KVRANS_COLUMN_DECODE(TARGET, 3)
+SS_KVRANS_COLUMN_DECODE(TARGET, 4)
 
 static const struct ss_kvrans_decode_steps steps = {
     .prepare = differences_all,
@@ -446,6 +429,3 @@ const struct ss_kvrans_kernels ss_kvrans_kernels_avx2 = {
     .assign = ss_kvrans_assign_avx2,
     .encode = ss_kvrans_encode_avx2,
 };
-#else
-typedef int ss_kvrans_avx2_unused; /* ISO C wants a declaration in every file */
-#endif

@@ -2,7 +2,6 @@
 /* avx2_encode.c - what the encoder of kvrans does with AVX2 */
 #include "cpu/cpu.h"
 
-#ifdef SS_ARCH_X86_64
 #include <string.h>
 
 #include "codecs/kvrans/avx2.h"
@@ -294,20 +293,9 @@ TARGET_INLINE uint8_t *columns_encode(struct ss_kvrans_encoding *encoding, const
     return end;
 }
 
-TARGET static uint8_t *columns_encode_1(struct ss_kvrans_encoding *encoding, const struct ss_kvrans_plan *plan,
-                                        uint8_t *end) {
-    return columns_encode(encoding, plan, 1, end);
-}
-
-TARGET static uint8_t *columns_encode_2(struct ss_kvrans_encoding *encoding, const struct ss_kvrans_plan *plan,
-                                        uint8_t *end) {
-    return columns_encode(encoding, plan, 2, end);
-}
-
-TARGET static uint8_t *columns_encode_4(struct ss_kvrans_encoding *encoding, const struct ss_kvrans_plan *plan,
-                                        uint8_t *end) {
-    return columns_encode(encoding, plan, 4, end);
-}
+SS_KVRANS_COLUMNS_ENCODE(TARGET, 1)
+SS_KVRANS_COLUMNS_ENCODE(TARGET, 2)
+SS_KVRANS_COLUMNS_ENCODE(TARGET, 4)
 
 uint8_t *ss_kvrans_encode_avx2(const struct ss_kvrans_plan *plan, uint8_t *end, uint8_t *states_low,
                                uint8_t *states_high) {
@@ -329,6 +317,3 @@ uint8_t *ss_kvrans_encode_avx2(const struct ss_kvrans_plan *plan, uint8_t *end, 
     memcpy(states_high, encoding.high, states);
     return end;
 }
-#else
-typedef int ss_kvrans_avx2_encode_unused; /* ISO C wants a declaration in every file */
-#endif

@@ -11,7 +11,6 @@
  */
 #include "codecs/kvrans/kvrans.h"
 
-#ifdef SS_ARCH_X86_64
 #include <string.h>
 
 #include "codecs/kvrans/avx512.h"
@@ -504,5 +503,3 @@ const struct ss_kvrans_kernels ss_kvrans_kernels_avx512 = {
     .assign = ss_kvrans_assign_avx512,
     .encode = ss_kvrans_encode_avx512,
 };
-
-#endif /* SS_ARCH_X86_64 */

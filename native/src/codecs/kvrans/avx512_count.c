@@ -3,7 +3,6 @@
  */
 #include "cpu/cpu.h"
 
-#ifdef SS_ARCH_X86_64
 #include <string.h>
 
 #include "codecs/kvrans/avx512.h"
@@ -209,6 +208,3 @@ TARGET void ss_kvrans_count_avx512(const struct ss_kvrans_plan *plan, const stru
         columns_count(plan, alphabet, (plan->rows + GROUP - 1) / GROUP);
     }
 }
-#else
-typedef int ss_kvrans_avx512_count_unused; /* ISO C wants a declaration in every file */
-#endif

@@ -2,7 +2,6 @@
 /* avx512_encode.c - what the encoder of kvrans does with AVX-512 to columns: transpose, sort into kinds, code */
 #include "cpu/cpu.h"
 
-#ifdef SS_ARCH_X86_64
 #include <string.h>
 
 #include "codecs/kvrans/avx512.h"
@@ -245,6 +244,3 @@ TARGET uint8_t *ss_kvrans_encode_avx512(const struct ss_kvrans_plan *plan, uint8
     }
     return end;
 }
-#else
-typedef int ss_kvrans_avx512_encode_unused; /* ISO C wants a declaration in every file */
-#endif

@@ -13,7 +13,6 @@
 #include "codecs/kvrans/narrow.h"
 #include "codecs/kvrans/scalar.h"
 
-#ifdef SS_ARCH_AARCH64
 #include <arm_neon.h>
 #include <string.h>
 
@@ -219,26 +218,10 @@ static void rows_make(const struct ss_kvrans_making *making, const uint8_t *line
 
 /* ---- Decode: a block ----------------------------------------------------------------------------------------- */
 
-/* Code of its own for each size of the tables that go by rank, in sixteens. */
-static void column_decode_1(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
-                            const struct ss_kvrans_ranks *table, uint8_t *target) {
-    column_decode(decoding, block, table, 1, target);
-}
-
-static void column_decode_2(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
-                            const struct ss_kvrans_ranks *table, uint8_t *target) {
-    column_decode(decoding, block, table, 2, target);
-}
-
-static void column_decode_3(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
-                            const struct ss_kvrans_ranks *table, uint8_t *target) {
-    column_decode(decoding, block, table, 3, target);
-}
-
-static void column_decode_4(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
-                            const struct ss_kvrans_ranks *table, uint8_t *target) {
-    column_decode(decoding, block, table, 4, target);
-}
+SS_KVRANS_COLUMN_DECODE(, 1)
+SS_KVRANS_COLUMN_DECODE(, 2)
+SS_KVRANS_COLUMN_DECODE(, 3)
+SS_KVRANS_COLUMN_DECODE(, 4)
 
 static const struct ss_kvrans_decode_steps steps = {
     .prepare = NULL,
@@ -542,17 +525,9 @@ INLINE uint8_t *columns_encode(struct ss_kvrans_encoding *encoding, const struct
     return end;
 }
 
-static uint8_t *columns_encode_1(struct ss_kvrans_encoding *encoding, const struct ss_kvrans_plan *plan, uint8_t *end) {
-    return columns_encode(encoding, plan, 1, end);
-}
-
-static uint8_t *columns_encode_2(struct ss_kvrans_encoding *encoding, const struct ss_kvrans_plan *plan, uint8_t *end) {
-    return columns_encode(encoding, plan, 2, end);
-}
-
-static uint8_t *columns_encode_4(struct ss_kvrans_encoding *encoding, const struct ss_kvrans_plan *plan, uint8_t *end) {
-    return columns_encode(encoding, plan, 4, end);
-}
+SS_KVRANS_COLUMNS_ENCODE(, 1)
+SS_KVRANS_COLUMNS_ENCODE(, 2)
+SS_KVRANS_COLUMNS_ENCODE(, 4)
 
 static uint8_t *encode(const struct ss_kvrans_plan *plan, uint8_t *end, uint8_t *states_low, uint8_t *states_high) {
     const uint32_t states = plan->rows < plan->lanes ? plan->rows : plan->lanes;
@@ -579,6 +554,3 @@ const struct ss_kvrans_kernels ss_kvrans_kernels_neon = {
     .assign = assign,
     .encode = encode,
 };
-#else
-typedef int ss_kvrans_neon_unused; /* ISO C wants a declaration in every file */
-#endif
