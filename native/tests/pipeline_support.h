@@ -105,7 +105,7 @@ struct fixture {
     struct shape shape;
     uint8_t *source;
     uint8_t *expected;
-    uint64_t size;     /* bytes of both, and of a destination */
+    uint64_t size;     /* bytes of both, and of a group's memory */
     uint8_t **records; /* of each chunk: RECORD_OFFSET bytes of head, then the body */
     uint64_t *record_sizes;
     struct ss_piece *chunks; /* all of each in one piece, as a fetch batch wants them */
@@ -122,7 +122,7 @@ void fixture_free(struct fixture *fixture);
 void fixture_serve(const struct fixture *fixture, struct server *server);
 
 /*
- * fixture_round() makes a batch of one group, chunk by chunk, with tables of its own over a destination that is filled
+ * fixture_round() makes a batch of one group, chunk by chunk, with tables of its own over memory that is filled
  * with 0xAA.
  */
 struct ss_batch *fixture_round(const struct fixture *fixture);

@@ -396,10 +396,10 @@ static void test_memory_that_is_elsewhere(void) {
     CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_OK);
     int32_t socket = server_connect(server);
     struct ss_batch *batch = fixture_round(fixture);
-    uint8_t *bytes = batch->groups->destination;
+    uint8_t *bytes = batch->groups->memory;
     struct ss_memory memory = exported(bytes, fixture->size);
-    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &batch->groups->registered), SS_OK);
-    batch->groups->destination = ss_destination_address(batch->groups->registered);
+    CHECK_EQUAL(ss_memory_register(pipeline, &memory, &batch->groups->registered), SS_OK);
+    batch->groups->memory = ss_memory_address(batch->groups->registered);
     CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, &socket, 1), SS_OK);
     CHECK(memcmp(bytes, fixture->expected, fixture->size) == 0);
     for (uint32_t i = 0; i < batch->piece_count; i++) {
@@ -412,8 +412,8 @@ static void test_memory_that_is_elsewhere(void) {
     for (uint32_t i = 0; i < batch->slice_count; i++) {
         CHECK_EQUAL(batch->slices[i].decoded_crc32, fixture->slices[i].decoded_crc32);
     }
-    ss_destination_release(batch->groups->registered);
-    batch->groups->destination = bytes;
+    ss_memory_release(batch->groups->registered);
+    batch->groups->memory = bytes;
     batch_free(batch);
     close(socket);
     ss_pipeline_destroy(pipeline);
@@ -434,25 +434,25 @@ static void test_memory_that_does_not_fit(void) {
     struct ss_batch *batch = fixture_round(fixture);
     int32_t socket = 1;                                                           /* never used */
     CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, &socket, 1), SS_BAD_ARGUMENT); /* not registered */
-    struct ss_memory memory = exported(batch->groups->destination, fixture->size);
-    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &batch->groups->registered), SS_OK);
+    struct ss_memory memory = exported(batch->groups->memory, fixture->size);
+    CHECK_EQUAL(ss_memory_register(pipeline, &memory, &batch->groups->registered), SS_OK);
     CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, &socket, 1), SS_BAD_ARGUMENT); /* not that memory's address */
-    uint8_t *bytes = batch->groups->destination;
-    batch->groups->destination = ss_destination_address(batch->groups->registered) + 1;
+    uint8_t *bytes = batch->groups->memory;
+    batch->groups->memory = ss_memory_address(batch->groups->registered) + 1;
     CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, &socket, 1), SS_BAD_ARGUMENT); /* ends outside */
     CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_BAD_ARGUMENT);
-    batch->groups->destination = bytes;
-    ss_destination_release(batch->groups->registered);
-    struct ss_destination *none = NULL;
+    batch->groups->memory = bytes;
+    ss_memory_release(batch->groups->registered);
+    struct ss_registered_memory *none = NULL;
     memory.descriptor_size = 0;
-    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(ss_memory_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
     memory.kind = SS_MEMORY_CUDA_IPC;
-    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &none), SS_NOT_SUPPORTED);
+    CHECK_EQUAL(ss_memory_register(pipeline, &memory, &none), SS_NOT_SUPPORTED);
     memory.kind = SS_MEMORY_LOCAL;
     memory.size = 0;
-    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(ss_memory_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
     memory.size = UINT64_MAX;
-    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(ss_memory_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
     batch_free(batch);
     ss_pipeline_destroy(pipeline);
     fixture_free(fixture);

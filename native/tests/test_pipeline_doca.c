@@ -323,16 +323,16 @@ static void test_exported_memory(void) {
     struct bench bench = bench_start(&shape);
     bench_open(&bench);
     struct ss_batch *batch = fixture_round(bench.fixture);
-    struct elsewhere elsewhere = export_memory(batch->groups->destination, bench.fixture->size);
-    CHECK_EQUAL(ss_destination_register(bench.pipeline, &elsewhere.memory, &batch->groups->registered), SS_OK);
-    CHECK(ss_destination_address(batch->groups->registered) == batch->groups->destination);
+    struct elsewhere elsewhere = export_memory(batch->groups->memory, bench.fixture->size);
+    CHECK_EQUAL(ss_memory_register(bench.pipeline, &elsewhere.memory, &batch->groups->registered), SS_OK);
+    CHECK(ss_memory_address(batch->groups->registered) == batch->groups->memory);
     CHECK_EQUAL(pipeline_fetch(bench.pipeline, batch, bench.sockets, SOCKETS), SS_OK);
-    CHECK(memcmp(batch->groups->destination, bench.fixture->expected, bench.fixture->size) == 0);
+    CHECK(memcmp(batch->groups->memory, bench.fixture->expected, bench.fixture->size) == 0);
     ss_export_close(elsewhere.exported);
-    memset(batch->groups->destination, 0, bench.fixture->size);
+    memset(batch->groups->memory, 0, bench.fixture->size);
     CHECK_EQUAL(pipeline_fetch(bench.pipeline, batch, bench.sockets, SOCKETS), SS_DEVICE);
     CHECK_EQUAL(store(&bench, batch), SS_DEVICE);
-    ss_destination_release(batch->groups->registered);
+    ss_memory_release(batch->groups->registered);
     CHECK_EQUAL(bench_fetch(&bench), SS_OK); /* to other memory */
     batch->groups->registered = NULL;
     batch_free(batch);
@@ -351,13 +351,13 @@ static void test_descriptors_that_are_none(void) {
     struct ss_memory memory = elsewhere.memory;
     memory.descriptor = forged;
     for (size_t i = 0; i < size; i++) {
-        struct ss_destination *destination = NULL;
+        struct ss_registered_memory *destination = NULL;
         memcpy(forged, elsewhere.memory.descriptor, size);
         forged[i] ^= 0x10;
-        CHECK_EQUAL(ss_destination_register(bench.pipeline, &memory, &destination), SS_BAD_ARGUMENT);
+        CHECK_EQUAL(ss_memory_register(bench.pipeline, &memory, &destination), SS_BAD_ARGUMENT);
         memcpy(forged, elsewhere.memory.descriptor, size);
         memory.descriptor_size = i;
-        CHECK_EQUAL(ss_destination_register(bench.pipeline, &memory, &destination), SS_BAD_ARGUMENT);
+        CHECK_EQUAL(ss_memory_register(bench.pipeline, &memory, &destination), SS_BAD_ARGUMENT);
         memory.descriptor_size = size;
     }
     ss_export_close(elsewhere.exported);
@@ -374,8 +374,8 @@ static void test_a_fault_at_each_task_of_a_store(void) {
     struct shape shape = default_shape();
     struct bench bench = bench_start(&shape);
     struct ss_batch *batch = fixture_round(bench.fixture);
-    memcpy(batch->groups->destination, bench.fixture->source, bench.fixture->size);
-    struct elsewhere elsewhere = export_memory(batch->groups->destination, bench.fixture->size);
+    memcpy(batch->groups->memory, bench.fixture->source, bench.fixture->size);
+    struct elsewhere elsewhere = export_memory(batch->groups->memory, bench.fixture->size);
     for (unsigned i = 0; i < 3 * shape.chunks * shape.slices; i++) {
         if (test_is_brief() && i / 3 % 3 != i % 3) {
             continue;
@@ -385,12 +385,12 @@ static void test_a_fault_at_each_task_of_a_store(void) {
         ss_export_close(elsewhere.exported); /* or the device would stay open, with the settings that it has */
         elsewhere.exported = NULL;
         bench_open(&bench);
-        elsewhere = export_memory(batch->groups->destination, bench.fixture->size);
-        CHECK_EQUAL(ss_destination_register(bench.pipeline, &elsewhere.memory, &batch->groups->registered), SS_OK);
+        elsewhere = export_memory(batch->groups->memory, bench.fixture->size);
+        CHECK_EQUAL(ss_memory_register(bench.pipeline, &elsewhere.memory, &batch->groups->registered), SS_OK);
         enum ss_result result = store(&bench, batch);
         CHECK(result == SS_OK || (result == SS_DEVICE && repeat[0] != '\0'));
         CHECK(result == SS_DEVICE || (repeat[0] != '+' && (repeat[0] != '*' || i / 3 > 0)));
-        ss_destination_release(batch->groups->registered);
+        ss_memory_release(batch->groups->registered);
         bench_close(&bench);
     }
     emulate("FAULT", NULL);

@@ -80,10 +80,10 @@ static void test_a_store_that_never_ends(const char *device) {
     struct ss_batch *batch = fixture_round(bench.fixture);
     struct ss_export *exported = NULL;
     struct ss_memory memory = {
-        .kind = SS_MEMORY_EXPORTED, .address = batch->groups->destination, .size = bench.fixture->size};
+        .kind = SS_MEMORY_EXPORTED, .address = batch->groups->memory, .size = bench.fixture->size};
     CHECK_EQUAL(ss_export_open(device, memory.address, memory.size, -1, &exported), SS_OK);
     ss_export_descriptor(exported, &memory.descriptor, &memory.descriptor_size);
-    CHECK_EQUAL(ss_destination_register(bench.pipeline, &memory, &batch->groups->registered), SS_OK);
+    CHECK_EQUAL(ss_memory_register(bench.pipeline, &memory, &batch->groups->registered), SS_OK);
     uint64_t room = bench.fixture->size / batch->piece_count + (1 << 16);
     for (int repeat = 0; repeat < 2; repeat++) {
         for (uint32_t i = 0; i < batch->piece_count; i++) {
@@ -95,7 +95,7 @@ static void test_a_store_that_never_ends(const char *device) {
         CHECK_EQUAL(ss_pipeline_given_up(bench.pipeline), 1);
     }
     emulate("HANG", NULL);
-    ss_destination_release(batch->groups->registered);
+    ss_memory_release(batch->groups->registered);
     batch->groups->registered = NULL;
     ss_export_close(exported);
     batch_free(batch);

@@ -335,7 +335,7 @@ static void *fetch_when_stalled(void *argument) {
     struct ss_batch *second = fixture_round(bench->fixture);
     int32_t socket = server_connect(bench->server);
     CHECK_EQUAL(pipeline_fetch(bench->pipeline, second, &socket, 1), SS_BAD_ARGUMENT);
-    CHECK_EQUAL(second->groups->destination[0], 0xAA);
+    CHECK_EQUAL(second->groups->memory[0], 0xAA);
     close(socket);
     batch_free(second);
     ss_batch_cancel(bench->batch);
@@ -376,12 +376,12 @@ static void unknown_dtype(struct ss_batch *r) {
     r->groups->dtype = (enum ss_dtype)9;
 }
 static void no_groups(struct ss_batch *r) {
-    free(r->groups->destination);
+    free(r->groups->memory);
     free(r->groups);
     r->groups = NULL;
 }
 static void groups_none(struct ss_batch *r) {
-    free(r->groups->destination);
+    free(r->groups->memory);
     r->group_count = 0;
 }
 static void groups_too_many(struct ss_batch *r) {
@@ -392,7 +392,7 @@ static void groups_too_many(struct ss_batch *r) {
     CHECK(r->groups != NULL);
     for (uint32_t i = 0; i < r->group_count; i++) {
         r->groups[i] = one;
-        r->groups[i].destination = i == 0 ? one.destination : malloc(one.destination_size);
+        r->groups[i].memory = i == 0 ? one.memory : malloc(one.memory_size);
     }
 }
 static void unknown_group(struct ss_batch *r) {
@@ -401,9 +401,9 @@ static void unknown_group(struct ss_batch *r) {
 static void no_chunk(struct ss_batch *r) {
     r->pieces[4].chunk = UINT32_MAX;
 }
-static void destination_nowhere(struct ss_batch *r) {
-    free(r->groups->destination);
-    r->groups->destination = NULL;
+static void memory_is_null(struct ss_batch *r) {
+    free(r->groups->memory);
+    r->groups->memory = NULL;
 }
 static void no_scale_vectors(struct ss_batch *r) {
     r->groups->scale_vectors = 0;
@@ -417,13 +417,13 @@ static void no_vector_length(struct ss_batch *r) {
 static void huge_vector_length(struct ss_batch *r) {
     r->groups->vector_length = UINT32_MAX;
 }
-static void no_destination(struct ss_batch *r) {
-    r->groups->destination_size = 0;
+static void no_memory(struct ss_batch *r) {
+    r->groups->memory_size = 0;
 }
-static void destination_end(struct ss_batch *r) {
-    r->slices[3].destination_offset = r->groups->destination_size - 16 * 256 * 2 + 1;
+static void memory_too_short(struct ss_batch *r) {
+    r->slices[3].destination_offset = r->groups->memory_size - 16 * 256 * 2 + 1;
 }
-static void destination_overflow(struct ss_batch *r) {
+static void memory_overflow(struct ss_batch *r) {
     r->slices[3].destination_offset = UINT64_MAX - 100;
 }
 static void slices_past_end(struct ss_batch *r) {
@@ -496,8 +496,8 @@ static void check_refused(struct bench *bench, mutation mutate) {
     bench->batch = fixture_round(bench->fixture);
     mutate(bench->batch);
     CHECK_EQUAL(bench_fetch(bench), SS_BAD_ARGUMENT);
-    if (bench->batch->groups != NULL && bench->batch->groups->destination != NULL && bench->batch->group_count > 0) {
-        CHECK_EQUAL(bench->batch->groups->destination[0], 0xAA);
+    if (bench->batch->groups != NULL && bench->batch->groups->memory != NULL && bench->batch->group_count > 0) {
+        CHECK_EQUAL(bench->batch->groups->memory[0], 0xAA);
     }
     if (bench->batch->pieces != NULL && bench->batch->piece_count <= 5) {
         CHECK_EQUAL(bench->batch->pieces[0].result, SS_BAD_ARGUMENT);
@@ -516,14 +516,14 @@ static void test_batches_that_do_not_fit(int fused) {
                                     groups_too_many,
                                     unknown_group,
                                     no_chunk,
-                                    destination_nowhere,
+                                    memory_is_null,
                                     no_scale_vectors,
                                     other_scale_vectors,
                                     no_vector_length,
                                     huge_vector_length,
-                                    no_destination,
-                                    destination_end,
-                                    destination_overflow,
+                                    no_memory,
+                                    memory_too_short,
+                                    memory_overflow,
                                     slices_past_end,
                                     slices_shared,
                                     slice_count_zero,

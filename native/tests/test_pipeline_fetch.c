@@ -87,7 +87,7 @@ static void test_every_codec_and_quantizer(int fused) {
     CHECK(tried >= 3 * (test_is_brief() ? 1 : LAYOUTS)); /* none, Deflate and kvrans are always there */
 }
 
-/* Slices of whole blocks, which kvrans may decode straight to the destination. */
+/* Slices of whole blocks, which kvrans may decode straight into the group's memory. */
 static void test_whole_blocks(int fused) {
     struct shape shape = default_shape();
     shape.codec = SS_CODEC_KVRANS;
@@ -245,7 +245,7 @@ static void store_once(const struct fixture *fixture, struct ss_pipeline *pipeli
         batch->pieces[i].decompression_offset = offset;
         offset += 2 * fixture->size / batch->piece_count;
     }
-    memcpy(batch->groups->destination, fixture->source, fixture->size);
+    memcpy(batch->groups->memory, fixture->source, fixture->size);
     CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_OK);
     batch_free(batch);
 }

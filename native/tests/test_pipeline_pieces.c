@@ -199,7 +199,7 @@ static int is_in_place(const struct bench *bench, const struct ss_piece *piece) 
     int same = 1;
     for (uint32_t i = 0; i < piece->slice_count; i++) {
         uint64_t offset = bench->batch->slices[piece->slice_first + i].destination_offset;
-        same &= memcmp(bench->batch->groups[piece->group].destination + offset,
+        same &= memcmp(bench->batch->groups[piece->group].memory + offset,
                        bench->fixtures[piece->group]->expected + offset, size) == 0;
     }
     return same;
@@ -475,11 +475,11 @@ static void test_pieces_share_no_slices(int fused) {
 }
 
 /* Each group's bounds are its own. */
-static void test_a_piece_stays_within_its_groups_destination(int fused) {
+static void test_a_piece_stays_within_its_groups_memory(int fused) {
     struct bench bench = bench_start(fused);
     for (uint32_t group = 0; group < GROUPS; group++) {
         batch_begin(&bench);
-        bench.batch->groups[group].destination_size--;
+        bench.batch->groups[group].memory_size--;
         CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.batch, bench.sockets, 1), SS_BAD_ARGUMENT);
     }
     bench_stop(&bench);
@@ -497,7 +497,7 @@ static void test_records_of_two_groups_are_encoded_in_one_go(int fused) {
         batch->pieces[batch->piece_count++] = piece;
     }
     for (uint32_t group = 0; group < GROUPS; group++) {
-        memcpy(batch->groups[group].destination, bench.fixtures[group]->source, bench.fixtures[group]->size);
+        memcpy(batch->groups[group].memory, bench.fixtures[group]->source, bench.fixtures[group]->size);
     }
     CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_OK);
     for (uint32_t i = 0; i < batch->piece_count; i++) {
@@ -524,7 +524,7 @@ int main(void) {
         test_a_layer_that_has_moved_is_fetched_alone(fused);
         test_a_lost_connection_fails_all_that_it_owes(fused);
         test_pieces_share_no_slices(fused);
-        test_a_piece_stays_within_its_groups_destination(fused);
+        test_a_piece_stays_within_its_groups_memory(fused);
         test_records_of_two_groups_are_encoded_in_one_go(fused);
     }
     return 0;

@@ -101,7 +101,7 @@ static void test_memory_alone_needs_no_sockets(int fused) {
     struct ss_batch *batch = fixture_round(fixture);
     struct bodies bodies = bodies_give(fixture, batch, 0x1f);
     for (int repeat = 0; repeat < 2; repeat++) {
-        memset(batch->groups->destination, 0xAA, batch->groups->destination_size);
+        memset(batch->groups->memory, 0xAA, batch->groups->memory_size);
         CHECK_EQUAL(pipeline_fetch(pipeline, batch, NULL, 0), SS_OK);
         check_all(fixture, batch);
         CHECK_EQUAL(batch->received_bytes, 0);

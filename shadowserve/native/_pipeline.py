@@ -166,28 +166,28 @@ class Group:
 
     Attributes:
         quantizer: of every piece.
-        dtype: of the elements in the destination.
+        dtype: Type of the elements in the group's memory.
         vector_length: elements of one vector.
         scale_vectors: for ``Quantizer.BINNED``: so many vectors of a slice share one scale.
-        destination: memory that elements go to (``Pipeline.fetch``, writable) or come from (``Pipeline.encode``): a
-            part of what the pipeline knows (``Destination.region()``), or, but for fetching with an accelerator, any.
+        memory: Memory that elements are delivered to (``Pipeline.fetch``, writable) or stored from (``encode``):
+            a region of registered memory, or, except for a fetch with an accelerator, any buffer.
     """
 
     quantizer: Quantizer
     dtype: DType
     vector_length: int
     scale_vectors: int = 1
-    destination: "ReadableBuffer | Region"
+    memory: "ReadableBuffer | Region"
 
     @classmethod
-    def of(cls, layout: ChunkLayout, destination: "ReadableBuffer | Region") -> Self:
+    def of(cls, layout: ChunkLayout, memory: "ReadableBuffer | Region") -> Self:
         """Return the group whose chunks are laid out so."""
         return cls(
             quantizer=layout.quantizer,
             dtype=layout.dtype,
             vector_length=layout.vector_length,
             scale_vectors=layout.scale_tokens,
-            destination=destination,
+            memory=memory,
         )
 
 
@@ -207,7 +207,7 @@ class Progress:
 
 
 class Batch:
-    """One batch: pieces of some groups, between their sources and the groups' destinations (``struct ss_batch``).
+    """One batch: pieces of some groups, between their sources and the groups' memory (``struct ss_batch``).
 
     Keeps everything that it points at alive, and exported: a memory map cannot be closed before ``release()``.
 
@@ -243,7 +243,7 @@ class Batch:
         self.pieces = pieces
         self.slices = slices
         self.writable = True
-        self._held: list[Any] = []  # what bodies and destinations lie in
+        self._held: list[Any] = []  # memory of bodies and groups, kept alive
         self._batch = ffi.new("struct ss_batch *")
         self._layers: Any = ffi.NULL
         self._batch.pieces = ffi.cast("struct ss_piece *", pieces.ctypes.data)
@@ -264,7 +264,7 @@ class Batch:
 
     def _tell(self, progress: Progress) -> None:
         """Have the C core say how far the layers are."""
-        memory, offset = progress.word.destination, progress.word.offset
+        memory, offset = progress.word.registered, progress.word.offset
         if memory.kind is not MemoryKind.LOCAL or progress.word.length < ffi.sizeof("uint32_t"):
             raise NativeError("progress is told in 4 bytes of this process' own memory", Result.BAD_ARGUMENT)
         self._batch.progress = ffi.cast("uint32_t *", memory.address + offset)
@@ -333,15 +333,15 @@ class Batch:
         target.dtype = group.dtype
         target.scale_vectors = group.scale_vectors
         target.vector_length = group.vector_length
-        if isinstance(group.destination, Region):
-            registered = group.destination.destination
-            target.registered = registered._destination
-            target.destination = ffi.cast("uint8_t *", registered.address + group.destination.offset)
-            target.destination_size = group.destination.length
+        if isinstance(group.memory, Region):
+            registered = group.memory.registered
+            target.registered = registered._registered
+            target.memory = ffi.cast("uint8_t *", registered.address + group.memory.offset)
+            target.memory_size = group.memory.length
         else:
-            self.writable &= not memoryview(group.destination).readonly
-            target.destination = memory = self._hold(group.destination)
-            target.destination_size = len(memory)
+            self.writable &= not memoryview(group.memory).readonly
+            target.memory = memory = self._hold(group.memory)
+            target.memory_size = len(memory)
 
     def cancel(self) -> None:
         """Make the batch end soon with ``Result.CANCELLED``; from any thread."""
@@ -354,7 +354,7 @@ class Batch:
 
     @property
     def delivered_bytes(self) -> int:
-        """Bytes written into the destinations."""
+        """Bytes written into the groups' memory."""
         return int(self._batch.delivered_bytes)
 
     @property
@@ -368,7 +368,7 @@ class Batch:
         return [Result(int(result)) for result in self.pieces["result"]]
 
     def release(self) -> None:
-        """Let go of destinations and bodies. The batch must be over, and cannot run again."""
+        """Release the memory of groups and bodies. The batch must be over, and cannot run again."""
         self._batch.groups = ffi.NULL
         self._batch.group_count = 0
         self._batch.progress = ffi.NULL
@@ -509,10 +509,10 @@ class Pipeline:
             the sockets unless the batch says ``sockets_in_sync``.
 
         Raises:
-            NativeError: a destination is read-only, or the pipeline is closed.
+            NativeError: A group's memory is read-only, or the pipeline is closed.
         """
         if not batch.writable:
-            raise NativeError("fetching into a read-only destination", Result.BAD_ARGUMENT)
+            raise NativeError("fetching into read-only memory", Result.BAD_ARGUMENT)
         if sessions and len(sessions) != len(sockets):
             raise NativeError(f"{len(sessions)} TLS sessions for {len(sockets)} sockets", Result.BAD_ARGUMENT)
         descriptors = ffi.new("int32_t[]", list(sockets))
@@ -523,7 +523,7 @@ class Pipeline:
         return Result(lib.ss_pipeline_fetch(self._open(), batch._batch, descriptors, len(sockets)))
 
     def encode(self, batch: Batch) -> Result:
-        """Quantize and compress a batch's pieces from their destinations into the store buffer; blocks.
+        """Quantize and compress a batch's pieces from their groups' memory into the store buffer; blocks.
 
         Returns:
             ``Result.OK``, or the result of the first piece that failed.
@@ -623,7 +623,7 @@ class Pipeline:
 
     @property
     def memory_kinds(self) -> frozenset[MemoryKind]:
-        """What kinds of memory can be registered (:class:`Destination`)."""
+        """Kinds of memory that can be registered (:class:`Destination`)."""
         kinds = int(lib.ss_pipeline_memory_kinds(self._open()))
         return frozenset(kind for kind in MemoryKind if kinds >> kind & 1)
 

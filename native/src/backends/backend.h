@@ -2,7 +2,7 @@
 /*
  * backend.h - what does the pipeline's accelerated work: a CPU, a DPU's accelerators, or an emulator of them
  *
- * A backend decompresses slices, copies them to their destination, and copies what is to be stored from where it is.
+ * A backend decompresses slices, copies elements to registered memory, and copies elements to store from there.
  * The executor does the rest: networking, checksums of the stored bytes, dequantization, order, failure, deadlines.
  * Where the stages are fused, a backend may do dequantization in one go with decompression.
  *

@@ -28,7 +28,7 @@ static const struct ss_group *group_of(const struct ss_batch *batch, const struc
 
 static int group_is_valid(const struct ss_group *group) {
     if (ss_dtype_size(group->dtype) == 0 || group->vector_length == 0 ||
-        (group->destination == NULL && group->destination_size > 0)) {
+        (group->memory == NULL && group->memory_size > 0)) {
         return 0;
     }
     switch (group->quantizer) {
@@ -70,8 +70,8 @@ static int slice_is_valid(const struct ss_group *group, const struct ss_slice *s
         return 0;
     }
     uint64_t delivered = decoded * symbol_bytes(group);
-    return slice->destination_offset <= group->destination_size &&
-           delivered <= group->destination_size - slice->destination_offset;
+    return slice->destination_offset <= group->memory_size &&
+           delivered <= group->memory_size - slice->destination_offset;
 }
 
 /* What only encoding needs of the slices: decoding takes any symbols. */

@@ -132,13 +132,13 @@ struct ss_store {
 struct ss_engine;    /* stages.c */
 struct ss_trace_log; /* trace.c */
 
-struct ss_destination {
+struct ss_registered_memory {
     struct ss_pipeline *pipeline;
     void *handle; /* the backend's */
     uint8_t *address;
     uint64_t size;
     enum ss_memory_kind kind;
-    struct ss_destination *next; /* of those that are kept */
+    struct ss_registered_memory *next; /* of those that are kept */
 };
 
 struct ss_worker {
@@ -202,7 +202,7 @@ struct ss_pipeline {
     _Atomic uint32_t trace_recording; /* the generation that is recorded; 0: off */
     uint32_t trace_generation;        /* the last one; under the lock */
 
-    struct ss_destination *kept; /* released after the device was given up; under the lock */
+    struct ss_registered_memory *kept; /* released after the device was given up; under the lock */
 
     struct ss_pipeline *next; /* in the list that ss_batch_cancel() walks */
 };
@@ -293,8 +293,8 @@ void ss_progress_piece(struct ss_pipeline *pipeline, uint32_t piece);
 
 /* ---- memory.c ---- */
 
-/* ss_batch_memory_check() returns SS_OK where the batch's destinations can be reached; 'plain': memory that nobody
- * registered, too. */
+/* ss_batch_memory_check() returns SS_OK if the backend reaches the memory of all groups; 'plain': also memory that is
+ * not registered. */
 enum ss_result ss_batch_memory_check(const struct ss_pipeline *pipeline, const struct ss_batch *batch, int plain);
 
 /* ---- feed.c ---- */
@@ -318,8 +318,8 @@ enum ss_result ss_engine_open(struct ss_worker *worker);
 void ss_engine_close(struct ss_worker *worker);
 
 /* ss_engine_collect() copies 'size' bytes at 'source' in the registered memory to 'target' and waits for it. */
-enum ss_result ss_engine_collect(struct ss_worker *worker, const struct ss_destination *memory, const uint8_t *source,
-                                 uint8_t *target, size_t size);
+enum ss_result ss_engine_collect(struct ss_worker *worker, const struct ss_registered_memory *memory,
+                                 const uint8_t *source, uint8_t *target, size_t size);
 void *ss_engine_thread(void *worker);
 void *ss_dequantize_thread(void *worker);
 
