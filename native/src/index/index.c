@@ -53,9 +53,9 @@ enum ss_result ss_index_open(uint32_t objects_max, enum ss_index_policy policy, 
         return SS_NO_MEMORY;
     }
     made->objects_max = objects_max;
-    made->phantoms_max = objects_max / 8 + 8;
-    made->slots_max = objects_max + made->phantoms_max;
-    /* Eight slots in ten are used when it is full, nine with all phantoms. */
+    made->dangling_max = objects_max / 8 + 8;
+    made->slots_max = objects_max + made->dangling_max;
+    /* Eight slots in ten are used when it is full, nine with all dangling parents. */
     made->line_count = (uint64_t)objects_max * 10 / (8 * LINE_SLOTS) + 2;
     made->ghost_sets = objects_max / GHOST_WAYS + 1;
     made->policy = policy;
@@ -91,7 +91,7 @@ void ss_index_close(struct ss_index *index) {
     unmap(index->ghosts, index->ghost_sets * GHOST_WAYS * sizeof(uint16_t));
     free(index->cells);
     free(index->cell_table);
-    ss_index_rivals_close(index);
+    ss_index_superseded_close(index);
     free(index);
 }
 
@@ -163,7 +163,7 @@ uint32_t ss_index_search(const struct ss_index *index, uint64_t hash, uint16_t t
 
 uint32_t ss_index_find(const struct ss_index *index, uint16_t tenant, const uint8_t *key) {
     uint32_t slot = ss_index_search(index, ss_index_hash(index, tenant, key), tenant, key);
-    return index->entries[slot].phantom ? 0 : slot;
+    return index->entries[slot].dangling ? 0 : slot;
 }
 
 size_t ss_index_find_many(const struct ss_index *index, uint16_t tenant, const uint8_t *keys, size_t count,
@@ -176,7 +176,7 @@ size_t ss_index_find_many(const struct ss_index *index, uint16_t tenant, const u
     return found;
 }
 
-uint32_t ss_index_take(struct ss_index *index, uint64_t hash, uint16_t tenant, const uint8_t *key) {
+uint32_t ss_index_slot_allocate(struct ss_index *index, uint64_t hash, uint16_t tenant, const uint8_t *key) {
     uint32_t slot = index->free_slot;
     if (slot != 0) {
         index->free_slot = index->entries[slot].next;
@@ -204,7 +204,7 @@ uint32_t ss_index_take(struct ss_index *index, uint64_t hash, uint16_t tenant, c
     }
 }
 
-void ss_index_give_back(struct ss_index *index, uint32_t slot) {
+void ss_index_slot_free(struct ss_index *index, uint32_t slot) {
     struct entry *entry = &index->entries[slot];
     uint64_t hash = ss_index_hash(index, entry->tenant, entry->key);
     uint32_t place;
@@ -217,7 +217,7 @@ void ss_index_give_back(struct ss_index *index, uint32_t slot) {
     entry->used = 0;
     entry->next = index->free_slot;
     index->free_slot = slot;
-    if (index->totals.objects == 0 && index->phantoms.count == 0) {
+    if (index->totals.objects == 0 && index->dangling.count == 0) {
         index->slots_used = 0; /* so that an index that was emptied is walked through in no time */
         index->free_slot = 0;
     }
@@ -269,7 +269,7 @@ static void fill(struct entry *entry, const struct ss_index_record *record, uint
 enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struct ss_index_record *record,
                               struct name *name, uint32_t accessed_s, uint32_t *slot) {
     uint32_t found = ss_index_search(index, hash, record->tenant, record->key);
-    bool replaces = found != 0 && !index->entries[found].phantom;
+    bool replaces = found != 0 && !index->entries[found].dangling;
     if (!replaces && index->totals.objects >= index->objects_max) {
         return SS_NO_SPACE;
     }
@@ -282,14 +282,14 @@ enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struc
         ss_index_count(index, entry, -1);
         ss_index_dequeue(index, ss_index_cell(index, entry->tenant, entry->device), found);
     } else if (found != 0) {
-        ss_index_phantom_pull(index, found);
-        index->entries[found].phantom = 0;
+        ss_index_dangling_pull(index, found);
+        index->entries[found].dangling = 0;
         index->entries[found].list = LIST_NONE;
     } else {
-        found = ss_index_take(index, hash, record->tenant, record->key);
-        if (found == 0) { /* while replaying phantoms may have all that are free */
-            ss_index_drop_phantoms(index, index->phantoms_max);
-            found = ss_index_take(index, hash, record->tenant, record->key);
+        found = ss_index_slot_allocate(index, hash, record->tenant, record->key);
+        if (found == 0) { /* while replaying dangling parents may have all that are free */
+            ss_index_dangling_drop(index, index->dangling_max);
+            found = ss_index_slot_allocate(index, hash, record->tenant, record->key);
         }
     }
     struct entry *entry = &index->entries[found];
@@ -303,8 +303,8 @@ enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struc
     ss_index_set_expiry(index, found, record->expires_at_ms);
     ss_index_count(index, entry, 1);
     ss_index_enqueue(index, ss_index_cell(index, entry->tenant, entry->device), found,
-                     index->policy == SS_INDEX_S3FIFO && ss_index_haunted(index, hash));
-    ss_index_adopt(index, found, record->parent);
+                     index->policy == SS_INDEX_S3FIFO && ss_index_ghost_contains(index, hash));
+    ss_index_parent_set(index, found, record->parent);
     *slot = found;
     return SS_OK;
 }
@@ -388,9 +388,9 @@ void ss_index_forget(struct ss_index *index, uint32_t slot, bool remember) {
     ss_index_set_expiry(index, slot, 0);
     ss_index_dequeue(index, ss_index_cell(index, entry->tenant, entry->device), slot);
     if (remember) {
-        ss_index_haunt(index, ss_index_hash(index, entry->tenant, entry->key));
+        ss_index_ghost_add(index, ss_index_hash(index, entry->tenant, entry->key));
     }
-    ss_index_orphan(index, slot);
+    ss_index_unlink(index, slot);
 }
 
 void ss_index_remove(struct ss_index *index, uint32_t slot) {
@@ -453,7 +453,7 @@ static int by_hash(const void *one, const void *other) {
 
 static bool is_of(const struct ss_index *index, uint32_t slot, int32_t tenant) {
     const struct entry *entry = &index->entries[slot];
-    return !entry->phantom && (tenant < 0 || entry->tenant == tenant);
+    return !entry->dangling && (tenant < 0 || entry->tenant == tenant);
 }
 
 /* at_home() finds a tenant's objects whose home is a line, from a hash on, and sorts them; returns how many. */
