@@ -148,13 +148,26 @@ static inline uint64_t ss_index_entry_bytes(const struct entry *entry) {
                                    : (uint64_t)ss_index_entry_blocks(entry) * BLOCK_SIZE;
 }
 
-/* index.c */
+static inline uint64_t ss_index_mix(uint64_t value) {
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
+    return value ^ (value >> 31);
+}
+
+/* ss_index_line_of() returns the number of the line where the search for a hash begins. */
+static inline uint64_t ss_index_line_of(const struct ss_index *index, uint64_t hash) {
+    return (uint64_t)(((unsigned __int128)hash * index->line_count) >> 64);
+}
+
+/* table.c */
 uint64_t ss_index_hash(const struct ss_index *index, uint16_t tenant, const uint8_t *key);
 uint32_t ss_index_search(const struct ss_index *index, uint64_t hash, uint16_t tenant, const uint8_t *key);
 uint32_t ss_index_slot_allocate(struct ss_index *index, uint64_t hash, uint16_t tenant,
                                 const uint8_t *key); /* 0: no slot */
 void ss_index_prefetch(const struct ss_index *index, uint16_t tenant, const uint8_t *key);
-void ss_index_slot_free(struct ss_index *index, uint32_t slot); /* from the table and all; it is in no list */
+void ss_index_slot_free(struct ss_index *index, uint32_t slot); /* also from the table; it must be in no list */
+
+/* index.c */
 enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struct ss_index_record *record,
                               struct name *name, uint32_t accessed_s, uint32_t *slot); /* 'name' is the index's then */
 bool ss_index_valid(const struct ss_index_record *record, uint32_t blocks);

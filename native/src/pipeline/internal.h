@@ -3,7 +3,9 @@
  * internal.h - what the pipeline's files share
  *
  *   pipeline.c  buffers, threads, the life of a batch
- *   batch.c     checks a batch before any byte moves; failures and their order
+ *   batch.c     checks a batch before any byte moves; its state at the start, its results at the end
+ *   fetch_state.c  work, failures and pieces of the running fetch, for all threads
+ *   clock.h     clocks and counters
  *   feed.c      the network threads, which drive the sources (sources/source.h)
  *   stages.c    decompress, dequantize, DMA, or all of it fused
  *   trace.c     what each thread did when, on request
@@ -30,6 +32,7 @@
 #include <stdint.h>
 
 #include "backends/backend.h"
+#include "pipeline/clock.h"
 #include "pipeline/queue.h"
 #include "shadowserve.h"
 #include "sources/source.h"
@@ -66,14 +69,6 @@ struct ss_buffer {
     uint8_t *data;
     uint64_t size;   /* as asked for */
     uint64_t mapped; /* rounded up to pages */
-};
-
-/* One thread's share of one stage's statistics, on its own cache line. */
-struct ss_counters {
-    _Alignas(64) _Atomic uint64_t items;
-    _Atomic uint64_t input_bytes;
-    _Atomic uint64_t output_bytes;
-    _Atomic uint64_t busy_ns;
 };
 
 /* A group of the fetch batch that is running. */
@@ -213,23 +208,6 @@ struct ss_pipeline {
 enum ss_result ss_pipeline_create_with(const struct ss_pipeline_options *options, const struct ss_backend *backend,
                                        struct ss_pipeline **pipeline);
 
-/*
- * ss_worker_ready() is called by each thread once it has made what it needs, or failed to: creation waits for all of
- * them, and fails with the first failure.
- */
-void ss_worker_ready(struct ss_pipeline *pipeline, enum ss_result result);
-
-uint64_t ss_now_ns(void);    /* CLOCK_MONOTONIC */
-uint64_t ss_thread_ns(void); /* CPU time of the calling thread */
-void ss_counters_add(struct ss_counters *counters, uint64_t items, uint64_t input_bytes, uint64_t output_bytes,
-                     uint64_t busy_ns);
-
-/* ss_fetch_done() takes 'count' off the batch's work and tells the batch's owner when that was the last. */
-void ss_fetch_done(struct ss_pipeline *pipeline, uint64_t count);
-
-/* ss_fetch_wake_net() makes every net thread of the batch look around. */
-void ss_fetch_wake_net(struct ss_pipeline *pipeline);
-
 /* ---- buffer.c ---- */
 
 /*
@@ -249,6 +227,23 @@ enum ss_result ss_encode_check(struct ss_pipeline *pipeline, const struct ss_bat
 void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_batch *batch, const int32_t *sockets,
                     uint32_t socket_count);
 
+/* ss_fetch_finish() writes the results of a quiet batch and returns the batch's. */
+enum ss_result ss_fetch_finish(struct ss_pipeline *pipeline);
+
+/* ---- fetch_state.c ---- */
+
+/*
+ * ss_worker_ready() is called by each thread once it has made what it needs, or failed to: creation waits for all of
+ * them, and fails with the first failure.
+ */
+void ss_worker_ready(struct ss_pipeline *pipeline, enum ss_result result);
+
+/* ss_fetch_done() takes 'count' off the batch's work and tells the batch's owner when that was the last. */
+void ss_fetch_done(struct ss_pipeline *pipeline, uint64_t count);
+
+/* ss_fetch_wake_net() makes every net thread of the batch look around. */
+void ss_fetch_wake_net(struct ss_pipeline *pipeline);
+
 /*
  * ss_fetch_fail() notes that 'piece' failed; only its first failure counts. 'broken': of its connection, too. Of its
  * group, its chunk and those behind are of no use any more.
@@ -260,6 +255,9 @@ void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t piece, enum ss_result 
  * pieces alone, anything else fails.
  */
 void ss_fetch_refused(struct ss_pipeline *pipeline, uint32_t piece, const char *text, size_t length);
+
+/* ss_piece_fail() records a failure of a piece; only its first one counts. */
+void ss_piece_fail(struct ss_piece_state *state, enum ss_result result);
 
 /* ss_group_ends() makes a group's chunks from 'chunk' on useless. */
 void ss_group_ends(struct ss_group_state *group, uint32_t chunk);
@@ -274,9 +272,6 @@ static inline int ss_piece_useful(const struct ss_piece_state *state) {
 
 /* ss_fetch_drops() returns whether work on 'piece' is of no use any more. */
 int ss_fetch_drops(struct ss_pipeline *pipeline, uint32_t piece);
-
-/* ss_fetch_finish() writes the results of a quiet batch and returns the batch's. */
-enum ss_result ss_fetch_finish(struct ss_pipeline *pipeline);
 
 /* ss_piece_part_done() counts a slice that was delivered, or an answer that ended well. */
 void ss_piece_part_done(struct ss_pipeline *pipeline, uint32_t piece);

@@ -27,58 +27,6 @@ static struct ss_pipeline *registry;
 /* Pipelines whose device was given up: what it may still use stays as it is. */
 static struct ss_pipeline *given_up;
 
-/* ---- Small things that the other files use -------------------------------------------------------------------- */
-
-static uint64_t clock_ns(clockid_t clock) {
-    struct timespec now;
-    clock_gettime(clock, &now);
-    return (uint64_t)now.tv_sec * 1000000000ULL + (uint64_t)now.tv_nsec;
-}
-
-uint64_t ss_now_ns(void) {
-    return clock_ns(CLOCK_MONOTONIC);
-}
-
-uint64_t ss_thread_ns(void) {
-    return clock_ns(CLOCK_THREAD_CPUTIME_ID);
-}
-
-void ss_worker_ready(struct ss_pipeline *pipeline, enum ss_result result) {
-    int error = errno;
-    pthread_mutex_lock(&pipeline->lock);
-    pipeline->threads_ready++;
-    if (pipeline->ready_result == SS_OK) {
-        pipeline->ready_result = result;
-        pipeline->ready_error = error;
-    }
-    pthread_cond_signal(&pipeline->ready);
-    pthread_mutex_unlock(&pipeline->lock);
-}
-
-void ss_counters_add(struct ss_counters *counters, uint64_t items, uint64_t input_bytes, uint64_t output_bytes,
-                     uint64_t busy_ns) {
-    atomic_fetch_add_explicit(&counters->items, items, memory_order_relaxed);
-    atomic_fetch_add_explicit(&counters->input_bytes, input_bytes, memory_order_relaxed);
-    atomic_fetch_add_explicit(&counters->output_bytes, output_bytes, memory_order_relaxed);
-    atomic_fetch_add_explicit(&counters->busy_ns, busy_ns, memory_order_relaxed);
-}
-
-void ss_fetch_done(struct ss_pipeline *pipeline, uint64_t count) {
-    if (atomic_fetch_sub(&pipeline->fetch.work, count) == count) {
-        pthread_mutex_lock(&pipeline->lock);
-        pthread_cond_signal(&pipeline->quiet);
-        pthread_mutex_unlock(&pipeline->lock);
-    }
-}
-
-void ss_fetch_wake_net(struct ss_pipeline *pipeline) {
-    uint64_t one = 1;
-    for (uint32_t i = 0; i < pipeline->options.net_threads; i++) {
-        ssize_t written = write(pipeline->workers[i].wake_event, &one, sizeof one); /* full: it wakes anyway */
-        (void)written;
-    }
-}
-
 /* ---- Creation ------------------------------------------------------------------------------------------------ */
 
 static int cores_are_valid(const int32_t *cores, uint32_t count) {
