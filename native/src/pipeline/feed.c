@@ -12,7 +12,7 @@
 /* Slices handed to the next stage at a time. */
 enum { PUSH_MAX = 64 };
 
-/* Between two looks whether a batch that is held back has ended. */
+/* How often a thread that waits for the rate checks whether the batch has ended. */
 #define PACE_LOOK_NS 5000000ULL
 
 static const struct ss_source *const sources[SS_SOURCE_COUNT] = {&ss_source_resp, &ss_source_memory};
@@ -23,7 +23,7 @@ const struct ss_source *ss_source_of(const struct ss_piece *piece) {
             return sources[i];
         }
     }
-    return NULL; /* not so: every piece is a server's or not */
+    return NULL; /* unreachable: each piece belongs to one of the sources */
 }
 
 enum ss_result ss_sources_create(struct ss_worker *worker) {
@@ -77,10 +77,9 @@ uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t index) {
 }
 
 /*
- * Waits until a slice of a batch with a rate may be handed on: each takes the time that its delivered bytes have at
- * that rate, from the moment at which the one before it had its own. What was not used of a moment is gone, so that
- * nothing ever goes faster. What waits holds no lock, and a batch that ends early is waited for no longer than between
- * two looks.
+ * Waits until a slice of a batch with a rate may be passed on. Each slice occupies its delivered bytes divided by the
+ * rate, starting when the previous slice's time ends. Unused time is not saved up, so the rate is never exceeded. The
+ * wait holds no lock, and ends at most PACE_LOOK_NS after the batch.
  */
 static void wait_for_pace(struct ss_pipeline *pipeline, uint32_t piece, const struct ss_slice *slice) {
     struct ss_fetch *fetch = &pipeline->fetch;

@@ -20,9 +20,9 @@
  * Quiet. 'work' counts the net threads that have not finished and the slices that have been pushed and not retired.
  * A slice that moves to the next queue stays counted, so zero means that nothing touches the batch any more.
  *
- * A device that never ends what it was given would keep its slices counted for ever. The thread that waits for it gives
- * it up in the end (stages.c): its slices fail, and none is given to it any more, by any thread. No thread of ours then
- * touches the batch; whether the device does, nobody can say, so what it could reach is kept until the process ends.
+ * A device that never finishes its work would keep its slices counted for ever. The thread that waits for it gives it
+ * up after a timeout (stages.c): its slices fail, and no thread uses it again. Then no thread of this process touches
+ * the batch. The device may still do so, so all memory that it can reach is kept until the process ends.
  */
 #ifndef SS_PIPELINE_INTERNAL_H
 #define SS_PIPELINE_INTERNAL_H
@@ -57,12 +57,13 @@ enum { SS_NODES_MAX = 256 };
 enum { SS_SOURCE_COUNT = 2 };
 
 /*
- * Slices that a stage thread takes at a time at most: what it hands on at a time, and no more than it can start. What
- * it holds nobody else can take, however long it is kept from its core; and at the end of a batch the others idle then.
+ * The most slices that a stage thread takes at a time, and passes on at a time. No other thread can take the slices
+ * that it holds, even while it waits for a core; so more of them would leave other threads idle at the end of a batch.
  */
 enum { SS_POP_MAX = 4 };
 
-/* How long a store thread lets fetches go first, for each slice: stores slow down under load, but never starve. */
+/* The longest that a store thread waits for fetches before each slice: stores slow down under load, but never starve.
+ */
 #define SS_STORE_YIELD_NS 50000000ULL
 
 struct ss_buffer {
@@ -75,14 +76,14 @@ struct ss_buffer {
 struct ss_group_state {
     const struct ss_group *group;
     uint32_t symbol_bytes;   /* dequantized bytes for each byte of symbols */
-    _Atomic uint32_t chunks; /* those from here on are of no use any more; UINT32_MAX while nothing failed */
+    _Atomic uint32_t chunks; /* the lowest chunk with a failure; later pieces are dropped; UINT32_MAX: none */
 };
 
 /* A piece and its regions. */
 struct ss_piece_state {
     _Atomic uint32_t remaining; /* slices not delivered, plus answers not received to their end */
     _Atomic uint32_t result;    /* the first failure */
-    uint32_t answers;           /* of its source: those that are to come to an end */
+    uint32_t answers;           /* answers of its source that it waits for */
     uint32_t chunk;
     struct ss_group_state *group;
     uint64_t symbols_bytes;
@@ -91,9 +92,9 @@ struct ss_piece_state {
     uint8_t *dma_source; /* likewise */
 };
 
-/* How far the layers are of a batch that tells of it. */
+/* Layers in place, of a batch with 'progress'. */
 struct ss_progress {
-    uint32_t leading; /* from the batch's first layer on, that lack nothing; under the pipeline's progress_lock */
+    uint32_t leading; /* complete layers from the batch's first one on; under the pipeline's progress_lock */
     _Atomic uint32_t missing[SS_BATCH_LAYERS_MAX]; /* pieces of each layer that are not in place */
 };
 
@@ -102,16 +103,16 @@ struct ss_fetch {
     struct ss_batch *batch;
     const int32_t *sockets;
     uint32_t node_count;
-    uint32_t net_threads;          /* that take part; so many sockets there are to each node */
+    uint32_t net_threads;          /* threads that take part, and sockets to each node */
     uint32_t number;               /* of the batch */
     _Atomic uint32_t abort_result; /* SS_DEADLINE or SS_CANCELLED: everything unfinished ends */
-    _Atomic uint32_t broken;       /* a connection is lost or out of step: do not wait for useless answers */
-    _Atomic uint32_t out_of_sync;  /* a socket holds half an answer */
-    _Atomic int32_t os_error;      /* errno of the first SS_OS_ERROR */
+    _Atomic uint32_t broken; /* a connection is lost or out of sync: do not wait for answers that are dropped anyway */
+    _Atomic uint32_t out_of_sync; /* a socket holds half an answer */
+    _Atomic int32_t os_error;     /* errno of the first SS_OS_ERROR */
     _Atomic uint64_t work;
     _Atomic uint64_t received_bytes;
     _Atomic uint64_t delivered_bytes;
-    _Atomic uint64_t pace_ns; /* of a batch with a rate: when the next slice may be handed on */
+    _Atomic uint64_t pace_ns; /* with a rate: when the next slice may be passed on */
     struct ss_group_state groups[SS_BATCH_GROUPS_MAX];
     struct ss_progress progress;
 };
@@ -188,7 +189,7 @@ struct ss_pipeline {
     enum ss_result ready_result; /* of the first thread that could not make what it needs */
     int ready_error;             /* errno, then */
     uint32_t stopping;
-    _Atomic uint32_t given_up; /* the device never ended something: it is not asked any more */
+    _Atomic uint32_t given_up; /* the device did not finish its work; it is not used again */
     uint32_t fetch_active;
     uint32_t encode_active;
     struct ss_fetch fetch;
