@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Required, Self, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -378,89 +378,78 @@ class Batch:
             ffi.release(self._held.pop())
 
 
-_CORE_LISTS: Final = ("net", "decompress", "dequantize", "dma", "store")
+class PipelineOptions(TypedDict, total=False):
+    """Options of a pipeline: ``struct ss_pipeline_options`` in native/include/shadowserve.h explains each.
+
+    A list of cores has one entry for each thread of the stage.
+    """
+
+    backend: str
+    device: str
+    poll_interval_us: int
+    fused: bool
+    queue_depth: int
+    requests_in_flight: int
+    pin_memory: bool
+    decompression_bytes: Required[int]
+    dequantization_bytes: int
+    dma_source_bytes: int
+    store_bytes: Required[int]
+    net_cores: Sequence[int]
+    decompress_cores: Sequence[int]
+    dequantize_cores: Sequence[int]
+    dma_cores: Sequence[int]
+    store_cores: Sequence[int]
+    trace_events: int
+    nodes_max: int
+    device_timeout_ms: int
+
+
+_DEFAULTS: Final[dict[str, Any]] = {
+    "backend": "software",
+    "device": "",
+    "poll_interval_us": 10,
+    "fused": True,
+    "queue_depth": 64,
+    "requests_in_flight": 8,
+    "pin_memory": True,
+    "net_cores": (-1,),
+    "decompress_cores": (-1,),
+    "dequantize_cores": (),
+    "dma_cores": (),
+    "store_cores": (-1,),
+    "nodes_max": 1,
+    "device_timeout_ms": 10_000,
+}
+"""All other options are 0 by default."""
 
 
 class Pipeline:
     """The pipeline executor: pinned buffers and threads, made once (``struct ss_pipeline``).
 
-    Args:
-        backend: one of :func:`backends`.
-        device: PCI address or name of the backend's device; empty for the first that can.
-        poll_interval_us: between two looks at an engine that has nothing done; 0 for none.
-        fused: decompress, dequantize and deliver a slice in one go, while it is in the cache; software only.
-        queue_depth: slices in each queue between stages.
-        requests_in_flight: range requests sent ahead on each connection.
-        pin_memory: lock the buffers in memory, as far as the limits allow; see ``locked_bytes``.
-        decompression_bytes: size of the buffer that slices are received into.
-        dequantization_bytes: size of the buffer for decoded slices; 0 when fused.
-        dma_source_bytes: size of the buffer that is delivered from; 0 when fused.
-        store_bytes: size of the buffer that stored pieces are encoded into.
-        net_cores: one entry for each network thread, and so for each connection to a node; -1 leaves a thread unpinned.
-        decompress_cores: likewise.
-        dequantize_cores: likewise; unused when fused.
-        dma_cores: likewise; unused when fused.
-        store_cores: likewise.
-        trace_events: events that each thread has room to record; 0 for none.
-        nodes_max: of a cluster that one batch may ask.
-        device_timeout_ms: how long an engine may owe results and give none before the device is given up.
-
     Raises:
-        NativeError: options that do not fit each other, an unknown backend or one without a device that can do its
-            work, no memory, a core that is not there.
+        NativeError: Options that do not fit each other, an unknown backend or one without a suitable device, no memory,
+            a core that does not exist.
     """
 
-    def __init__(
-        self,
-        *,
-        backend: str = "software",
-        device: str = "",
-        poll_interval_us: int = 10,
-        fused: bool = True,
-        queue_depth: int = 64,
-        requests_in_flight: int = 8,
-        pin_memory: bool = True,
-        decompression_bytes: int,
-        dequantization_bytes: int = 0,
-        dma_source_bytes: int = 0,
-        store_bytes: int,
-        net_cores: Sequence[int] = (-1,),
-        decompress_cores: Sequence[int] = (-1,),
-        dequantize_cores: Sequence[int] = (),
-        dma_cores: Sequence[int] = (),
-        store_cores: Sequence[int] = (-1,),
-        trace_events: int = 0,
-        nodes_max: int = 1,
-        device_timeout_ms: int = 10_000,
-    ) -> None:
+    def __init__(self, **given: Unpack[PipelineOptions]) -> None:
         self._pipeline: Any = ffi.NULL
         self._given_up = False
-        self.backend = backend
+        chosen = {**_DEFAULTS, **given}
+        self.backend = backend = str(chosen["backend"])
+        device = chosen["device"]
         options = ffi.new("struct ss_pipeline_options *")
-        backend_text = ffi.new("char[]", backend.encode())
         options.options_size = ffi.sizeof("struct ss_pipeline_options")
-        device_text = ffi.new("char[]", device.encode())
-        options.backend = backend_text
-        options.device = device_text
-        options.poll_interval_us = poll_interval_us
-        options.fused = fused
-        options.queue_depth = queue_depth
-        options.requests_in_flight = requests_in_flight
-        options.pin_memory = pin_memory
-        options.decompression_bytes = decompression_bytes
-        options.dequantization_bytes = dequantization_bytes
-        options.dma_source_bytes = dma_source_bytes
-        options.store_bytes = store_bytes
-        options.trace_events = trace_events
-        options.nodes_max = nodes_max
-        options.device_timeout_ms = device_timeout_ms
-        alive = [backend_text, device_text]
-        core_lists = (net_cores, decompress_cores, dequantize_cores, dma_cores, store_cores)
-        for name, cores in zip(_CORE_LISTS, core_lists, strict=True):
-            array = ffi.new("int32_t[]", list(cores))
-            alive.append(array)
-            setattr(options, f"{name}_cores", array)
-            setattr(options, f"{name}_threads", len(cores))
+        alive = []  # what the struct points to, until the call returns
+        for name, value in chosen.items():
+            if isinstance(value, str):
+                alive.append(ffi.new("char[]", value.encode()))
+                value = alive[-1]
+            elif name.endswith("_cores"):
+                setattr(options, f"{name.removesuffix('_cores')}_threads", len(value))
+                alive.append(ffi.new("int32_t[]", list(value)))
+                value = alive[-1]
+            setattr(options, name, value)
         pointer = ffi.new("struct ss_pipeline **")
         on = f"backend {backend!r}" + (f" on device {device!r}" if device else "")
         code = lib.ss_pipeline_create(options, pointer)
