@@ -114,8 +114,8 @@ class DataPlaneConfig(Section):
     """Data connections to each storage node; each batch uses all of them, and each has a network thread."""
 
     backend: Literal["software", "doca"] = "software"
-    """What decompresses and delivers: CPU cores, or a BlueField's accelerators through DOCA. In builds without DOCA,
-    ``doca`` is its emulator, named as such in the log."""
+    """Device that decompresses and delivers: CPU cores, or a BlueField's accelerators through DOCA. A build without
+    DOCA has only ``software``; a checkout has an emulator of DOCA, named as such in the log."""
     device: str = ""
     """PCI address or name of the DPU's function, such as ``0000:03:00.0`` or ``mlx5_0``; empty for the first suitable
     one. Only with ``doca``."""
@@ -158,11 +158,6 @@ class DataPlaneConfig(Section):
 
     slice_bytes: ByteSize = Field(ByteSize(MIB), ge=4096, le=2 * MIB)
     """Most bytes of symbols in a slice of a new record. Records with other slices can be read."""
-    chunked_pipeline: bool = True
-    """Let slices flow through the stages as they arrive. False (the paper's ablation): one chunk at a time."""
-    memory_management: bool = True
-    """Keep all buffers for ever, registered with the device once. False (the paper's ablation): each chunk's are made,
-    locked and registered when it is fetched."""
     trace_events: int = Field(16384, ge=0, le=1 << 24)
     """Spans that each thread of the pipeline can record for ``shadowserve trace``; 0 for none."""
 
@@ -326,7 +321,7 @@ class DataPlaneConfig(Section):
             "dma": self.dma_cores,
             "store": self.store_cores,
         }
-        automatic = _share(usable, self.connections, self.stages_fused, self.chunked_pipeline)
+        automatic = _share(usable, self.connections, self.stages_fused)
         chosen = {}
         for stage, cores in given.items():
             if stage == "net" and cores != "auto" and len(cores) != self.connections:
@@ -344,15 +339,13 @@ class DataPlaneConfig(Section):
         return chosen
 
 
-def _share(usable: list[int], connections: int, fused: bool, chunked: bool) -> dict[str, list[int]]:
-    """Divide the cores among the stages; without the chunked pipeline each stage runs alone, on all cores."""
+def _share(usable: list[int], connections: int, fused: bool) -> dict[str, list[int]]:
+    """Divide the cores among the stages."""
     count = len(usable)
     net = [usable[index % count] for index in range(connections)]
     if count <= 4:
         anywhere = [CORE_ANY] * count
         return {"net": net, "decompress": anywhere, "dequantize": anywhere, "dma": [CORE_ANY], "store": anywhere}
-    if not chunked:
-        return {"net": net, "decompress": usable, "dequantize": usable, "dma": usable[:1], "store": usable}
     net = [usable[index % max(1, count // 8)] for index in range(connections)]
     rest = [core for core in usable if core not in net]
     if fused:

@@ -338,8 +338,6 @@ def _make_pipeline(config: DataPlaneConfig, buffers: Buffers) -> native.Pipeline
             dequantize_cores=[] if config.stages_fused else cores["dequantize"],
             dma_cores=[] if config.stages_fused else cores["dma"],
             store_cores=cores["store"],
-            chunked_pipeline=config.chunked_pipeline,
-            memory_management=config.memory_management,
             trace_events=config.trace_events,
             nodes_max=nodes_max(config),
             device_timeout_ms=max(1, int(1000 * config.device_timeout_s)),
@@ -355,7 +353,7 @@ def _make_pipeline(config: DataPlaneConfig, buffers: Buffers) -> native.Pipeline
         backend.description,
         device,
     )
-    if config.memory_management and pipeline.locked_bytes < buffers.total:
+    if pipeline.locked_bytes < buffers.total:
         logger.info(
             "%d of %d bytes of buffers are locked in memory; raise the limit (ulimit -l) to lock all",
             pipeline.locked_bytes,

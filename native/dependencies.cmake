@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Finds the libraries that the C core stands on. Sets SHADOWSERVE_LIBRARIES, SHADOWSERVE_DEFINITIONS,
-# SHADOWSERVE_HAVE_LZ4, SHADOWSERVE_HAVE_ZSTD, SHADOWSERVE_HAVE_URING, SHADOWSERVE_HAVE_TLS, and either
-# SHADOWSERVE_DOCA_EMULATED or the target shadowserve_doca_sdk.
+# SHADOWSERVE_HAVE_LZ4, SHADOWSERVE_HAVE_ZSTD, SHADOWSERVE_HAVE_URING, SHADOWSERVE_HAVE_TLS and SHADOWSERVE_HAVE_DOCA;
+# with the last one either SHADOWSERVE_DOCA_EMULATED or the target shadowserve_doca_sdk.
 # One Deflate decoder is required; LZ4, zstd, liburing and OpenSSL are not.
 set(THREADS_PREFER_PTHREAD_FLAG ON)
 find_package(Threads REQUIRED)
@@ -50,17 +50,26 @@ if(deflate STREQUAL "auto")
 endif()
 if(deflate STREQUAL "isa-l" AND ISAL_FOUND)
     library_use(ISAL)
-    list(APPEND SHADOWSERVE_DEFINITIONS SS_DEFLATE_ISAL SS_CRC32_ISAL)
+    list(APPEND SHADOWSERVE_DEFINITIONS SS_DEFLATE_ISAL)
+    set(crc32 ISAL)
 elseif(deflate STREQUAL "libdeflate" AND LIBDEFLATE_FOUND)
     library_use(LIBDEFLATE)
-    list(APPEND SHADOWSERVE_DEFINITIONS SS_DEFLATE_LIBDEFLATE SS_CRC32_LIBDEFLATE)
+    list(APPEND SHADOWSERVE_DEFINITIONS SS_DEFLATE_LIBDEFLATE)
+    set(crc32 LIBDEFLATE)
 elseif(deflate STREQUAL "zlib" AND ZLIB_FOUND)
     library_use(ZLIB)
-    list(APPEND SHADOWSERVE_DEFINITIONS SS_DEFLATE_ZLIB SS_CRC32_ZLIB)
+    list(APPEND SHADOWSERVE_DEFINITIONS SS_DEFLATE_ZLIB)
+    set(crc32 ZLIB)
 else()
     message(FATAL_ERROR "No Deflate decoder (SHADOWSERVE_DEFLATE=${SHADOWSERVE_DEFLATE}). Install ISA-L (Debian: "
                         "libisal-dev, the fastest), libdeflate (libdeflate-dev) or zlib (zlib1g-dev).")
 endif()
+# The decoder's library computes CRC-32, too; on Arm libdeflate does, see src/cpu/crc32.c.
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64" AND crc32 STREQUAL "ISAL" AND LIBDEFLATE_FOUND)
+    library_use(LIBDEFLATE)
+    set(crc32 LIBDEFLATE)
+endif()
+list(APPEND SHADOWSERVE_DEFINITIONS SS_CRC32_${crc32})
 
 # What of liburing is needed is there from 2.2 on.
 if(URING_FOUND)
@@ -109,7 +118,8 @@ if(wanted STREQUAL "auto" OR SHADOWSERVE_TLS)
 endif()
 message(STATUS "TLS to storage: ${SHADOWSERVE_HAVE_TLS}")
 
-set(SHADOWSERVE_DOCA_EMULATED TRUE)
+set(SHADOWSERVE_HAVE_DOCA FALSE)
+set(SHADOWSERVE_DOCA_EMULATED FALSE)
 if(NOT SHADOWSERVE_DOCA MATCHES "^(auto|emulator|sdk)$")
     message(FATAL_ERROR "SHADOWSERVE_DOCA is ${SHADOWSERVE_DOCA}; it takes auto, emulator or sdk")
 endif()
@@ -119,7 +129,7 @@ if(NOT SHADOWSERVE_DOCA STREQUAL "emulator")
         pkg_check_modules(DOCA QUIET IMPORTED_TARGET "doca-common>=3.0" doca-compress doca-dma)
     endif()
     if(DOCA_FOUND)
-        set(SHADOWSERVE_DOCA_EMULATED FALSE)
+        set(SHADOWSERVE_HAVE_DOCA TRUE)
         add_library(shadowserve_doca_sdk INTERFACE)
         target_link_libraries(shadowserve_doca_sdk INTERFACE PkgConfig::DOCA)
         target_compile_definitions(shadowserve_doca_sdk INTERFACE DOCA_ALLOW_EXPERIMENTAL_API)
@@ -128,4 +138,12 @@ if(NOT SHADOWSERVE_DOCA STREQUAL "emulator")
                             "doca-compress and doca-dma; see that PKG_CONFIG_PATH has the SDK's lib/.../pkgconfig")
     endif()
 endif()
-message(STATUS "DOCA: emulated ${SHADOWSERVE_DOCA_EMULATED}")
+# Without the SDK the product has no DOCA. The emulator is for tests, and for whoever asks for it by name.
+if(NOT SHADOWSERVE_HAVE_DOCA AND (SHADOWSERVE_DOCA STREQUAL "emulator" OR SHADOWSERVE_TESTS OR SHADOWSERVE_FUZZ))
+    set(SHADOWSERVE_HAVE_DOCA TRUE)
+    set(SHADOWSERVE_DOCA_EMULATED TRUE)
+endif()
+if(SHADOWSERVE_HAVE_DOCA)
+    list(APPEND SHADOWSERVE_DEFINITIONS SS_HAVE_DOCA)
+endif()
+message(STATUS "DOCA: ${SHADOWSERVE_HAVE_DOCA}, emulated ${SHADOWSERVE_DOCA_EMULATED}")

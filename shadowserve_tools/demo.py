@@ -111,7 +111,7 @@ class Phase:
     default="software",
     show_default=True,
     type=click.Choice(BACKENDS),
-    help="What the data plane decodes and delivers with; without a DPU, doca is an emulator of one.",
+    help="What the data plane decodes and delivers with; in a checkout, doca is an emulator of a DPU.",
 )
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write the table as data, too."

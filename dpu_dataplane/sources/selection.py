@@ -46,7 +46,7 @@ def source_of(
     """
     below = _servers_of(config, metrics)
     if below is not None:
-        by_layers = config.chunked_pipeline and not config.storage_cluster  # a cluster does not know the request
+        by_layers = not config.storage_cluster  # a cluster does not know the request
         threshold = Threshold(config.layer_request_bytes_min) if by_layers else None
         below.attach(pipeline, fetch_executor, store_executor, len(config.stage_cores()["net"]), threshold)
     if config.tiers is None:

@@ -57,8 +57,9 @@ static void fail(const char *what) {
 }
 
 static void must(enum ss_result result, const char *what) {
-    if (result != SS_OK)
+    if (result != SS_OK) {
         fail(what);
+    }
 }
 
 /* ---- Data: the same everywhere, so integers and exact floats only ---------------------------------------------- */
@@ -91,8 +92,9 @@ static uint64_t random64(void) {
 /* random_bell() is roughly normal around 0, with a spread of 1; a sum of integers, so exact. */
 static float random_bell(void) {
     int64_t sum = 0;
-    for (int term = 0; term < 12; term++)
+    for (int term = 0; term < 12; term++) {
         sum += (int64_t)(random64() >> 48);
+    }
     return (float)(sum - 6 * 65536) / 65536.0f;
 }
 
@@ -103,8 +105,9 @@ static uint8_t symbol_of(float value) {
 
 static void *allocate(size_t size) {
     void *memory = aligned_alloc(64, (size + 63) / 64 * 64);
-    if (memory == NULL)
+    if (memory == NULL) {
         fail("no memory");
+    }
     memset(memory, 0, size);
     return memory;
 }
@@ -120,14 +123,18 @@ static void data_make(struct data *data) {
         float value = random_bell();
         memcpy(data->elements + 2 * index, (const uint8_t *)&value + 2, 2); /* its upper half; little-endian */
     }
-    for (size_t index = 0; index < STREAM_SIZE; index++)
+    for (size_t index = 0; index < STREAM_SIZE; index++) {
         data->plain[index] = symbol_of(random_bell() * 4.0f);
-    for (size_t index = 0; index < ROWS_SIZE; index++)
+    }
+    for (size_t index = 0; index < ROWS_SIZE; index++) {
         data->rows[index] = symbol_of(random_bell() * (float)(2 + index % COLUMNS_ENCODED % 5));
-    for (size_t index = ROWS_SIZE; index < 2 * ROWS_SIZE; index++)
+    }
+    for (size_t index = ROWS_SIZE; index < 2 * ROWS_SIZE; index++) {
         data->rows[index] = (uint8_t)(random64() >> 40);
-    for (size_t row = 0; row < ROWS; row++)
+    }
+    for (size_t row = 0; row < ROWS; row++) {
         data->row_scales[row] = 0.125f + (float)row;
+    }
 }
 
 /* ---- Kernels --------------------------------------------------------------------------------------------------- */
@@ -154,14 +161,16 @@ static void run_deflate_encode(struct data *data) {
 
 static void run_deflate_decode(struct data *data) {
     struct ss_stream streams[STREAMS];
-    for (size_t index = 0; index < STREAMS; index++)
+    for (size_t index = 0; index < STREAMS; index++) {
         streams[index] = (struct ss_stream){.source = data->stream,
                                             .target = data->target + index * STREAM_SIZE,
                                             .source_size = data->stream_size,
                                             .target_size = STREAM_SIZE};
+    }
     ss_decompress_many(SS_CODEC_DEFLATE, streams, STREAMS);
-    for (size_t index = 0; index < STREAMS; index++)
+    for (size_t index = 0; index < STREAMS; index++) {
         must(streams[index].result, "ss_decompress_many");
+    }
 }
 
 /* planes_of() returns how many rows are coded for each of elements, as 'quantizer' says. */
@@ -266,13 +275,15 @@ static uint64_t steps_by_ptrace(kernel run, struct data *data) {
     pid_t child = fork();
 
     if (child == 0) {
-        if (ptrace(PTRACE_TRACEME, 0, NULL, NULL) != 0)
+        if (ptrace(PTRACE_TRACEME, 0, NULL, NULL) != 0) {
             _exit(errno);
+        }
         run_marked(run, data);
         _exit(0);
     }
-    if (child < 0 || waitpid(child, &status, 0) != child)
+    if (child < 0 || waitpid(child, &status, 0) != child) {
         fail("no child process to step through");
+    }
     if (!WIFSTOPPED(status)) {
         fprintf(stderr, "count_instructions: ptrace: %s; a container may need --cap-add=SYS_PTRACE\n",
                 strerror(WEXITSTATUS(status)));
@@ -284,18 +295,21 @@ static uint64_t steps_by_ptrace(kernel run, struct data *data) {
         count += address != last;
         last = address;
     }
-    if (!WIFSTOPPED(status) || WSTOPSIG(status) != SIGUSR2)
+    if (!WIFSTOPPED(status) || WSTOPSIG(status) != SIGUSR2) {
         fail("the child did not come to its end");
+    }
     kill(child, SIGKILL);
     waitpid(child, &status, 0);
     return count;
 }
 
 static uint64_t steps_of(kernel run, struct data *data) {
-    if (method == BY_TRAP_FLAG)
+    if (method == BY_TRAP_FLAG) {
         return steps_by_trap_flag(run, data);
-    if (method == BY_PTRACE)
+    }
+    if (method == BY_PTRACE) {
         return steps_by_ptrace(run, data);
+    }
     run_marked(run, data);
     return 0;
 }
@@ -310,8 +324,9 @@ static void count(const char *name, const char *isa, kernel run, struct data *da
         overhead = steps_of(run_nothing, data);
     }
     run(data); /* also of a kernel that is not wanted: the next one may need its result */
-    if (strncmp(name, wanted, strlen(wanted)) != 0)
+    if (strncmp(name, wanted, strlen(wanted)) != 0) {
         return;
+    }
     printf("%s %s %llu %zu\n", name, isa, (unsigned long long)(steps_of(run, data) - overhead), bytes);
     fflush(stdout);
 }
@@ -337,37 +352,34 @@ static void count_kvrans(struct data *data, const char *isa, int scalar) {
     data->quantizer = SS_QUANTIZER_BINNED;
     data->rows_count = scalar ? ROWS_SCALAR : ROWS;
     data->columns = COLUMNS_ENCODED;
-    if (!scalar)
+    if (!scalar) {
         count("kvrans-encode", isa, run_kvrans_encode, data, data->rows_count * data->columns);
+    }
     data->columns = COLUMNS_DECODED;
     run_kvrans_encode(data);
     count("kvrans-decode", isa, run_kvrans_decode, data, cells);
-    if (scalar)
+    if (scalar) {
         return;
-    if (strcmp(isa, "neon") != 0)
+    }
+    if (strcmp(isa, "neon") != 0) {
         count("kvrans-elements-16", isa, run_kvrans_elements, data, cells);
+    }
     data->quantizer = SS_QUANTIZER_LOSSLESS;
     run_kvrans_encode(data);
     count("kvrans-lossless-16", isa, run_kvrans_elements, data, cells);
 }
 
-/* CRC-32 is a library's, which chooses by the CPU and not by ss_isa_force(): its ISA is the library and its choice. But
- * on Arm one ISA has a kernel of our own. */
+/* A library computes CRC-32. It chooses by the CPU and not by ss_isa_force(): the ISA here is its name and choice. */
 static void count_crc32(struct data *data) {
-    const char *library = ss_codec_implementation(SS_CODEC_DEFLATE);
-    char isa[64];
-
 #ifdef __x86_64__
+    const char *library = ss_codec_implementation(SS_CODEC_DEFLATE);
     const char *multiply = __builtin_cpu_supports("vpclmulqdq") ? "vpclmulqdq" : "pclmulqdq";
-#else
-    const char *multiply = "any";
-#endif
-    if (ss_isa_force(SS_ISA_NEON_CRC) == SS_OK) {
-        count("crc32", "neon_crc", run_crc32, data, STREAM_SIZE);
-        must(ss_isa_force(SS_ISA_NEON), "ss_isa_force");
-    }
-    snprintf(isa, sizeof(isa), "%.*s-%s", (int)strcspn(library, " "), library, multiply);
+    char isa[64];
+    snprintf(isa, sizeof isa, "%.*s-%s", (int)strcspn(library, " "), library, multiply);
     count("crc32", isa, run_crc32, data, STREAM_SIZE);
+#else
+    count("crc32", "any", run_crc32, data, STREAM_SIZE);
+#endif
 }
 
 static void compiler_print(void) {
@@ -394,28 +406,31 @@ int main(int argument_count, char **arguments) {
     method = BY_PTRACE;
 #endif
     for (int index = 1; index < argument_count; index++) {
-        if (strcmp(arguments[index], "--ptrace") == 0)
+        if (strcmp(arguments[index], "--ptrace") == 0) {
             method = BY_PTRACE;
-        else if (strcmp(arguments[index], "--marks") == 0)
+        } else if (strcmp(arguments[index], "--marks") == 0) {
             method = BY_MARKS;
-        else
+        } else {
             wanted = arguments[index];
+        }
     }
     sigaction(SIGUSR1, &action, NULL);
     sigaction(SIGUSR2, &action, NULL);
     compiler_print();
     data_make(&data);
     for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
-        if (ss_isa_force(isa) != SS_OK)
+        if (ss_isa_force(isa) != SS_OK) {
             continue;
+        }
         count_quantizers(&data, isa_names[isa]);
         count_kvrans(&data, isa_names[isa], isa == SS_ISA_SCALAR);
     }
     if (ss_codec_implementation(SS_CODEC_DEFLATE) != NULL) { /* a build for an emulator may do without libraries */
         count("deflate-encode", "any", run_deflate_encode, &data, STREAM_SIZE);
         count("deflate-decode", "any", run_deflate_decode, &data, STREAMS * STREAM_SIZE);
-        if (strncmp(ss_codec_implementation(SS_CODEC_DEFLATE), "isa-l", 5) == 0)
+        if (strncmp(ss_codec_implementation(SS_CODEC_DEFLATE), "isa-l", 5) == 0) {
             count_crc32(&data);
+        }
     }
     return 0;
 }

@@ -49,17 +49,21 @@ static void check_turns(const uint8_t *source, size_t size, const uint8_t *targe
     ss_decompress_many(SS_CODEC_DEFLATE, streams, COUNT);
     CHECK(streams[0].result == alone, "%d alone, %d with others", (int)alone, (int)streams[0].result);
     CHECK(alone != SS_OK || memcmp(target, targets[0], target_size) == 0, "other bytes with others");
-    if (inflater == NULL)
+    if (inflater == NULL) {
         inflater = ss_literal_inflater_create();
+    }
     CHECK(inflater != NULL, "no memory");
-    for (size_t index = 0; index < COUNT; index++)
+    for (size_t index = 0; index < COUNT; index++) {
         streams[index].result = SS_NOT_SUPPORTED;
+    }
     ss_literal_inflate(inflater, streams, COUNT);
-    for (size_t index = 0; index < COUNT && target_size != 0; index++)
-        if (streams[index].result == SS_OK)
+    for (size_t index = 0; index < COUNT && target_size != 0; index++) {
+        if (streams[index].result == SS_OK) {
             CHECK(zlib_accepts(streams[index].source, streams[index].source_size, reference, target_size) &&
                       memcmp(reference, targets[index], target_size) == 0,
                   "zlib makes something else of stream %zu", index);
+        }
+    }
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
@@ -70,8 +74,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     enum ss_codec codec;
     enum ss_result result;
 
-    if (size < 3 || size - 3 > SOURCE_MAX)
+    if (size < 3 || size - 3 > SOURCE_MAX) {
         return -1;
+    }
     if (source_region.map == NULL) {
         source_region = guarded_make(SOURCE_MAX);
         target_region = guarded_make(TARGET_MAX);
@@ -82,14 +87,17 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     target = guarded_place(&target_region, target_size, 1);
     memcpy(source, data + 3, size - 3);
     result = ss_decompress(codec, source, size - 3, target, target_size);
-    if (ss_codec_implementation(codec) == NULL)
+    if (ss_codec_implementation(codec) == NULL) {
         CHECK(result == SS_NOT_SUPPORTED, "result %d", (int)result);
-    else
+    } else {
         CHECK(result == SS_OK || result == SS_BAD_DATA, "result %d", (int)result);
-    if (codec == SS_CODEC_DEFLATE)
+    }
+    if (codec == SS_CODEC_DEFLATE) {
         check_turns(source, size - 3, target, target_size, result);
+    }
     if (codec == SS_CODEC_DEFLATE && result == SS_OK && target_size != 0 &&
-        zlib_accepts(source, size - 3, reference, target_size))
+        zlib_accepts(source, size - 3, reference, target_size)) {
         CHECK(memcmp(reference, target, target_size) == 0, "zlib decodes this stream to other bytes");
+    }
     return 0;
 }

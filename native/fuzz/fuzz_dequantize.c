@@ -42,8 +42,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     size_t length, itemsize, symbol_size, vectors, elements_size;
     struct outcome scalar = {SS_OK, SS_OK, NULL, NULL, NULL};
 
-    if (size < 3 || size > BYTES_MAX)
+    if (size < 3 || size > BYTES_MAX) {
         return -1;
+    }
     quantizer = (enum ss_quantizer)((data[0] & 3) % 3);
     dtype = (enum ss_dtype)((data[0] >> 2 & 7) % 5);
     length = (size_t)data[1] * (data[0] & 0x80 ? 7 : 1) + 1;
@@ -54,10 +55,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     symbol_size = quantizer == SS_QUANTIZER_BINNED ? 1 : itemsize;
     vectors = size / (length * itemsize + 4);
     elements_size = vectors * length * itemsize;
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) {
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
         struct outcome outcome;
-        if (ss_isa_force(isa) != SS_OK)
+        if (ss_isa_force(isa) != SS_OK) {
             continue;
+        }
         outcome.symbols = bytes_make(vectors * length * symbol_size);
         outcome.scales = bytes_make(4 * vectors);
         outcome.elements = bytes_make(elements_size);

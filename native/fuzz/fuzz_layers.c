@@ -29,12 +29,6 @@ int ss_feed_useful(const struct ss_feed *feed, uint32_t piece) {
     return pieces[piece].chunk < useful_chunks;
 }
 
-int ss_feed_make_place(const struct ss_feed *feed, uint32_t piece) {
-    CHECK(ss_feed_useful(feed, piece), "a place for piece %u, which nobody wants", piece);
-    places_made[piece] = 1;
-    return 1;
-}
-
 uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t piece) {
     (void)feed;
     CHECK(piece < PIECES && places_made[piece], "no place was made for piece %u", piece);

@@ -36,11 +36,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     size_t plain_size = 0, bound, written, again;
     uint8_t *stream, *exact;
 
-    if (size < 2)
+    if (size < 2) {
         return -1;
+    }
     for (size_t repetition = 0; repetition <= data[0]; repetition++) {
-        for (size_t index = 2; index < size && plain_size < PLAIN_MAX; index++)
+        for (size_t index = 2; index < size && plain_size < PLAIN_MAX; index++) {
             plain[plain_size++] = (uint8_t)(data[index] + data[1] * repetition);
+        }
     }
     bound = ss_compress_bound(SS_CODEC_DEFLATE, plain_size);
     stream = malloc(bound);

@@ -19,18 +19,21 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static uint8_t plain[PLAIN_MAX], back[PLAIN_MAX], stream[2 * PLAIN_MAX], again[2 * PLAIN_MAX];
     size_t plain_size = 0, row_length, bound, first = 0, written;
 
-    if (size < 4)
+    if (size < 4) {
         return -1;
+    }
     row_length = (size_t)data[0] << 8 | data[1];
     for (size_t repetition = 0; repetition <= data[2]; repetition++) {
-        for (size_t index = 4; index < size && plain_size < PLAIN_MAX; index++)
+        for (size_t index = 4; index < size && plain_size < PLAIN_MAX; index++) {
             plain[plain_size++] = (uint8_t)(data[index] + data[3] * repetition);
+        }
     }
     bound = ss_compress_bound(SS_CODEC_KVRANS, plain_size);
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) {
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
         uint8_t *target = isa == SS_ISA_SCALAR ? stream : again;
-        if (ss_isa_force(isa) != SS_OK)
+        if (ss_isa_force(isa) != SS_OK) {
             continue;
+        }
         CHECK(ss_compress(SS_CODEC_KVRANS, plain, plain_size, row_length, target, bound, &written) == SS_OK,
               "compress");
         first = isa == SS_ISA_SCALAR ? written : first;

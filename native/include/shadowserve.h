@@ -2,8 +2,8 @@
 /*
  * shadowserve.h - the C core's public API
  *
- * The C core moves and transforms bytes; it decides nothing and prints nothing. Python (shadowserve/native/) is
- * its one caller: it hands over whole batches, holds every buffer, and turns the codes below into exceptions.
+ * The C core moves and transforms bytes; it makes no policy decisions and prints nothing. Python (shadowserve/native/)
+ * is its only caller: it passes whole batches, owns every buffer, and turns the result codes into exceptions.
  *
  * native/cffi_build.py reads the declarations between the two cffi markers, so keep them plain: no macros but
  * SS_API, no #ifdef, no inline functions.
@@ -35,9 +35,9 @@ enum ss_result {
     SS_DISCONNECTED = 11, /* the connection broke */
     SS_DEADLINE = 12,
     SS_CANCELLED = 13,
-    SS_SKIPPED = 14,    /* not delivered, since it became of no use: another piece of the batch failed */
+    SS_SKIPPED = 14,    /* not delivered, because an earlier chunk of its group failed */
     SS_OS_ERROR = 15,   /* a system call failed; errno says why */
-    SS_DEVICE = 16,     /* an accelerator failed, also when asked again, or cannot reach the memory any more */
+    SS_DEVICE = 16,     /* an accelerator failed, also when the work was repeated, or it lost access to the memory */
     SS_REDIRECTED = 17, /* another node of the cluster has it: the server's answer says which */
 };
 
@@ -50,7 +50,7 @@ enum ss_dtype {
     SS_DTYPE_FLOAT32 = 3,
     SS_DTYPE_FLOAT8_E4M3 = 4 /* of OCP's 8-bit formats the one without infinities: up to 448, NaN is 0x7F and 0xFF */
 };
-enum ss_isa { SS_ISA_SCALAR = 0, SS_ISA_AVX2 = 1, SS_ISA_AVX512 = 2, SS_ISA_NEON = 3, SS_ISA_NEON_CRC = 4 };
+enum ss_isa { SS_ISA_SCALAR = 0, SS_ISA_AVX2 = 1, SS_ISA_AVX512 = 2, SS_ISA_NEON = 3 };
 
 /* Bumped when a declaration in this header changes incompatibly. */
 SS_API uint32_t ss_abi_version(void);
@@ -184,7 +184,7 @@ SS_API void ss_decode_many(enum ss_codec codec, struct ss_stream *streams, const
  */
 struct ss_slice {
     uint64_t offset;             /* of the stored bytes, from the first byte of the piece's body */
-    uint64_t destination_offset; /* of the dequantized bytes, from the first byte of the group's destination */
+    uint64_t destination_offset; /* of the dequantized bytes, from the first byte of the group's memory */
     uint32_t scales_length;      /* bytes: 4 for each scale of binned, else 0 */
     uint32_t encoded_length;     /* bytes */
     uint32_t decoded_length;     /* bytes of symbols */
@@ -197,49 +197,50 @@ struct ss_slice {
 /* Where the body of a piece comes from, in a fetch. */
 enum ss_origin {
     SS_ORIGIN_SERVER = 0,  /* a server, or a node of a cluster */
-    SS_ORIGIN_MEMORY = 1,  /* it lies in this process */
-    SS_ORIGIN_AWAITED = 2, /* it is going to: ss_batch_supply() says when, and where */
-    SS_ORIGIN_NOWHERE = 3  /* it was awaited, and is not to be had */
+    SS_ORIGIN_MEMORY = 1,  /* memory of this process */
+    SS_ORIGIN_AWAITED = 2, /* memory of this process, once ss_batch_supply() names the address */
+    SS_ORIGIN_NOWHERE = 3  /* nowhere: it was awaited, and could not be read */
 };
 
 /*
- * One piece of a batch: consecutive layers of one chunk of one group, which lie in one record; all layers, where a
- * record is stored. Several pieces may be of one record. Offsets in buffers are its occupancies, computed before the
- * batch starts: regions of different pieces must not overlap in any buffer, nor may they share slices.
+ * One piece of a batch: consecutive layers of one chunk of one group, which lie in one record. When a record is stored,
+ * the piece has all layers. Several pieces may belong to one record. The caller assigns each piece a region in every
+ * buffer before the batch starts. Pieces must not share slices, and their regions must not overlap.
  */
 struct ss_piece {
     uint8_t key[96]; /* of the record, as it goes over the wire */
     uint32_t key_length;
     enum ss_codec codec;
-    uint32_t group;                 /* index into the batch's groups */
-    uint32_t chunk;                 /* position in the group's chain of chunks, below UINT32_MAX */
-    uint64_t record_offset;         /* of the body in the record: where the first slice's stored bytes begin */
-    uint64_t body_length;           /* bytes of the body: all slices, in order and without gaps */
-    uint64_t decompression_offset;  /* occupancy in the decompression buffer: body_length bytes */
-    uint64_t dequantization_offset; /* in the dequantization buffer: the sum of decoded_length (unused when fused) */
-    uint32_t slice_first;           /* index into the batch's slices */
+    uint32_t group;                /* index into the batch's groups */
+    uint32_t chunk;                /* position in the group's chain of chunks, below UINT32_MAX */
+    uint64_t record_offset;        /* of the body in the record: where the first slice's stored bytes begin */
+    uint64_t body_length;          /* bytes of the body: all slices, in order and without gaps */
+    uint64_t decompression_offset; /* in the decompression buffer, of a region of body_length bytes */
+    uint64_t
+        dequantization_offset; /* in the dequantization buffer, of a region of all decoded bytes; unused when fused */
+    uint32_t slice_first;      /* index into the batch's slices */
     uint32_t slice_count;
-    uint32_t node;   /* of a fetch: whose sockets to ask, below the batch's 'node_count' */
-    uint32_t asking; /* of a fetch: 1 to say ASKING first, where a cluster's node answered ASK */
+    uint32_t node;   /* fetch: the node that has it, below the batch's 'node_count' */
+    uint32_t asking; /* fetch: 1 to send ASKING first, after a cluster's node answered ASK */
     enum ss_origin origin;
-    const uint8_t *memory; /* of a fetch: where the body lies in this process. A server's: where it is to be when the
-                              piece is SS_OK, NULL for nowhere in particular */
-    uint32_t layer;        /* of a fetch with 'progress': the one layer that it is of, or whatever is counted there */
+    const uint8_t *memory; /* fetch: address of the body in this process. For a piece of a server: where the body is
+                              left if the piece ends with SS_OK; NULL: it is not kept */
+    uint32_t layer;        /* fetch with 'progress': the layer, or chunk, that 'progress' counts it for */
     enum ss_result result; /* out */
-    char error[256];       /* out, SS_REFUSED and SS_REDIRECTED of a fetch: the server's words, cut, with a zero */
+    char error[256];       /* out, for SS_REFUSED and SS_REDIRECTED: the server's text, truncated, zero-terminated */
 };
 
-/* Where memory is that batches deliver to, or store from. */
+/* Where registered memory is. */
 enum ss_memory_kind {
     SS_MEMORY_LOCAL = 0,    /* in this process */
-    SS_MEMORY_EXPORTED = 1, /* in another one, often on another machine: what ss_export_open() describes */
-    SS_MEMORY_CUDA_IPC = 2  /* in a GPU of this machine: what cuIpcGetMemHandle() gave */
+    SS_MEMORY_EXPORTED = 1, /* in another process, often of another machine, exported by ss_export_open() */
+    SS_MEMORY_CUDA_IPC = 2  /* in a GPU of this machine, with a handle of cuIpcGetMemHandle() */
 };
 
-/* Memory to be registered. All of it is copied. */
+/* Description of memory to register. The call copies it. */
 struct ss_memory {
     enum ss_memory_kind kind;
-    uint8_t *address;       /* local: here; exported: where it is in the exporter, never dereferenced here; else NULL */
+    uint8_t *address;       /* local: here; exported: in the exporting process, never dereferenced; CUDA IPC: NULL */
     uint64_t size;          /* bytes */
     const void *descriptor; /* exported: from ss_export_descriptor(); CUDA IPC: the CUipcMemHandle; local: NULL */
     size_t descriptor_size; /* bytes */
@@ -247,43 +248,43 @@ struct ss_memory {
 };
 
 struct ss_pipeline;
-struct ss_destination;
+struct ss_registered_memory;
 struct ss_tls;
 struct ss_tls_session;
 
 /*
- * One group of a batch: what the elements of all its pieces are, and where they go to or come from. Its chunks are a
- * prefix chain: a chunk is of use only where all before it are there, with all of the layers that were asked for.
+ * One group of a batch: the elements of all its pieces, and the memory that they are delivered to or stored from. Its
+ * chunks are a prefix chain: a chunk is useful only if all earlier chunks are complete, with all requested layers.
  */
 struct ss_group {
     enum ss_quantizer quantizer;
     enum ss_dtype dtype;
-    uint32_t scale_vectors; /* of binned: so many vectors of a slice share one scale, the last of them perhaps fewer */
+    uint32_t scale_vectors; /* binned: number of vectors of a slice that share a scale; the last scale may have fewer */
     uint32_t vector_length; /* elements */
-    uint8_t *destination;   /* registered: within ss_destination_address() and its size, dereferenced or not */
-    uint64_t destination_size;         /* bytes */
-    struct ss_destination *registered; /* what 'destination' is part of; NULL: plain memory, which only a CPU takes */
+    uint8_t *memory;        /* first byte; where registered, within ss_memory_address() and its size */
+    uint64_t memory_size;   /* bytes */
+    struct ss_registered_memory *registered; /* the registration of 'memory'; NULL: plain memory, for a CPU only */
 };
 
 /*
- * A batch's pieces in one request, KV.LAYERS of our storage server, which is answered layer after layer: 'layers' times
- * the same 'keys' chunks of one group, in their order, a layer of each.
+ * All pieces of a batch in one request, KV.LAYERS, which our storage server answers layer after layer: 'layers' times
+ * the same 'keys' chunks of one group, one layer of each, in the order of the batch's pieces.
  */
 struct ss_layers {
     const uint8_t *request; /* as it goes over the wire */
     uint64_t request_size;  /* bytes */
     uint32_t layers;
     uint32_t keys;    /* at most 8192 */
-    uint32_t refused; /* out: the server answered an error; the pieces were asked for by GETRANGE then */
-    char error[256];  /* out: its words, cut, with a zero */
+    uint32_t refused; /* out: the server answered an error, and the pieces were fetched by GETRANGE instead */
+    char error[256];  /* out: its text, truncated, zero-terminated */
 };
 
 /*
- * One batch: pieces of some groups, each from its source, a server, a cluster's node or memory, to its group's
- * destination (or from there); at most 16384 pieces and 64 groups. Pieces come in any order, in which they are asked
- * for: chunk by chunk, or layer by layer. Set everything but the fields marked 'out' to what they are and the rest to
- * zero, and leave all of it alone until the call that runs the batch is back. That slices do not overlap in the
- * destination is not checked.
+ * One batch: pieces of some groups, at most 16384 pieces and 64 groups. A fetch moves each piece from its source (a
+ * server, a node of a cluster, memory) to its group's memory; a store reads the group's memory. Pieces are requested in
+ * the order of the list: chunk by chunk, or layer by layer. Set the fields that are not marked 'out', and the others to
+ * zero, and change nothing until the call that runs the batch returns. The core does not check that slices do not
+ * overlap in the group's memory.
  */
 struct ss_batch {
     struct ss_piece *pieces;
@@ -295,16 +296,16 @@ struct ss_batch {
     uint32_t cancelled;                     /* set by ss_batch_cancel(); 0 at first */
     uint64_t deadline_ns;                   /* CLOCK_MONOTONIC */
     uint64_t received_bytes;                /* out: over the wire */
-    uint64_t delivered_bytes;               /* out: into the destinations */
+    uint64_t delivered_bytes;               /* out: into the groups' memory */
     uint32_t sockets_in_sync;               /* out: no socket holds half an answer, so all can be used again */
-    uint32_t node_count;                    /* of a fetch: its sockets are those of so many nodes; 0: one */
-    struct ss_tls_session *const *sessions; /* of a fetch: for each socket, NULL for one without; NULL: no TLS at all */
-    uint32_t *progress;    /* of a fetch: where to say how many leading layers are in place; NULL: nowhere */
-    uint32_t layers_first; /* with 'progress': so many were before the batch */
-    uint32_t layers_end;   /* likewise: as many as there may be after it, at most 4096 more: all pieces that those from
-                              'layers_first' on lack are in the batch */
-    uint64_t rate;         /* of a fetch: most bytes a second into the destinations; 0: no bound */
-    struct ss_layers *layers; /* of a fetch over one socket, with the chunked pipeline: how all pieces are asked for, of
+    uint32_t node_count;                    /* fetch: number of nodes that the sockets lead to; 0: one */
+    struct ss_tls_session *const *sessions; /* fetch: TLS session of each socket, NULL for none; NULL: no TLS */
+    uint32_t *progress;       /* fetch: word that receives the number of leading layers in place; NULL: none */
+    uint32_t layers_first;    /* with 'progress': layers that were in place before the batch */
+    uint32_t layers_end;      /* with 'progress': layers in place after it, at most 4096 more: the batch has all missing
+                                 pieces of the layers from 'layers_first' on */
+    uint64_t rate;            /* fetch: most delivered bytes per second; 0: no limit */
+    struct ss_layers *layers; /* of a fetch over one socket, how all pieces are asked for, of
                                  a server that may know it; NULL: each by GETRANGE */
 };
 
@@ -323,7 +324,7 @@ struct ss_stage_statistics {
     uint64_t items;
     uint64_t input_bytes;
     uint64_t output_bytes;
-    uint64_t busy_ns; /* CPU time, summed over the stage's threads: waiting is not busy */
+    uint64_t busy_ns; /* CPU time of all threads of the stage; waiting does not count */
 };
 
 /* Core lists hold one entry for each thread; -1 leaves that thread unpinned. */
@@ -349,16 +350,6 @@ struct ss_pipeline_options {
     uint32_t dequantize_threads;
     uint32_t dma_threads;
     uint32_t store_threads;
-    /*
-     * The paper's ablation (ShadowServe section 6.4); both are 1 but to measure what they are good for.
-     * chunked_pipeline 0: one piece at a time, and one stage at a time: a piece is asked for when the one before it was
-     *   delivered, decompressed when all of it was received, and so on; any failure ends the batch.
-     * memory_management 0: no buffers are kept for fetch batches. Each piece's are mapped, touched, locked and
-     * registered with the device when it is asked for, and unmapped when it was delivered; the sizes above only limit a
-     * batch.
-     */
-    uint32_t chunked_pipeline;
-    uint32_t memory_management;
     uint32_t trace_events;     /* room for so many in each thread's log, 56 bytes each; 0: no tracing */
     uint32_t poll_interval_us; /* between two looks at a device that has nothing done; 0: no pause. At most 1 s */
     uint32_t nodes_max;        /* of a cluster that one batch may ask, at most 256; 0: one */
@@ -392,7 +383,7 @@ SS_API void ss_device_error(char *text, size_t size);
 
 /*
  * ss_pipeline_create() allocates, touches and locks all buffers and starts and pins all threads; nothing is allocated
- * afterwards (but without memory_management). Fails with SS_BAD_ARGUMENT, SS_NOT_SUPPORTED (unknown backend, no device
+ * afterwards. Fails with SS_BAD_ARGUMENT, SS_NOT_SUPPORTED (unknown backend, no device
  * that can do its work, or options that the backend does not take), SS_NO_MEMORY, SS_OS_ERROR (errno), SS_DEVICE.
  */
 SS_API enum ss_result ss_pipeline_create(const struct ss_pipeline_options *options, struct ss_pipeline **pipeline);
@@ -407,67 +398,66 @@ SS_API void ss_pipeline_destroy(struct ss_pipeline *pipeline);
 SS_API const char *ss_pipeline_device(const struct ss_pipeline *pipeline);
 
 /*
- * ss_pipeline_given_up() returns whether the device never ended what it was given, and was given up: for good, with
- * SS_DEVICE for what it had and for all that comes. Of all results this one says nothing of what the device does: it
- * may still read and write the memory of the batches that failed so, and this pipeline's buffers. Nobody is to be told
- * that these are quiet before the process has ended, which takes the device away from them. From any thread.
+ * ss_pipeline_given_up() returns 1 once a device did not finish its work in 'device_timeout_ms'. The pipeline never
+ * uses that device again: its work and all later work fail with SS_DEVICE. Such a device may still read and write the
+ * memory of the failed batches, and this pipeline's buffers, until the process ends: do not report them as quiet
+ * before. From any thread.
  */
 SS_API int ss_pipeline_given_up(const struct ss_pipeline *pipeline);
 
-/* ss_pipeline_memory_kinds() returns bit 1 << enum ss_memory_kind for each that ss_destination_register() takes. */
+/* ss_pipeline_memory_kinds() returns a mask with bit 1 << kind for each kind that ss_memory_register() takes. */
 SS_API uint32_t ss_pipeline_memory_kinds(const struct ss_pipeline *pipeline);
 
 /* ss_pipeline_locked_bytes() returns how many bytes of the buffers could be locked in memory. */
 SS_API uint64_t ss_pipeline_locked_bytes(const struct ss_pipeline *pipeline);
 
 /*
- * ss_destination_register() makes memory known to the pipeline's backend, once for any number of batches: a device
- * reaches nothing else. The memory, and where it is exported the export, must stay until ss_destination_release().
- * Fails with SS_NOT_SUPPORTED (not this kind with this backend), SS_BAD_ARGUMENT (a descriptor that is none),
- * SS_NO_MEMORY, SS_DEVICE. From any thread, also during batches.
+ * ss_memory_register() registers memory with the pipeline's backend, once for any number of batches. A device reaches
+ * no other memory. The memory, and its export if it has one, must exist until ss_memory_release(). Fails with
+ * SS_NOT_SUPPORTED (this backend does not take this kind), SS_BAD_ARGUMENT (invalid descriptor), SS_NO_MEMORY,
+ * SS_DEVICE. From any thread, also during batches.
  */
-SS_API enum ss_result ss_destination_register(struct ss_pipeline *pipeline, const struct ss_memory *memory,
-                                              struct ss_destination **destination);
+SS_API enum ss_result ss_memory_register(struct ss_pipeline *pipeline, const struct ss_memory *memory,
+                                         struct ss_registered_memory **registered);
 
 /*
- * ss_destination_release() forgets it. No batch may be using it, and the pipeline must still be there. One whose device
- * was given up leaves the device the right to reach the memory, which must stay if the device may be at it.
+ * ss_memory_release() ends the registration. No batch may use it, and the pipeline must still exist. If its device was
+ * given up, the device keeps its access, so the memory must then exist until the process ends.
  */
-SS_API void ss_destination_release(struct ss_destination *destination);
+SS_API void ss_memory_release(struct ss_registered_memory *registered);
 
-/* ss_destination_address() returns where the memory begins, as batches name it. */
-SS_API uint8_t *ss_destination_address(const struct ss_destination *destination);
+/* ss_memory_address() returns the first address of the memory, as groups name it. */
+SS_API uint8_t *ss_memory_address(const struct ss_registered_memory *registered);
 
 /*
- * ss_pipeline_fetch() runs one batch: on each of 'socket_count' connected, authenticated, non-blocking sockets to the
- * storage server it asks for an equal share of every piece's slices with GETRANGE, receives them straight into the
- * decompression buffer, and passes each slice on as soon as it is whole: checksum, decompress, dequantize, deliver.
+ * ss_pipeline_fetch() runs one batch over 'socket_count' connected, authenticated, non-blocking sockets. It requests an
+ * equal share of every piece's slices on each socket with GETRANGE, receives them into the decompression buffer, and
+ * passes each slice on as soon as it is complete: checksum, decompress, dequantize, deliver.
  *
- * A piece in memory is read there, where the backend can read any memory, and needs no room in the decompression
- * buffer then; else it is copied. It must stay as it is until the call is back. A batch of such pieces alone needs no
- * sockets. One that is awaited holds up nothing but itself and the end of the batch. A server's piece with 'memory' is
- * received there, or copied there once it is in place; the memory is of no meaning unless the piece is SS_OK.
+ * A piece in memory: a backend that can read any memory decodes it in place, and it needs no region in the
+ * decompression buffer; else it is copied there. It must not change until the call returns. A batch of such pieces
+ * alone needs no sockets. An awaited piece delays only itself and the end of the batch. A server's piece with 'memory'
+ * is received there, or copied there when it is in place; the memory is undefined unless the piece is SS_OK.
  *
- * With several nodes the sockets come node by node, as many for each, at most 'net_threads'; a piece is asked for on
- * those of its own node. One that a node answers MOVED or ASK for is SS_REDIRECTED, and its 'error' says where to: that
- * is no failure to others. Without the chunked pipeline it is one.
+ * Several nodes: the sockets are in node order, the same number for each, at most 'net_threads'. A piece is requested
+ * on the sockets of its node. If the node answers MOVED or ASK, the piece is SS_REDIRECTED and its 'error' has the
+ * answer; this does not fail other pieces.
  *
- * A piece that fails makes the pieces of its group useless that are of its chunk or of one behind it: they are
- * SS_SKIPPED unless they are in place already. All others go on. A connection that breaks fails what it still owes.
+ * Failure: pieces of the same group and of the same or a later chunk become SS_SKIPPED, unless they are in place. All
+ * other pieces continue. A broken connection fails the pieces that are outstanding on it.
  *
- * Blocks until the batch is quiet, so that afterwards nothing touches the destinations or the batch any more (but for a
- * device that was given up, ss_pipeline_given_up()): at the latest a little after 'deadline_ns', sooner when cancelled;
- * where a device owes results, when it has given them or is given up. Every piece has its own 'result': SS_OK where it
- * is in place, what it failed of, or SS_SKIPPED. Returns SS_OK when all are SS_OK, else the result of the first in the
- * list that failed; for SS_OS_ERROR errno says more.
+ * The call blocks until the batch is quiet: afterwards nothing reads or writes the groups' memory or the batch, except
+ * a device that was given up (ss_pipeline_given_up()). It returns shortly after 'deadline_ns' at the latest, earlier
+ * when cancelled; if a device has work, when the device has finished it or is given up. Every piece has its own
+ * 'result'. Returns SS_OK if all pieces are SS_OK, else the result of the first failed piece in the list; errno for
+ * SS_OS_ERROR.
  *
- * Sockets can be used again where the batch says 'sockets_in_sync', which it does after answers that were well formed
- * (so after SS_OK, and as a rule after SS_NOT_FOUND, SS_REFUSED, SS_CHECKSUM and SS_BAD_DATA): what was asked for ahead
- * is then read to its end and dropped. Otherwise close them; those that were left with half an answer are disconnected
- * already, so that nobody takes it for an answer of its own.
+ * 'sockets_in_sync' tells whether the sockets can be used again. They can after well-formed answers (SS_OK, and usually
+ * SS_NOT_FOUND, SS_REFUSED, SS_CHECKSUM and SS_BAD_DATA): the outstanding answers were then read and dropped. Otherwise
+ * close the sockets. A socket with half an answer left is already disconnected, so it cannot be taken for a new answer.
  *
- * SS_BAD_ARGUMENT, before any byte moves, when numbers in the batch do not fit each other or the buffers, and when a
- * batch is running already: one at a time for each pipeline; ss_pipeline_encode() may run beside it.
+ * SS_BAD_ARGUMENT, before any byte moves, if numbers of the batch do not fit each other or the buffers, or if a fetch
+ * is running: one at a time for each pipeline. ss_pipeline_encode() may run at the same time.
  */
 SS_API enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_batch *batch, const int32_t *sockets,
                                         uint32_t socket_count);
@@ -476,9 +466,9 @@ SS_API enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_
 SS_API void ss_batch_cancel(struct ss_batch *batch);
 
 /*
- * ss_batch_supply() says of an awaited piece that its body lies at 'memory', where it must stay as it is until the call
- * that runs the batch is back; NULL: that it is not to be had, which is SS_NOT_FOUND. Once for each, before the batch
- * is run or while it is. From any thread.
+ * ss_batch_supply() gives the address of an awaited piece's body, which must not change until the call that runs the
+ * batch returns; NULL fails the piece with SS_NOT_FOUND. Once for each piece, before or during the batch. From any
+ * thread.
  */
 SS_API void ss_batch_supply(struct ss_batch *batch, uint32_t piece, const uint8_t *memory);
 
@@ -490,24 +480,25 @@ SS_API enum ss_result ss_pipeline_copy_body(const struct ss_pipeline *pipeline, 
                                             uint8_t *target);
 
 /*
- * ss_progress_wait() waits, where the word says 'seen', until it may say something else, at most so long; returns what
- * it says. What a batch's 'progress' has said is in place can be read after that, in any process that has the memory.
+ * ss_progress_wait() waits until the word differs from 'seen', at most 'timeout_ns', and returns the word. All that the
+ * word counts can then be read, in any process that maps the memory.
  */
 SS_API uint32_t ss_progress_wait(const uint32_t *progress, uint32_t seen, uint64_t timeout_ns);
 
-/* ss_progress_tell() has such a word say so many layers, and wakes who waits: for layers that came without a batch. */
+/* ss_progress_tell() sets such a word and wakes its waiters, for layers that were placed without a batch. */
 SS_API void ss_progress_tell(uint32_t *progress, uint32_t layers);
 
 /*
- * ss_pipeline_encode() quantizes and compresses a batch's pieces, each of which becomes a record's body, from their
- * groups' destinations (read only here; where these are not local, the backend collects each slice first) into the
- * store buffer, on the store threads, at low priority: a fetch batch in progress goes first. For each slice the caller
- * gives destination_offset, decoded_length, scales_length, vectors and bins; out come offset, encoded_length, checksum
- * and decoded_crc32. For each piece the caller gives group, codec, slices and decompression_offset (here: where in the
- * store buffer its body goes, with room for the bound of each slice); out come body_length and result.
- * Blocks until quiet. One call at a time (a second is SS_BAD_ARGUMENT). After the first failing piece, later ones may
- * be SS_SKIPPED; returns the first failing piece's result. Honours 'deadline_ns' and ss_batch_cancel(); fails with
- * SS_NOT_FINITE as ss_quantize() does.
+ * ss_pipeline_encode() quantizes and compresses the pieces of a batch from their groups' memory into the store buffer.
+ * Each piece becomes the body of a record. It runs on the store threads at low priority, and a running fetch goes
+ * first. The backend first copies slices of memory that is not local. For each slice the caller sets
+ * destination_offset, decoded_length, scales_length, vectors and bins; the call sets offset, encoded_length, checksum
+ * and decoded_crc32. For each piece the caller sets group, codec, slices and decompression_offset, which here is the
+ * offset in the store buffer of a region for the compress bound of all slices; the call sets body_length and result.
+ *
+ * Blocks until quiet. One call at a time (a second one is SS_BAD_ARGUMENT). After the first piece that failed, later
+ * ones may be SS_SKIPPED; returns the first failed piece's result. 'deadline_ns' and ss_batch_cancel() apply. Fails
+ * with SS_NOT_FINITE as ss_quantize() does.
  */
 SS_API enum ss_result ss_pipeline_encode(struct ss_pipeline *pipeline, struct ss_batch *batch);
 

@@ -221,19 +221,19 @@ SS_API size_t ss_index_dump_names(const struct ss_index *index, const struct ss_
                                   struct ss_index_record *records, size_t max);
 
 /*
- * ss_index_sift() removes those objects on 'device' that cannot stay, and returns how many: SS_INDEX_UNPROVEN all but
- * records, SS_INDEX_NAMELESS those that are named and have no name.
+ * ss_index_purge() removes objects of 'device' and returns how many: SS_INDEX_UNPROVEN all objects that are not
+ * records, SS_INDEX_NAMELESS objects whose key is a text that the log does not have.
  */
-enum ss_index_sift { SS_INDEX_UNPROVEN = 0, SS_INDEX_NAMELESS = 1 };
-SS_API uint64_t ss_index_sift(struct ss_index *index, uint8_t device, enum ss_index_sift what);
+enum ss_index_purge { SS_INDEX_UNPROVEN = 0, SS_INDEX_NAMELESS = 1 };
+SS_API uint64_t ss_index_purge(struct ss_index *index, uint8_t device, enum ss_index_purge what);
 
 /*
- * ss_index_rivals() stores a REMOVE record for each put that the log of 'device' still has as the last word about its
- * key, but that lost to a later one of another device in the replay; '*cursor' as above. The log must say so before the
- * later one goes.
+ * ss_index_superseded() stores a REMOVE record for each put that is the last record of its key in the log of 'device',
+ * but that a later put of another device supersedes; '*cursor' as above. Append them to that log before the later
+ * object is removed.
  */
-SS_API size_t ss_index_rivals(const struct ss_index *index, uint8_t device, uint32_t *cursor,
-                              struct ss_index_record *records, size_t max);
+SS_API size_t ss_index_superseded(const struct ss_index *index, uint8_t device, uint32_t *cursor,
+                                  struct ss_index_record *records, size_t max);
 
 struct ss_extents;
 /*

@@ -39,15 +39,17 @@ static inline size_t random_below(size_t limit) {
 }
 
 static inline void random_fill(uint8_t *target, size_t size) {
-    for (size_t index = 0; index < size; index++)
+    for (size_t index = 0; index < size; index++) {
         target[index] = (uint8_t)(random64() >> 40);
+    }
 }
 
 /* random_bell() is roughly normal around 0 with a spread of 1. */
 static inline double random_bell(void) {
     double sum = 0;
-    for (int term = 0; term < 12; term++)
+    for (int term = 0; term < 12; term++) {
         sum += (double)(random64() >> 11) * 0x1p-53;
+    }
     return sum - 6;
 }
 

@@ -9,13 +9,13 @@
 
 /* Checks one list, and returns how many are in it. */
 static inline uint32_t check_list(const struct ss_index *index, const struct list_ends *ends, uint32_t list,
-                                  bool phantoms) {
+                                  bool dangling) {
     uint32_t count = 0, before = 0;
     for (uint32_t slot = ends->head; slot != 0; slot = index->entries[slot].next) {
         const struct entry *entry = &index->entries[slot];
-        CHECK(slot <= index->slots_used && entry->used && entry->phantom == phantoms, "slot %u", slot);
+        CHECK(slot <= index->slots_used && entry->used && entry->dangling == dangling, "slot %u", slot);
         CHECK(entry->previous == before, "slot %u: before it is %u, not %u", slot, entry->previous, before);
-        CHECK(phantoms || entry->list == list, "slot %u is in list %u, not %u", slot, entry->list, list);
+        CHECK(dangling || entry->list == list, "slot %u is in list %u, not %u", slot, entry->list, list);
         CHECK(++count <= index->slots_max, "a circle");
         before = slot;
     }
@@ -35,7 +35,7 @@ static inline void check_links(const struct ss_index *index, uint32_t slot) {
     for (uint32_t above = entry->parent; above != 0; above = entries[above].parent) {
         CHECK(entries[above].used && ++depth <= index->slots_max, "above %u", slot);
     }
-    CHECK(!entry->phantom || entry->first_child != 0, "phantom %u has no children", slot);
+    CHECK(!entry->dangling || entry->first_child != 0, "dangling parent %u has no children", slot);
     uint64_t hash = ss_index_hash(index, entry->tenant, entry->key);
     CHECK(ss_index_search(index, hash, entry->tenant, entry->key) == slot, "slot %u is not found", slot);
     CHECK(entry->expiry == 0 || (entry->expiry <= index->heap_count && index->heap[entry->expiry].slot == slot),
@@ -60,16 +60,16 @@ static inline uint64_t lines_behind(const struct ss_index *index, uint32_t slot)
 }
 
 static inline void check_whole(const struct ss_index *index) {
-    uint64_t names = 0, objects = 0, bytes = 0, expiring = 0, phantoms = 0, overflow = 0, tags = 0, listed = 0,
+    uint64_t names = 0, objects = 0, bytes = 0, expiring = 0, dangling = 0, overflow = 0, tags = 0, listed = 0,
              behind = 0;
     for (uint32_t slot = 1; slot <= index->slots_used; slot++) {
         const struct entry *entry = &index->entries[slot];
         if (entry->used) {
             check_links(index, slot);
             behind += lines_behind(index, slot);
-            phantoms += entry->phantom;
-            objects += !entry->phantom;
-            bytes += entry->phantom ? 0 : ss_index_entry_bytes(entry);
+            dangling += entry->dangling;
+            objects += !entry->dangling;
+            bytes += entry->dangling ? 0 : ss_index_entry_bytes(entry);
             expiring += entry->expiry != 0;
             names += ss_index_name_records(index, entry);
         }
@@ -96,12 +96,12 @@ static inline void check_whole(const struct ss_index *index) {
         CHECK((cell->id & 511u) == ANY_DEVICE || cell->totals.objects == count, "cell %u", number);
         listed += count;
     }
-    CHECK(check_list(index, &index->phantoms, 0, true) == phantoms, "phantoms");
+    CHECK(check_list(index, &index->dangling, 0, true) == dangling, "dangling parents");
     CHECK(objects == index->totals.objects && bytes == index->totals.bytes && listed == objects, "totals");
     CHECK(names == index->totals.name_records && (names == 0) == (index->names_size == 0), "names");
     CHECK(expiring == index->heap_count && expiring == index->totals.expiring, "expiring");
-    CHECK(tags == objects + phantoms && overflow == behind, "the table");
-    CHECK(objects <= index->objects_max && (index->replaying || phantoms <= index->phantoms_max), "bounds");
+    CHECK(tags == objects + dangling && overflow == behind, "the table");
+    CHECK(objects <= index->objects_max && (index->replaying || dangling <= index->dangling_max), "bounds");
 }
 
 #endif /* SS_INDEX_CHECK_H */

@@ -102,7 +102,7 @@ static uint64_t encode_slice(struct fixture *fixture, uint32_t index, uint64_t r
     return slice->scales_length + written;
 }
 
-/* Slices land in the destination in reverse order, so that nothing passes by luck of order. */
+/* Slices are delivered in reverse order, so that no test passes by luck of order. */
 static void make_chunk(struct fixture *fixture, uint32_t index, uint64_t slice_bytes) {
     const struct shape *shape = &fixture->shape;
     struct ss_piece *chunk = &fixture->chunks[index];
@@ -191,15 +191,15 @@ struct ss_batch *fixture_round(const struct fixture *fixture) {
     batch->group_count = 1;
     batch->groups = calloc(1, sizeof *batch->groups);
     CHECK(batch->pieces != NULL && batch->slices != NULL && batch->groups != NULL);
-    batch->groups->destination = aligned_alloc(64, (fixture->size + 63) / 64 * 64); /* as destinations are */
-    CHECK(batch->groups->destination != NULL);
+    batch->groups->memory = aligned_alloc(64, (fixture->size + 63) / 64 * 64); /* as registered memory is */
+    CHECK(batch->groups->memory != NULL);
     memcpy(batch->pieces, fixture->chunks, batch->piece_count * sizeof *batch->pieces);
     memcpy(batch->slices, fixture->slices, batch->slice_count * sizeof *batch->slices);
-    memset(batch->groups->destination, 0xAA, fixture->size);
+    memset(batch->groups->memory, 0xAA, fixture->size);
     for (uint32_t i = 0; i < batch->piece_count; i++) {
         batch->pieces[i].result = (enum ss_result)99; /* must be overwritten */
     }
-    batch->groups->destination_size = fixture->size;
+    batch->groups->memory_size = fixture->size;
     batch->groups->quantizer = shape->quantizer;
     batch->groups->dtype = shape->dtype;
     batch->groups->scale_vectors = shape->scale_vectors;
@@ -212,7 +212,7 @@ void batch_free(struct ss_batch *batch) {
     free(batch->pieces);
     free(batch->slices);
     for (uint32_t i = 0; batch->groups != NULL && i < batch->group_count; i++) {
-        free(batch->groups[i].destination);
+        free(batch->groups[i].memory);
     }
     free(batch->groups);
     free(batch);
@@ -220,7 +220,7 @@ void batch_free(struct ss_batch *batch) {
 
 int fixture_matches(const struct fixture *fixture, const struct ss_batch *batch, uint32_t chunk) {
     uint64_t size = fixture->size / fixture->shape.chunks;
-    return memcmp(batch->groups->destination + chunk * size, fixture->expected + chunk * size, size) == 0;
+    return memcmp(batch->groups->memory + chunk * size, fixture->expected + chunk * size, size) == 0;
 }
 
 const char *test_backend(void) {
@@ -232,24 +232,17 @@ static int backend_is_software(void) {
     return strcmp(test_backend(), "software") == 0;
 }
 
-int mode_is_possible(int mode) {
-    return backend_is_software() || (mode & MODE_FUSED) == 0;
-}
-
-int mode_is_tried(int mode) {
-    const int one = backend_is_software() ? MODE_FUSED : MODE_NOT_CHUNKED;
-    const int all = backend_is_software() ? MODE_COUNT - 1 : MODE_NOT_CHUNKED | MODE_UNMANAGED;
-    return mode_is_possible(mode) && (!test_is_brief() || mode == 0 || mode == one || mode == all);
+int backend_fuses(void) {
+    return backend_is_software();
 }
 
 enum ss_result pipeline_fetch(struct ss_pipeline *pipeline, struct ss_batch *batch, const int32_t *sockets,
                               uint32_t socket_count) {
-    struct ss_destination *registered[GROUPS_MAX] = {NULL};
+    struct ss_registered_memory *registered[GROUPS_MAX] = {NULL};
     for (uint32_t i = 0; batch->groups != NULL && i < batch->group_count && i < GROUPS_MAX; i++) {
         struct ss_group *group = &batch->groups[i];
-        const struct ss_memory memory = {
-            .kind = SS_MEMORY_LOCAL, .address = group->destination, .size = group->destination_size};
-        if (group->registered == NULL && ss_destination_register(pipeline, &memory, &registered[i]) == SS_OK) {
+        const struct ss_memory memory = {.kind = SS_MEMORY_LOCAL, .address = group->memory, .size = group->memory_size};
+        if (group->registered == NULL && ss_memory_register(pipeline, &memory, &registered[i]) == SS_OK) {
             group->registered = registered[i];
         }
     }
@@ -257,14 +250,14 @@ enum ss_result pipeline_fetch(struct ss_pipeline *pipeline, struct ss_batch *bat
     for (uint32_t i = 0; i < GROUPS_MAX; i++) {
         if (registered[i] != NULL) {
             batch->groups[i].registered = NULL;
-            ss_destination_release(registered[i]);
+            ss_memory_release(registered[i]);
         }
     }
     return result;
 }
 
-struct ss_pipeline_options pipeline_options(const struct fixture *fixture, int mode) {
-    int fused = (mode & MODE_FUSED) != 0 && backend_is_software();
+struct ss_pipeline_options pipeline_options(const struct fixture *fixture, int fused) {
+    fused = fused && backend_is_software();
     static const int32_t any[4] = {-1, -1, -1, -1};
     struct ss_pipeline_options options = {
         .options_size = sizeof options,
@@ -287,8 +280,6 @@ struct ss_pipeline_options pipeline_options(const struct fixture *fixture, int m
         .dequantize_threads = 2,
         .dma_threads = 2,
         .store_threads = 2,
-        .chunked_pipeline = (mode & MODE_NOT_CHUNKED) == 0,
-        .memory_management = (mode & MODE_UNMANAGED) == 0,
         .poll_interval_us = 100, /* ten times the default: a look costs a wake-up, and here nothing is measured */
     };
     return options;

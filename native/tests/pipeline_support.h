@@ -105,7 +105,7 @@ struct fixture {
     struct shape shape;
     uint8_t *source;
     uint8_t *expected;
-    uint64_t size;     /* bytes of both, and of a destination */
+    uint64_t size;     /* bytes of both, and of a group's memory */
     uint8_t **records; /* of each chunk: RECORD_OFFSET bytes of head, then the body */
     uint64_t *record_sizes;
     struct ss_piece *chunks; /* all of each in one piece, as a fetch batch wants them */
@@ -122,7 +122,7 @@ void fixture_free(struct fixture *fixture);
 void fixture_serve(const struct fixture *fixture, struct server *server);
 
 /*
- * fixture_round() makes a batch of one group, chunk by chunk, with tables of its own over a destination that is filled
+ * fixture_round() makes a batch of one group, chunk by chunk, with tables of its own over memory that is filled
  * with 0xAA.
  */
 struct ss_batch *fixture_round(const struct fixture *fixture);
@@ -131,26 +131,19 @@ void batch_free(struct ss_batch *batch);
 /* fixture_matches() returns whether chunk 'chunk' was delivered right. */
 int fixture_matches(const struct fixture *fixture, const struct ss_batch *batch, uint32_t chunk);
 
-/* How a pipeline works: the stages fused, and either part of the design switched off. */
-enum mode { MODE_FUSED = 1, MODE_NOT_CHUNKED = 2, MODE_UNMANAGED = 4, MODE_COUNT = 8 };
-
 /*
  * The backend that a test runs over: SHADOWSERVE_TEST_BACKEND, or software. CTest runs what is about the pipeline over
  * each of them.
  */
 const char *test_backend(void);
 
-/* mode_is_possible() returns whether the backend can work so: an accelerator does not fuse. */
-int mode_is_possible(int mode);
-
-/* mode_is_tried() returns whether it also does so now: briefly, nothing is switched, one thing, or all of them. */
-int mode_is_tried(int mode);
+/* backend_fuses() returns 1 where that backend can fuse the stages, which an accelerator cannot, else 0. */
+int backend_fuses(void);
 
 /*
- * pipeline_options() fits a fixture: two threads for each stage, unpinned; 'mode' is a sum of enum mode. The stages are
- * separate where the backend cannot fuse.
+ * pipeline_options() fits a fixture: two threads for each stage, unpinned, and the stages fused or separate.
  */
-struct ss_pipeline_options pipeline_options(const struct fixture *fixture, int mode);
+struct ss_pipeline_options pipeline_options(const struct fixture *fixture, int fused);
 
 /* pipeline_fetch() is ss_pipeline_fetch() to memory that is registered for as long as it takes, where it can be. */
 enum ss_result pipeline_fetch(struct ss_pipeline *pipeline, struct ss_batch *batch, const int32_t *sockets,

@@ -54,9 +54,10 @@ static void check_round_trip(enum ss_codec codec, size_t size, int kind, int at_
           "codec %d, %zu bytes of kind %d", (int)codec, size, kind);
     CHECK(ss_decompress(codec, encoded, written, guarded_place(&decoded, size + 1, at_end), size + 1) == SS_BAD_DATA,
           "codec %d, %zu bytes of kind %d: decoded to one byte more", (int)codec, size, kind);
-    if (size > 0)
+    if (size > 0) {
         CHECK(ss_decompress(codec, encoded, written, target, size - 1) == SS_BAD_DATA,
               "codec %d, %zu bytes of kind %d: decoded to one byte less", (int)codec, size, kind);
+    }
 }
 
 /* check_cut() expects failure for every shorter stream, for a longer one, and for every smaller target. */
@@ -107,10 +108,11 @@ static void check_damage(enum ss_codec codec) {
             size_t wanted = random_below(4) == 0 ? random_below(2 * size) : size;
             uint8_t *encoded = guarded_place(&stream, kept, 1);
             memcpy(encoded, whole, kept);
-            for (size_t flips = 1 + random_below(4); kept > 0 && flips > 0; flips--)
+            for (size_t flips = 1 + random_below(4); kept > 0 && flips > 0; flips--) {
                 encoded[random_below(random_below(2) ? kept
                                      : kept < 80     ? kept
                                                      : 80)] ^= (uint8_t)(1u << random_below(8));
+            }
             enum ss_result result = ss_decompress(codec, encoded, kept, guarded_place(&decoded, wanted, 1), wanted);
             CHECK(result == SS_OK || result == SS_BAD_DATA, "codec %d: result %d", (int)codec, (int)result);
         }
@@ -135,8 +137,9 @@ static void check_arguments(void) {
     CHECK(ss_compress((enum ss_codec)77, buffer, 1, 0, buffer, 64, &written) == SS_NOT_SUPPORTED, "unknown");
     CHECK(ss_decompress((enum ss_codec)77, buffer, 1, buffer, 64) == SS_NOT_SUPPORTED, "unknown");
     for (enum ss_codec codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {
-        if (ss_codec_implementation(codec) == NULL)
+        if (ss_codec_implementation(codec) == NULL) {
             continue;
+        }
         CHECK(ss_compress(codec, NULL, 1, 0, buffer, 64, &written) == SS_BAD_ARGUMENT, "codec %d", (int)codec);
         CHECK(ss_compress(codec, buffer, 1, 0, buffer, 64, NULL) == SS_BAD_ARGUMENT, "codec %d", (int)codec);
         CHECK(ss_decompress(codec, buffer, SIZE_MAX, buffer, 1) == SS_BAD_ARGUMENT, "codec %d", (int)codec);
@@ -193,11 +196,13 @@ static void *thread_run(void *argument) {
 
     CHECK(data && back && encoded, "no memory");
     for (int batch = 0; batch < 20; batch++) {
-        for (size_t index = 0; index < size; index++)
+        for (size_t index = 0; index < size; index++) {
             data[index] = (uint8_t)((index * index * (size_t)(batch + 3) >> 9) % (*(size_t *)argument + 2));
+        }
         for (enum ss_codec codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {
-            if (ss_codec_implementation(codec) == NULL)
+            if (ss_codec_implementation(codec) == NULL) {
                 continue;
+            }
             CHECK(ss_compress(codec, data, size, 0, encoded, 2 * size, &written) == SS_OK, "codec %d", (int)codec);
             CHECK(ss_decompress(codec, encoded, written, back, size) == SS_OK && memcmp(data, back, size) == 0,
                   "codec %d", (int)codec);
@@ -218,8 +223,9 @@ static void check_threads(void) {
         seeds[thread] = 10 * thread;
         CHECK(pthread_create(&threads[thread], NULL, thread_run, &seeds[thread]) == 0, "thread %zu", thread);
     }
-    for (size_t thread = 0; thread < THREADS; thread++)
+    for (size_t thread = 0; thread < THREADS; thread++) {
         pthread_join(threads[thread], NULL);
+    }
 }
 
 int main(void) {
@@ -231,18 +237,23 @@ int main(void) {
     stream = guarded_make(2 * SIZE_MAX_TESTED);
     check_arguments();
     for (enum ss_codec codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {
-        if (ss_codec_implementation(codec) == NULL)
+        if (ss_codec_implementation(codec) == NULL) {
             continue;
-        for (size_t size = 0; size <= 400; size += step)
-            check_round_trip(codec, size, (int)(size % 5), (int)(size / 5 % 2));
-        for (int batch = 0; batch < 60; batch += (int)step)
-            check_round_trip(codec, random_below(60000), batch % 5, batch % 2);
-        for (size_t index = 0; index < sizeof(sizes) / sizeof(sizes[0]); index++) {
-            for (int kind = (int)(index % step % 5); kind < 5; kind += (int)step)
-                check_round_trip(codec, sizes[index], kind, (int)(index % 2));
         }
-        for (int kind = 0; kind < 4; kind++)
+        for (size_t size = 0; size <= 400; size += step) {
+            check_round_trip(codec, size, (int)(size % 5), (int)(size / 5 % 2));
+        }
+        for (int batch = 0; batch < 60; batch += (int)step) {
+            check_round_trip(codec, random_below(60000), batch % 5, batch % 2);
+        }
+        for (size_t index = 0; index < sizeof(sizes) / sizeof(sizes[0]); index++) {
+            for (int kind = (int)(index % step % 5); kind < 5; kind += (int)step) {
+                check_round_trip(codec, sizes[index], kind, (int)(index % 2));
+            }
+        }
+        for (int kind = 0; kind < 4; kind++) {
             check_cut(codec, cut, kind);
+        }
         check_damage(codec);
         check_many(codec);
         printf("%s\n", ss_codec_implementation(codec));

@@ -36,8 +36,9 @@ static size_t shape_symbols(const struct shape *shape) {
 /* scale_of() is mostly ordinary, sometimes zero, negative, subnormal, or large enough that elements overflow. */
 static float scale_of(size_t index, size_t kind) {
     static const float strange[] = {0, -0.0f, 0x1p-149f, 0x1p-126f, 0x1.8p-24f, 0x1p-15f, 3e38f, 70000.0f, -1.5f};
-    if (kind != 0 && index % 3 == 0)
+    if (kind != 0 && index % 3 == 0) {
         return strange[(index / 3 + kind) % (sizeof(strange) / sizeof(strange[0]))];
+    }
     return (float)(0.001 + (double)random_below(1000) / 317);
 }
 
@@ -56,8 +57,9 @@ static size_t stream_make(const struct shape *shape, size_t kind) {
         const size_t noise = shape->vectors * shape->vector_length * shape->noise_planes;
         random_fill(symbols + size - noise, noise);
     }
-    for (size_t index = 0; index < count; index++)
+    for (size_t index = 0; index < count; index++) {
         scale_values[index] = scale_of(index, kind);
+    }
     CHECK(ss_compress(shape->codec, symbols, size, shape->vector_length, encoded, STREAM_MAX, &written) == SS_OK,
           "codec %d", (int)shape->codec);
     return written;
@@ -95,10 +97,12 @@ static enum ss_result decode_one(const struct shape *shape, size_t written, uint
 
     memset(target.start, 0xA5, (size_t)(target.end - target.start));
     ss_decode_many(shape->codec, &one, &elements, 1);
-    for (size_t index = 0; index < before && index < 4096; index++)
+    for (size_t index = 0; index < before && index < 4096; index++) {
         CHECK(place[-(ptrdiff_t)index - 1] == 0xA5, "wrote before the target");
-    for (size_t index = 0; index < after && index < 4096; index++)
+    }
+    for (size_t index = 0; index < after && index < 4096; index++) {
         CHECK(place[size + index] == 0xA5, "wrote behind the target");
+    }
     *result_at = place;
     return one.result;
 }
@@ -111,8 +115,9 @@ static enum ss_result decode_apart(const struct shape *shape, size_t written) {
 
     CHECK(ss_isa_force(SS_ISA_SCALAR) == SS_OK, "scalar");
     result = ss_decompress(shape->codec, encoded, written, symbols, shape_symbols(shape));
-    if (result == SS_OK)
+    if (result == SS_OK) {
         result = ss_elements_make(&elements, symbols, 0);
+    }
     CHECK(ss_isa_force(isa) == SS_OK, "back");
     return result;
 }
@@ -122,11 +127,12 @@ static enum ss_result check_stream(const struct shape *shape, size_t written) {
     const size_t size = shape->vectors * shape->vector_length * ss_dtype_size(shape->dtype);
     const enum ss_result wanted = decode_apart(shape, written);
 
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) {
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
         uint8_t *made;
         enum ss_result result;
-        if (ss_isa_force(isa) != SS_OK)
+        if (ss_isa_force(isa) != SS_OK) {
             continue;
+        }
         result = decode_one(shape, written, &made);
         CHECK(result == wanted, "isa %d: %d, not %d", (int)isa, (int)result, (int)wanted);
         CHECK(result != SS_OK || memcmp(made, expected.start, size) == 0,
@@ -221,8 +227,9 @@ static void check_lossless(void) {
     for (size_t index = 0; index < sizeof(all) / sizeof(all[0]); index++) {
         for (size_t noise = 0; noise <= ss_dtype_size(all[index]); noise++) {
             for (size_t length = 0; length < sizeof(lengths) / sizeof(lengths[0]); length++) {
-                if (test_is_brief() && (index + length + noise) % 4 != 0)
+                if (test_is_brief() && (index + length + noise) % 4 != 0) {
                     continue;
+                }
                 struct shape shape =
                     lossless(all[index], bins[(index + length + noise) % 4], 256, lengths[length], noise);
                 check(shape, 0);
@@ -242,8 +249,9 @@ static void check_others(void) {
     for (enum ss_codec codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {
         for (enum ss_quantizer quantizer = SS_QUANTIZER_PASSTHROUGH; quantizer <= SS_QUANTIZER_BINNED; quantizer++) {
             struct shape shape = binned(SS_DTYPE_BFLOAT16, 32, 300, 128);
-            if (ss_codec_implementation(codec) == NULL)
+            if (ss_codec_implementation(codec) == NULL) {
                 continue;
+            }
             shape.codec = codec;
             shape.quantizer = quantizer;
             check(shape, 0);
@@ -275,10 +283,11 @@ static void check_many(enum ss_codec codec) {
     ss_decode_many(codec, streams, elements, COUNT);
     CHECK(streams[1].result == SS_BAD_DATA && streams[3].result == SS_BAD_ARGUMENT, "%d %d", (int)streams[1].result,
           (int)streams[3].result);
-    for (size_t index = 0; index < COUNT; index++)
+    for (size_t index = 0; index < COUNT; index++) {
         CHECK(index % 2 != 0 ||
                   (streams[index].result == SS_OK && memcmp(elements[index].target, expected.start, SIZE) == 0),
               "stream %zu of codec %d", index, (int)codec);
+    }
     ss_decode_many((enum ss_codec)77, streams, elements, 1);
     CHECK(streams[0].result == SS_NOT_SUPPORTED, "no such codec");
 }
@@ -312,9 +321,10 @@ static void check_damage(void) {
         lossless(SS_DTYPE_FLOAT32, 32, 256, 64, 2), lossless(SS_DTYPE_UINT8, 200, 256, 64, 0)};
     size_t written;
 
-    for (size_t index = 0; index < sizeof(planes) / sizeof(planes[0]); index++)
+    for (size_t index = 0; index < sizeof(planes) / sizeof(planes[0]); index++) {
         damage(&planes[index], 420); /* each cut, and what is not in a stored plane */
-    damage(&low_bit, 500);           /* flipped low bits are not seen */
+    }
+    damage(&low_bit, 500); /* flipped low bits are not seen */
     written = damage(&shape, 600);
     for (size_t index = 0; index < 256; index += 85) {
         const float kept = scale_values[index];
@@ -335,11 +345,12 @@ static void check_direct(struct shape shape) {
     const struct ss_stream next = {.source = (const void *)4096, .source_size = 1 << 20}; /* asked for, never read */
 
     CHECK(decode_apart(&shape, written) == SS_OK, "a good stream");
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) {
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
         const int direct = shape.quantizer == SS_QUANTIZER_LOSSLESS ? isa != SS_ISA_SCALAR
                                                                     : isa == SS_ISA_AVX2 || isa == SS_ISA_AVX512;
-        if (ss_isa_force(isa) != SS_OK)
+        if (ss_isa_force(isa) != SS_OK) {
             continue;
+        }
         for (int known = 0; known < 2; known++) {
             memset(target.start, 0xA5, size);
             CHECK(ss_decode_direct(SS_CODEC_KVRANS, &one, known ? &next : NULL, &elements) ==
@@ -360,11 +371,13 @@ static void check_streamed(void) {
         const size_t size = VECTORS * length * ss_dtype_size(dtype);
         uint8_t *place = target_place(&(struct shape){.misaligned = misaligned}, size);
         random_fill(symbols, size);
-        for (size_t index = 0; index < VECTORS; index++)
+        for (size_t index = 0; index < VECTORS; index++) {
             scale_values[index] = scale_of(index, batch % 9);
-        for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) {
-            if (ss_isa_force(isa) != SS_OK)
+        }
+        for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+            if (ss_isa_force(isa) != SS_OK) {
                 continue;
+            }
             memset(place - (misaligned != 0), 0xA5, size + 1 + (misaligned != 0));
             CHECK(ss_dequantize(quantizer, dtype, symbols, scale_values, VECTORS, length, expected.start) == SS_OK &&
                       ss_dequantize_streamed(quantizer, dtype, symbols, scale_values, VECTORS, length, place) == SS_OK,
@@ -396,8 +409,9 @@ int main(void) {
     check_lossless();
     for (enum ss_codec codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {
         CHECK(ss_isa_force(best) == SS_OK, "best");
-        if (ss_codec_implementation(codec) != NULL)
+        if (ss_codec_implementation(codec) != NULL) {
             check_many(codec);
+        }
     }
     return 0;
 }

@@ -58,8 +58,9 @@ static void check_codes(void) {
     /* Every number of symbols, from one to all, at equal frequencies: all shapes of flat codes and of headers. */
     for (size_t symbol_count = 1; symbol_count <= 256; symbol_count++) {
         size_t size = 3000 + symbol_count;
-        for (size_t index = 0; index < size; index++)
+        for (size_t index = 0; index < size; index++) {
             plain[index] = (uint8_t)(index % symbol_count * 167);
+        }
         check_plain(size, "flat code");
     }
     /* Fibonacci frequencies make the deepest tree that their sum allows: past every limit on lengths. */
@@ -77,8 +78,9 @@ static void check_codes(void) {
     for (int batch = 0; batch < 200; batch++) {
         size_t size = 1 + random_below(200000);
         size_t rare = 2 + random_below(3000);
-        for (size_t index = 0; index < size; index++)
+        for (size_t index = 0; index < size; index++) {
             plain[index] = (uint8_t)(random_below(rare) == 0 ? random64() >> 20 : random64() >> 20 & 3);
+        }
         check_plain(size, "rare bytes");
     }
 }
@@ -88,8 +90,9 @@ static void check_sizes(void) {
     for (int batch = 0; batch < 60; batch++) {
         size_t size = random_below(SIZE_MAX_TESTED);
         size_t region = 1 + random_below(300000);
-        for (size_t index = 0; index < size; index++)
+        for (size_t index = 0; index < size; index++) {
             plain[index] = (uint8_t)(index / region % 2 ? random64() >> 30 : random64() >> 30 & 7);
+        }
         check_plain(size, "mixed regions");
     }
     random_fill(plain, SIZE_MAX_TESTED);
@@ -106,8 +109,9 @@ static void check_ratio(int bins) {
     double spreads[1024];
     double limit = bins / 2.0 - 1;
 
-    for (int channel = 0; channel < 1024; channel++)
+    for (int channel = 0; channel < 1024; channel++) {
         spreads[channel] = 0.2 + random_bell() * random_bell();
+    }
     for (size_t index = 0; index < size; index++) {
         double value = random_bell() * spreads[index % 1024] * limit / 5;
         plain[index] = (uint8_t)(int8_t)(value > limit ? limit : value < -limit ? -limit : value);
@@ -127,8 +131,9 @@ static void check_foreign_streams(void) {
         size_t size = random_below(batch % 10 == 0 ? SIZE_MAX_TESTED : 5000);
         size_t period = 1 + random_below(40000);
         size_t written;
-        for (size_t index = 0; index < size; index++)
+        for (size_t index = 0; index < size; index++) {
             plain[index] = (uint8_t)(index >= period && random_below(50) ? plain[index - period] : random64() >> 50);
+        }
         written = zlib_deflate(plain, size, encoded, 2 * SIZE_MAX_TESTED, batch % 10, strategies[batch % 5]);
         CHECK(ss_decompress(SS_CODEC_DEFLATE, encoded, written, decoded, size) == SS_OK &&
                   memcmp(plain, decoded, size) == 0,
@@ -143,8 +148,9 @@ int main(void) {
     CHECK(plain && encoded && decoded, "no memory");
     check_codes();
     check_sizes();
-    for (int bins = 16; bins <= 256; bins *= 2)
+    for (int bins = 16; bins <= 256; bins *= 2) {
         check_ratio(bins);
+    }
     check_foreign_streams();
     free(plain);
     free(encoded);

@@ -103,8 +103,8 @@ static void evict_one(struct ss_index *index, uint32_t now_s) {
     uint32_t slot = ss_index_victim(index, device, tenant, now_s);
     struct ss_index_record record;
     if (slot == 0) {
-        /* With phantoms the index knows of more ancestors than the model. */
-        CHECK(index->phantoms.count != 0 || !some_victim(device, tenant, now_s), "no victim on %d of %d", device,
+        /* With dangling parents the index knows of more ancestors than the model. */
+        CHECK(index->dangling.count != 0 || !some_victim(device, tenant, now_s), "no victim on %d of %d", device,
               tenant);
         return;
     }
@@ -349,7 +349,7 @@ static void test_frequency(void) {
 }
 
 static void test_links(void) {
-    struct ss_index *index = open_index(64, SS_INDEX_LRU); /* 16 phantoms */
+    struct ss_index *index = open_index(64, SS_INDEX_LRU); /* 16 dangling parents */
     struct ss_index_record record;
     for (uint32_t number = 20; number > 0; number--) { /* the end first, and circles */
         put(index, number, number - 1, 0, 1);
@@ -359,17 +359,17 @@ static void test_links(void) {
     check_whole(index);
     uint32_t zero = put(index, 0, 0, 0, 1);
     check_whole(index);
-    CHECK(index->entries[zero].parent == 0 && index->phantoms.count == 0, "a circle");
+    CHECK(index->entries[zero].parent == 0 && index->dangling.count == 0, "a circle");
     ss_index_remove(index, zero);
-    CHECK(index->phantoms.count == 1 && ss_index_read(index, zero, &record) == SS_NOT_FOUND, "a phantom");
-    CHECK(put(index, 0, NONE, 0, 1) == zero && index->phantoms.count == 0, "it came back");
+    CHECK(index->dangling.count == 1 && ss_index_read(index, zero, &record) == SS_NOT_FOUND, "a dangling parent");
+    CHECK(put(index, 0, NONE, 0, 1) == zero && index->dangling.count == 0, "it came back");
     ss_index_clear(index, -1, -1);
-    CHECK(index->phantoms.count == 0, "phantoms without children");
+    CHECK(index->dangling.count == 0, "dangling parents without children");
     for (uint32_t number = 0; number < 64; number++) {
         put(index, number, 100 + number, 0, 1);
         check_whole(index);
     }
-    CHECK(index->phantoms.count == 16, "%u phantoms", index->phantoms.count);
+    CHECK(index->dangling.count == 16, "%u dangling parents", index->dangling.count);
     ss_index_clear(index, -1, -1);
     ss_index_close(index);
 }
@@ -418,18 +418,18 @@ static void test_refused_records(void) {
     ss_index_close(index);
 }
 
-static void expect_rivals(const struct ss_index *index, uint8_t device, size_t expected) {
+static void expect_superseded(const struct ss_index *index, uint8_t device, size_t expected) {
     struct ss_index_record records[7];
     uint32_t cursor = 0;
     size_t found = 0;
     do {
-        size_t count = ss_index_rivals(index, device, &cursor, records, 7);
+        size_t count = ss_index_superseded(index, device, &cursor, records, 7);
         for (size_t at = 0; at < count; at++) {
             CHECK(records[at].kind == SS_INDEX_REMOVE && records[at].length == 0, "no REMOVE");
         }
         found += count;
     } while (cursor != 0);
-    CHECK(found == expected, "%zu rivals on device %u, not %zu", found, device, expected);
+    CHECK(found == expected, "%zu superseded on device %u, not %zu", found, device, expected);
 }
 
 static void replay_one(struct ss_index *index, uint8_t device, uint8_t kind, uint32_t number, uint32_t generation) {
@@ -448,28 +448,28 @@ static void replay_one(struct ss_index *index, uint8_t device, uint8_t kind, uin
 }
 
 /* A key that two devices have: of the one that lost, its log has to be told, unless it says so itself. */
-static void test_rivals(void) {
+static void test_superseded(void) {
     enum { COUNT = 300 };
     struct ss_index *index = open_index(2 * COUNT, SS_INDEX_LRU);
-    expect_rivals(index, 0, 0);
+    expect_superseded(index, 0, 0);
     for (uint32_t number = 0; number < COUNT; number++) {
         replay_one(index, 0, SS_INDEX_PUT, number, 2 * number + 1);
         replay_one(index, 1, SS_INDEX_PUT, number,
                    2 * number + (number % 3 == 0 ? 0 : 2)); /* of each third device 0's */
     }
-    expect_rivals(index, 0, COUNT - COUNT / 3);
-    expect_rivals(index, 1, COUNT / 3);
+    expect_superseded(index, 0, COUNT - COUNT / 3);
+    expect_superseded(index, 1, COUNT / 3);
     replay_one(index, 1, SS_INDEX_REMOVE, 0, 0); /* its own log says so */
     replay_one(index, 1, SS_INDEX_REMOVE, 0, 0);
-    expect_rivals(index, 1, COUNT / 3 - 1);
+    expect_superseded(index, 1, COUNT / 3 - 1);
     replay_one(index, 1, SS_INDEX_REMOVE, 1, 0); /* the later one goes: what it beat is still in the other's log */
-    expect_rivals(index, 0, COUNT - COUNT / 3);
+    expect_superseded(index, 0, COUNT - COUNT / 3);
     replay_one(index, 0, SS_INDEX_PUT, 1, 9999); /* it comes back there: a put like any other */
-    expect_rivals(index, 0, COUNT - COUNT / 3 - 1);
+    expect_superseded(index, 0, COUNT - COUNT / 3 - 1);
     replay_one(index, 1, SS_INDEX_CLEAR, 0, 0);
-    expect_rivals(index, 1, COUNT / 6);
+    expect_superseded(index, 1, COUNT / 6);
     ss_index_clear(index, -1, 0);
-    expect_rivals(index, 0, 0);
+    expect_superseded(index, 0, 0);
     for (uint32_t number = 0; number < COUNT; number++) { /* places are used again */
         replay_one(index, 0, SS_INDEX_PUT, number, 2 * COUNT + 2 * number);
     }
@@ -613,8 +613,8 @@ static void test_names(void) {
     check_name(index, 8, -1);
     uint32_t slot = ss_index_find(index, 0, put.key);
     CHECK(ss_index_set_name(index, slot, records->key, LONG + 1) == SS_BAD_ARGUMENT, "a name that is too long");
-    CHECK(ss_index_sift(index, 0, SS_INDEX_NAMELESS) == 0, "another device's");
-    CHECK(ss_index_sift(index, 1, SS_INDEX_NAMELESS) == 1 && ss_index_find(index, 0, put.key) == 0, "nameless");
+    CHECK(ss_index_purge(index, 0, SS_INDEX_NAMELESS) == 0, "another device's");
+    CHECK(ss_index_purge(index, 1, SS_INDEX_NAMELESS) == 1 && ss_index_find(index, 0, put.key) == 0, "nameless");
     CHECK(ss_index_replayed(index) == SS_OK, "replayed");
     check_whole(index);
     ss_index_clear(index, 0, 1);
@@ -673,7 +673,7 @@ static void test_dumped_names(void) {
     for (uint32_t number = 1; number <= 6; number++) {
         check_name(copy, number, lengths[number - 1]);
     }
-    CHECK(ss_index_sift(copy, 1, SS_INDEX_UNPROVEN) == 6, "all but records");
+    CHECK(ss_index_purge(copy, 1, SS_INDEX_UNPROVEN) == 6, "all but records");
     check_whole(copy);
     ss_index_close(copy);
     ss_index_close(index);
@@ -689,7 +689,7 @@ int main(void) {
     test_frequency();
     test_links();
     test_refused_records();
-    test_rivals();
+    test_superseded();
     test_replay_and_dump();
     run_random(SS_INDEX_LRU);
     run_random(SS_INDEX_S3FIFO);

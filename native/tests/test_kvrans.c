@@ -42,8 +42,9 @@ static uint8_t cell(enum kind kind, size_t column, size_t index) {
 }
 
 static void fill(uint8_t *data, size_t size, size_t columns, enum kind kind) {
-    for (size_t index = 0; index < size; index++)
+    for (size_t index = 0; index < size; index++) {
         data[index] = cell(kind, index % columns, index);
+    }
 }
 
 /* check_all() codes 'size' bytes in rows of 'columns' with each variant, and decodes them with each. */
@@ -53,11 +54,12 @@ static size_t check_all(size_t size, size_t columns, enum kind kind, int at_end)
     size_t first_written = 0;
 
     fill(data, size, columns, kind);
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) {
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
         uint8_t *encoded = guarded_place(&stream, bound, at_end);
         size_t written = SIZE_MAX;
-        if (ss_isa_force(isa) != SS_OK)
+        if (ss_isa_force(isa) != SS_OK) {
             continue;
+        }
         CHECK(ss_compress(SS_CODEC_KVRANS, data, size, columns, encoded, bound, &written) == SS_OK && written <= bound,
               "isa %d, %zu bytes in rows of %zu, kind %d", (int)isa, size, columns, (int)kind);
         if (isa == SS_ISA_SCALAR) {
@@ -67,11 +69,12 @@ static size_t check_all(size_t size, size_t columns, enum kind kind, int at_end)
         CHECK(written == first_written && memcmp(reference, encoded, written) == 0,
               "isa %d writes another stream: %zu bytes in rows of %zu, kind %d", (int)isa, size, columns, (int)kind);
     }
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) {
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
         uint8_t *encoded = guarded_place(&stream, first_written, at_end);
         uint8_t *target = guarded_place(&decoded, size, at_end);
-        if (ss_isa_force(isa) != SS_OK)
+        if (ss_isa_force(isa) != SS_OK) {
             continue;
+        }
         memcpy(encoded, reference, first_written);
         memset(target, 0xA5, size);
         CHECK(ss_decompress(SS_CODEC_KVRANS, encoded, first_written, target, size) == SS_OK &&
@@ -89,8 +92,9 @@ static void check_shapes(void) {
         for (size_t index = 0; index < sizeof(columns) / sizeof(columns[0]); index++) {
             enum kind kind = (enum kind)((rows + index) % KINDS);
             size_t tail = rows % 3 == 0 ? columns[index] / 2 : 0;
-            if (rows % every == index)
+            if (rows % every == index) {
                 check_all(rows * columns[index] + tail, columns[index], kind, (int)(rows / 2 % 2));
+            }
         }
     }
     for (enum kind kind = BINNED; kind < KINDS; kind += test_is_brief() ? 3 : 1) {
@@ -102,8 +106,9 @@ static void check_shapes(void) {
         check_all(100 * 700, 700, kind, 0); /* 128 lanes, not all of them in use */
         check_all(4 * 65536, 65536, kind, 1);
     }
-    for (size_t size = 0; size <= 300; size++)
+    for (size_t size = 0; size <= 300; size++) {
         check_all(size, 1 + random_below(size + 1), (enum kind)(size % KINDS), (int)(size % 2));
+    }
 }
 
 /* Sizes: what has structure in its columns is smaller than its entropy without, and nothing grows but by its headers.
@@ -111,8 +116,9 @@ static void check_shapes(void) {
 static void check_sizes(void) {
     size_t sizes[KINDS], deflated;
 
-    for (enum kind kind = BINNED; kind < KINDS; kind++)
+    for (enum kind kind = BINNED; kind < KINDS; kind++) {
         sizes[kind] = check_all(256 * 1024, 1024, kind, 0);
+    }
     CHECK(sizes[CONSTANT] < 1000, "%zu", sizes[CONSTANT]);
     CHECK(sizes[NARROW] < 256 * 1024 / 8 / 20, "%zu", sizes[NARROW]);
     CHECK(sizes[NOISE] == 256 * 1024 + SS_KVRANS_STREAM_HEADER + SS_KVRANS_STORED_HEADER, "%zu", sizes[NOISE]);
@@ -128,12 +134,13 @@ static void check_damaged(size_t size, const uint8_t *encoded, size_t encoded_si
     static uint8_t made[CELLS_MAX];
     enum ss_result expected = SS_NOT_SUPPORTED;
 
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) {
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
         uint8_t *source = guarded_place(&stream, encoded_size, (int)(where % 2));
         uint8_t *target = guarded_place(&decoded, size, (int)(where % 2));
         enum ss_result result;
-        if (ss_isa_force(isa) != SS_OK)
+        if (ss_isa_force(isa) != SS_OK) {
             continue;
+        }
         memcpy(source, encoded, encoded_size);
         result = ss_decompress(SS_CODEC_KVRANS, source, encoded_size, target, size);
         CHECK(result == SS_OK || result == SS_BAD_DATA, "isa %d: result %d", (int)isa, (int)result);
@@ -196,8 +203,9 @@ int main(void) {
     check_sizes();
     for (enum kind kind = BINNED; kind < KINDS; kind++) {
         check_damage(30, 9, kind);
-        if (!test_is_brief())
+        if (!test_is_brief()) {
             check_damage(130, 20, kind);
+        }
     }
     check_lengths();
     return 0;

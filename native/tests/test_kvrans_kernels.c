@@ -10,7 +10,7 @@
 
 enum { BLOCKS = 400, COLUMNS_MAX = 200, CELLS = COLUMNS_MAX * SS_KVRANS_ROWS_MAX };
 
-static const char *const isa_names[] = {"scalar", "avx2", "avx512", "neon", "neon_crc"};
+static const char *const isa_names[] = {"scalar", "avx2", "avx512", "neon"};
 
 /* What a block is made of. */
 struct sample {
@@ -44,8 +44,8 @@ static void table_make(struct sample *sample, uint32_t number) {
         frequencies[index] += more;
         left -= more;
     }
-    memset(table, 0, sizeof(*table));
-    memset(encode, 0, sizeof(*encode));
+    memset(table, 0, sizeof *table);
+    memset(encode, 0, sizeof *encode);
     for (uint32_t index = 0; index < sample->index_count; index++) {
         uint32_t frequency = frequencies[index], reciprocal = frequency > 1 ? 65536 / frequency : 65535;
         memset(table->index + start, (int)index, frequency);
@@ -69,15 +69,17 @@ static void sample_make(struct sample *sample) {
     plan->lanes = (uint32_t)SS_KVRANS_GROUP << random_below(3);
     plan->cells = cells;
     plan->column_table = sample->column_table;
-    for (uint32_t number = 0; number < sample->table_count; number++)
+    for (uint32_t number = 0; number < sample->table_count; number++) {
         table_make(sample, number);
+    }
     for (uint32_t column = 0; column < plan->columns; column++) {
         const struct ss_kvrans_table *table;
         sample->column_table[column] = (uint8_t)random_below(sample->table_count);
         table = &sample->tables[sample->column_table[column]];
         for (uint32_t row = 0; row < SS_KVRANS_ROWS_MAX;
-             row++) /* behind the last row, too: it has to be of no meaning */
+             row++) { /* behind the last row, too: it has to be of no meaning */
             cells[column * SS_KVRANS_ROWS_MAX + row] = table->index[random_below(SS_KVRANS_SLOTS)];
+        }
     }
 }
 
@@ -103,8 +105,9 @@ static void block_make(struct sample *sample, const uint8_t *coded, size_t coded
     block->shift = (uint32_t)random_below(SS_KVRANS_SHIFT_MAX + 1);
     block->tables = sample->tables;
     block->column_table = sample->column_table;
-    for (uint32_t index = 0; index < SS_KVRANS_INDEX_MAX; index++)
+    for (uint32_t index = 0; index < SS_KVRANS_INDEX_MAX; index++) {
         block->value[index] = (uint8_t)(random64() << block->shift);
+    }
     planes_size = (size_t)plan->columns * block->shift * ((plan->rows + 7) / 8);
     random_fill(planes, planes_size);
     block->planes = guarded_copy(&planes_guarded, planes, planes_size);
@@ -138,8 +141,9 @@ static void decode_damaged(const struct ss_kvrans_kernels *kernels, struct sampl
     static uint8_t damaged[CELLS + 16];
 
     memcpy(damaged, coded, size);
-    if (size > 0)
+    if (size > 0) {
         damaged[random_below(size)] ^= (uint8_t)(1 + random_below(255));
+    }
     block_make(sample, damaged, size);
     decode_compare(kernels, &sample->block);
     block_make(sample, coded, size > 0 ? random_below(size) : 0);
@@ -149,8 +153,9 @@ static void decode_damaged(const struct ss_kvrans_kernels *kernels, struct sampl
     block_make(sample, damaged, size + 1 + random_below(16));
     CHECK(decode_compare(kernels, &sample->block) == SS_BAD_DATA, "%s: too long", kernels->name);
     random_fill(sample->states_high, sizeof(sample->states_high));
-    for (uint32_t lane = 0; lane < SS_KVRANS_LANES_MAX; lane++)
+    for (uint32_t lane = 0; lane < SS_KVRANS_LANES_MAX; lane++) {
         sample->states_high[lane] |= 1;
+    }
     block_make(sample, coded, size);
     decode_compare(kernels, &sample->block);
 }
@@ -193,11 +198,13 @@ static void prepare_compare(const struct ss_kvrans_kernels *kernels, const struc
         alphabet.value[index] = (uint8_t)value;
         alphabet.index[value] = (uint8_t)index;
     }
-    for (size_t cell = 0; cell < size; cell++)
+    for (size_t cell = 0; cell < size; cell++) {
         source[cell] = (uint8_t)((uint32_t)alphabet.value[random_below(alphabet.count)] << alphabet.shift |
                                  random_below(1u << alphabet.shift));
-    for (size_t pair = 0; pair < sizeof(costs) / sizeof(int16_t); pair++)
+    }
+    for (size_t pair = 0; pair < sizeof(costs) / sizeof(int16_t); pair++) {
         (&costs.cost[0][0][0])[pair] = (int16_t)random_below(random_below(2) ? 0x4000 : 4);
+    }
     for (int side = 0; side < 2; side++) {
         const struct ss_kvrans_kernels *used = side ? kernels : &ss_kvrans_kernels_scalar;
         plan[side].cells = side ? cells_of_variant : cells;
@@ -222,9 +229,10 @@ static void prepare_compare(const struct ss_kvrans_kernels *kernels, const struc
                      alphabet.count * sizeof(uint16_t)) == 0,
               "%s: counts of %u rows", kernels->name, plan[0].rows);
     }
-    for (uint32_t table = 0; table < SS_KVRANS_TABLES_MAX; table++)
+    for (uint32_t table = 0; table < SS_KVRANS_TABLES_MAX; table++) {
         CHECK(memcmp(totals[0][table], totals[1][table], alphabet.count * sizeof(uint32_t)) == 0, "%s: totals",
               kernels->name);
+    }
     CHECK(memcmp(column_table[0], column_table[1], plan[0].columns) == 0, "%s: tables", kernels->name);
 }
 
@@ -249,9 +257,10 @@ int main(void) {
     planes_guarded = guarded_make(CELLS);
     target_guarded = guarded_make(CELLS);
     states_guarded = guarded_make(2 * SS_KVRANS_LANES_MAX);
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) {
-        if (!ss_isa_available(isa))
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+        if (!ss_isa_available(isa)) {
             continue;
+        }
         test_kernels(ss_kvrans_kernels_find(isa));
         printf("%s: %s\n", isa_names[isa], ss_kvrans_kernels_find(isa)->name);
     }

@@ -82,12 +82,13 @@ static int stream_make(struct ss_stream *stream, size_t slot, size_t size) {
     size_t written;
 
     plain_fill(plains[slot], size, (unsigned)random_below(7));
-    if (way < 2)
+    if (way < 2) {
         CHECK(ss_huffman_deflate(plains[slot], size, encoded, sizeof(encoded), &written) == SS_OK, "encode");
-    else
+    } else {
         written = zlib_deflate(plains[slot], size, encoded, sizeof(encoded), way == 2 ? 6 : (int)random_below(2),
                                way == 2 ? Z_HUFFMAN_ONLY : Z_DEFAULT_STRATEGY,
                                random_below(3) == 0 ? 1 + (int)random_below(100000) : 0);
+    }
     stream->source = memcpy(guarded_place(&sources[slot], written, 1), encoded, written);
     stream->source_size = written;
     stream->target = guarded_place(&targets[slot], size, (int)random_below(2));
@@ -109,21 +110,25 @@ static void check_together(void) {
         for (size_t slot = 0; slot < count; slot++) {
             ours[slot] = stream_make(&streams[slot], slot, batch % 8 == 0 ? size_choose() : size_choose() / 16);
             damaged[slot] = random_below(4) == 0 && streams[slot].source_size > 0;
-            if (damaged[slot])
+            if (damaged[slot]) {
                 ((uint8_t *)streams[slot].source)[random_below(streams[slot].source_size)] ^=
                     (uint8_t)(1u << random_below(8));
+            }
         }
         ss_literal_inflate(inflater, streams, count);
         for (size_t slot = 0; slot < count; slot++) {
             struct ss_stream *stream = &streams[slot];
-            if (!damaged[slot])
+            if (!damaged[slot]) {
                 CHECK(stream->result == SS_OK || !ours[slot], "batch %d, stream %zu of %zu", batch, slot, count);
-            if (stream->result == SS_OK)
+            }
+            if (stream->result == SS_OK) {
                 CHECK(zlib_inflate(stream->source, stream->source_size, reference, stream->target_size) &&
                           memcmp(reference, stream->target, stream->target_size) == 0,
                       "batch %d, stream %zu of %zu: zlib makes something else of it", batch, slot, count);
-            if (stream->result == SS_OK && !damaged[slot])
+            }
+            if (stream->result == SS_OK && !damaged[slot]) {
                 CHECK(memcmp(plains[slot], stream->target, stream->target_size) == 0, "batch %d", batch);
+            }
         }
     }
 }
@@ -138,10 +143,11 @@ static int alone(const uint8_t *source, size_t size, size_t target_size) {
                                .result = SS_NOT_SUPPORTED};
 
     ss_literal_inflate(inflater, &stream, 1);
-    if (stream.result == SS_OK)
+    if (stream.result == SS_OK) {
         CHECK(zlib_inflate(stream.source, size, reference, target_size) &&
                   memcmp(reference, stream.target, target_size) == 0,
               "zlib makes something else of %zu bytes", size);
+    }
     return stream.result == SS_OK;
 }
 
@@ -153,18 +159,20 @@ static void check_damage(void) {
         for (int way = 0; way < 4; way++) {
             size_t size = 300 + random_below(200), written;
             plain_fill(plains[0], size, kind);
-            if (way == 0)
+            if (way == 0) {
                 CHECK(ss_huffman_deflate(plains[0], size, whole, sizeof(whole), &written) == SS_OK, "encode");
-            else
+            } else {
                 written = zlib_deflate(plains[0], size, whole, sizeof(whole), way == 1 ? 0 : 6,
                                        way == 2   ? Z_HUFFMAN_ONLY
                                        : way == 3 ? Z_FIXED
                                                   : Z_DEFAULT_STRATEGY,
                                        way == 2 ? 200 : 0);
+            }
             CHECK(alone(whole, written, size) || way == 3, "kind %u, way %d", kind, way); /* Z_FIXED has matches */
             CHECK(!alone(whole, written, size + 1) && !alone(whole, written, size - 1), "kind %u, way %d", kind, way);
-            for (size_t cut = 0; cut < written; cut++)
+            for (size_t cut = 0; cut < written; cut++) {
                 CHECK(!alone(whole, cut, size), "kind %u, way %d: %zu of %zu bytes", kind, way, cut, written);
+            }
             whole[written] = 0;
             CHECK(!alone(whole, written + 1, size), "kind %u, way %d: a byte more", kind, way);
             for (size_t bit = 0; bit < 8 * written; bit += test_is_brief() ? 9 : 1) {
@@ -178,8 +186,9 @@ static void check_damage(void) {
 
 /* bits_write() appends to a stream that is written by hand. */
 static void bits_write(uint8_t *stream, size_t *position, unsigned value, unsigned count) {
-    for (unsigned bit = 0; bit < count; bit++, ++*position)
+    for (unsigned bit = 0; bit < count; bit++, ++*position) {
         stream[*position / 8] |= (uint8_t)((value >> bit & 1) << *position % 8);
+    }
 }
 
 /* Fixed blocks of literals alone, which zlib does not write: the bytes 0 to 255, whose codes have eight or nine bits.
@@ -191,22 +200,25 @@ static void check_fixed(void) {
     bits_write(stream, &position, 3, 3);
     for (unsigned literal = 0; literal < 256; literal++) {
         unsigned length = literal < 144 ? 8 : 9, code = literal < 144 ? 0x30 + literal : 0x190 + literal - 144;
-        for (unsigned bit = length; bit-- > 0;)
+        for (unsigned bit = length; bit-- > 0;) {
             bits_write(stream, &position, code >> bit & 1, 1);
+        }
     }
     bits_write(stream, &position, 0, 7);
     CHECK(alone(stream, (position + 7) / 8, 256), "a fixed block of all literals");
-    for (unsigned literal = 0; literal < 256; literal++)
+    for (unsigned literal = 0; literal < 256; literal++) {
         CHECK(targets[0].end[(int)literal - 256] == literal, "literal %u", literal);
+    }
 }
 
 /* A stream that is not to be touched keeps its result. */
 static void check_skipped(void) {
     struct ss_stream streams[3];
 
-    for (size_t slot = 0; slot < 3; slot++)
+    for (size_t slot = 0; slot < 3; slot++) {
         while (!stream_make(&streams[slot], slot, 5000)) {
         }
+    }
     streams[1].result = SS_BAD_ARGUMENT;
     ss_literal_inflate(inflater, streams, 3);
     CHECK(streams[0].result == SS_OK && streams[1].result == SS_BAD_ARGUMENT && streams[2].result == SS_OK, "results");

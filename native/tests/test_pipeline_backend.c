@@ -30,7 +30,7 @@ static struct {
     uint64_t fail_crc32; /* of the slice that fails */
     int checks_decoded;
     uint64_t slice_bytes_max;
-    int mode;
+    int fused;
     int plain_memory;
     int collect_fails;
     uint32_t channel_fails; /* the first, second, ... channel that is opened; 0: none */
@@ -74,7 +74,7 @@ static struct ss_backend_capabilities late_capabilities(void *device) {
                                             .in_flight_max = IN_FLIGHT_MAX,
                                             .slice_bytes_max =
                                                 late.slice_bytes_max ? late.slice_bytes_max : SS_SLICE_BYTES_MAX,
-                                            .fused = (late.mode & MODE_FUSED) != 0,
+                                            .fused = (uint32_t)late.fused,
                                             .checks_decoded = (uint32_t)late.checks_decoded,
                                             .memory_kinds = 1U << SS_MEMORY_LOCAL | 1U << SS_MEMORY_EXPORTED,
                                             .plain_memory = (uint32_t)late.plain_memory};
@@ -87,11 +87,10 @@ static enum ss_result late_channel_open(void *device, const struct ss_backend_ch
     }
     struct channel *channel = calloc(1, sizeof *channel);
     CHECK(channel != NULL);
-    int managed = (late.mode & MODE_UNMANAGED) == 0;
-    int separate = (late.mode & MODE_FUSED) == 0;
-    CHECK_EQUAL(setup->source.data != NULL, managed && setup->stage != SS_STAGE_QUANTIZE);
+    int separate = !late.fused;
+    CHECK_EQUAL(setup->source.data != NULL, setup->stage != SS_STAGE_QUANTIZE);
     CHECK_EQUAL(setup->target.data != NULL,
-                setup->stage == SS_STAGE_QUANTIZE || (managed && separate && setup->stage == SS_STAGE_DECOMPRESS));
+                setup->stage == SS_STAGE_QUANTIZE || (separate && setup->stage == SS_STAGE_DECOMPRESS));
     CHECK(setup->stage != SS_STAGE_QUANTIZE || setup->target.size == SS_DELIVERED_BYTES_MAX);
     channel->stage = setup->stage;
     channel->thread = pthread_self();
@@ -253,9 +252,9 @@ static const struct ss_backend late_backend = {
 
 /* ---- Tests --------------------------------------------------------------------------------------------------- */
 
-static void late_reset(int mode) {
+static void late_reset(int fused) {
     memset(&late, 0, sizeof late);
-    late.mode = mode;
+    late.fused = fused;
     late.plain_memory = 1;
     CHECK_EQUAL(pthread_mutex_init(&late.lock, NULL), 0);
     CHECK_EQUAL(pthread_cond_init(&late.starts, NULL), 0);
@@ -265,7 +264,7 @@ static void late_reset(int mode) {
 static void run(const struct fixture *fixture, enum ss_result expected, uint32_t bad) {
     struct server *server = server_start();
     fixture_serve(fixture, server);
-    struct ss_pipeline_options options = pipeline_options(fixture, late.mode);
+    struct ss_pipeline_options options = pipeline_options(fixture, late.fused);
     struct ss_pipeline *pipeline;
     CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_OK);
     int32_t sockets[2] = {server_connect(server), server_connect(server)};
@@ -286,11 +285,11 @@ static void run(const struct fixture *fixture, enum ss_result expected, uint32_t
     server_stop(server);
 }
 
-static void test_works_complete_late_and_out_of_order(int mode) {
+static void test_works_complete_late_and_out_of_order(int fused) {
     struct shape shape = default_shape();
     shape.slices = 16;
     struct fixture *fixture = fixture_make(&shape);
-    late_reset(mode);
+    late_reset(fused);
     run(fixture, SS_OK, shape.chunks);
     CHECK(late.most_in_flight > 1);
     fixture_free(fixture);
@@ -303,9 +302,9 @@ static void test_a_thread_that_stands_still_keeps_few_slices(void) {
     shape.chunks = 1;
     shape.slices = 64;
     struct fixture *fixture = fixture_make(&shape);
-    late_reset(MODE_FUSED);
+    late_reset(1);
     late.stands_until = shape.slices - IN_FLIGHT_MAX;
-    struct ss_pipeline_options options = pipeline_options(fixture, MODE_FUSED);
+    struct ss_pipeline_options options = pipeline_options(fixture, 1);
     options.queue_depth = shape.slices;
     struct ss_pipeline *pipeline;
     CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_OK);
@@ -319,10 +318,10 @@ static void test_a_thread_that_stands_still_keeps_few_slices(void) {
     fixture_free(fixture);
 }
 
-static void test_works_that_fail(int mode) {
+static void test_works_that_fail(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
-    late_reset(mode);
+    late_reset(fused);
     late.fail_crc32 = fixture->slices[fixture->chunks[2].slice_first + 3].decoded_crc32;
     late.complete_fails = SS_BAD_DATA;
     run(fixture, SS_BAD_DATA, 2);
@@ -397,10 +396,10 @@ static void test_memory_that_is_elsewhere(void) {
     CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_OK);
     int32_t socket = server_connect(server);
     struct ss_batch *batch = fixture_round(fixture);
-    uint8_t *bytes = batch->groups->destination;
+    uint8_t *bytes = batch->groups->memory;
     struct ss_memory memory = exported(bytes, fixture->size);
-    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &batch->groups->registered), SS_OK);
-    batch->groups->destination = ss_destination_address(batch->groups->registered);
+    CHECK_EQUAL(ss_memory_register(pipeline, &memory, &batch->groups->registered), SS_OK);
+    batch->groups->memory = ss_memory_address(batch->groups->registered);
     CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, &socket, 1), SS_OK);
     CHECK(memcmp(bytes, fixture->expected, fixture->size) == 0);
     for (uint32_t i = 0; i < batch->piece_count; i++) {
@@ -413,8 +412,8 @@ static void test_memory_that_is_elsewhere(void) {
     for (uint32_t i = 0; i < batch->slice_count; i++) {
         CHECK_EQUAL(batch->slices[i].decoded_crc32, fixture->slices[i].decoded_crc32);
     }
-    ss_destination_release(batch->groups->registered);
-    batch->groups->destination = bytes;
+    ss_memory_release(batch->groups->registered);
+    batch->groups->memory = bytes;
     batch_free(batch);
     close(socket);
     ss_pipeline_destroy(pipeline);
@@ -435,25 +434,25 @@ static void test_memory_that_does_not_fit(void) {
     struct ss_batch *batch = fixture_round(fixture);
     int32_t socket = 1;                                                           /* never used */
     CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, &socket, 1), SS_BAD_ARGUMENT); /* not registered */
-    struct ss_memory memory = exported(batch->groups->destination, fixture->size);
-    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &batch->groups->registered), SS_OK);
+    struct ss_memory memory = exported(batch->groups->memory, fixture->size);
+    CHECK_EQUAL(ss_memory_register(pipeline, &memory, &batch->groups->registered), SS_OK);
     CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, &socket, 1), SS_BAD_ARGUMENT); /* not that memory's address */
-    uint8_t *bytes = batch->groups->destination;
-    batch->groups->destination = ss_destination_address(batch->groups->registered) + 1;
+    uint8_t *bytes = batch->groups->memory;
+    batch->groups->memory = ss_memory_address(batch->groups->registered) + 1;
     CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, &socket, 1), SS_BAD_ARGUMENT); /* ends outside */
     CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_BAD_ARGUMENT);
-    batch->groups->destination = bytes;
-    ss_destination_release(batch->groups->registered);
-    struct ss_destination *none = NULL;
+    batch->groups->memory = bytes;
+    ss_memory_release(batch->groups->registered);
+    struct ss_registered_memory *none = NULL;
     memory.descriptor_size = 0;
-    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(ss_memory_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
     memory.kind = SS_MEMORY_CUDA_IPC;
-    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &none), SS_NOT_SUPPORTED);
+    CHECK_EQUAL(ss_memory_register(pipeline, &memory, &none), SS_NOT_SUPPORTED);
     memory.kind = SS_MEMORY_LOCAL;
     memory.size = 0;
-    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(ss_memory_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
     memory.size = UINT64_MAX;
-    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(ss_memory_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
     batch_free(batch);
     ss_pipeline_destroy(pipeline);
     fixture_free(fixture);
@@ -486,9 +485,9 @@ static void test_backends_by_name(void) {
 }
 
 int main(void) {
-    for (int mode = 0; mode < MODE_UNMANAGED; mode++) {
-        test_works_complete_late_and_out_of_order(mode);
-        test_works_that_fail(mode);
+    for (int fused = 0; fused <= backend_fuses(); fused++) {
+        test_works_complete_late_and_out_of_order(fused);
+        test_works_that_fail(fused);
     }
     test_a_thread_that_stands_still_keeps_few_slices();
     test_checks_of_decoded_bytes(SS_QUANTIZER_BINNED);

@@ -33,7 +33,7 @@ static void fault(struct bench *bench, uint32_t node, uint32_t chunk, enum fault
 }
 
 /* Chunk i is node i % NODES'; the others would send us there. */
-static struct bench bench_make(int mode, uint32_t requests_in_flight) {
+static struct bench bench_make(int fused, uint32_t requests_in_flight) {
     struct shape shape = default_shape();
     shape.chunks = 10;
     shape.slices = 5;
@@ -45,7 +45,7 @@ static struct bench bench_make(int mode, uint32_t requests_in_flight) {
             fault(&bench, node, chunk, chunk % NODES == node ? FAULT_NONE : FAULT_MOVED);
         }
     }
-    struct ss_pipeline_options options = pipeline_options(bench.fixture, mode);
+    struct ss_pipeline_options options = pipeline_options(bench.fixture, fused);
     options.nodes_max = NODES;
     options.requests_in_flight = requests_in_flight;
     CHECK_EQUAL(ss_pipeline_create(&options, &bench.pipeline), SS_OK);
@@ -75,8 +75,8 @@ static enum ss_result fetch(struct bench *bench, struct ss_batch *batch) {
     return pipeline_fetch(bench->pipeline, batch, bench->sockets, SOCKETS);
 }
 
-static void test_every_chunk_comes_from_its_node(int mode, uint32_t requests_in_flight) {
-    struct bench bench = bench_make(mode, requests_in_flight);
+static void test_every_chunk_comes_from_its_node(int fused, uint32_t requests_in_flight) {
+    struct bench bench = bench_make(fused, requests_in_flight);
     for (int repeat = 0; repeat < 2; repeat++) {
         struct ss_batch *batch = batch_make(&bench);
         CHECK_EQUAL(fetch(&bench, batch), SS_OK);
@@ -91,18 +91,16 @@ static void test_every_chunk_comes_from_its_node(int mode, uint32_t requests_in_
 }
 
 /* A chunk that has moved is no failure to those behind it, and is fetched alone from where it went. */
-static void test_redirections(int mode, enum fault kind, const char *words) {
-    struct bench bench = bench_make(mode, 4);
+static void test_redirections(int fused, enum fault kind, const char *words) {
+    struct bench bench = bench_make(fused, 4);
     fault(&bench, 1, 4, kind);
     fault(&bench, 2, 4, FAULT_NONE);
     struct ss_batch *batch = batch_make(&bench);
-    int chunked = (mode & MODE_NOT_CHUNKED) == 0;
-    CHECK_EQUAL(fetch(&bench, batch), chunked ? SS_REDIRECTED : SS_REFUSED);
+    CHECK_EQUAL(fetch(&bench, batch), SS_REDIRECTED);
     CHECK_EQUAL(strncmp(batch->pieces[4].error, words, strlen(words)), 0);
     for (uint32_t i = 0; i < batch->piece_count; i++) {
-        enum ss_result behind = chunked ? SS_OK : SS_SKIPPED;
-        CHECK_EQUAL(batch->pieces[i].result, i < 4 ? SS_OK : i > 4 ? behind : chunked ? SS_REDIRECTED : SS_REFUSED);
-        CHECK(batch->pieces[i].result != SS_OK || fixture_matches(bench.fixture, batch, i));
+        CHECK_EQUAL(batch->pieces[i].result, i == 4 ? SS_REDIRECTED : SS_OK);
+        CHECK(i == 4 || fixture_matches(bench.fixture, batch, i));
     }
     CHECK_EQUAL(batch->sockets_in_sync, 1);
     struct ss_piece alone = batch->pieces[4];
@@ -120,8 +118,8 @@ static void test_redirections(int mode, enum fault kind, const char *words) {
     bench_free(&bench);
 }
 
-static void test_asking(int mode, uint32_t requests_in_flight) {
-    struct bench bench = bench_make(mode, requests_in_flight);
+static void test_asking(int fused, uint32_t requests_in_flight) {
+    struct bench bench = bench_make(fused, requests_in_flight);
     struct ss_batch *batch = batch_make(&bench);
     for (uint32_t i = 0; i < batch->piece_count; i += 2) {
         fault(&bench, i % NODES, i, FAULT_ASK);
@@ -137,8 +135,8 @@ static void test_asking(int mode, uint32_t requests_in_flight) {
 }
 
 /* What lies before the failing node's first chunk that is not there is delivered, by all nodes. */
-static void test_a_node_that_goes(int mode, enum fault kind, enum ss_result expected) {
-    struct bench bench = bench_make(mode, 4);
+static void test_a_node_that_goes(int fused, enum fault kind, enum ss_result expected) {
+    struct bench bench = bench_make(fused, 4);
     fault(&bench, 2, 5, kind);
     struct ss_batch *batch = batch_make(&bench);
     CHECK_EQUAL(fetch(&bench, batch), expected);
@@ -157,8 +155,8 @@ static void test_a_node_that_goes(int mode, enum fault kind, enum ss_result expe
     bench_free(&bench);
 }
 
-static void test_a_node_that_stalls_ends_at_the_deadline(int mode) {
-    struct bench bench = bench_make(mode, 4);
+static void test_a_node_that_stalls_ends_at_the_deadline(int fused) {
+    struct bench bench = bench_make(fused, 4);
     fault(&bench, 0, 3, FAULT_STALL);
     struct ss_batch *batch = batch_make(&bench);
     batch->deadline_ns = after_ms(200);
@@ -168,7 +166,7 @@ static void test_a_node_that_stalls_ends_at_the_deadline(int mode) {
 }
 
 static void test_what_does_not_fit(void) {
-    struct bench bench = bench_make(MODE_FUSED, 4);
+    struct bench bench = bench_make(1, 4);
     struct ss_batch *batch = batch_make(&bench);
     batch->pieces[3].node = NODES;
     CHECK_EQUAL(fetch(&bench, batch), SS_BAD_ARGUMENT);
@@ -180,7 +178,7 @@ static void test_what_does_not_fit(void) {
     batch->node_count = 1; /* as many connections to one node as there are no threads for */
     CHECK_EQUAL(fetch(&bench, batch), SS_BAD_ARGUMENT);
     batch_free(batch);
-    struct ss_pipeline_options options = pipeline_options(bench.fixture, MODE_FUSED);
+    struct ss_pipeline_options options = pipeline_options(bench.fixture, 1);
     options.nodes_max = 257;
     struct ss_pipeline *pipeline;
     CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_BAD_ARGUMENT);
@@ -188,23 +186,18 @@ static void test_what_does_not_fit(void) {
 }
 
 int main(void) {
-    static const int modes[] = {0, MODE_FUSED, MODE_FUSED | MODE_NOT_CHUNKED, MODE_FUSED | MODE_UNMANAGED};
-    for (size_t i = 0; i < sizeof modes / sizeof modes[0]; i++) {
-        int mode = modes[i];
-        if (!mode_is_tried(mode)) {
-            continue;
-        }
-        test_every_chunk_comes_from_its_node(mode, 1);
-        test_every_chunk_comes_from_its_node(mode, 8);
-        test_redirections(mode, FAULT_MOVED, "MOVED 7 127.0.0.1:7001");
-        test_redirections(mode, FAULT_ASK, "ASK 7 127.0.0.1:7001");
-        test_asking(mode, 1);
-        test_asking(mode, 3);
-        test_a_node_that_goes(mode, FAULT_DISCONNECT, SS_DISCONNECTED);
-        test_a_node_that_goes(mode, FAULT_RESET, SS_DISCONNECTED);
-        test_a_node_that_goes(mode, FAULT_ERROR, SS_REFUSED);
-        test_a_node_that_goes(mode, FAULT_GARBAGE, SS_PROTOCOL);
-        test_a_node_that_stalls_ends_at_the_deadline(mode);
+    for (int fused = 0; fused <= backend_fuses(); fused++) {
+        test_every_chunk_comes_from_its_node(fused, 1);
+        test_every_chunk_comes_from_its_node(fused, 8);
+        test_redirections(fused, FAULT_MOVED, "MOVED 7 127.0.0.1:7001");
+        test_redirections(fused, FAULT_ASK, "ASK 7 127.0.0.1:7001");
+        test_asking(fused, 1);
+        test_asking(fused, 3);
+        test_a_node_that_goes(fused, FAULT_DISCONNECT, SS_DISCONNECTED);
+        test_a_node_that_goes(fused, FAULT_RESET, SS_DISCONNECTED);
+        test_a_node_that_goes(fused, FAULT_ERROR, SS_REFUSED);
+        test_a_node_that_goes(fused, FAULT_GARBAGE, SS_PROTOCOL);
+        test_a_node_that_stalls_ends_at_the_deadline(fused);
     }
     test_what_does_not_fit();
     return 0;

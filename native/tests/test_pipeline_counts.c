@@ -140,8 +140,8 @@ struct counts {
 };
 
 /* Runs the very first batches of a new pipeline, the third of them traced; returns what all of them did together. */
-static struct counts count_rounds(const struct fixture *fixture, uint16_t port, int mode) {
-    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+static struct counts count_rounds(const struct fixture *fixture, uint16_t port, int fused) {
+    struct ss_pipeline_options options = pipeline_options(fixture, fused);
     options.trace_events = 1024;
     struct ss_pipeline *pipeline;
     CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
@@ -176,31 +176,11 @@ static void test_a_batch_allocates_nothing(const struct shape *shape) {
     struct fixture *fixture = fixture_make(shape);
     uint16_t port;
     pid_t pid = start_server(fixture, &port);
-    for (int mode = 0; mode < MODE_UNMANAGED; mode++) {
-        struct counts counts = count_rounds(fixture, port, mode);
+    for (int fused = 0; fused <= backend_fuses(); fused++) {
+        struct counts counts = count_rounds(fixture, port, fused);
         CHECK_EQUAL(counts.allocations, 0);
         CHECK_EQUAL(counts.mappings, 0);
     }
-    kill(pid, SIGKILL);
-    waitpid(pid, NULL, 0);
-    fixture_free(fixture);
-}
-
-/* The same counters see what memory management saves: each chunk's buffers mapped, touched, locked and unmapped. */
-static void test_without_memory_management_every_chunk_has_its_own(void) {
-    struct shape shape = default_shape();
-    struct fixture *fixture = fixture_make(&shape);
-    uint16_t port;
-    pid_t pid = start_server(fixture, &port);
-    uint64_t chunks = (uint64_t)ROUNDS * shape.chunks;
-    struct counts fused = count_rounds(fixture, port, MODE_UNMANAGED | MODE_FUSED);
-    struct counts separate = count_rounds(fixture, port, MODE_UNMANAGED);
-    CHECK_EQUAL(fused.allocations + separate.allocations, 0);
-#ifndef SANITIZED
-    CHECK(fused.mappings >= chunks * 3); /* at least mapped, locked and unmapped */
-    CHECK(separate.mappings >= chunks * 9);
-#endif
-    (void)chunks;
     kill(pid, SIGKILL);
     waitpid(pid, NULL, 0);
     fixture_free(fixture);
@@ -227,6 +207,5 @@ int main(void) {
         tried++;
     }
     CHECK(tried >= 2);
-    test_without_memory_management_every_chunk_has_its_own();
     return 0;
 }

@@ -51,13 +51,9 @@ static struct bench bench_start(const struct shape *shape) {
     return bench;
 }
 
-static void bench_open_as(struct bench *bench, int mode) {
-    struct ss_pipeline_options options = pipeline_options(bench->fixture, mode);
-    CHECK_EQUAL(ss_pipeline_create(&options, &bench->pipeline), SS_OK);
-}
-
 static void bench_open(struct bench *bench) {
-    bench_open_as(bench, 0);
+    struct ss_pipeline_options options = pipeline_options(bench->fixture, 0);
+    CHECK_EQUAL(ss_pipeline_create(&options, &bench->pipeline), SS_OK);
 }
 
 static void bench_close(struct bench *bench) {
@@ -197,44 +193,6 @@ static void test_options_that_engines_do_not_take(void) {
     fixture_free(fixture);
 }
 
-/* Each chunk's buffers are registered in each batch, which takes the time that the emulator is told. */
-static void test_without_memory_management_every_chunk_is_registered(void) {
-    struct shape shape = default_shape();
-    struct bench bench = bench_start(&shape);
-    emulate("REGISTER_US_PER_MIB", "100000");
-    bench_open_as(&bench, MODE_UNMANAGED);
-    for (int repeat = 0; repeat < 2; repeat++) {
-        uint64_t begin = now_ns();
-        CHECK_EQUAL(bench_fetch(&bench), SS_OK);
-        uint64_t bytes = bench.fixture->stored_bytes + bench.fixture->dequantization_bytes + bench.fixture->size;
-        CHECK(now_ns() - begin >= bytes * 95); /* 100 ms for 2^20 of them */
-    }
-    emulate("REGISTER_US_PER_MIB", NULL);
-    bench_stop(&bench);
-}
-
-/* What a batch that failed leaves registered is gone before the next, and with the pipeline: the device closes. */
-static void test_faults_without_memory_management(int mode) {
-    struct shape shape = default_shape();
-    struct bench bench = bench_start(&shape);
-    for (unsigned number = 1; number <= shape.chunks * shape.slices; number += 7) {
-        emulate_fault("dma", number, "+");
-        bench_open_as(&bench, mode);
-        for (int repeat = 0; repeat < 2; repeat++) {
-            CHECK_EQUAL(bench_fetch(&bench), SS_DEVICE);
-        }
-        bench_close(&bench);
-        emulate_fault("dma", number, "");
-        bench_open_as(&bench, mode);
-        for (int repeat = 0; repeat < 2; repeat++) {
-            CHECK_EQUAL(bench_fetch(&bench), SS_OK);
-        }
-        bench_close(&bench);
-        emulate("FAULT", NULL);
-    }
-    bench_stop(&bench);
-}
-
 static void test_two_pipelines_on_one_device(void) {
     struct shape shape = default_shape();
     struct bench first = bench_start(&shape), second = bench_start(&shape);
@@ -365,16 +323,16 @@ static void test_exported_memory(void) {
     struct bench bench = bench_start(&shape);
     bench_open(&bench);
     struct ss_batch *batch = fixture_round(bench.fixture);
-    struct elsewhere elsewhere = export_memory(batch->groups->destination, bench.fixture->size);
-    CHECK_EQUAL(ss_destination_register(bench.pipeline, &elsewhere.memory, &batch->groups->registered), SS_OK);
-    CHECK(ss_destination_address(batch->groups->registered) == batch->groups->destination);
+    struct elsewhere elsewhere = export_memory(batch->groups->memory, bench.fixture->size);
+    CHECK_EQUAL(ss_memory_register(bench.pipeline, &elsewhere.memory, &batch->groups->registered), SS_OK);
+    CHECK(ss_memory_address(batch->groups->registered) == batch->groups->memory);
     CHECK_EQUAL(pipeline_fetch(bench.pipeline, batch, bench.sockets, SOCKETS), SS_OK);
-    CHECK(memcmp(batch->groups->destination, bench.fixture->expected, bench.fixture->size) == 0);
+    CHECK(memcmp(batch->groups->memory, bench.fixture->expected, bench.fixture->size) == 0);
     ss_export_close(elsewhere.exported);
-    memset(batch->groups->destination, 0, bench.fixture->size);
+    memset(batch->groups->memory, 0, bench.fixture->size);
     CHECK_EQUAL(pipeline_fetch(bench.pipeline, batch, bench.sockets, SOCKETS), SS_DEVICE);
     CHECK_EQUAL(store(&bench, batch), SS_DEVICE);
-    ss_destination_release(batch->groups->registered);
+    ss_memory_release(batch->groups->registered);
     CHECK_EQUAL(bench_fetch(&bench), SS_OK); /* to other memory */
     batch->groups->registered = NULL;
     batch_free(batch);
@@ -393,13 +351,13 @@ static void test_descriptors_that_are_none(void) {
     struct ss_memory memory = elsewhere.memory;
     memory.descriptor = forged;
     for (size_t i = 0; i < size; i++) {
-        struct ss_destination *destination = NULL;
+        struct ss_registered_memory *destination = NULL;
         memcpy(forged, elsewhere.memory.descriptor, size);
         forged[i] ^= 0x10;
-        CHECK_EQUAL(ss_destination_register(bench.pipeline, &memory, &destination), SS_BAD_ARGUMENT);
+        CHECK_EQUAL(ss_memory_register(bench.pipeline, &memory, &destination), SS_BAD_ARGUMENT);
         memcpy(forged, elsewhere.memory.descriptor, size);
         memory.descriptor_size = i;
-        CHECK_EQUAL(ss_destination_register(bench.pipeline, &memory, &destination), SS_BAD_ARGUMENT);
+        CHECK_EQUAL(ss_memory_register(bench.pipeline, &memory, &destination), SS_BAD_ARGUMENT);
         memory.descriptor_size = size;
     }
     ss_export_close(elsewhere.exported);
@@ -416,8 +374,8 @@ static void test_a_fault_at_each_task_of_a_store(void) {
     struct shape shape = default_shape();
     struct bench bench = bench_start(&shape);
     struct ss_batch *batch = fixture_round(bench.fixture);
-    memcpy(batch->groups->destination, bench.fixture->source, bench.fixture->size);
-    struct elsewhere elsewhere = export_memory(batch->groups->destination, bench.fixture->size);
+    memcpy(batch->groups->memory, bench.fixture->source, bench.fixture->size);
+    struct elsewhere elsewhere = export_memory(batch->groups->memory, bench.fixture->size);
     for (unsigned i = 0; i < 3 * shape.chunks * shape.slices; i++) {
         if (test_is_brief() && i / 3 % 3 != i % 3) {
             continue;
@@ -427,12 +385,12 @@ static void test_a_fault_at_each_task_of_a_store(void) {
         ss_export_close(elsewhere.exported); /* or the device would stay open, with the settings that it has */
         elsewhere.exported = NULL;
         bench_open(&bench);
-        elsewhere = export_memory(batch->groups->destination, bench.fixture->size);
-        CHECK_EQUAL(ss_destination_register(bench.pipeline, &elsewhere.memory, &batch->groups->registered), SS_OK);
+        elsewhere = export_memory(batch->groups->memory, bench.fixture->size);
+        CHECK_EQUAL(ss_memory_register(bench.pipeline, &elsewhere.memory, &batch->groups->registered), SS_OK);
         enum ss_result result = store(&bench, batch);
         CHECK(result == SS_OK || (result == SS_DEVICE && repeat[0] != '\0'));
         CHECK(result == SS_DEVICE || (repeat[0] != '+' && (repeat[0] != '*' || i / 3 > 0)));
-        ss_destination_release(batch->groups->registered);
+        ss_memory_release(batch->groups->registered);
         bench_close(&bench);
     }
     emulate("FAULT", NULL);
@@ -488,9 +446,6 @@ int main(void) {
     test_devices_by_name();
     test_a_device_that_cannot_and_none_at_all();
     test_options_that_engines_do_not_take();
-    test_without_memory_management_every_chunk_is_registered();
-    test_faults_without_memory_management(MODE_UNMANAGED);
-    test_faults_without_memory_management(MODE_UNMANAGED | MODE_NOT_CHUNKED);
     test_two_pipelines_on_one_device();
     test_data_that_is_wrong(SS_CODEC_DEFLATE);
     if (ss_codec_implementation(SS_CODEC_LZ4) != NULL) {

@@ -15,8 +15,8 @@ enum { SOCKETS = 2, BAD_CHUNK = 2 };
 static uint64_t deadline_late_ns = UINT64_MAX;
 static uint64_t cancel_late_ns = UINT64_MAX;
 
-static void note_late(const char *what, int mode, uint64_t late_ns, uint64_t *least_ns) {
-    printf("%s, mode %d: back %.3f ms after it\n", what, mode, (double)late_ns / 1e6);
+static void note_late(const char *what, int fused, uint64_t late_ns, uint64_t *least_ns) {
+    printf("%s, fused %d: back %.3f ms after it\n", what, fused, (double)late_ns / 1e6);
     CHECK(late_ns < WAIT_MAX_NS);
     *least_ns = late_ns < *least_ns ? late_ns : *least_ns;
 }
@@ -27,15 +27,15 @@ struct bench {
     struct ss_pipeline *pipeline;
     struct ss_batch *batch;
     int32_t sockets[SOCKETS];
-    int mode;
+    int fused;
 };
 
-static struct bench bench_start(int mode, enum ss_quantizer quantizer) {
+static struct bench bench_start(int fused, enum ss_quantizer quantizer) {
     struct shape shape = default_shape();
     shape.quantizer = quantizer;
-    struct bench bench = {.fixture = fixture_make(&shape), .server = server_start(), .mode = mode};
+    struct bench bench = {.fixture = fixture_make(&shape), .server = server_start(), .fused = fused};
     fixture_serve(bench.fixture, bench.server);
-    struct ss_pipeline_options options = pipeline_options(bench.fixture, mode);
+    struct ss_pipeline_options options = pipeline_options(bench.fixture, fused);
     CHECK_EQUAL(ss_pipeline_create(&options, &bench.pipeline), SS_OK);
     for (int i = 0; i < SOCKETS; i++) {
         bench.sockets[i] = server_connect(bench.server);
@@ -109,7 +109,7 @@ static void break_chunk(struct bench *bench, uint32_t chunk, enum fault fault) {
     server_fault(bench->server, bench->fixture->chunks[chunk].key, bench->fixture->chunks[chunk].key_length, fault);
 }
 
-static void test_server_faults(int mode) {
+static void test_server_faults(int fused) {
     static const struct {
         enum fault fault;
         enum ss_result result;
@@ -125,7 +125,7 @@ static void test_server_faults(int mode) {
             if (test_is_brief() && chunk != i % 3 * BAD_CHUNK) {
                 continue;
             }
-            struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
+            struct bench bench = bench_start(fused, SS_QUANTIZER_BINNED);
             break_chunk(&bench, chunk, faults[i].fault);
             CHECK_EQUAL(bench_fetch(&bench), faults[i].result);
             check_chunks(&bench, chunk, faults[i].result);
@@ -139,8 +139,8 @@ static void test_server_faults(int mode) {
     }
 }
 
-static void test_the_lowest_failing_chunk_decides(int mode) {
-    struct bench bench = bench_start(mode, SS_QUANTIZER_LOSSLESS);
+static void test_the_lowest_failing_chunk_decides(int fused) {
+    struct bench bench = bench_start(fused, SS_QUANTIZER_LOSSLESS);
     break_chunk(&bench, 4, FAULT_ERROR);
     break_chunk(&bench, 1, FAULT_MISSING);
     CHECK_EQUAL(bench_fetch(&bench), SS_NOT_FOUND);
@@ -151,8 +151,8 @@ static void test_the_lowest_failing_chunk_decides(int mode) {
     bench_stop(&bench);
 }
 
-static void test_server_gone_before_the_round(int mode) {
-    struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
+static void test_server_gone_before_the_round(int fused) {
+    struct bench bench = bench_start(fused, SS_QUANTIZER_BINNED);
     break_chunk(&bench, 0, FAULT_DISCONNECT);
     CHECK_EQUAL(bench_fetch(&bench), SS_DISCONNECTED);
     batch_free(bench.batch);
@@ -163,8 +163,8 @@ static void test_server_gone_before_the_round(int mode) {
     bench_stop(&bench);
 }
 
-static void test_a_socket_that_is_none(int mode) {
-    struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
+static void test_a_socket_that_is_none(int fused) {
+    struct bench bench = bench_start(fused, SS_QUANTIZER_BINNED);
     int32_t pipes[2];
     CHECK(pipe(pipes) == 0);
     CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.batch, pipes, 1), SS_OS_ERROR);
@@ -194,8 +194,8 @@ static enum ss_result flipped_result(enum ss_result result, enum ss_quantizer qu
     return result;
 }
 
-static void test_flipped_bits(int mode, enum ss_quantizer quantizer) {
-    struct bench bench = bench_start(mode, quantizer);
+static void test_flipped_bits(int fused, enum ss_quantizer quantizer) {
+    struct bench bench = bench_start(fused, quantizer);
     const struct ss_piece *chunk = &bench.fixture->chunks[BAD_CHUNK];
     const struct ss_slice *last = &bench.fixture->slices[chunk->slice_first + chunk->slice_count - 1];
     uint64_t offsets[] = {0, last->offset, last->offset + last->scales_length, chunk->body_length - 1};
@@ -212,8 +212,8 @@ static void test_flipped_bits(int mode, enum ss_quantizer quantizer) {
 }
 
 /* A stream with a valid checksum that decodes to fewer bytes than the slice says. */
-static void test_stream_of_another_length(int mode) {
-    struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
+static void test_stream_of_another_length(int fused) {
+    struct bench bench = bench_start(fused, SS_QUANTIZER_BINNED);
     struct fixture *fixture = bench.fixture;
     struct ss_slice *slice = &fixture->slices[fixture->chunks[BAD_CHUNK].slice_first + 1];
     uint8_t *stored = fixture->records[BAD_CHUNK] + RECORD_OFFSET + slice->offset;
@@ -255,15 +255,15 @@ static int is_fetched_up_to(const struct bench *bench, uint32_t chunk) {
     return 1;
 }
 
-static void test_stall_ends_at_the_deadline(int mode) {
-    struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
+static void test_stall_ends_at_the_deadline(int fused) {
+    struct bench bench = bench_start(fused, SS_QUANTIZER_BINNED);
     break_chunk(&bench, BAD_CHUNK, FAULT_STALL);
     for (uint64_t milliseconds = 250;; milliseconds *= 4) {
         bench.batch->deadline_ns = after_ms(milliseconds);
         CHECK_EQUAL(bench_fetch(&bench), SS_DEADLINE);
         uint64_t back_ns = now_ns();
         CHECK(back_ns >= bench.batch->deadline_ns);
-        note_late("deadline", mode, back_ns - bench.batch->deadline_ns, &deadline_late_ns);
+        note_late("deadline", fused, back_ns - bench.batch->deadline_ns, &deadline_late_ns);
         if (is_fetched_up_to(&bench, BAD_CHUNK)) {
             break;
         }
@@ -278,8 +278,8 @@ static void test_stall_ends_at_the_deadline(int mode) {
     bench_stop(&bench);
 }
 
-static void test_deadline_that_has_passed(int mode) {
-    struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
+static void test_deadline_that_has_passed(int fused) {
+    struct bench bench = bench_start(fused, SS_QUANTIZER_BINNED);
     bench.batch->deadline_ns = now_ns() - 1;
     CHECK_EQUAL(bench_fetch(&bench), SS_DEADLINE);
     CHECK_EQUAL(bench.batch->pieces[0].result, SS_DEADLINE);
@@ -302,8 +302,8 @@ static void *cancel_when_stalled(void *argument) {
     return NULL;
 }
 
-static void test_cancel_from_another_thread(int mode) {
-    struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
+static void test_cancel_from_another_thread(int fused) {
+    struct bench bench = bench_start(fused, SS_QUANTIZER_BINNED);
     break_chunk(&bench, BAD_CHUNK, FAULT_STALL);
     struct cancellation cancellation = {.bench = &bench};
     pthread_t thread;
@@ -311,7 +311,7 @@ static void test_cancel_from_another_thread(int mode) {
     CHECK_EQUAL(bench_fetch(&bench), SS_CANCELLED);
     uint64_t back_ns = now_ns();
     pthread_join(thread, NULL);
-    note_late("cancel", mode, back_ns - cancellation.at_ns, &cancel_late_ns);
+    note_late("cancel", fused, back_ns - cancellation.at_ns, &cancel_late_ns);
     for (uint32_t i = 0; i < bench.batch->piece_count; i++) {
         CHECK(bench.batch->pieces[i].result != SS_OK || fixture_matches(bench.fixture, bench.batch, i));
     }
@@ -320,8 +320,8 @@ static void test_cancel_from_another_thread(int mode) {
     bench_stop(&bench);
 }
 
-static void test_cancelled_before_it_began(int mode) {
-    struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
+static void test_cancelled_before_it_began(int fused) {
+    struct bench bench = bench_start(fused, SS_QUANTIZER_BINNED);
     ss_batch_cancel(bench.batch);
     CHECK_EQUAL(bench_fetch(&bench), SS_CANCELLED);
     CHECK_EQUAL(bench.batch->sockets_in_sync, 1);
@@ -335,15 +335,15 @@ static void *fetch_when_stalled(void *argument) {
     struct ss_batch *second = fixture_round(bench->fixture);
     int32_t socket = server_connect(bench->server);
     CHECK_EQUAL(pipeline_fetch(bench->pipeline, second, &socket, 1), SS_BAD_ARGUMENT);
-    CHECK_EQUAL(second->groups->destination[0], 0xAA);
+    CHECK_EQUAL(second->groups->memory[0], 0xAA);
     close(socket);
     batch_free(second);
     ss_batch_cancel(bench->batch);
     return NULL;
 }
 
-static void test_a_second_batch_at_the_same_time_is_refused(int mode) {
-    struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
+static void test_a_second_batch_at_the_same_time_is_refused(int fused) {
+    struct bench bench = bench_start(fused, SS_QUANTIZER_BINNED);
     break_chunk(&bench, BAD_CHUNK, FAULT_STALL);
     pthread_t thread;
     CHECK(pthread_create(&thread, NULL, fetch_when_stalled, &bench) == 0);
@@ -376,12 +376,12 @@ static void unknown_dtype(struct ss_batch *r) {
     r->groups->dtype = (enum ss_dtype)9;
 }
 static void no_groups(struct ss_batch *r) {
-    free(r->groups->destination);
+    free(r->groups->memory);
     free(r->groups);
     r->groups = NULL;
 }
 static void groups_none(struct ss_batch *r) {
-    free(r->groups->destination);
+    free(r->groups->memory);
     r->group_count = 0;
 }
 static void groups_too_many(struct ss_batch *r) {
@@ -392,7 +392,7 @@ static void groups_too_many(struct ss_batch *r) {
     CHECK(r->groups != NULL);
     for (uint32_t i = 0; i < r->group_count; i++) {
         r->groups[i] = one;
-        r->groups[i].destination = i == 0 ? one.destination : malloc(one.destination_size);
+        r->groups[i].memory = i == 0 ? one.memory : malloc(one.memory_size);
     }
 }
 static void unknown_group(struct ss_batch *r) {
@@ -401,9 +401,9 @@ static void unknown_group(struct ss_batch *r) {
 static void no_chunk(struct ss_batch *r) {
     r->pieces[4].chunk = UINT32_MAX;
 }
-static void destination_nowhere(struct ss_batch *r) {
-    free(r->groups->destination);
-    r->groups->destination = NULL;
+static void memory_is_null(struct ss_batch *r) {
+    free(r->groups->memory);
+    r->groups->memory = NULL;
 }
 static void no_scale_vectors(struct ss_batch *r) {
     r->groups->scale_vectors = 0;
@@ -417,13 +417,13 @@ static void no_vector_length(struct ss_batch *r) {
 static void huge_vector_length(struct ss_batch *r) {
     r->groups->vector_length = UINT32_MAX;
 }
-static void no_destination(struct ss_batch *r) {
-    r->groups->destination_size = 0;
+static void no_memory(struct ss_batch *r) {
+    r->groups->memory_size = 0;
 }
-static void destination_end(struct ss_batch *r) {
-    r->slices[3].destination_offset = r->groups->destination_size - 16 * 256 * 2 + 1;
+static void memory_too_short(struct ss_batch *r) {
+    r->slices[3].destination_offset = r->groups->memory_size - 16 * 256 * 2 + 1;
 }
-static void destination_overflow(struct ss_batch *r) {
+static void memory_overflow(struct ss_batch *r) {
     r->slices[3].destination_offset = UINT64_MAX - 100;
 }
 static void slices_past_end(struct ss_batch *r) {
@@ -496,15 +496,15 @@ static void check_refused(struct bench *bench, mutation mutate) {
     bench->batch = fixture_round(bench->fixture);
     mutate(bench->batch);
     CHECK_EQUAL(bench_fetch(bench), SS_BAD_ARGUMENT);
-    if (bench->batch->groups != NULL && bench->batch->groups->destination != NULL && bench->batch->group_count > 0) {
-        CHECK_EQUAL(bench->batch->groups->destination[0], 0xAA);
+    if (bench->batch->groups != NULL && bench->batch->groups->memory != NULL && bench->batch->group_count > 0) {
+        CHECK_EQUAL(bench->batch->groups->memory[0], 0xAA);
     }
     if (bench->batch->pieces != NULL && bench->batch->piece_count <= 5) {
         CHECK_EQUAL(bench->batch->pieces[0].result, SS_BAD_ARGUMENT);
     }
 }
 
-static void test_batches_that_do_not_fit(int mode) {
+static void test_batches_that_do_not_fit(int fused) {
     static const mutation both[] = {no_key,
                                     long_key,
                                     unknown_codec,
@@ -516,14 +516,14 @@ static void test_batches_that_do_not_fit(int mode) {
                                     groups_too_many,
                                     unknown_group,
                                     no_chunk,
-                                    destination_nowhere,
+                                    memory_is_null,
                                     no_scale_vectors,
                                     other_scale_vectors,
                                     no_vector_length,
                                     huge_vector_length,
-                                    no_destination,
-                                    destination_end,
-                                    destination_overflow,
+                                    no_memory,
+                                    memory_too_short,
+                                    memory_overflow,
                                     slices_past_end,
                                     slices_shared,
                                     slice_count_zero,
@@ -543,11 +543,11 @@ static void test_batches_that_do_not_fit(int mode) {
                                     stored_past_end,
                                     stored_overflow,
                                     no_chunks};
-    struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
+    struct bench bench = bench_start(fused, SS_QUANTIZER_BINNED);
     for (size_t i = 0; i < sizeof both / sizeof both[0]; i++) {
         check_refused(&bench, both[i]);
     }
-    if (!(mode & MODE_FUSED)) {
+    if (!fused) {
         check_refused(&bench, symbols_overlap);
         check_refused(&bench, symbols_past_end);
     }
@@ -577,27 +577,20 @@ static void test_more_chunks_than_any_batch_has(void) {
 }
 
 int main(void) {
-    for (int mode = 0; mode < MODE_COUNT; mode++) {
-        if (!mode_is_tried(mode)) {
-            continue;
-        }
-        if (mode >= MODE_UNMANAGED && mode != MODE_UNMANAGED && mode != MODE_COUNT - 1) {
-            continue; /* who owns a chunk's memory has nothing to do with the rest: once by itself, once with all of it
-                       */
-        }
-        test_server_faults(mode);
-        test_the_lowest_failing_chunk_decides(mode);
-        test_server_gone_before_the_round(mode);
-        test_a_socket_that_is_none(mode);
-        test_flipped_bits(mode, SS_QUANTIZER_BINNED);
-        test_flipped_bits(mode, SS_QUANTIZER_LOSSLESS);
-        test_stream_of_another_length(mode);
-        test_stall_ends_at_the_deadline(mode);
-        test_deadline_that_has_passed(mode);
-        test_cancel_from_another_thread(mode);
-        test_cancelled_before_it_began(mode);
-        test_a_second_batch_at_the_same_time_is_refused(mode);
-        test_batches_that_do_not_fit(mode);
+    for (int fused = 0; fused <= backend_fuses(); fused++) {
+        test_server_faults(fused);
+        test_the_lowest_failing_chunk_decides(fused);
+        test_server_gone_before_the_round(fused);
+        test_a_socket_that_is_none(fused);
+        test_flipped_bits(fused, SS_QUANTIZER_BINNED);
+        test_flipped_bits(fused, SS_QUANTIZER_LOSSLESS);
+        test_stream_of_another_length(fused);
+        test_stall_ends_at_the_deadline(fused);
+        test_deadline_that_has_passed(fused);
+        test_cancel_from_another_thread(fused);
+        test_cancelled_before_it_began(fused);
+        test_a_second_batch_at_the_same_time_is_refused(fused);
+        test_batches_that_do_not_fit(fused);
     }
     test_more_chunks_than_any_batch_has();
     CHECK(deadline_late_ns < PROMPT_NS && cancel_late_ns < PROMPT_NS);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* test_pipeline_fetch.c - batches that go well: every codec, quantizer and mode, and odd numbers of everything */
+/* test_pipeline_fetch.c - batches that go well: every codec, quantizer and fusion, and odd numbers of everything */
 #include <dirent.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -38,11 +38,11 @@ static void fetch_and_check(struct fixture *fixture, struct ss_pipeline *pipelin
 }
 
 /* Makes what 'shape' says, serves it, fetches it with 1 to 3 connections. */
-static void run_shape(const struct shape *shape, int mode, uint32_t queue_depth, uint32_t requests_in_flight) {
+static void run_shape(const struct shape *shape, int fused, uint32_t queue_depth, uint32_t requests_in_flight) {
     struct fixture *fixture = fixture_make(shape);
     struct server *server = server_start();
     fixture_serve(fixture, server);
-    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline_options options = pipeline_options(fixture, fused);
     options.queue_depth = queue_depth;
     options.requests_in_flight = requests_in_flight;
     struct ss_pipeline *pipeline;
@@ -55,7 +55,7 @@ static void run_shape(const struct shape *shape, int mode, uint32_t queue_depth,
     fixture_free(fixture);
 }
 
-static void test_every_codec_and_quantizer(int mode) {
+static void test_every_codec_and_quantizer(int fused) {
     static const struct {
         enum ss_quantizer quantizer;
         enum ss_dtype dtype;
@@ -80,54 +80,54 @@ static void test_every_codec_and_quantizer(int mode) {
             shape.quantizer = layouts[i].quantizer;
             shape.dtype = layouts[i].dtype;
             shape.scale_vectors = layouts[i].scale_vectors;
-            run_shape(&shape, mode, 16, 4);
+            run_shape(&shape, fused, 16, 4);
             tried++;
         }
     }
     CHECK(tried >= 3 * (test_is_brief() ? 1 : LAYOUTS)); /* none, Deflate and kvrans are always there */
 }
 
-/* Slices of whole blocks, which kvrans may decode straight to the destination. */
-static void test_whole_blocks(int mode) {
+/* Slices of whole blocks, which kvrans may decode straight into the group's memory. */
+static void test_whole_blocks(int fused) {
     struct shape shape = default_shape();
     shape.codec = SS_CODEC_KVRANS;
     shape.chunks = 2;
     shape.vectors = 256;
-    run_shape(&shape, mode, 16, 4);
+    run_shape(&shape, fused, 16, 4);
     shape.dtype = SS_DTYPE_FLOAT16;
     shape.scale_vectors = 3;
     shape.vectors = 512 + 30;
-    run_shape(&shape, mode, 16, 4);
+    run_shape(&shape, fused, 16, 4);
 }
 
-static void test_more_slices_than_queues_and_requests_hold(int mode) {
+static void test_more_slices_than_queues_and_requests_hold(int fused) {
     struct shape shape = default_shape();
     shape.chunks = test_is_brief() ? 10 : 40;
     shape.slices = 9;
     shape.vectors = 3;
-    run_shape(&shape, mode, 1, 1);
-    run_shape(&shape, mode, 2, 64);
+    run_shape(&shape, fused, 1, 1);
+    run_shape(&shape, fused, 2, 64);
 }
 
-static void test_fewer_slices_than_connections(int mode) {
+static void test_fewer_slices_than_connections(int fused) {
     struct shape shape = default_shape();
     shape.slices = 1;
-    run_shape(&shape, mode, 16, 4);
+    run_shape(&shape, fused, 16, 4);
     shape.slices = 2;
     shape.chunks = 1;
-    run_shape(&shape, mode, 16, 4);
+    run_shape(&shape, fused, 16, 4);
 }
 
-static void test_largest_slice_there_is(int mode) {
+static void test_largest_slice_there_is(int fused) {
     struct shape shape = default_shape();
     shape.chunks = 2;
     shape.slices = 2;
     shape.vectors = 2048;
     shape.vector_length = 1024;
-    run_shape(&shape, mode, 4, 4);
+    run_shape(&shape, fused, 4, 4);
 }
 
-static void test_answers_split_byte_by_byte(int mode) {
+static void test_answers_split_byte_by_byte(int fused) {
     struct shape shape = default_shape();
     shape.chunks = 3;
     shape.slices = 3;
@@ -138,7 +138,7 @@ static void test_answers_split_byte_by_byte(int mode) {
     for (uint32_t i = 0; i < shape.chunks; i++) {
         server_fault(server, fixture->chunks[i].key, fixture->chunks[i].key_length, FAULT_BYTE_BY_BYTE);
     }
-    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline_options options = pipeline_options(fixture, fused);
     struct ss_pipeline *pipeline;
     CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
     fetch_and_check(fixture, pipeline, server, 2);
@@ -147,13 +147,12 @@ static void test_answers_split_byte_by_byte(int mode) {
     fixture_free(fixture);
 }
 
-static void test_statistics_count_every_slice_once(int mode) {
-    int fused = (mode & MODE_FUSED) != 0;
+static void test_statistics_count_every_slice_once(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
     struct server *server = server_start();
     fixture_serve(fixture, server);
-    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline_options options = pipeline_options(fixture, fused);
     struct ss_pipeline *pipeline;
     CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
     CHECK(ss_pipeline_locked_bytes(pipeline) <= options.decompression_bytes + options.dequantization_bytes +
@@ -246,7 +245,7 @@ static void store_once(const struct fixture *fixture, struct ss_pipeline *pipeli
         batch->pieces[i].decompression_offset = offset;
         offset += 2 * fixture->size / batch->piece_count;
     }
-    memcpy(batch->groups->destination, fixture->source, fixture->size);
+    memcpy(batch->groups->memory, fixture->source, fixture->size);
     CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_OK);
     batch_free(batch);
 }
@@ -309,23 +308,16 @@ static void test_options_that_make_no_sense(void) {
 }
 
 int main(void) {
-    for (int mode = 0; mode < MODE_COUNT; mode++) {
-        if (!mode_is_tried(mode)) {
-            continue;
+    for (int fused = 0; fused <= backend_fuses(); fused++) {
+        test_every_codec_and_quantizer(fused);
+        test_whole_blocks(fused);
+        if (!test_is_brief()) {
+            test_largest_slice_there_is(fused);
         }
-        if (mode <= MODE_FUSED) { /* what takes long, and has nothing to do with what else can be switched */
-            test_every_codec_and_quantizer(mode);
-            test_whole_blocks(mode);
-            if (!test_is_brief()) {
-                test_largest_slice_there_is(mode);
-            }
-            test_answers_split_byte_by_byte(mode);
-        }
-        if (mode <= MODE_NOT_CHUNKED || mode == MODE_COUNT - 1) {
-            test_more_slices_than_queues_and_requests_hold(mode);
-        }
-        test_fewer_slices_than_connections(mode);
-        test_statistics_count_every_slice_once(mode);
+        test_answers_split_byte_by_byte(fused);
+        test_more_slices_than_queues_and_requests_hold(fused);
+        test_fewer_slices_than_connections(fused);
+        test_statistics_count_every_slice_once(fused);
     }
     test_a_batch_of_nothing();
     test_threads_are_named_and_pinned();

@@ -22,7 +22,7 @@ struct answer {
 };
 
 struct bench {
-    int mode;
+    int fused;
     struct fixture *fixture;
     struct server *server;
     struct ss_pipeline *pipeline;
@@ -71,17 +71,17 @@ static struct ss_batch *batch_begin(struct bench *bench) {
     return batch;
 }
 
-static struct bench *bench_start(int mode) {
+static struct bench *bench_start(int fused) {
     struct bench *bench = calloc(1, sizeof *bench);
     CHECK(bench != NULL);
     struct shape shape = default_shape();
     shape.chunks = CHUNKS;
     shape.slices = LAYERS * LAYER_SLICES;
-    bench->mode = mode;
+    bench->fused = fused;
     bench->fixture = fixture_make(&shape);
     bench->server = server_start();
     fixture_serve(bench->fixture, bench->server);
-    const struct ss_pipeline_options options = pipeline_options(bench->fixture, mode);
+    const struct ss_pipeline_options options = pipeline_options(bench->fixture, fused);
     CHECK_EQUAL(ss_pipeline_create(&options, &bench->pipeline), SS_OK);
     bench->socket = server_connect(bench->server);
     return bench;
@@ -168,7 +168,7 @@ static int is_in_place(const struct bench *bench, const struct ss_piece *piece) 
     int same = 1;
     for (uint32_t i = 0; i < piece->slice_count; i++) {
         uint64_t offset = bench->batch->slices[piece->slice_first + i].destination_offset;
-        same &= memcmp(bench->batch->groups->destination + offset, bench->fixture->expected + offset, size) == 0;
+        same &= memcmp(bench->batch->groups->memory + offset, bench->fixture->expected + offset, size) == 0;
     }
     return same;
 }
@@ -208,9 +208,9 @@ static void check_ends_at(const struct bench *bench, uint32_t first, enum ss_res
     CHECK_EQUAL(failed, first < CHUNKS);
 }
 
-static void test_a_batch_comes_in_one_answer_however_it_is_cut(int mode) {
+static void test_a_batch_comes_in_one_answer_however_it_is_cut(int fused) {
     static const size_t steps[] = {SIZE_MAX, 7, 1000, 1};
-    struct bench *bench = bench_start(mode);
+    struct bench *bench = bench_start(fused);
     for (size_t i = 0; i < sizeof steps / sizeof steps[0] - (test_is_brief() ? 1 : 0); i++) {
         uint32_t progress = 0;
         batch_begin(bench);
@@ -229,8 +229,8 @@ static void test_a_batch_comes_in_one_answer_however_it_is_cut(int mode) {
 }
 
 /* The same socket then asks by ranges, and what is before a chunk that fails there is completed all the same. */
-static void test_a_server_that_does_not_know_it_is_asked_by_ranges(int mode) {
-    struct bench *bench = bench_start(mode);
+static void test_a_server_that_does_not_know_it_is_asked_by_ranges(int fused) {
+    struct bench *bench = bench_start(fused);
     for (int damaged = 0; damaged < 2; damaged++) {
         batch_begin(bench);
         const struct ss_piece *chunk = &bench->fixture->chunks[3];
@@ -244,8 +244,8 @@ static void test_a_server_that_does_not_know_it_is_asked_by_ranges(int mode) {
     bench_stop(bench);
 }
 
-static void test_a_chunk_that_is_gone_costs_nothing_before_it(int mode) {
-    struct bench *bench = bench_start(mode);
+static void test_a_chunk_that_is_gone_costs_nothing_before_it(int fused) {
+    struct bench *bench = bench_start(fused);
     for (uint32_t first = 0; first < CHUNKS; first++) {
         for (unsigned also = 0; also < 2; also++) {
             unsigned gone = 1U << first | (also ? 1U << (CHUNKS - 1) : 0);
@@ -263,9 +263,9 @@ static void test_a_chunk_that_is_gone_costs_nothing_before_it(int mode) {
 }
 
 /* Lengths are not those that were planned for: longer than any buffer for what is dropped, or so in one layer alone. */
-static void test_a_record_that_was_replaced_is_not_taken(int mode) {
+static void test_a_record_that_was_replaced_is_not_taken(int fused) {
     static const uint32_t lengths[] = {1, 3000, 100 << 10};
-    struct bench *bench = bench_start(mode);
+    struct bench *bench = bench_start(fused);
     for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++) {
         for (int late = 0; late < 2; late++) {
             batch_begin(bench);
@@ -282,8 +282,8 @@ static void test_a_record_that_was_replaced_is_not_taken(int mode) {
 }
 
 /* What has been placed passed every check, wherever the rest goes wrong; and nobody waits for what cannot come. */
-static void test_answers_that_are_none_break_the_connection(int mode) {
-    struct bench *bench = bench_start(mode);
+static void test_answers_that_are_none_break_the_connection(int fused) {
+    struct bench *bench = bench_start(fused);
     const char *heads[] = {"*4\r\n*5\r\n", "*5\r\n*4\r\n",       "*5\r\n:5\r\n",       "$5\r\n", "+OK\r\n",
                            "_\r\n",        "*5\r\n*5\r\n$3\r\n", "*5\r\n*5\r\n+1\r\n", ":5\r\n", "HTTP/1.1 400\r\n"};
     for (size_t i = 0; i < sizeof heads / sizeof heads[0]; i++) {
@@ -325,8 +325,8 @@ static void test_answers_that_are_none_break_the_connection(int mode) {
     bench_stop(bench);
 }
 
-static void test_an_error_in_place_of_a_layer_is_told(int mode) {
-    struct bench *bench = bench_start(mode);
+static void test_an_error_in_place_of_a_layer_is_told(int fused) {
+    struct bench *bench = bench_start(fused);
     batch_begin(bench);
     add_head(bench, 0, 0);
     add_layer(bench, 0, 0, 0);
@@ -341,8 +341,8 @@ static void test_an_error_in_place_of_a_layer_is_told(int mode) {
 }
 
 /* A byte is another, anywhere: of a piece it is found by its checksum, of anything else by its form. */
-static void test_damage_anywhere_is_never_delivered(int mode) {
-    struct bench *bench = bench_start(mode);
+static void test_damage_anywhere_is_never_delivered(int fused) {
+    struct bench *bench = bench_start(fused);
     uint64_t state = 77;
     for (int i = 0; i < (test_is_brief() ? 40 : 400); i++) {
         batch_begin(bench);
@@ -355,8 +355,8 @@ static void test_damage_anywhere_is_never_delivered(int mode) {
     bench_stop(bench);
 }
 
-static void test_an_answer_that_is_cut_keeps_what_was_whole(int mode) {
-    struct bench *bench = bench_start(mode);
+static void test_an_answer_that_is_cut_keeps_what_was_whole(int fused) {
+    struct bench *bench = bench_start(fused);
     batch_begin(bench);
     answer_all(bench);
     size_t size = bench->answer.size;
@@ -376,8 +376,8 @@ static void *cancel_when_stalled(void *argument) {
     return NULL;
 }
 
-static void test_a_batch_that_ends_early_is_quiet_and_its_connection_gone(int mode) {
-    struct bench *bench = bench_start(mode);
+static void test_a_batch_that_ends_early_is_quiet_and_its_connection_gone(int fused) {
+    struct bench *bench = bench_start(fused);
     for (int late = 0; late < 2; late++) {
         batch_begin(bench);
         answer_all(bench);
@@ -393,8 +393,8 @@ static void test_a_batch_that_ends_early_is_quiet_and_its_connection_gone(int mo
     bench_stop(bench);
 }
 
-static void test_a_batch_that_is_no_such_request_is_refused(int mode) {
-    struct bench *bench = bench_start(mode);
+static void test_a_batch_that_is_no_such_request_is_refused(int fused) {
+    struct bench *bench = bench_start(fused);
     for (int wrong = 0; wrong < 8; wrong++) {
         struct ss_batch *batch = batch_begin(bench);
         batch->layers->keys += wrong == 0;
@@ -420,21 +420,17 @@ static void test_a_batch_that_is_no_such_request_is_refused(int mode) {
 }
 
 int main(void) {
-    for (int mode = 0; mode < MODE_COUNT; mode++) {
-        if (mode_is_tried(mode)) {
-            test_a_batch_that_is_no_such_request_is_refused(mode); /* as any is without the chunked pipeline */
-        }
-        if (mode_is_tried(mode) && (mode & MODE_NOT_CHUNKED) == 0) {
-            test_a_batch_comes_in_one_answer_however_it_is_cut(mode);
-            test_a_server_that_does_not_know_it_is_asked_by_ranges(mode);
-            test_a_chunk_that_is_gone_costs_nothing_before_it(mode);
-            test_a_record_that_was_replaced_is_not_taken(mode);
-            test_answers_that_are_none_break_the_connection(mode);
-            test_an_error_in_place_of_a_layer_is_told(mode);
-            test_damage_anywhere_is_never_delivered(mode);
-            test_an_answer_that_is_cut_keeps_what_was_whole(mode);
-            test_a_batch_that_ends_early_is_quiet_and_its_connection_gone(mode);
-        }
+    for (int fused = 0; fused <= backend_fuses(); fused++) {
+        test_a_batch_that_is_no_such_request_is_refused(fused);
+        test_a_batch_comes_in_one_answer_however_it_is_cut(fused);
+        test_a_server_that_does_not_know_it_is_asked_by_ranges(fused);
+        test_a_chunk_that_is_gone_costs_nothing_before_it(fused);
+        test_a_record_that_was_replaced_is_not_taken(fused);
+        test_answers_that_are_none_break_the_connection(fused);
+        test_an_error_in_place_of_a_layer_is_told(fused);
+        test_damage_anywhere_is_never_delivered(fused);
+        test_an_answer_that_is_cut_keeps_what_was_whole(fused);
+        test_a_batch_that_ends_early_is_quiet_and_its_connection_gone(fused);
     }
     return 0;
 }

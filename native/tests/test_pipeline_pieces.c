@@ -17,7 +17,7 @@ static const uint32_t layers_of[GROUPS] = {4, 2};
 enum { LAYER_SLICES = 2, LAYERS_MAX = 4, PIECES = CHUNKS * (4 + 2) };
 
 struct bench {
-    int mode;
+    int fused;
     struct fixture *fixtures[GROUPS];
     struct server *server;
     struct ss_pipeline *pipeline;
@@ -58,10 +58,10 @@ static void bench_connect(struct bench *bench) {
     }
 }
 
-static struct bench bench_start(int mode) {
-    struct bench bench = {.mode = mode, .fixtures = {group_make(0), group_make(1)}, .server = server_start()};
-    struct ss_pipeline_options options = pipeline_options(bench.fixtures[0], mode);
-    const struct ss_pipeline_options other = pipeline_options(bench.fixtures[1], mode);
+static struct bench bench_start(int fused) {
+    struct bench bench = {.fused = fused, .fixtures = {group_make(0), group_make(1)}, .server = server_start()};
+    struct ss_pipeline_options options = pipeline_options(bench.fixtures[0], fused);
+    const struct ss_pipeline_options other = pipeline_options(bench.fixtures[1], fused);
     options.decompression_bytes += other.decompression_bytes + ROOM;
     if (!options.fused) {
         options.dequantization_bytes += other.dequantization_bytes + ROOM;
@@ -199,7 +199,7 @@ static int is_in_place(const struct bench *bench, const struct ss_piece *piece) 
     int same = 1;
     for (uint32_t i = 0; i < piece->slice_count; i++) {
         uint64_t offset = bench->batch->slices[piece->slice_first + i].destination_offset;
-        same &= memcmp(bench->batch->groups[piece->group].destination + offset,
+        same &= memcmp(bench->batch->groups[piece->group].memory + offset,
                        bench->fixtures[piece->group]->expected + offset, size) == 0;
     }
     return same;
@@ -211,7 +211,7 @@ static int has_failed(const struct ss_piece *piece) {
 
 /*
  * What holds however a batch ends: what is said to be in place is; what was skipped was of no use, since its group
- * failed at its chunk or before it, or without the chunked pipeline any piece did.
+ * failed at its chunk or before it.
  */
 static void check_set(const struct bench *bench) {
     const struct ss_batch *batch = bench->batch;
@@ -221,8 +221,7 @@ static void check_set(const struct bench *bench) {
         int useless = 0;
         for (uint32_t j = 0; j < batch->piece_count; j++) {
             const struct ss_piece *other = &batch->pieces[j];
-            useless |= has_failed(other) && ((other->group == piece->group && other->chunk <= piece->chunk) ||
-                                             (bench->mode & MODE_NOT_CHUNKED) != 0);
+            useless |= has_failed(other) && other->group == piece->group && other->chunk <= piece->chunk;
         }
         CHECK(piece->result != SS_SKIPPED || useless);
     }
@@ -244,9 +243,9 @@ static void check_all(const struct bench *bench) {
 
 /* ---- Order --------------------------------------------------------------------------------------------------- */
 
-static void test_any_order_is_delivered_from_anywhere(int mode) {
+static void test_any_order_is_delivered_from_anywhere(int fused) {
     static const unsigned masks[] = {0, 0xff, 0x55, 0x1b, 0x80};
-    struct bench bench = bench_start(mode);
+    struct bench bench = bench_start(fused);
     for (uint64_t seed = 0; seed < (test_is_brief() ? 5 : 10); seed++) {
         batch_begin(&bench);
         if (seed > 0) {
@@ -260,8 +259,8 @@ static void test_any_order_is_delivered_from_anywhere(int mode) {
 }
 
 /* Some layers in one piece, others alone. */
-static void test_pieces_have_as_many_layers_as_they_like(int mode) {
-    struct bench bench = bench_start(mode);
+static void test_pieces_have_as_many_layers_as_they_like(int fused) {
+    struct bench bench = bench_start(fused);
     struct ss_batch *batch = batch_begin(&bench);
     batch->piece_count = 0;
     for (uint32_t chunk = CHUNKS; chunk-- > 0;) {
@@ -284,7 +283,7 @@ struct stalled {
 static uint64_t slices_through(const struct bench *bench) {
     struct ss_stage_statistics statistics[SS_STAGE_COUNT];
     ss_pipeline_statistics(bench->pipeline, statistics);
-    return statistics[bench->mode & MODE_FUSED ? SS_STAGE_DEQUANTIZE : SS_STAGE_DMA].items;
+    return statistics[bench->fused ? SS_STAGE_DEQUANTIZE : SS_STAGE_DMA].items;
 }
 
 /* Cancels the batch when it can get no further. */
@@ -305,10 +304,10 @@ static void *cancel_stalled(void *argument) {
 
 /*
  * While a layer of one chunk does not come, all layers before it are there, and of this one the chunks before it; and
- * what is in memory, which waits for nobody but without the chunked pipeline.
+ * what is in memory, which waits for nothing.
  */
-static void test_layers_come_one_by_one_while_answers_are_late(int mode, unsigned mask) {
-    struct bench bench = bench_start(mode);
+static void test_layers_come_one_by_one_while_answers_are_late(int fused, unsigned mask) {
+    struct bench bench = bench_start(fused);
     batch_begin(&bench);
     bodies_give(&bench, mask);
     uint32_t late = index_of(&bench, 0, 2, 2);
@@ -319,13 +318,13 @@ static void test_layers_come_one_by_one_while_answers_are_late(int mode, unsigne
     /* Of the late one, half of its bytes come, and so perhaps its first slice, unless that waits for the others. */
     const struct ss_slice *first = &bench.batch->slices[piece->slice_first];
     uint64_t first_bytes = (uint64_t)first->scales_length + first->encoded_length;
-    int is_half = first_bytes <= piece->body_length / 2 && (mode & MODE_NOT_CHUNKED) == 0;
+    int is_half = first_bytes <= piece->body_length / 2;
     uint32_t progress = 0;
     bench.batch->progress = &progress;
     bench.batch->layers_end = layers_of[0];
     struct stalled stalled = {.bench = &bench, .slices = (uint64_t)is_half, .layers = piece->layer};
     for (uint32_t i = 0; i < PIECES; i++) {
-        comes[i] = i < late || (bench.batch->pieces[i].memory != NULL && (mode & MODE_NOT_CHUNKED) == 0);
+        comes[i] = i < late || bench.batch->pieces[i].memory != NULL;
         stalled.slices += comes[i] ? LAYER_SLICES : 0;
     }
     pthread_t thread;
@@ -342,8 +341,8 @@ static void test_layers_come_one_by_one_while_answers_are_late(int mode, unsigne
 }
 
 /* Layers that were there count, those that lack what is not in the batch do not; nor is a word out of step taken. */
-static void test_progress_is_told_as_far_as_the_batch_brings_it(int mode) {
-    struct bench bench = bench_start(mode);
+static void test_progress_is_told_as_far_as_the_batch_brings_it(int fused) {
+    struct bench bench = bench_start(fused);
     struct ss_batch *batch = batch_begin(&bench);
     uint32_t words[2] = {7, 7};
     batch->progress = words;
@@ -374,9 +373,7 @@ static void check_bad_layer(const struct bench *bench, enum ss_result expected) 
     CHECK_EQUAL(bench->batch->pieces[bad].result, expected);
     for (uint32_t i = 0; i < PIECES; i++) {
         const struct ss_piece *piece = &bench->batch->pieces[i];
-        if (bench->mode & MODE_NOT_CHUNKED) {
-            CHECK_EQUAL(piece->result, i < bad ? SS_OK : i > bad ? SS_SKIPPED : expected);
-        } else if (piece->group == 1 || piece->chunk < 2) {
+        if (piece->group == 1 || piece->chunk < 2) {
             CHECK_EQUAL(piece->result, SS_OK);
         } else if (i != bad) {
             CHECK(piece->result == SS_OK || piece->result == SS_SKIPPED || piece->result == expected);
@@ -385,12 +382,12 @@ static void check_bad_layer(const struct bench *bench, enum ss_result expected) 
     CHECK_EQUAL(bench->batch->sockets_in_sync, 1);
 }
 
-static void test_a_bad_layer_costs_its_chunk_and_those_behind_alone(int mode) {
+static void test_a_bad_layer_costs_its_chunk_and_those_behind_alone(int fused) {
     static const struct {
         enum fault fault; /* FAULT_NONE: a bit is wrong */
         enum ss_result result;
     } faults[] = {{FAULT_NONE, SS_CHECKSUM}, {FAULT_MISSING, SS_NOT_FOUND}, {FAULT_ERROR, SS_REFUSED}};
-    struct bench bench = bench_start(mode);
+    struct bench bench = bench_start(fused);
     for (uint32_t i = 0; i < 3 * 6; i++) {
         batch_begin(&bench);
         if (i / 3 % 3 > 0) {
@@ -411,17 +408,15 @@ static void test_a_bad_layer_costs_its_chunk_and_those_behind_alone(int mode) {
 }
 
 /* A layer that has moved is no failure: all others are fetched, and this one alone from where it went. */
-static void test_a_layer_that_has_moved_is_fetched_alone(int mode) {
-    struct bench bench = bench_start(mode);
+static void test_a_layer_that_has_moved_is_fetched_alone(int fused) {
+    struct bench bench = bench_start(fused);
     struct ss_batch *batch = batch_begin(&bench);
     uint32_t index = index_of(&bench, 0, 0, 3);
     server_fault_from(bench.server, batch->pieces[index].key, batch->pieces[index].key_length, FAULT_MOVED,
                       batch->pieces[index].record_offset);
-    enum ss_result expected = mode & MODE_NOT_CHUNKED ? SS_REFUSED : SS_REDIRECTED;
-    CHECK_EQUAL(fetch(&bench, SOCKETS), expected);
+    CHECK_EQUAL(fetch(&bench, SOCKETS), SS_REDIRECTED);
     for (uint32_t i = 0; i < PIECES; i++) {
-        CHECK(i == index ? batch->pieces[i].result == expected
-                         : expected == SS_REFUSED || batch->pieces[i].result == SS_OK);
+        CHECK_EQUAL(batch->pieces[i].result, i == index ? SS_REDIRECTED : SS_OK);
     }
     serve_all(&bench);
     struct ss_piece alone = batch->pieces[index];
@@ -435,9 +430,9 @@ static void test_a_layer_that_has_moved_is_fetched_alone(int mode) {
 }
 
 /* What a lost connection owes is lost at once, of lower chunks, too; what the others have for themselves is had. */
-static void test_a_lost_connection_fails_all_that_it_owes(int mode) {
+static void test_a_lost_connection_fails_all_that_it_owes(int fused) {
     static const enum fault faults[] = {FAULT_DISCONNECT, FAULT_GARBAGE};
-    struct bench bench = bench_start(mode);
+    struct bench bench = bench_start(fused);
     for (uint32_t i = 0; i < 12; i++) {
         batch_begin(&bench);
         if (i / 2 % 2) {
@@ -465,8 +460,8 @@ static void test_a_lost_connection_fails_all_that_it_owes(int mode) {
 
 /* ---- What is refused, and the way back ----------------------------------------------------------------------- */
 
-static void test_pieces_share_no_slices(int mode) {
-    struct bench bench = bench_start(mode);
+static void test_pieces_share_no_slices(int fused) {
+    struct bench bench = bench_start(fused);
     struct ss_batch *batch = batch_begin(&bench);
     struct ss_piece *last = &batch->pieces[PIECES - 1];
     const struct ss_piece *first = &batch->pieces[index_of(&bench, 0, 0, 0)];
@@ -480,18 +475,18 @@ static void test_pieces_share_no_slices(int mode) {
 }
 
 /* Each group's bounds are its own. */
-static void test_a_piece_stays_within_its_groups_destination(int mode) {
-    struct bench bench = bench_start(mode);
+static void test_a_piece_stays_within_its_groups_memory(int fused) {
+    struct bench bench = bench_start(fused);
     for (uint32_t group = 0; group < GROUPS; group++) {
         batch_begin(&bench);
-        bench.batch->groups[group].destination_size--;
+        bench.batch->groups[group].memory_size--;
         CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.batch, bench.sockets, 1), SS_BAD_ARGUMENT);
     }
     bench_stop(&bench);
 }
 
-static void test_records_of_two_groups_are_encoded_in_one_go(int mode) {
-    struct bench bench = bench_start(mode);
+static void test_records_of_two_groups_are_encoded_in_one_go(int fused) {
+    struct bench bench = bench_start(fused);
     struct ss_batch *batch = batch_begin(&bench);
     uint64_t offset = 0;
     batch->piece_count = 0;
@@ -502,7 +497,7 @@ static void test_records_of_two_groups_are_encoded_in_one_go(int mode) {
         batch->pieces[batch->piece_count++] = piece;
     }
     for (uint32_t group = 0; group < GROUPS; group++) {
-        memcpy(batch->groups[group].destination, bench.fixtures[group]->source, bench.fixtures[group]->size);
+        memcpy(batch->groups[group].memory, bench.fixtures[group]->source, bench.fixtures[group]->size);
     }
     CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_OK);
     for (uint32_t i = 0; i < batch->piece_count; i++) {
@@ -519,21 +514,18 @@ static void test_records_of_two_groups_are_encoded_in_one_go(int mode) {
 }
 
 int main(void) {
-    for (int mode = 0; mode < MODE_COUNT; mode++) {
-        /* Who owns a piece's memory has nothing to do with the rest: once by itself, once with all of it. */
-        if (mode_is_tried(mode) && (mode <= MODE_UNMANAGED || mode == MODE_COUNT - 1)) {
-            test_any_order_is_delivered_from_anywhere(mode);
-            test_pieces_have_as_many_layers_as_they_like(mode);
-            test_layers_come_one_by_one_while_answers_are_late(mode, 0);
-            test_layers_come_one_by_one_while_answers_are_late(mode, 0x09);
-            test_progress_is_told_as_far_as_the_batch_brings_it(mode);
-            test_a_bad_layer_costs_its_chunk_and_those_behind_alone(mode);
-            test_a_layer_that_has_moved_is_fetched_alone(mode);
-            test_a_lost_connection_fails_all_that_it_owes(mode);
-            test_pieces_share_no_slices(mode);
-            test_a_piece_stays_within_its_groups_destination(mode);
-            test_records_of_two_groups_are_encoded_in_one_go(mode);
-        }
+    for (int fused = 0; fused <= backend_fuses(); fused++) {
+        test_any_order_is_delivered_from_anywhere(fused);
+        test_pieces_have_as_many_layers_as_they_like(fused);
+        test_layers_come_one_by_one_while_answers_are_late(fused, 0);
+        test_layers_come_one_by_one_while_answers_are_late(fused, 0x09);
+        test_progress_is_told_as_far_as_the_batch_brings_it(fused);
+        test_a_bad_layer_costs_its_chunk_and_those_behind_alone(fused);
+        test_a_layer_that_has_moved_is_fetched_alone(fused);
+        test_a_lost_connection_fails_all_that_it_owes(fused);
+        test_pieces_share_no_slices(fused);
+        test_a_piece_stays_within_its_groups_memory(fused);
+        test_records_of_two_groups_are_encoded_in_one_go(fused);
     }
     return 0;
 }

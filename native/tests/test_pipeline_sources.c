@@ -62,12 +62,12 @@ static void check_all(const struct fixture *fixture, const struct ss_batch *batc
 }
 
 /* Each mixture, over one to three connections, on connections that have been used, too. */
-static void test_any_mixture_is_delivered(int mode) {
+static void test_any_mixture_is_delivered(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
     struct server *server = server_start();
     fixture_serve(fixture, server);
-    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline_options options = pipeline_options(fixture, fused);
     options.queue_depth = 2; /* fewer than a chunk's slices: what is there at once has to wait for the decoder */
     struct ss_pipeline *pipeline = pipeline_make(&options);
     int32_t sockets[3];
@@ -93,15 +93,15 @@ static void test_any_mixture_is_delivered(int mode) {
     fixture_free(fixture);
 }
 
-static void test_memory_alone_needs_no_sockets(int mode) {
+static void test_memory_alone_needs_no_sockets(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
-    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline_options options = pipeline_options(fixture, fused);
     struct ss_pipeline *pipeline = pipeline_make(&options);
     struct ss_batch *batch = fixture_round(fixture);
     struct bodies bodies = bodies_give(fixture, batch, 0x1f);
     for (int repeat = 0; repeat < 2; repeat++) {
-        memset(batch->groups->destination, 0xAA, batch->groups->destination_size);
+        memset(batch->groups->memory, 0xAA, batch->groups->memory_size);
         CHECK_EQUAL(pipeline_fetch(pipeline, batch, NULL, 0), SS_OK);
         check_all(fixture, batch);
         CHECK_EQUAL(batch->received_bytes, 0);
@@ -115,12 +115,12 @@ static void test_memory_alone_needs_no_sockets(int mode) {
 }
 
 /* The decoder reads where the bodies lie, so there need be no room for a copy; an engine that cannot has none. */
-static void test_nothing_is_copied_where_the_decoder_reads_anywhere(int mode) {
+static void test_nothing_is_copied_where_the_decoder_reads_anywhere(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
-    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline_options options = pipeline_options(fixture, fused);
     options.decompression_bytes = 1;
-    int anywhere = strcmp(options.backend, "software") == 0 && options.memory_management;
+    int anywhere = strcmp(options.backend, "software") == 0;
     struct ss_pipeline *pipeline = pipeline_make(&options);
     struct ss_batch *batch = fixture_round(fixture);
     struct bodies bodies = bodies_give(fixture, batch, 0x1f);
@@ -138,11 +138,11 @@ static void test_nothing_is_copied_where_the_decoder_reads_anywhere(int mode) {
 }
 
 /* What fails in one source costs what is behind it in all, and nothing before it. */
-static void test_the_first_failure_decides_whosever_it_is(int mode) {
+static void test_the_first_failure_decides_whosever_it_is(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
     struct server *server = server_start();
-    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline_options options = pipeline_options(fixture, fused);
     struct ss_pipeline *pipeline = pipeline_make(&options);
     for (uint32_t failing = 0; failing < CHUNKS; failing++) {
         fixture_serve(fixture, server);
@@ -187,13 +187,13 @@ static void *cancel_when_stalled(void *argument) {
 }
 
 /* Once a batch is back nothing reads the memory any more, however it ended: it is given back at once. */
-static void test_an_end_before_all_is_there_leaves_the_memory_alone(int mode) {
+static void test_an_end_before_all_is_there_leaves_the_memory_alone(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
     struct server *server = server_start();
     fixture_serve(fixture, server);
     server_fault(server, fixture->chunks[2].key, fixture->chunks[2].key_length, FAULT_STALL);
-    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline_options options = pipeline_options(fixture, fused);
     struct ss_pipeline *pipeline = pipeline_make(&options);
     for (int late = 0; late < 2; late++) {
         int32_t socket = server_connect(server);
@@ -243,12 +243,12 @@ static struct bodies bodies_promise(const struct fixture *fixture, struct ss_bat
 }
 
 /* Alone and beside a server's, all of them or not that which is missing, before the batch runs and while it does. */
-static void test_what_is_awaited_comes_in_any_order(int mode) {
+static void test_what_is_awaited_comes_in_any_order(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
     struct server *server = server_start();
     fixture_serve(fixture, server);
-    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline_options options = pipeline_options(fixture, fused);
     struct ss_pipeline *pipeline = pipeline_make(&options);
     int32_t sockets[] = {server_connect(server), server_connect(server)};
     for (uint32_t i = 0; i < 24; i++) {
@@ -279,12 +279,12 @@ static void test_what_is_awaited_comes_in_any_order(int mode) {
 }
 
 /* What never comes holds a batch up to its deadline, unless it is of no use. */
-static void test_what_never_comes_ends_with_the_deadline(int mode) {
+static void test_what_never_comes_ends_with_the_deadline(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
     struct server *server = server_start();
     fixture_serve(fixture, server);
-    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline_options options = pipeline_options(fixture, fused);
     struct ss_pipeline *pipeline = pipeline_make(&options);
     for (int useless = 0; useless < 2; useless++) {
         int32_t socket = server_connect(server);
@@ -306,12 +306,12 @@ static void test_what_never_comes_ends_with_the_deadline(int mode) {
 }
 
 /* The body of what a server sends is where it was wanted, and what is delivered is the same. */
-static void test_what_a_server_sends_is_left_in_memory(int mode) {
+static void test_what_a_server_sends_is_left_in_memory(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
     struct server *server = server_start();
     fixture_serve(fixture, server);
-    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline_options options = pipeline_options(fixture, fused);
     struct ss_pipeline *pipeline = pipeline_make(&options);
     int32_t sockets[] = {server_connect(server), server_connect(server)};
     struct ss_batch *batch = fixture_round(fixture);
@@ -341,12 +341,12 @@ static void test_what_a_server_sends_is_left_in_memory(int mode) {
 }
 
 /* What is handed on takes the time that its bytes have at the rate, whichever source it is from, and is the same. */
-static void test_a_rate_holds_every_source_back(int mode) {
+static void test_a_rate_holds_every_source_back(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
     struct server *server = server_start();
     fixture_serve(fixture, server);
-    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline_options options = pipeline_options(fixture, fused);
     struct ss_pipeline *pipeline = pipeline_make(&options);
     for (unsigned mask = 0; mask < 0x20; mask += 0x1f) {
         int32_t sockets[] = {server_connect(server), server_connect(server)};
@@ -368,10 +368,10 @@ static void test_a_rate_holds_every_source_back(int mode) {
 }
 
 /* At a byte a second its first slice alone would take hours. */
-static void test_a_batch_that_is_held_back_ends_with_its_deadline(int mode) {
+static void test_a_batch_that_is_held_back_ends_with_its_deadline(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
-    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline_options options = pipeline_options(fixture, fused);
     struct ss_pipeline *pipeline = pipeline_make(&options);
     struct ss_batch *batch = fixture_round(fixture);
     struct bodies bodies = bodies_give(fixture, batch, 0x1f);
@@ -386,19 +386,17 @@ static void test_a_batch_that_is_held_back_ends_with_its_deadline(int mode) {
 }
 
 int main(void) {
-    for (int mode = 0; mode < MODE_COUNT; mode++) {
-        if (mode_is_tried(mode)) {
-            test_any_mixture_is_delivered(mode);
-            test_memory_alone_needs_no_sockets(mode);
-            test_nothing_is_copied_where_the_decoder_reads_anywhere(mode);
-            test_the_first_failure_decides_whosever_it_is(mode);
-            test_an_end_before_all_is_there_leaves_the_memory_alone(mode);
-            test_what_is_awaited_comes_in_any_order(mode);
-            test_what_never_comes_ends_with_the_deadline(mode);
-            test_what_a_server_sends_is_left_in_memory(mode);
-            test_a_rate_holds_every_source_back(mode);
-            test_a_batch_that_is_held_back_ends_with_its_deadline(mode);
-        }
+    for (int fused = 0; fused <= backend_fuses(); fused++) {
+        test_any_mixture_is_delivered(fused);
+        test_memory_alone_needs_no_sockets(fused);
+        test_nothing_is_copied_where_the_decoder_reads_anywhere(fused);
+        test_the_first_failure_decides_whosever_it_is(fused);
+        test_an_end_before_all_is_there_leaves_the_memory_alone(fused);
+        test_what_is_awaited_comes_in_any_order(fused);
+        test_what_never_comes_ends_with_the_deadline(fused);
+        test_what_a_server_sends_is_left_in_memory(fused);
+        test_a_rate_holds_every_source_back(fused);
+        test_a_batch_that_is_held_back_ends_with_its_deadline(fused);
     }
     return 0;
 }

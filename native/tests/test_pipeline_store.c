@@ -14,7 +14,7 @@ static const uint8_t head[HEAD_BYTES] = "the record's head, any bytes";
 /* A batch as a caller gives it to ss_pipeline_encode(): nothing that encoding finds out is filled in. */
 static struct ss_batch *encode_batch_make(const struct fixture *fixture) {
     struct ss_batch *batch = fixture_round(fixture);
-    memcpy(batch->groups->destination, fixture->source, fixture->size);
+    memcpy(batch->groups->memory, fixture->source, fixture->size);
     uint64_t offset = 0;
     for (uint32_t i = 0; i < batch->piece_count; i++) {
         struct ss_piece *chunk = &batch->pieces[i];
@@ -92,9 +92,9 @@ static void test_round_trip(enum ss_codec codec, enum ss_quantizer quantizer, en
     }
     struct ss_batch *fetched = fetch_batch_make(fixture, encoded);
     CHECK_EQUAL(pipeline_fetch(pipeline, fetched, &socket, 1), SS_OK);
-    CHECK(memcmp(fetched->groups->destination, fixture->expected, fixture->size) == 0);
+    CHECK(memcmp(fetched->groups->memory, fixture->expected, fixture->size) == 0);
     if (quantizer != SS_QUANTIZER_BINNED) {
-        CHECK(memcmp(fetched->groups->destination, fixture->source, fixture->size) == 0);
+        CHECK(memcmp(fetched->groups->memory, fixture->source, fixture->size) == 0);
     }
     struct ss_stage_statistics statistics[SS_STAGE_COUNT];
     ss_pipeline_statistics(pipeline, statistics);
@@ -219,7 +219,7 @@ static void test_a_value_that_is_not_finite(void) {
     struct ss_batch *batch = encode_batch_make(fixture);
     uint64_t chunk_bytes = fixture->size / shape.chunks;
     uint16_t infinity = 0x7f80;
-    memcpy(batch->groups->destination + 3 * chunk_bytes + 2 * 77, &infinity, sizeof infinity);
+    memcpy(batch->groups->memory + 3 * chunk_bytes + 2 * 77, &infinity, sizeof infinity);
     CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_NOT_FINITE);
     for (uint32_t i = 0; i < 3; i++) {
         CHECK_EQUAL(batch->pieces[i].result, SS_OK);
@@ -310,7 +310,7 @@ static void test_fetches_and_stores_side_by_side(void) {
     for (int i = 0; i < 50; i++) {
         struct ss_batch *batch = fixture_round(fixture);
         CHECK_EQUAL(pipeline_fetch(pipeline, batch, sockets, 2), SS_OK);
-        CHECK(memcmp(batch->groups->destination, fixture->expected, fixture->size) == 0);
+        CHECK(memcmp(batch->groups->memory, fixture->expected, fixture->size) == 0);
         batch_free(batch);
     }
     atomic_store(&storing.stop, 1);

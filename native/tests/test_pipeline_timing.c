@@ -78,10 +78,10 @@ static struct ss_batch *make_batch(const struct fixture *fixture, uint32_t chunk
     batch->groups = calloc(1, sizeof *batch->groups);
     CHECK(batch->groups != NULL);
     *batch->groups = *one->groups;
-    batch->groups->destination_size = fixture->size * chunks;
-    batch->groups->destination = malloc(batch->groups->destination_size);
-    CHECK(batch->pieces != NULL && batch->slices != NULL && batch->groups->destination != NULL);
-    memset(batch->groups->destination, 1, batch->groups->destination_size);
+    batch->groups->memory_size = fixture->size * chunks;
+    batch->groups->memory = malloc(batch->groups->memory_size);
+    CHECK(batch->pieces != NULL && batch->slices != NULL && batch->groups->memory != NULL);
+    memset(batch->groups->memory, 1, batch->groups->memory_size);
     for (uint32_t i = 0; i < chunks; i++) {
         batch->pieces[i] = one->pieces[0];
         name_chunk(&batch->pieces[i], i);
@@ -190,7 +190,7 @@ static void run(const struct setup *setup) {
         run_round(setup, pipeline, batch, sockets, server_clock);
     }
     for (uint32_t i = 0; i < setup->chunks; i++) {
-        CHECK(memcmp(batch->groups->destination + i * fixture->size, fixture->expected, fixture->size) == 0);
+        CHECK(memcmp(batch->groups->memory + i * fixture->size, fixture->expected, fixture->size) == 0);
     }
     for (uint32_t i = 0; i < setup->net_threads; i++) {
         close(sockets[i]);

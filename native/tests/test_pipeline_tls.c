@@ -190,7 +190,7 @@ static struct ss_batch *batch_make(const struct fixture *fixture, struct link *l
 
 /* ---- Tests ----------------------------------------------------------------------------------------------------- */
 
-static void test_batches(struct ss_tls *tls, SSL_CTX *context, int mode) {
+static void test_batches(struct ss_tls *tls, SSL_CTX *context, int fused) {
     struct shape shape = default_shape();
     shape.chunks = 6;
     shape.vectors = 128; /* several of TLS's records in a chunk */
@@ -199,7 +199,7 @@ static void test_batches(struct ss_tls *tls, SSL_CTX *context, int mode) {
     fixture_serve(fixture, server);
     struct relay relay;
     relay_start(&relay, context, server, 0);
-    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline_options options = pipeline_options(fixture, fused);
     struct ss_pipeline *pipeline;
     CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
     struct link link;
@@ -239,7 +239,7 @@ static void test_cut_off(struct ss_tls *tls, SSL_CTX *context) {
     struct fixture *fixture = fixture_make(&shape);
     struct server *server = server_start();
     fixture_serve(fixture, server);
-    struct ss_pipeline_options options = pipeline_options(fixture, MODE_FUSED);
+    struct ss_pipeline_options options = pipeline_options(fixture, 1);
     struct ss_pipeline *pipeline;
     CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
     for (uint64_t part = 1; part < 8; part += 2) {
@@ -268,7 +268,7 @@ static void test_put(struct ss_tls *tls, SSL_CTX *context) {
     struct server *server = server_start();
     struct relay relay;
     relay_start(&relay, context, server, 0);
-    struct ss_pipeline_options options = pipeline_options(fixture, MODE_FUSED);
+    struct ss_pipeline_options options = pipeline_options(fixture, 1);
     struct ss_pipeline *pipeline;
     CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
     struct link link;
@@ -365,11 +365,8 @@ int main(void) {
     struct ss_tls *tls;
     CHECK_EQUAL(ss_tls_create(path, NULL, NULL, &tls, NULL, 0), SS_OK);
     test_batches(tls, context, 0);
-    if (mode_is_possible(MODE_FUSED)) {
-        test_batches(tls, context, MODE_FUSED);
-    }
-    if (!test_is_brief()) {
-        test_batches(tls, context, MODE_NOT_CHUNKED);
+    if (backend_fuses()) {
+        test_batches(tls, context, 1);
     }
     test_cut_off(tls, context);
     test_put(tls, context);

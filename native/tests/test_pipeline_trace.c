@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_pipeline_trace.c - what a trace shows: every slice in every stage once, spans that nest, and, without the
- * chunked pipeline, one chunk and one stage at a time
+ * test_pipeline_trace.c - what a trace shows: every slice in every stage once, and spans that nest
  */
 #include <string.h>
 #include <unistd.h>
@@ -22,10 +21,10 @@ struct bench {
     uint64_t received_bytes;
 };
 
-static struct bench bench_start_shape(const struct shape *shape, int mode, uint32_t trace_events) {
+static struct bench bench_start_shape(const struct shape *shape, int fused, uint32_t trace_events) {
     struct bench bench = {.fixture = fixture_make(shape), .server = server_start()};
     fixture_serve(bench.fixture, bench.server);
-    struct ss_pipeline_options options = pipeline_options(bench.fixture, mode);
+    struct ss_pipeline_options options = pipeline_options(bench.fixture, fused);
     options.trace_events = trace_events;
     CHECK_EQUAL(ss_pipeline_create(&options, &bench.pipeline), SS_OK);
     for (int i = 0; i < SOCKETS; i++) {
@@ -36,9 +35,9 @@ static struct bench bench_start_shape(const struct shape *shape, int mode, uint3
     return bench;
 }
 
-static struct bench bench_start(int mode, uint32_t trace_events) {
+static struct bench bench_start(int fused, uint32_t trace_events) {
     struct shape shape = default_shape();
-    return bench_start_shape(&shape, mode, trace_events);
+    return bench_start_shape(&shape, fused, trace_events);
 }
 
 static void bench_fetch(struct bench *bench) {
@@ -63,8 +62,8 @@ static void bench_stop(struct bench *bench) {
     fixture_free(bench->fixture);
 }
 
-/* Every slice of 'batches' batches is in each stage of 'mode' exactly once, with its bytes. */
-static void check_slices(const struct bench *bench, int mode, uint32_t batches) {
+/* Every slice of 'batches' batches is in each stage exactly once, with its bytes. */
+static void check_slices(const struct bench *bench, int fused, uint32_t batches) {
     const struct shape *shape = &bench->fixture->shape;
     uint32_t slices = shape->chunks * shape->slices;
     uint8_t *seen = calloc((size_t)batches * slices, SS_STAGE_COUNT);
@@ -90,8 +89,8 @@ static void check_slices(const struct bench *bench, int mode, uint32_t batches) 
     CHECK_EQUAL(received, bench->received_bytes);
     for (size_t i = 0; i < (size_t)batches * slices * SS_STAGE_COUNT; i++) {
         size_t stage = i % SS_STAGE_COUNT;
-        int expected = stage == SS_STAGE_DECOMPRESS || stage == SS_STAGE_DEQUANTIZE ||
-                       (stage == SS_STAGE_DMA && !(mode & MODE_FUSED));
+        int expected =
+            stage == SS_STAGE_DECOMPRESS || stage == SS_STAGE_DEQUANTIZE || (stage == SS_STAGE_DMA && !fused);
         CHECK_EQUAL(seen[i], expected);
     }
     free(seen);
@@ -113,8 +112,8 @@ static void check_spans(const struct bench *bench, uint64_t begin_ns, uint64_t e
     }
 }
 
-static void test_every_slice_is_in_every_stage_once(int mode) {
-    struct bench bench = bench_start(mode, EVENTS);
+static void test_every_slice_is_in_every_stage_once(int fused) {
+    struct bench bench = bench_start(fused, EVENTS);
     uint64_t begin_ns = now_ns();
     CHECK_EQUAL(ss_pipeline_trace_start(bench.pipeline), SS_OK);
     bench_fetch(&bench);
@@ -122,25 +121,25 @@ static void test_every_slice_is_in_every_stage_once(int mode) {
     ss_pipeline_trace_stop(bench.pipeline);
     bench_read(&bench);
     CHECK_EQUAL(bench.dropped, 0);
-    check_slices(&bench, mode, 2);
+    check_slices(&bench, fused, 2);
     check_spans(&bench, begin_ns, now_ns());
     bench_stop(&bench);
 }
 
 /* Where decompression dequantizes as well, slices are still in both stages, and all of the time is in the first. */
-static void test_two_stages_in_one_go(int mode) {
+static void test_two_stages_in_one_go(int fused) {
     struct ss_stage_statistics statistics[SS_STAGE_COUNT];
     struct shape shape = default_shape();
     shape.codec = SS_CODEC_KVRANS;
     shape.vectors = 256;
-    struct bench bench = bench_start_shape(&shape, mode, EVENTS);
+    struct bench bench = bench_start_shape(&shape, fused, EVENTS);
     CHECK_EQUAL(ss_pipeline_trace_start(bench.pipeline), SS_OK);
     bench_fetch(&bench);
     bench_read(&bench);
-    check_slices(&bench, mode, 1);
+    check_slices(&bench, fused, 1);
     ss_pipeline_statistics(bench.pipeline, statistics);
     const struct ss_stage_statistics *dequantize = &statistics[SS_STAGE_DEQUANTIZE];
-    int in_one_go = (mode & MODE_FUSED) && ss_kvrans_kernels_find(ss_isa_active())->decode_elements != NULL;
+    int in_one_go = fused && ss_kvrans_kernels_find(ss_isa_active())->decode_elements != NULL;
     CHECK_EQUAL(dequantize->items, shape.chunks * shape.slices);
     CHECK_EQUAL(dequantize->output_bytes, bench.fixture->size);
     CHECK_EQUAL(dequantize->busy_ns == 0, in_one_go);
@@ -148,52 +147,8 @@ static void test_two_stages_in_one_go(int mode) {
     bench_stop(&bench);
 }
 
-/* The first begin, and the last end, of a chunk in a stage. */
-static uint64_t first_begin(const struct bench *bench, uint32_t chunk, enum ss_stage stage) {
-    uint64_t first = UINT64_MAX;
-    for (uint64_t i = 0; i < bench->count; i++) {
-        const struct ss_trace_event *event = &bench->events[i];
-        if (event->piece == chunk && event->stage == (uint32_t)stage && event->begin_ns < first) {
-            first = event->begin_ns;
-        }
-    }
-    return first;
-}
-
-static uint64_t last_end(const struct bench *bench, uint32_t chunk, enum ss_stage stage) {
-    uint64_t last = 0;
-    for (uint64_t i = 0; i < bench->count; i++) {
-        const struct ss_trace_event *event = &bench->events[i];
-        if (event->piece == chunk && event->stage == (uint32_t)stage && event->end_ns > last) {
-            last = event->end_ns;
-        }
-    }
-    return last;
-}
-
-/* Without the chunked pipeline: a stage begins a chunk when the stage before is done with it, and a chunk begins when
- * the one before it is delivered. */
-static void test_one_chunk_and_one_stage_at_a_time(int fused) {
-    int mode = MODE_NOT_CHUNKED | (fused ? MODE_FUSED : 0);
-    enum ss_stage last = fused ? SS_STAGE_DEQUANTIZE : SS_STAGE_DMA;
-    struct bench bench = bench_start(mode, EVENTS);
-    CHECK_EQUAL(ss_pipeline_trace_start(bench.pipeline), SS_OK);
-    bench_fetch(&bench);
-    bench_read(&bench);
-    for (uint32_t chunk = 0; chunk < bench.fixture->shape.chunks; chunk++) {
-        CHECK(first_begin(&bench, chunk, SS_STAGE_DECOMPRESS) >= last_end(&bench, chunk, SS_STAGE_NET));
-        for (int stage = SS_STAGE_DECOMPRESS; stage < SS_STAGE_DMA && !fused; stage++) {
-            CHECK(first_begin(&bench, chunk, stage + 1) >= last_end(&bench, chunk, stage));
-        }
-        if (chunk > 0) {
-            CHECK(first_begin(&bench, chunk, SS_STAGE_NET) >= last_end(&bench, chunk - 1, last));
-        }
-    }
-    bench_stop(&bench);
-}
-
 static void test_a_recording_holds_only_its_own_rounds(void) {
-    struct bench bench = bench_start(MODE_FUSED, EVENTS);
+    struct bench bench = bench_start(1, EVENTS);
     bench_fetch(&bench);
     bench_read(&bench);
     CHECK_EQUAL(bench.count, 0);
@@ -229,7 +184,7 @@ static void test_a_full_log_keeps_the_first_events_and_counts_the_rest(void) {
 }
 
 static void test_no_room_for_events_is_no_tracing(void) {
-    struct bench bench = bench_start(MODE_FUSED, 0);
+    struct bench bench = bench_start(1, 0);
     CHECK_EQUAL(ss_pipeline_trace_start(bench.pipeline), SS_NOT_SUPPORTED);
     bench_fetch(&bench);
     bench_read(&bench);
@@ -238,17 +193,10 @@ static void test_no_room_for_events_is_no_tracing(void) {
 }
 
 int main(void) {
-    for (int mode = 0; mode < MODE_COUNT; mode++) {
-        if (!mode_is_tried(mode)) {
-            continue;
-        }
-        test_every_slice_is_in_every_stage_once(mode);
-        test_two_stages_in_one_go(mode);
+    for (int fused = 0; fused <= backend_fuses(); fused++) {
+        test_every_slice_is_in_every_stage_once(fused);
+        test_two_stages_in_one_go(fused);
     }
-    if (mode_is_possible(MODE_FUSED)) {
-        test_one_chunk_and_one_stage_at_a_time(1);
-    }
-    test_one_chunk_and_one_stage_at_a_time(0);
     test_a_recording_holds_only_its_own_rounds();
     test_a_full_log_keeps_the_first_events_and_counts_the_rest();
     test_no_room_for_events_is_no_tracing();

@@ -10,7 +10,7 @@
 
 enum { ELEMENTS_MAX = 8192 };
 
-static const char *const isa_names[] = {"scalar", "avx2", "avx512", "neon", "neon_crc"};
+static const char *const isa_names[] = {"scalar", "avx2", "avx512", "neon"};
 static struct guarded source, symbols, scales, target, expected_symbols, expected_scales, expected_target;
 
 /* ---- The reference ------------------------------------------------------------------------------------------- */
@@ -30,16 +30,18 @@ static double value_of(enum ss_dtype dtype, const uint8_t *element) {
     if (dtype == SS_DTYPE_FLOAT8_E4M3) {
         int exponent = *element >> 3 & 0xF, mantissa = *element & 7;
         double magnitude = exponent == 0 ? ldexp(mantissa, -9) : ldexp(8 + mantissa, exponent - 10);
-        if ((*element & 0x7F) == 0x7F)
+        if ((*element & 0x7F) == 0x7F) {
             magnitude = NAN;
+        }
         return *element & 0x80 ? -magnitude : magnitude;
     }
     if (dtype == SS_DTYPE_FLOAT16) {
         memcpy(&half, element, 2);
         double magnitude =
             (half & 0x7C00) == 0 ? ldexp(half & 0x3FF, -24) : ldexp(1024 + (half & 0x3FF), (half >> 10 & 0x1F) - 25);
-        if ((half & 0x7C00) == 0x7C00)
+        if ((half & 0x7C00) == 0x7C00) {
             magnitude = INFINITY;
+        }
         return half & 0x8000 ? -magnitude : magnitude;
     }
     if (dtype == SS_DTYPE_BFLOAT16) {
@@ -60,8 +62,9 @@ static double rounded(enum ss_dtype dtype, float product) {
         value = isinf(product) ? (double)product : batch_to((double)product, 3, -6);
         return fabs(value) > 448 ? copysign(448, value) : value;
     }
-    if (dtype == SS_DTYPE_FLOAT32 || isinf(product))
+    if (dtype == SS_DTYPE_FLOAT32 || isinf(product)) {
         return (double)product;
+    }
     if (dtype == SS_DTYPE_FLOAT16) {
         value = batch_to((double)product, 10, -14);
         return fabs(value) >= 65536 ? copysign(INFINITY, value) : value;
@@ -79,16 +82,17 @@ static void elements_fill(enum ss_dtype dtype, uint8_t *elements, size_t count) 
 
     for (size_t index = 0; index < count; index++) {
         uint64_t bits = random64();
-        if (dtype == SS_DTYPE_FLOAT8_E4M3)
+        if (dtype == SS_DTYPE_FLOAT8_E4M3) {
             bits = calm ? 0x30 | (bits & 0x8F) : (bits & 0x7F) == 0x7F ? bits & 0x83 : bits;
-        else if (dtype == SS_DTYPE_FLOAT16)
+        } else if (dtype == SS_DTYPE_FLOAT16) {
             bits = calm ? 0x3000 | (bits & 0x8FFF) : (bits & 0x7C00) == 0x7C00 ? bits & 0x83FF : bits;
-        else if (dtype == SS_DTYPE_BFLOAT16)
+        } else if (dtype == SS_DTYPE_BFLOAT16) {
             bits = calm ? 0x3E00 | (bits & 0x81FF) : (bits & 0x7F80) == 0x7F80 ? bits & 0x807F : bits;
-        else if (dtype == SS_DTYPE_FLOAT32)
+        } else if (dtype == SS_DTYPE_FLOAT32) {
             bits = calm                                ? 0x3E000000 | (bits & 0x81FFFFFF)
                    : (bits & 0x7F800000) == 0x7F800000 ? bits & 0x807FFFFF
                                                        : bits;
+        }
         memcpy(elements + index * itemsize, &bits, itemsize);
     }
 }
@@ -128,8 +132,9 @@ static void check_isa(enum ss_isa isa, const struct shape *shape, int at_end) {
     CHECK(memcmp(decoded, expected_target.start, size) == 0,
           "dequantizing: quantizer %d dtype %d bins %u, %zu x %zu: %s differs from scalar", (int)shape->quantizer,
           (int)shape->dtype, shape->bins, shape->vectors, shape->vector_length, isa_names[isa]);
-    if (shape->quantizer != SS_QUANTIZER_BINNED)
+    if (shape->quantizer != SS_QUANTIZER_BINNED) {
         CHECK(memcmp(decoded, elements, size) == 0, "quantizer %d is not exact", (int)shape->quantizer);
+    }
 }
 
 static void check_shape(const struct shape *shape, int at_end) {
@@ -144,9 +149,10 @@ static void check_shape(const struct shape *shape, int at_end) {
     CHECK(ss_dequantize(shape->quantizer, shape->dtype, expected_symbols.start, expected_scales.start, shape->vectors,
                         shape->vector_length, expected_target.start) == SS_OK,
           "scalar");
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) {
-        if (ss_isa_available(isa))
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+        if (ss_isa_available(isa)) {
             check_isa(isa, shape, at_end);
+        }
     }
 }
 
@@ -155,8 +161,9 @@ static void check_all_shapes(void) {
 
     for (enum ss_dtype dtype = SS_DTYPE_UINT8; dtype <= SS_DTYPE_FLOAT8_E4M3; dtype++) {
         for (enum ss_quantizer quantizer = SS_QUANTIZER_PASSTHROUGH; quantizer <= SS_QUANTIZER_BINNED; quantizer++) {
-            if (quantizer == SS_QUANTIZER_BINNED && dtype == SS_DTYPE_UINT8)
+            if (quantizer == SS_QUANTIZER_BINNED && dtype == SS_DTYPE_UINT8) {
                 continue;
+            }
             for (size_t length = 0; length <= 140; length++) {
                 struct shape shape = {quantizer, dtype, bins_tested[length % 6], 1 + length % 3, length};
                 check_shape(&shape, 1);
@@ -178,15 +185,17 @@ static void check_rounding(enum ss_isa isa) {
     static int8_t all[SYMBOLS * 2];
     static uint8_t decoded[SYMBOLS * 2 * 4];
 
-    for (int index = 0; index < SYMBOLS * 2; index++) /* the second half fits 64 bins, which has a path of its own */
+    for (int index = 0; index < SYMBOLS * 2; index++) { /* the second half fits 64 bins, which has a path of its own */
         all[index] = (int8_t)(index < SYMBOLS ? index - 128 : index % 64 - 32);
+    }
     CHECK(ss_isa_force(isa) == SS_OK, "%s", isa_names[isa]);
     for (enum ss_dtype dtype = SS_DTYPE_FLOAT16; dtype <= SS_DTYPE_FLOAT8_E4M3; dtype++) {
         for (int batch = 0; batch < SCALES; batch++) {
             float scale = (float)ldexp(1 + (double)(random64() >> 11) * 0x1p-53, batch % 278 - 150);
             uint8_t scale_bytes[9]; /* unaligned on purpose */
-            if (isinf(scale))
+            if (isinf(scale)) {
                 scale = 0;
+            }
             memcpy(scale_bytes + 1, &scale, 4);
             memcpy(scale_bytes + 5, &scale, 4);
             CHECK(ss_dequantize(SS_QUANTIZER_BINNED, dtype, (uint8_t *)all, scale_bytes + 1, 2, SYMBOLS, decoded) ==
@@ -222,8 +231,9 @@ static void check_error(void) {
                       ss_dequantize(SS_QUANTIZER_BINNED, dtype, symbols.start, &scale, 1, LENGTH, target.start) ==
                           SS_OK,
                   "dtype %d bins %u", (int)dtype, bins);
-            for (size_t index = 0; index < LENGTH; index++)
+            for (size_t index = 0; index < LENGTH; index++) {
                 largest = fmax(largest, fabs(value_of(dtype, source.start + index * itemsize)));
+            }
             for (size_t index = 0; index < LENGTH; index++) {
                 double before = value_of(dtype, source.start + index * itemsize);
                 double after = value_of(dtype, target.start + index * itemsize);
@@ -245,8 +255,9 @@ static void check_special_vectors(void) {
     values[3] = 0x1p-140f; /* its scale has no finite inverse */
     CHECK(ss_quantize(SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT32, 32, values, 1, 40, made, &scale) == SS_OK && scale == 0,
           "a vector of subnormals counts as zero");
-    for (size_t index = 0; index < 40; index++)
+    for (size_t index = 0; index < 40; index++) {
         CHECK(made[index] == 0, "symbol %zu is %d", index, made[index]);
+    }
     for (size_t index = 0; index < 40; index++) {
         static const uint32_t bad[] = {0x7F800000, 0xFF800000, 0x7FC00000, 0xFF800001};
         memset(values, 0, sizeof(values));
@@ -288,10 +299,12 @@ static void check_one_symbol_of_more_bins(enum ss_isa isa) {
 
     for (unsigned batch = 0; batch < 400; batch++) {
         const enum ss_dtype dtype = dtypes[batch % 4];
-        for (size_t index = 0; index < COUNT; index++)
+        for (size_t index = 0; index < COUNT; index++) {
             made[index] = (int8_t)((int)random_below(64) - 32);
-        if (batch % 5 != 0)
+        }
+        if (batch % 5 != 0) {
             made[random_below(COUNT)] = beyond[random_below(4)];
+        }
         CHECK(ss_isa_force(SS_ISA_SCALAR) == SS_OK, "scalar is always there");
         CHECK(ss_dequantize(SS_QUANTIZER_BINNED, dtype, (uint8_t *)made, vector_scales, VECTORS, LENGTH, wanted) ==
                   SS_OK,
@@ -308,13 +321,15 @@ static void check_lossless_is_exact_for_every_pattern(void) {
     static uint16_t all[65536], back[65536];
     static uint8_t planes[2 * 65536];
 
-    for (uint32_t pattern = 0; pattern < 65536; pattern++)
+    for (uint32_t pattern = 0; pattern < 65536; pattern++) {
         all[pattern] = (uint16_t)pattern;
+    }
     CHECK(ss_quantize(SS_QUANTIZER_LOSSLESS, SS_DTYPE_BFLOAT16, 0, all, 256, 256, planes, NULL) == SS_OK, "lossless");
-    for (uint32_t pattern = 0; pattern < 65536; pattern++)
+    for (uint32_t pattern = 0; pattern < 65536; pattern++) {
         CHECK(planes[pattern] == (pattern << 1 >> 8 & 0xFF) &&
                   planes[65536 + pattern] == ((pattern << 1 | pattern >> 15) & 0xFF),
               "planes of %04x", pattern);
+    }
     CHECK(ss_dequantize(SS_QUANTIZER_LOSSLESS, SS_DTYPE_BFLOAT16, planes, NULL, 256, 256, back) == SS_OK, "lossless");
     CHECK(memcmp(all, back, sizeof(all)) == 0, "lossless is not exact");
 }
@@ -324,10 +339,11 @@ static void check_arguments(void) {
     uint8_t made[16];
     static const uint32_t bad_bins[] = {0, 2, 3, 5, 33, 258, 512};
 
-    for (size_t index = 0; index < sizeof(bad_bins) / sizeof(bad_bins[0]); index++)
+    for (size_t index = 0; index < sizeof(bad_bins) / sizeof(bad_bins[0]); index++) {
         CHECK(ss_quantize(SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT32, bad_bins[index], values, 1, 4, made, &scale) ==
                   SS_BAD_ARGUMENT,
               "bins %u", bad_bins[index]);
+    }
     CHECK(ss_quantize(SS_QUANTIZER_BINNED, SS_DTYPE_UINT8, 32, values, 1, 4, made, &scale) == SS_BAD_ARGUMENT, "uint8");
     CHECK(ss_quantize(SS_QUANTIZER_BINNED, (enum ss_dtype)9, 32, values, 1, 4, made, &scale) == SS_BAD_ARGUMENT, "9");
     CHECK(ss_quantize((enum ss_quantizer)7, SS_DTYPE_FLOAT32, 32, values, 1, 4, made, &scale) == SS_BAD_ARGUMENT, "7");
@@ -350,7 +366,7 @@ int main(void) {
     expected_scales = guarded_make(4 * ELEMENTS_MAX);
     expected_target = guarded_make(4 * ELEMENTS_MAX);
     check_all_shapes();
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) {
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
         if (ss_isa_available(isa)) {
             check_rounding(isa);
             check_error();

@@ -101,7 +101,7 @@ _NAMED: Final = int(IndexFlag.NAMED)
 
 
 class IndexSift(enum.IntEnum):
-    """Which objects cannot stay (``enum ss_index_sift``)."""
+    """Which objects cannot stay (``enum ss_index_purge``)."""
 
     UNPROVEN = 0
     NAMELESS = 1
@@ -450,7 +450,7 @@ class Index:
 
     def sift(self, device: int, what: IndexSift) -> int:
         """Remove the objects on a device that cannot stay; return how many."""
-        return int(lib.ss_index_sift(self._index, device, what))
+        return int(lib.ss_index_purge(self._index, device, what))
 
     def reserve(self, device: int, extents: "Extents") -> int:
         """Reserve the extents of all objects on a device; return how many were dropped since they overlap."""
@@ -486,7 +486,7 @@ class Index:
         records = ffi.new("struct ss_index_record[]", _RIVALS_AT_ONCE)
         self._slot[0] = 0
         while True:
-            count = lib.ss_index_rivals(self._index, device, self._slot, records, _RIVALS_AT_ONCE)
+            count = lib.ss_index_superseded(self._index, device, self._slot, records, _RIVALS_AT_ONCE)
             found += [(records[at].tenant, bytes(ffi.buffer(records[at].key))) for at in range(count)]
             if not self._slot[0]:
                 return found

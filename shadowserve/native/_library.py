@@ -38,7 +38,7 @@ __all__ = [
     "result_text",
 ]
 
-ABI_VERSION: Final = 11
+ABI_VERSION: Final = 12
 
 
 class Closing(abc.ABC):
@@ -95,7 +95,6 @@ class Isa(enum.IntEnum):
     AVX2 = 1
     AVX512 = 2
     NEON = 3
-    NEON_CRC = 4
 
 
 class MemoryKind(enum.IntEnum):

@@ -1,4 +1,4 @@
-"""Memory beyond the pipeline's own buffers: destinations, guards of what others may shrink, exports for elsewhere."""
+"""Memory beyond the pipeline's own buffers: registered memory, guards of mappings, and exports to a DPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ __all__ = ["Destination", "Export", "Guard", "Region", "StridedCopy", "progress_
 
 
 class _Pipeline(Protocol):
-    """What of a pipeline a destination needs."""
+    """The part of a pipeline that registered memory needs."""
 
     @property
     def backend(self) -> str: ...
@@ -26,40 +26,39 @@ class _Pipeline(Protocol):
 
 
 class Destination(Closing):
-    """Memory that a pipeline's backend knows, so that batches can deliver to it and store from it.
+    """Memory that is registered with a pipeline's backend, for any number of batches (``ss_memory_register()``).
 
-    Made by one of the class methods, once for any number of batches. Must be closed before the pipeline is, with no
-    batch using it. May be used and closed on any thread.
+    Close it before the pipeline, and while no batch uses it. From any thread.
 
     Attributes:
-        address: where it begins, as batches name it: not necessarily an address of this process.
-        size: bytes.
-        kind: where it is.
+        address: First address, as groups name it; in the exporting process for exported memory.
+        size: Bytes.
+        kind: Kind of the memory.
     """
 
     def __init__(self, pipeline: _Pipeline, memory: Any, keep: Any) -> None:
         """Register ``memory`` (a ``struct ss_memory *``); ``keep`` is kept alive until it is closed."""
-        pointer = ffi.new("struct ss_destination **")
+        pointer = ffi.new("struct ss_registered_memory **")
         self.kind = MemoryKind(memory.kind)
         self.size = int(memory.size)
         self._keep = keep
-        self._destination: Any = ffi.NULL
-        code = lib.ss_destination_register(pipeline._open(), memory, pointer)
+        self._registered: Any = ffi.NULL
+        code = lib.ss_memory_register(pipeline._open(), memory, pointer)
         check(
             code,
             f"registering {self.size} bytes of {self.kind.name.lower()} memory with the pipeline's backend",
             device=pipeline.backend != "software",
         )
-        self._destination = pointer[0]
+        self._registered = pointer[0]
         self._pipeline = pipeline
-        self.address = int(ffi.cast("uintptr_t", lib.ss_destination_address(self._destination)))
+        self.address = int(ffi.cast("uintptr_t", lib.ss_memory_address(self._registered)))
 
     @classmethod
     def local(cls, pipeline: _Pipeline, memory: "WriteableBuffer") -> Self:
-        """Register memory of this process. It stays alive, and exported, until the destination is closed.
+        """Register memory of this process. It is kept alive until the registration is closed.
 
         Raises:
-            NativeError: the device does not take it.
+            NativeError: The device does not take it.
         """
         buffer = ffi.from_buffer("uint8_t[]", memory, require_writable=True)
         described = ffi.new("struct ss_memory *")
@@ -114,22 +113,22 @@ class Destination(Closing):
         return cls(pipeline, described, None)
 
     def close(self) -> None:
-        """Forget it; no batch may be using it. Twice is harmless."""
-        destination, self._destination = self._destination, ffi.NULL
-        if destination != ffi.NULL:
-            lib.ss_destination_release(destination)
+        """End the registration. No batch may use it. A second call does nothing."""
+        registered, self._registered = self._registered, ffi.NULL
+        if registered != ffi.NULL:
+            lib.ss_memory_release(registered)
         keep, self._keep = self._keep, None
         if keep is not None:
             ffi.release(keep)
 
     def region(self, offset: int, length: int) -> "Region":
-        """Return a part of it, as :class:`Batch` takes it.
+        """Return ``length`` bytes from ``offset`` as a :class:`Group` takes them.
 
         Raises:
-            NativeError: it does not lie inside, or the destination is closed.
+            NativeError: The region does not lie inside, or the registration is closed.
         """
-        if self._destination == ffi.NULL:
-            raise NativeError("the destination is closed; register the memory again", Result.BAD_ARGUMENT)
+        if self._registered == ffi.NULL:
+            raise NativeError("the registered memory is closed; register it again", Result.BAD_ARGUMENT)
         if not 0 <= offset <= offset + length <= self.size:
             raise NativeError(
                 f"bytes {offset} to {offset + length} do not lie within {self.size} bytes", Result.BAD_ARGUMENT
@@ -139,9 +138,9 @@ class Destination(Closing):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a destination: ``length`` bytes from ``offset``."""
+    """A part of registered memory: ``length`` bytes from ``offset``."""
 
-    destination: Destination
+    registered: Destination
     offset: int
     length: int
 

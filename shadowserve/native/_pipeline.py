@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Required, Self, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -166,28 +166,28 @@ class Group:
 
     Attributes:
         quantizer: of every piece.
-        dtype: of the elements in the destination.
+        dtype: Type of the elements in the group's memory.
         vector_length: elements of one vector.
         scale_vectors: for ``Quantizer.BINNED``: so many vectors of a slice share one scale.
-        destination: memory that elements go to (``Pipeline.fetch``, writable) or come from (``Pipeline.encode``): a
-            part of what the pipeline knows (``Destination.region()``), or, but for fetching with an accelerator, any.
+        memory: Memory that elements are delivered to (``Pipeline.fetch``, writable) or stored from (``encode``):
+            a region of registered memory, or, except for a fetch with an accelerator, any buffer.
     """
 
     quantizer: Quantizer
     dtype: DType
     vector_length: int
     scale_vectors: int = 1
-    destination: "ReadableBuffer | Region"
+    memory: "ReadableBuffer | Region"
 
     @classmethod
-    def of(cls, layout: ChunkLayout, destination: "ReadableBuffer | Region") -> Self:
+    def of(cls, layout: ChunkLayout, memory: "ReadableBuffer | Region") -> Self:
         """Return the group whose chunks are laid out so."""
         return cls(
             quantizer=layout.quantizer,
             dtype=layout.dtype,
             vector_length=layout.vector_length,
             scale_vectors=layout.scale_tokens,
-            destination=destination,
+            memory=memory,
         )
 
 
@@ -207,7 +207,7 @@ class Progress:
 
 
 class Batch:
-    """One batch: pieces of some groups, between their sources and the groups' destinations (``struct ss_batch``).
+    """One batch: pieces of some groups, between their sources and the groups' memory (``struct ss_batch``).
 
     Keeps everything that it points at alive, and exported: a memory map cannot be closed before ``release()``.
 
@@ -243,7 +243,7 @@ class Batch:
         self.pieces = pieces
         self.slices = slices
         self.writable = True
-        self._held: list[Any] = []  # what bodies and destinations lie in
+        self._held: list[Any] = []  # memory of bodies and groups, kept alive
         self._batch = ffi.new("struct ss_batch *")
         self._layers: Any = ffi.NULL
         self._batch.pieces = ffi.cast("struct ss_piece *", pieces.ctypes.data)
@@ -264,7 +264,7 @@ class Batch:
 
     def _tell(self, progress: Progress) -> None:
         """Have the C core say how far the layers are."""
-        memory, offset = progress.word.destination, progress.word.offset
+        memory, offset = progress.word.registered, progress.word.offset
         if memory.kind is not MemoryKind.LOCAL or progress.word.length < ffi.sizeof("uint32_t"):
             raise NativeError("progress is told in 4 bytes of this process' own memory", Result.BAD_ARGUMENT)
         self._batch.progress = ffi.cast("uint32_t *", memory.address + offset)
@@ -333,15 +333,15 @@ class Batch:
         target.dtype = group.dtype
         target.scale_vectors = group.scale_vectors
         target.vector_length = group.vector_length
-        if isinstance(group.destination, Region):
-            registered = group.destination.destination
-            target.registered = registered._destination
-            target.destination = ffi.cast("uint8_t *", registered.address + group.destination.offset)
-            target.destination_size = group.destination.length
+        if isinstance(group.memory, Region):
+            registered = group.memory.registered
+            target.registered = registered._registered
+            target.memory = ffi.cast("uint8_t *", registered.address + group.memory.offset)
+            target.memory_size = group.memory.length
         else:
-            self.writable &= not memoryview(group.destination).readonly
-            target.destination = memory = self._hold(group.destination)
-            target.destination_size = len(memory)
+            self.writable &= not memoryview(group.memory).readonly
+            target.memory = memory = self._hold(group.memory)
+            target.memory_size = len(memory)
 
     def cancel(self) -> None:
         """Make the batch end soon with ``Result.CANCELLED``; from any thread."""
@@ -354,7 +354,7 @@ class Batch:
 
     @property
     def delivered_bytes(self) -> int:
-        """Bytes written into the destinations."""
+        """Bytes written into the groups' memory."""
         return int(self._batch.delivered_bytes)
 
     @property
@@ -368,7 +368,7 @@ class Batch:
         return [Result(int(result)) for result in self.pieces["result"]]
 
     def release(self) -> None:
-        """Let go of destinations and bodies. The batch must be over, and cannot run again."""
+        """Release the memory of groups and bodies. The batch must be over, and cannot run again."""
         self._batch.groups = ffi.NULL
         self._batch.group_count = 0
         self._batch.progress = ffi.NULL
@@ -378,96 +378,78 @@ class Batch:
             ffi.release(self._held.pop())
 
 
-_CORE_LISTS: Final = ("net", "decompress", "dequantize", "dma", "store")
+class PipelineOptions(TypedDict, total=False):
+    """Options of a pipeline: ``struct ss_pipeline_options`` in native/include/shadowserve.h explains each.
+
+    A list of cores has one entry for each thread of the stage.
+    """
+
+    backend: str
+    device: str
+    poll_interval_us: int
+    fused: bool
+    queue_depth: int
+    requests_in_flight: int
+    pin_memory: bool
+    decompression_bytes: Required[int]
+    dequantization_bytes: int
+    dma_source_bytes: int
+    store_bytes: Required[int]
+    net_cores: Sequence[int]
+    decompress_cores: Sequence[int]
+    dequantize_cores: Sequence[int]
+    dma_cores: Sequence[int]
+    store_cores: Sequence[int]
+    trace_events: int
+    nodes_max: int
+    device_timeout_ms: int
+
+
+_DEFAULTS: Final[dict[str, Any]] = {
+    "backend": "software",
+    "device": "",
+    "poll_interval_us": 10,
+    "fused": True,
+    "queue_depth": 64,
+    "requests_in_flight": 8,
+    "pin_memory": True,
+    "net_cores": (-1,),
+    "decompress_cores": (-1,),
+    "dequantize_cores": (),
+    "dma_cores": (),
+    "store_cores": (-1,),
+    "nodes_max": 1,
+    "device_timeout_ms": 10_000,
+}
+"""All other options are 0 by default."""
 
 
 class Pipeline:
     """The pipeline executor: pinned buffers and threads, made once (``struct ss_pipeline``).
 
-    Args:
-        backend: one of :func:`backends`.
-        device: PCI address or name of the backend's device; empty for the first that can.
-        poll_interval_us: between two looks at an engine that has nothing done; 0 for none.
-        fused: decompress, dequantize and deliver a slice in one go, while it is in the cache; software only.
-        queue_depth: slices in each queue between stages.
-        requests_in_flight: range requests sent ahead on each connection.
-        pin_memory: lock the buffers in memory, as far as the limits allow; see ``locked_bytes``.
-        decompression_bytes: size of the buffer that slices are received into.
-        dequantization_bytes: size of the buffer for decoded slices; 0 when fused.
-        dma_source_bytes: size of the buffer that is delivered from; 0 when fused.
-        store_bytes: size of the buffer that stored pieces are encoded into.
-        net_cores: one entry for each network thread, and so for each connection to a node; -1 leaves a thread unpinned.
-        decompress_cores: likewise.
-        dequantize_cores: likewise; unused when fused.
-        dma_cores: likewise; unused when fused.
-        store_cores: likewise.
-        chunked_pipeline: False to measure what the chunked pipeline is good for: one piece and one stage at a time.
-        memory_management: False to measure what it is good for: each piece's buffers are mapped, touched, locked,
-            registered with the device and unmapped within the batch; the sizes then only limit a batch.
-        trace_events: events that each thread has room to record; 0 for none.
-        nodes_max: of a cluster that one batch may ask.
-        device_timeout_ms: how long an engine may owe results and give none before the device is given up.
-
     Raises:
-        NativeError: options that do not fit each other, an unknown backend or one without a device that can do its
-            work, no memory, a core that is not there.
+        NativeError: Options that do not fit each other, an unknown backend or one without a suitable device, no memory,
+            a core that does not exist.
     """
 
-    def __init__(
-        self,
-        *,
-        backend: str = "software",
-        device: str = "",
-        poll_interval_us: int = 10,
-        fused: bool = True,
-        queue_depth: int = 64,
-        requests_in_flight: int = 8,
-        pin_memory: bool = True,
-        decompression_bytes: int,
-        dequantization_bytes: int = 0,
-        dma_source_bytes: int = 0,
-        store_bytes: int,
-        net_cores: Sequence[int] = (-1,),
-        decompress_cores: Sequence[int] = (-1,),
-        dequantize_cores: Sequence[int] = (),
-        dma_cores: Sequence[int] = (),
-        store_cores: Sequence[int] = (-1,),
-        chunked_pipeline: bool = True,
-        memory_management: bool = True,
-        trace_events: int = 0,
-        nodes_max: int = 1,
-        device_timeout_ms: int = 10_000,
-    ) -> None:
+    def __init__(self, **given: Unpack[PipelineOptions]) -> None:
         self._pipeline: Any = ffi.NULL
         self._given_up = False
-        self.backend = backend
+        chosen = {**_DEFAULTS, **given}
+        self.backend = backend = str(chosen["backend"])
+        device = chosen["device"]
         options = ffi.new("struct ss_pipeline_options *")
-        backend_text = ffi.new("char[]", backend.encode())
         options.options_size = ffi.sizeof("struct ss_pipeline_options")
-        device_text = ffi.new("char[]", device.encode())
-        options.backend = backend_text
-        options.device = device_text
-        options.poll_interval_us = poll_interval_us
-        options.fused = fused
-        options.queue_depth = queue_depth
-        options.requests_in_flight = requests_in_flight
-        options.pin_memory = pin_memory
-        options.decompression_bytes = decompression_bytes
-        options.dequantization_bytes = dequantization_bytes
-        options.dma_source_bytes = dma_source_bytes
-        options.store_bytes = store_bytes
-        options.chunked_pipeline = chunked_pipeline
-        options.memory_management = memory_management
-        options.trace_events = trace_events
-        options.nodes_max = nodes_max
-        options.device_timeout_ms = device_timeout_ms
-        alive = [backend_text, device_text]
-        core_lists = (net_cores, decompress_cores, dequantize_cores, dma_cores, store_cores)
-        for name, cores in zip(_CORE_LISTS, core_lists, strict=True):
-            array = ffi.new("int32_t[]", list(cores))
-            alive.append(array)
-            setattr(options, f"{name}_cores", array)
-            setattr(options, f"{name}_threads", len(cores))
+        alive = []  # what the struct points to, until the call returns
+        for name, value in chosen.items():
+            if isinstance(value, str):
+                alive.append(ffi.new("char[]", value.encode()))
+                value = alive[-1]
+            elif name.endswith("_cores"):
+                setattr(options, f"{name.removesuffix('_cores')}_threads", len(value))
+                alive.append(ffi.new("int32_t[]", list(value)))
+                value = alive[-1]
+            setattr(options, name, value)
         pointer = ffi.new("struct ss_pipeline **")
         on = f"backend {backend!r}" + (f" on device {device!r}" if device else "")
         code = lib.ss_pipeline_create(options, pointer)
@@ -516,10 +498,10 @@ class Pipeline:
             the sockets unless the batch says ``sockets_in_sync``.
 
         Raises:
-            NativeError: a destination is read-only, or the pipeline is closed.
+            NativeError: A group's memory is read-only, or the pipeline is closed.
         """
         if not batch.writable:
-            raise NativeError("fetching into a read-only destination", Result.BAD_ARGUMENT)
+            raise NativeError("fetching into read-only memory", Result.BAD_ARGUMENT)
         if sessions and len(sessions) != len(sockets):
             raise NativeError(f"{len(sessions)} TLS sessions for {len(sockets)} sockets", Result.BAD_ARGUMENT)
         descriptors = ffi.new("int32_t[]", list(sockets))
@@ -530,7 +512,7 @@ class Pipeline:
         return Result(lib.ss_pipeline_fetch(self._open(), batch._batch, descriptors, len(sockets)))
 
     def encode(self, batch: Batch) -> Result:
-        """Quantize and compress a batch's pieces from their destinations into the store buffer; blocks.
+        """Quantize and compress a batch's pieces from their groups' memory into the store buffer; blocks.
 
         Returns:
             ``Result.OK``, or the result of the first piece that failed.
@@ -630,7 +612,7 @@ class Pipeline:
 
     @property
     def memory_kinds(self) -> frozenset[MemoryKind]:
-        """What kinds of memory can be registered (:class:`Destination`)."""
+        """Kinds of memory that can be registered (:class:`Destination`)."""
         kinds = int(lib.ss_pipeline_memory_kinds(self._open()))
         return frozenset(kind for kind in MemoryKind if kinds >> kind & 1)
 

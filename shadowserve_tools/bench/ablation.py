@@ -1,37 +1,19 @@
-"""``shadowserve bench ablation``: what each of the paper's three techniques is worth (ShadowServe section 6.4)."""
+"""``shadowserve bench ablation``: the gain of asynchronous fetching (ShadowServe section 6.4)."""
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
 import click
 from rich.progress import Progress
 
-from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.serving import Load, Model, Partition, Served, Stack, model_options, p95
 from shadowserve_tools.report import Chart, Output, Report, output_options
-from shadowserve_tools.simulate import model as card
 
 __all__ = ["ablation"]
 
 FULL: Final = "shadowserve"
 NO_AF: Final = "no asynchronous fetching"
-NO_CP: Final = "no chunked pipeline"
-NO_MM: Final = "no memory management"
-
-DATA_PLANE_FLAGS: Final[dict[str, tuple[str, ...]]] = {
-    FULL: (),
-    NO_AF: (),
-    NO_CP: ("--chunked-pipeline", "false"),
-    NO_MM: ("--memory-management", "false"),
-}
-"""NO_AF is the engine's business: ``asynchronous_fetch``. FULL and NO_AF stand side by side, and share a data plane."""
-
-CARD: Final = "emulated card"
-CARD_NO_MM: Final = "emulated card, no memory management"
-PAPER_NO_MM: Final = {"least": 6.96, "largest": 11.73}
-"""How many times as long TTFT is in figure 14."""
 
 
 @dataclass(frozen=True)
@@ -55,35 +37,26 @@ def ablation(
     output: Output, model: Model, load: Load, requests_max: int, output_tokens: int, requests: int, unloaded: int,
     loaded: float, repeats: int,
 ) -> None:  # fmt: skip
-    """Serve with all techniques, and with one of them switched off at a time, everything else the same.
+    """Serve with asynchronous fetching and without it, everything else the same.
 
-    Without asynchronous fetching the engine waits for each fetch. Without the chunked pipeline the data plane takes a
-    chunk through all stages before the next. Without memory management it allocates and registers buffers for each
-    chunk. Engine, model and cores are those of `bench interference`.
-
-    A CPU has nothing to register with, so memory management is switched off over an emulated BlueField, too: where
-    registering takes as long as it took a server, and as long as the paper's figures say that it took a card.
+    Without it the engine waits for each fetch. Engine, model and cores are those of `bench interference`.
     """
     load = replace(load, output=output_tokens, requests=requests)
     runs: dict[str, list[_Run]] = defaultdict(list)
     with Progress(transient=True) as progress:
-        total = repeats * (len(DATA_PLANE_FLAGS) + 2 + len(PAPER_NO_MM))
-        task = progress.add_task("starting the engine", total=total)
+        task = progress.add_task("starting the engine", total=2 * repeats)
         with Stack(Partition.halves(), model, load, requests_max) as running:
             capacity = running.engine.serve(load, fetched=True).throughput
             for turn in range(repeats):
-                for system, flags in DATA_PLANE_FLAGS.items():
+                running.restart_data_plane()
+                for system in (FULL, NO_AF):
                     progress.update(task, description=system)
-                    if system != NO_AF:
-                        running.restart_data_plane(*flags)
                     running.engine.ask("switch", asynchronous=system != NO_AF)
                     offered = replace(load, rate=loaded * capacity, seed=turn)
                     runs[system].append(_measure(running, offered, unloaded))
                     running.engine.ask("switch", asynchronous=True)
                     progress.update(task, advance=1)
-        progress.update(task, description="starting the engine")
-        cards = _on_card(model, load, unloaded, repeats, lambda: progress.update(task, description=CARD, advance=1))
-    _report(runs, cards).finish(output)
+    _report(runs).finish(output)
 
 
 def _measure(running: Stack, load: Load, unloaded: int) -> _Run:
@@ -96,38 +69,7 @@ def _unloaded(running: Stack, load: Load, count: int) -> Served:
     return Served.of([running.engine.serve(replace(load, requests=1), fetched=True) for _ in range(count)])
 
 
-def _on_card(
-    model: Model, load: Load, unloaded: int, repeats: int, tell: Callable[[], None]
-) -> dict[str, list[Served]]:
-    """Return what one request at a time met over the emulator, in each turn.
-
-    What registering must have taken the paper's card is taken so many times as long here as this machine is slower
-    with a prompt than the card was: behind the emulator there is a CPU.
-    """
-    predictor, paper = card.Model(), card.Setting(bandwidth_gbps=40)
-    kv_bytes = load.chunks * DEFAULT_CHUNK_TOKENS * model.kv_bytes
-    paper_s = predictor.ttft_s(paper, card.Design()) * kv_bytes / (paper.prompt_tokens * predictor.given.token_bytes)
-    cards: dict[str, list[Served]] = defaultdict(list)
-    # As in the paper; and what the host exports, the card need not register.
-    host = {"quantizer": "binned", "delivery": "exported"}
-    with Stack(Partition.halves(), model, load, 1, backend="doca", **host) as running:
-        for _ in range(repeats):
-            running.restart_data_plane()
-            cards[CARD].append(_unloaded(running, load, unloaded))
-            tell()
-            slower = cards[CARD][-1].ttft / paper_s
-            us_per_mib = {CARD_NO_MM: predictor.given.register_us_per_mib}
-            for name, times in PAPER_NO_MM.items():
-                us_per_mib[f"{CARD_NO_MM}, {name}"] = slower * predictor.registering_us_per_mib(paper, times)
-            for name, us in us_per_mib.items():
-                cost = {"DOCA_EMULATOR_REGISTER_US_PER_MIB": f"{us:.0f}"}
-                running.restart_data_plane("--memory-management", "false", environment=cost)
-                cards[name].append(_unloaded(running, load, unloaded))
-                tell()
-    return cards
-
-
-def _report(runs: dict[str, list[_Run]], cards: dict[str, list[Served]]) -> Report:
+def _report(runs: dict[str, list[_Run]]) -> Report:
     report = Report(
         "ablation",
         ["system", "unloaded_ttft_ms", "loaded_ttft_ms", "loaded_ttft_p95_ms", "loaded_tpot_ms", "loaded_tpot_p95_ms",
@@ -144,27 +86,9 @@ def _report(runs: dict[str, list[_Run]], cards: dict[str, list[Served]]) -> Repo
             loaded_tpot_p95_ms=p95(loaded.tpot_s) * 1e3,
             highest_req_per_s=Served.of([turn.burst for turn in turns]).throughput,
         )
-    for system, served in cards.items():
-        report.row(system=system, unloaded_ttft_ms=Served.of(served).ttft * 1e3)
-    paper = "none; the paper has"
-    for name, system, part, goal in (
-        ("no_af_tpot", NO_AF, "tpot", f"{paper} 1.39 to 2.03"),
-        ("no_cp_ttft", NO_CP, "ttft", f"{paper} 1.56 to 1.86"),
-        ("no_mm_ttft", NO_MM, "ttft", f"{paper} 6.96 to 11.73"),
-    ):
-        pairs = zip(runs[system], runs[FULL], strict=True)
-        if part == "tpot":
-            report.ratio(name, [one.loaded.tpot / full.loaded.tpot for one, full in pairs], goal)
-        else:
-            report.ratio(name, [one.unloaded.ttft / full.unloaded.ttft for one, full in pairs], goal)
-    for name, system, goal in (
-        ("no_mm_card_ttft", CARD_NO_MM, "none; where registering takes as long as on a server"),
-        *(
-            (f"no_mm_card_ttft_{name}", f"{CARD_NO_MM}, {name}", f"none; the {name} of the paper's is {times}")
-            for name, times in PAPER_NO_MM.items()
-        ),
-    ):
-        report.ratio(name, [one.ttft / full.ttft for one, full in zip(cards[system], cards[CARD], strict=True)], goal)
+    pairs = zip(runs[NO_AF], runs[FULL], strict=True)
+    ratios = [one.loaded.tpot / full.loaded.tpot for one, full in pairs]
+    report.ratio("no_af_tpot", ratios, "none; the paper has 1.39 to 2.03")
     for title, column, unit in (
         ("Loaded TPOT", "loaded_tpot_ms", "ms"),
         ("Unloaded TTFT", "unloaded_ttft_ms", "ms"),

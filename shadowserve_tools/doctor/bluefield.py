@@ -71,7 +71,7 @@ def accelerators(machine: Machine, device: str) -> Iterator[Finding]:
     backend = native.backends().get("doca")
     if backend is None or backend.emulated:
         remedy = "scripts/bluefield/install, in which DOCA is found: it builds the C core with it"
-        found = "the C core was built without DOCA: its emulator would do the work, on the Arm cores"
+        found = "the C core was built without DOCA: nothing would use the accelerators"
         yield Finding("accelerators", "failed" if machine.is_bluefield else "warning", found, remedy)
         return
     try:

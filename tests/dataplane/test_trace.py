@@ -41,13 +41,8 @@ async def rest_of(call: Any) -> list[pb.TraceSpan]:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
-@pytest.mark.parametrize("managed", [True, False], ids=["managed", "on-demand"])
-@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "one-by-one"])
-async def test_every_slice_of_a_fetch_is_in_each_stage_once(
-    storage: Server, way: dict[str, Any], chunked: bool, managed: bool
-) -> None:
-    switches = way | {"chunked_pipeline": chunked, "memory_management": managed}
-    async with running(storage, **switches) as (_, client):
+async def test_every_slice_of_a_fetch_is_in_each_stage_once(storage: Server, way: dict[str, Any]) -> None:
+    async with running(storage, **way) as (_, client):
         keys = await stored(client, storage, 3)
         spans = await recorded(client, keys)
         assert client.chunk(2) == kv(client.shape, 2)

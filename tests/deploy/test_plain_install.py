@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,8 @@ def without(libraries: list[str], target: Path) -> None:
         assert content.count(f"\0{library}\0".encode()) == 1
         content = content.replace(f"\0{library}\0".encode(), f"\0{library[:-1]}9\0".encode())
     target.write_bytes(content)
+    for emulator in Path(native.library_path()).parent.glob("libdoca_emulator.so"):
+        shutil.copy(emulator, target.parent)  # the core finds it in its own folder
 
 
 def needed() -> list[str]:

@@ -99,7 +99,7 @@ def make_wheels(folder: Path) -> Path:
     subprocess.run(command, check=True, capture_output=True, timeout=NEVER_S)
     (own,) = folder.glob("shadowserve-*.whl")
     with zipfile.ZipFile(own, "a") as wheel:  # the C core was left out: it has been built already
-        for name in ("_cffi.py", "libshadowserve.so"):
+        for name in ("_cffi.py", "libshadowserve.so", "libdoca_emulator.so"):
             path = next(path for path in (Path(place, name) for place in shadowserve.__path__) if path.exists())
             wheel.write(path, f"shadowserve/{name}")
     for name in _closure("shadowserve"):

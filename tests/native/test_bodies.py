@@ -37,9 +37,7 @@ def make_batch(
     slices["vectors"] = 16
     slices["checksum"] = slices["decoded_crc32"] = [native.crc32(part) for part in DATA.reshape(-1, SLICE_BYTES)]
     parts = [
-        native.Group(
-            quantizer=Quantizer.PASSTHROUGH, dtype=DType.UINT8, vector_length=SLICE_BYTES // 16, destination=part
-        )
+        native.Group(quantizer=Quantizer.PASSTHROUGH, dtype=DType.UINT8, vector_length=SLICE_BYTES // 16, memory=part)
         for part in np.split(target, groups)
     ]
     pieces["origin"][list(bodies)] = Origin.AWAITED

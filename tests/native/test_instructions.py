@@ -38,7 +38,7 @@ def test_arm_kernels_run_as_many_instructions_as_is_kept(arm_build: Callable[...
     program = str(arm_build().directory / "native/count_instructions")
     result = compare("--emulator", "qemu-aarch64 -cpu neoverse-n1 -L /usr/aarch64-linux-gnu", program)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "kvrans-decode          neon" in result.stdout and "crc32                  neon_crc" in result.stdout
+    assert "kvrans-decode          neon" in result.stdout and "crc32                  any" in result.stdout
 
 
 def test_stepping_from_outside_counts_the_same(count_instructions: str) -> None:

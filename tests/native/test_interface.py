@@ -50,7 +50,7 @@ def test_enums_are_the_headers(enum: type[native.Result], prefix: str) -> None:
 def test_numpy_dtypes_are_the_structs(dtype: np.dtype[np.void], struct: str) -> None:
     body = re.search(struct + r" \{(.*?)\};", HEADER, re.DOTALL)
     assert body is not None
-    fields = re.findall(r"(\w+)(?:\[\d+\])?;", body[1])
+    fields = re.findall(r"(\w+)(?:\[\d+\])?;", re.sub(r"/\*.*?\*/", "", body[1], flags=re.DOTALL))
     assert list(dtype.names or ()) == fields and dtype.itemsize == ffi.sizeof(struct)
     array = np.zeros(3, dtype)
     pointer = ffi.cast(struct + " *", array.ctypes.data)
@@ -90,7 +90,8 @@ def import_native(**environment: str) -> subprocess.CompletedProcess[str]:
 def test_another_library_can_be_loaded(tmp_path: Path) -> None:
     other = tmp_path / "libother.so"
     other.write_bytes(Path(native.library_path()).read_bytes())
-    result = import_native(SHADOWSERVE_NATIVE_LIBRARY=str(other))
+    beside = str(Path(native.library_path()).parent)  # where the DOCA emulator is
+    result = import_native(SHADOWSERVE_NATIVE_LIBRARY=str(other), LD_LIBRARY_PATH=beside)
     assert result.returncode == 0 and result.stdout.strip() == str(other)
 
 
@@ -138,9 +139,9 @@ def test_calls_release_the_gil() -> None:
     assert after > before
 
 
-def make_batch(destination: bytearray | bytes | mmap.mmap, **changes: object) -> native.Batch:
+def make_batch(memory: bytearray | bytes | mmap.mmap, **changes: object) -> native.Batch:
     """Return a batch with one empty piece."""
-    group = native.Group(quantizer=Quantizer.LOSSLESS, dtype=DType.BFLOAT16, vector_length=64, destination=destination)
+    group = native.Group(quantizer=Quantizer.LOSSLESS, dtype=DType.BFLOAT16, vector_length=64, memory=memory)
     arguments = {
         "pieces": np.zeros(1, native.PIECE_DTYPE),
         "slices": np.zeros(1, native.SLICE_DTYPE),
@@ -151,7 +152,7 @@ def make_batch(destination: bytearray | bytes | mmap.mmap, **changes: object) ->
     return native.Batch(**arguments)  # type: ignore[arg-type]
 
 
-def test_a_batch_knows_whether_its_destination_is_writable() -> None:
+def test_a_batch_knows_whether_its_memory_is_writable() -> None:
     assert make_batch(bytearray(64)).writable
     assert not make_batch(bytes(64)).writable
 

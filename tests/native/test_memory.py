@@ -71,32 +71,32 @@ def test_kinds_of_memory_by_backend(pipeline: native.Pipeline) -> None:
         assert caught.value.result is Result.NOT_SUPPORTED
 
 
-def test_a_region_lies_within_its_destination(pipeline: native.Pipeline) -> None:
+def test_a_region_lies_within_its_registered_memory(pipeline: native.Pipeline) -> None:
     memory = bytearray(4096)
-    with native.Destination.local(pipeline, memory) as destination:
-        assert (destination.size, destination.kind) == (4096, MemoryKind.LOCAL)
-        assert destination.region(96, 4000).length == 4000
+    with native.Destination.local(pipeline, memory) as registered:
+        assert (registered.size, registered.kind) == (4096, MemoryKind.LOCAL)
+        assert registered.region(96, 4000).length == 4000
         for offset, length in ((-1, 1), (0, 4097), (4096, 1), (1, -1)):
             with pytest.raises(NativeError, match="do not lie within 4096 bytes"):
-                destination.region(offset, length)
+                registered.region(offset, length)
         with pytest.raises(BufferError):
             memory.append(0)  # it is exported for as long as it is registered
     memory.append(0)
-    destination.close()
+    registered.close()
     with pytest.raises(NativeError, match="closed"):
-        destination.region(0, 1)
+        registered.region(0, 1)
     with pytest.raises((BufferError, ValueError, TypeError)):
         native.Destination.local(pipeline, bytes(4096))  # read-only
 
 
-def stored(pipeline: native.Pipeline, destination: Any) -> tuple[Result, list[int]]:
+def stored(pipeline: native.Pipeline, memory: Any) -> tuple[Result, list[int]]:
     """Encode as one piece of many slices, without compression; return what came of it and the slices' checksums."""
     pieces, slices = np.zeros(1, native.PIECE_DTYPE), np.zeros(SLICES, native.SLICE_DTYPE)
     pieces["codec"], pieces["slice_count"] = native.Codec.NONE, SLICES
     slices["destination_offset"] = np.arange(SLICES) * SLICE_BYTES
     slices["decoded_length"], slices["vectors"] = SLICE_BYTES, 16
     group = native.Group(
-        quantizer=Quantizer.PASSTHROUGH, dtype=DType.UINT8, vector_length=SLICE_BYTES // 16, destination=destination
+        quantizer=Quantizer.PASSTHROUGH, dtype=DType.UINT8, vector_length=SLICE_BYTES // 16, memory=memory
     )
     batch_ = native.Batch(pieces=pieces, slices=slices, groups=[group], deadline_ns=2**62)
     result = pipeline.encode(batch_)
@@ -112,11 +112,11 @@ def test_what_another_process_exported_is_collected_until_it_is_gone(pipeline: n
         assert exporter.stdin is not None and exporter.stdout is not None
         address, size, descriptor = exporter.stdout.readline().split()
         exported = (int(address), int(size), bytes.fromhex(descriptor))
-        with native.Destination.exported(pipeline, *exported) as destination:
-            assert destination.address == int(address)
-            assert stored(pipeline, destination.region(0, destination.size)) == (Result.OK, expected)
+        with native.Destination.exported(pipeline, *exported) as registered:
+            assert registered.address == int(address)
+            assert stored(pipeline, registered.region(0, registered.size)) == (Result.OK, expected)
             exporter.communicate("\n", timeout=NEVER_S)
-            assert stored(pipeline, destination.region(0, destination.size))[0] is Result.DEVICE
+            assert stored(pipeline, registered.region(0, registered.size))[0] is Result.DEVICE
     assert stored(pipeline, data) == (Result.OK, expected)  # memory of this process needs nobody's help
 
 

@@ -291,8 +291,8 @@ def _use_new_names(served: Lasting, numbers: range) -> None:
 def test_names_that_occur_once_do_not_accumulate(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of keys, users, clients, commands and addresses are bounded; here the bounds are small."""
     for module, bound in (
-        (placement, "_CHAINS_MAX"),
-        (copies, "_GHOSTS_MAX"),
+        (interleaver, "_CHAINS_MAX"),
+        (memory_cache, "_GHOSTS_MAX"),
         (authentication_throttle, "_ADDRESSES_MAX"),
     ):
         monkeypatch.setattr(module, bound, _BOUND)

@@ -252,10 +252,7 @@ RATIOS = {
         "ttft_layers_over_default",
         *(["ttft_layers_over_default_link", "fetch_over_link_4"] if may_link() else []),
     },
-    "ablation": {
-        *("no_af_tpot", "no_cp_ttft", "no_mm_ttft"),
-        *("no_mm_card_ttft", "no_mm_card_ttft_least", "no_mm_card_ttft_largest"),
-    },
+    "ablation": {"no_af_tpot"},
     "disaggregation": {f"disaggregation_ttft_over_{other}" for other in ("warm_hit", "hit_beside_storing", "prefill")},
     "layers": {
         f"{ratio}{of}"

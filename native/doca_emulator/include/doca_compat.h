@@ -10,10 +10,11 @@
 
 /* As with the SDK, a call that may still change warns unless DOCA_ALLOW_EXPERIMENTAL_API is defined. */
 #ifdef DOCA_ALLOW_EXPERIMENTAL_API
-#define DOCA_EXPERIMENTAL
+#define DOCA_EXPERIMENTAL __attribute__((visibility("default")))
 #else
-#define DOCA_EXPERIMENTAL __attribute__((deprecated("experimental: define DOCA_ALLOW_EXPERIMENTAL_API to use it")))
+#define DOCA_EXPERIMENTAL                                                                                              \
+    __attribute__((visibility("default"), deprecated("experimental: define DOCA_ALLOW_EXPERIMENTAL_API to use it")))
 #endif
-#define DOCA_STABLE
+#define DOCA_STABLE __attribute__((visibility("default")))
 
 #endif /* DOCA_COMPAT_H_ */

@@ -43,9 +43,7 @@ static doca_error_t context_make(struct doca_dev *dev, size_t size, enum acceler
         }                                                                                                              \
         return result;                                                                                                 \
     }                                                                                                                  \
-    struct doca_ctx *name##_as_ctx(struct name *context) {                                                             \
-        return context != NULL ? &context->ctx : NULL;                                                                 \
-    }                                                                                                                  \
+    struct doca_ctx *name##_as_ctx(struct name *context) { return context != NULL ? &context->ctx : NULL; }            \
     doca_error_t name##_cap_get_max_num_tasks(struct name *context, uint32_t *tasks) {                                 \
         if (context == NULL || tasks == NULL) {                                                                        \
             return DOCA_ERROR_INVALID_VALUE;                                                                           \
@@ -95,9 +93,7 @@ static doca_error_t context_make(struct doca_dev *dev, size_t size, enum acceler
         }                                                                                                              \
         return result;                                                                                                 \
     }                                                                                                                  \
-    struct doca_task *type##_as_task(struct type *task) {                                                              \
-        return &task->task;                                                                                            \
-    }                                                                                                                  \
+    struct doca_task *type##_as_task(struct type *task) { return &task->task; }                                        \
     void type##_set_src(struct type *task, const struct doca_buf *source) {                                            \
         task_settled(&task->task, __func__);                                                                           \
         task->task.source = source;                                                                                    \

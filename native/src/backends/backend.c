@@ -5,7 +5,12 @@
 #include <string.h>
 
 const struct ss_backend *ss_backend_find(const char *name) {
-    static const struct ss_backend *const backends[] = {&ss_backend_software, &ss_backend_doca};
+    static const struct ss_backend *const backends[] = {
+        &ss_backend_software,
+#ifdef SS_HAVE_DOCA
+        &ss_backend_doca,
+#endif
+    };
     for (size_t i = 0; i < sizeof backends / sizeof backends[0]; i++) {
         if (strcmp(backends[i]->name, name) == 0) {
             return backends[i];

@@ -2,7 +2,7 @@
 /*
  * backend.h - what does the pipeline's accelerated work: a CPU, a DPU's accelerators, or an emulator of them
  *
- * A backend decompresses slices, copies them to their destination, and copies what is to be stored from where it is.
+ * A backend decompresses slices, copies elements to registered memory, and copies elements to store from there.
  * The executor does the rest: networking, checksums of the stored bytes, dequantization, order, failure, deadlines.
  * Where the stages are fused, a backend may do dequantization in one go with decompression.
  *
@@ -40,7 +40,7 @@ struct ss_backend_setup {
 };
 
 struct ss_backend_range {
-    uint8_t *data; /* NULL: no such buffer, or (without memory management) one for each chunk */
+    uint8_t *data; /* NULL: no such buffer */
     uint64_t size;
 };
 
@@ -49,9 +49,6 @@ struct ss_backend_channel {
     enum ss_stage stage;            /* SS_STAGE_DECOMPRESS, SS_STAGE_DMA, or SS_STAGE_QUANTIZE: a thread that stores */
     struct ss_backend_range source; /* decompress: the decompression buffer; deliver: the DMA source buffer */
     struct ss_backend_range target; /* decompress: the dequantization buffer; collect: the thread's own buffer */
-    /* Without memory management, on any thread: what memory_open() made of the memory that an address lies in. */
-    void *(*memory_at)(void *owner, const uint8_t *address);
-    void *owner;
 };
 
 /* One slice for one channel. Belongs to the executor; must not move between the start and complete(). */
@@ -119,7 +116,7 @@ struct ss_backend {
 /* Does everything on the thread that asks. Always there. */
 extern const struct ss_backend ss_backend_software;
 
-/* A BlueField's accelerators through DOCA, or an emulator of that. */
+/* A BlueField's accelerators through DOCA, or an emulator of that; only in a build with one of them. */
 extern const struct ss_backend ss_backend_doca;
 
 /* ss_backend_find() returns the backend called 'name', NULL where this build has none. */

@@ -61,10 +61,8 @@ struct channel {
     enum ss_stage stage;
     struct ss_doca_context context;
     struct doca_buf_inventory *inventory;
-    struct doca_mmap *source; /* of the stage's buffers; NULL: it has none there, or one for each chunk */
+    struct doca_mmap *source; /* of the stage's buffers; NULL: it has none there */
     struct doca_mmap *target;
-    void *(*memory_at)(void *owner, const uint8_t *address); /* finds a chunk's */
-    void *owner;
     struct piece *pieces;
     uint32_t piece_count;
     struct piece *free_pieces;
@@ -188,20 +186,10 @@ static int writes_buffer(enum ss_stage stage) {
     return stage != SS_STAGE_DMA;
 }
 
-/* Returns what a piece's bytes at 'address' are registered as: in a buffer of the stage, or in the host's memory. */
-static struct doca_mmap *mmap_at(const struct piece *piece, struct doca_mmap *buffer, int in_buffer,
-                                 const uint8_t *address) {
-    const struct channel *channel = piece->channel;
-    if (!in_buffer) {
-        return piece->work->memory;
-    }
-    return buffer != NULL ? buffer : channel->memory_at(channel->owner, address);
-}
-
 static doca_error_t piece_take_bufs(struct piece *piece) {
     struct channel *channel = piece->channel;
-    struct doca_mmap *source = mmap_at(piece, channel->source, reads_buffer(channel->stage), piece->source);
-    struct doca_mmap *target = mmap_at(piece, channel->target, writes_buffer(channel->stage), piece->target);
+    struct doca_mmap *source = reads_buffer(channel->stage) ? channel->source : piece->work->memory;
+    struct doca_mmap *target = writes_buffer(channel->stage) ? channel->target : piece->work->memory;
     doca_error_t error = doca_buf_inventory_buf_get_by_data(channel->inventory, source, (void *)piece->source,
                                                             piece->source_size, &piece->source_buf);
     if (error == DOCA_SUCCESS) {
@@ -443,8 +431,6 @@ static enum ss_result channel_open(void *argument, const struct ss_backend_chann
     }
     channel->device = device;
     channel->stage = setup->stage;
-    channel->memory_at = setup->memory_at;
-    channel->owner = setup->owner;
     pthread_mutex_lock(&device->lock);
     enum ss_result result = channel_create(channel, setup);
     if (result == SS_OK) {

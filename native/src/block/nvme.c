@@ -36,7 +36,7 @@ struct nvme_ring {
     struct {
         uint32_t attributes, blocks;
         uint64_t first;
-    } * ranges;
+    } *ranges;
 };
 
 /* ---- What device it is ----------------------------------------------------------------------------------------- */

@@ -20,16 +20,18 @@ static size_t none_compress_bound(size_t size) {
 static enum ss_result none_compress(const uint8_t *source, size_t size, size_t row_length, uint8_t *target,
                                     size_t target_size, size_t *written) {
     (void)row_length;
-    if (target_size < size)
+    if (target_size < size) {
         return SS_NO_SPACE;
+    }
     memcpy(target, source, size);
     *written = size;
     return SS_OK;
 }
 
 static enum ss_result none_decompress(const uint8_t *source, size_t size, uint8_t *target, size_t target_size) {
-    if (size != target_size)
+    if (size != target_size) {
         return SS_BAD_DATA;
+    }
     memcpy(target, source, size);
     return SS_OK;
 }
@@ -69,8 +71,9 @@ static void state_destroy(void *pointer) {
     struct ss_codec_state *state = pointer;
 
     for (size_t codec = 0; codec < CODEC_COUNT; codec++) {
-        if (codecs[codec] != NULL && codecs[codec]->state_free != NULL)
+        if (codecs[codec] != NULL && codecs[codec]->state_free != NULL) {
             codecs[codec]->state_free(state);
+        }
     }
     free(state);
 }
@@ -83,11 +86,12 @@ struct ss_codec_state *ss_codec_state(void) {
     struct ss_codec_state *state;
 
     pthread_once(&state_key_once, state_key_make);
-    if (!state_key_made)
+    if (!state_key_made) {
         return NULL;
+    }
     state = pthread_getspecific(state_key);
     if (state == NULL) {
-        state = calloc(1, sizeof(*state));
+        state = calloc(1, sizeof *state);
         if (state != NULL && pthread_setspecific(state_key, state) != 0) {
             free(state);
             state = NULL;
@@ -106,11 +110,13 @@ void ss_codec_prepare(void) {
     for (size_t codec = 0; codec < CODEC_COUNT; codec++) {
         size_t written = 0;
 
-        for (size_t i = 0; i < SIZE; i++)
+        for (size_t i = 0; i < SIZE; i++) {
             symbols[i] = (uint8_t)(i * i % 13 & i); /* worth coding, not storing */
+        }
         if (codecs[codec] != NULL &&
-            ss_compress((enum ss_codec)codec, symbols, SIZE, ROW, stream, sizeof stream, &written) == SS_OK)
+            ss_compress((enum ss_codec)codec, symbols, SIZE, ROW, stream, sizeof stream, &written) == SS_OK) {
             (void)ss_decompress((enum ss_codec)codec, stream, written, symbols, SIZE);
+        }
     }
     (void)ss_decompress(SS_CODEC_DEFLATE, fixed, sizeof fixed, symbols, 1);
 }
@@ -119,8 +125,9 @@ void ss_codec_prepare(void) {
 
 const char *ss_codec_implementation(enum ss_codec codec) {
     const struct ss_codec_functions *functions = codec_find(codec);
-    if (functions == NULL)
+    if (functions == NULL) {
         return NULL;
+    }
     return functions->implementation != NULL ? functions->implementation : functions->implementation_now();
 }
 
@@ -135,11 +142,13 @@ enum ss_result ss_compress(enum ss_codec codec, const void *source, size_t size,
     uint8_t nowhere[1];
     const struct ss_codec_functions *functions = codec_find(codec);
 
-    if (functions == NULL)
+    if (functions == NULL) {
         return SS_NOT_SUPPORTED;
+    }
     if (written == NULL || (source == NULL && size != 0) || (target == NULL && target_size != 0) ||
-        size > SS_CODEC_SIZE_MAX)
+        size > SS_CODEC_SIZE_MAX) {
         return SS_BAD_ARGUMENT;
+    }
     *written = 0;
     return functions->compress(size != 0 ? source : nothing, size, row_length, target_size != 0 ? target : nowhere,
                                target_size, written);
@@ -151,12 +160,15 @@ static enum ss_result stream_check(struct ss_stream *stream) {
     static uint8_t nowhere[1]; /* never written, since its size is zero */
 
     if ((stream->source == NULL && stream->source_size != 0) || (stream->target == NULL && stream->target_size != 0) ||
-        stream->source_size > SS_CODEC_SIZE_MAX || stream->target_size > SS_CODEC_SIZE_MAX)
+        stream->source_size > SS_CODEC_SIZE_MAX || stream->target_size > SS_CODEC_SIZE_MAX) {
         return SS_BAD_ARGUMENT;
-    if (stream->source_size == 0)
+    }
+    if (stream->source_size == 0) {
         stream->source = nothing;
-    if (stream->target_size == 0)
+    }
+    if (stream->target_size == 0) {
         stream->target = nowhere;
+    }
     return SS_OK;
 }
 
@@ -167,14 +179,16 @@ void ss_decompress_many(enum ss_codec codec, struct ss_stream *streams, size_t c
         enum ss_result checked = functions != NULL ? stream_check(&streams[index]) : SS_NOT_SUPPORTED;
 
         streams[index].result = checked;
-        if (checked == SS_OK && functions->decompress_many != NULL)
+        if (checked == SS_OK && functions->decompress_many != NULL) {
             streams[index].result = SS_NOT_SUPPORTED;
-        else if (checked == SS_OK)
+        } else if (checked == SS_OK) {
             streams[index].result = functions->decompress(streams[index].source, streams[index].source_size,
                                                           streams[index].target, streams[index].target_size);
+        }
     }
-    if (functions != NULL && functions->decompress_many != NULL)
+    if (functions != NULL && functions->decompress_many != NULL) {
         functions->decompress_many(streams, count);
+    }
 }
 
 enum ss_result ss_decompress(enum ss_codec codec, const void *source, size_t size, void *target, size_t target_size) {

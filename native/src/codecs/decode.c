@@ -24,8 +24,9 @@ enum ss_result ss_elements_make(const struct ss_elements *elements, const uint8_
     enum ss_result result = dequantize(elements->quantizer, elements->dtype, symbols, scales, groups,
                                        shared * elements->vector_length, elements->target);
 
-    if (result != SS_OK || elements->vectors % shared == 0)
+    if (result != SS_OK || elements->vectors % shared == 0) {
         return result;
+    }
     return dequantize(elements->quantizer, elements->dtype, symbols + count, scales + groups * sizeof(float), 1,
                       elements->vectors % shared * elements->vector_length,
                       (uint8_t *)elements->target + count * ss_dtype_size(elements->dtype));
@@ -40,10 +41,12 @@ enum ss_result ss_decode_direct(enum ss_codec codec, const struct ss_stream *str
 static int elements_fit(const struct ss_elements *elements, size_t size) {
     size_t symbols = ss_dtype_size(elements->dtype);
 
-    if (symbols == 0 || elements->scale_vectors == 0)
+    if (symbols == 0 || elements->scale_vectors == 0) {
         return 0;
-    if (elements->quantizer == SS_QUANTIZER_BINNED)
+    }
+    if (elements->quantizer == SS_QUANTIZER_BINNED) {
         symbols = 1;
+    }
     return !__builtin_mul_overflow(symbols, elements->vectors, &symbols) &&
            !__builtin_mul_overflow(symbols, elements->vector_length, &symbols) && symbols == size &&
            (size == 0 || elements->target != NULL) &&
@@ -55,8 +58,9 @@ static void two_steps(enum ss_codec codec, struct ss_stream *streams, const stru
                       size_t count) {
     ss_decompress_many(codec, streams, count);
     for (size_t index = 0; index < count; index++) {
-        if (streams[index].result == SS_OK)
+        if (streams[index].result == SS_OK) {
             streams[index].result = ss_elements_make(&elements[index], streams[index].target, 1);
+        }
     }
 }
 
@@ -66,10 +70,12 @@ void ss_decode_many(enum ss_codec codec, struct ss_stream *streams, const struct
     for (size_t index = 0; index < count; index++) {
         const struct ss_stream *next = index + 1 < count ? &streams[index + 1] : NULL;
         enum ss_result result = SS_BAD_ARGUMENT;
-        if (elements_fit(&elements[index], streams[index].target_size))
+        if (elements_fit(&elements[index], streams[index].target_size)) {
             result = ss_decode_direct(codec, &streams[index], next, &elements[index]);
-        if (result == SS_NOT_SUPPORTED)
+        }
+        if (result == SS_NOT_SUPPORTED) {
             continue;
+        }
         two_steps(codec, streams + first, elements + first, index - first);
         streams[index].result = result;
         first = index + 1;

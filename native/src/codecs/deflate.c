@@ -29,10 +29,12 @@ static enum ss_result library_decompress(const uint8_t *source, size_t size, uin
     struct inflate_state *decoder;
     int result;
 
-    if (state == NULL)
+    if (state == NULL) {
         return SS_NO_MEMORY;
-    if (state->deflate_decoder == NULL && (state->deflate_decoder = calloc(1, sizeof(*decoder))) == NULL)
+    }
+    if (state->deflate_decoder == NULL && (state->deflate_decoder = calloc(1, sizeof *decoder)) == NULL) {
         return SS_NO_MEMORY;
+    }
     decoder = state->deflate_decoder;
     isal_inflate_init(decoder);
     decoder->crc_flag = ISAL_DEFLATE;
@@ -61,10 +63,12 @@ static enum ss_result library_decompress(const uint8_t *source, size_t size, uin
     size_t used = 0, made = 0;
     enum libdeflate_result result;
 
-    if (state == NULL)
+    if (state == NULL) {
         return SS_NO_MEMORY;
-    if (state->deflate_decoder == NULL && (state->deflate_decoder = libdeflate_alloc_decompressor()) == NULL)
+    }
+    if (state->deflate_decoder == NULL && (state->deflate_decoder = libdeflate_alloc_decompressor()) == NULL) {
         return SS_NO_MEMORY;
+    }
     result = libdeflate_deflate_decompress_ex(state->deflate_decoder, source, size, target, target_size, &used, &made);
     return result == LIBDEFLATE_SUCCESS && used == size && made == target_size ? SS_OK : SS_BAD_DATA;
 }
@@ -83,9 +87,10 @@ static void library_state_free(struct ss_codec_state *state) {
 static z_stream *deflate_decoder(struct ss_codec_state *state) {
     z_stream *decoder = state->deflate_decoder;
 
-    if (decoder != NULL)
+    if (decoder != NULL) {
         return inflateReset(decoder) == Z_OK ? decoder : NULL;
-    decoder = calloc(1, sizeof(*decoder));
+    }
+    decoder = calloc(1, sizeof *decoder);
     if (decoder != NULL && inflateInit2(decoder, RAW_DEFLATE) != Z_OK) {
         free(decoder);
         decoder = NULL;
@@ -99,21 +104,24 @@ static enum ss_result library_decompress(const uint8_t *source, size_t size, uin
     z_stream *decoder = state != NULL ? deflate_decoder(state) : NULL;
     int result;
 
-    if (decoder == NULL)
+    if (decoder == NULL) {
         return SS_NO_MEMORY;
+    }
     decoder->next_in = (Bytef *)source;
     decoder->avail_in = (uInt)size;
     decoder->next_out = target;
     decoder->avail_out = (uInt)target_size;
     result = inflate(decoder, Z_FINISH);
-    if (result == Z_MEM_ERROR)
+    if (result == Z_MEM_ERROR) {
         return SS_NO_MEMORY;
+    }
     return result == Z_STREAM_END && decoder->avail_in == 0 && decoder->avail_out == 0 ? SS_OK : SS_BAD_DATA;
 }
 
 static void library_state_free(struct ss_codec_state *state) {
-    if (state->deflate_decoder != NULL)
+    if (state->deflate_decoder != NULL) {
         inflateEnd(state->deflate_decoder);
+    }
     free(state->deflate_decoder);
 }
 
@@ -130,15 +138,18 @@ static enum ss_result deflate_compress(const uint8_t *source, size_t size, size_
 static void deflate_decompress_many(struct ss_stream *streams, size_t count) {
     struct ss_codec_state *state = ss_codec_state();
 
-    if (state != NULL && state->deflate_inflater == NULL)
+    if (state != NULL && state->deflate_inflater == NULL) {
         state->deflate_inflater = ss_literal_inflater_create();
-    if (state != NULL && state->deflate_inflater != NULL)
+    }
+    if (state != NULL && state->deflate_inflater != NULL) {
         ss_literal_inflate(state->deflate_inflater, streams, count);
+    }
     for (size_t index = 0; index < count; index++) {
         struct ss_stream *stream = &streams[index];
-        if (stream->result == SS_NOT_SUPPORTED)
+        if (stream->result == SS_NOT_SUPPORTED) {
             stream->result =
                 library_decompress(stream->source, stream->source_size, stream->target, stream->target_size);
+        }
     }
 }
 

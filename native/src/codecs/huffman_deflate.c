@@ -98,8 +98,9 @@ static unsigned symbols_sort(const uint32_t *frequencies, unsigned symbol_count,
     unsigned used = 0;
 
     for (unsigned symbol = 0; symbol < symbol_count; symbol++) {
-        if (frequencies[symbol] != 0)
+        if (frequencies[symbol] != 0) {
             first_pass[used++] = (uint16_t)symbol;
+        }
     }
     for (unsigned pass = 0; pass < 2; pass++) {
         const uint16_t *from = pass == 0 ? first_pass : sorted;
@@ -107,17 +108,19 @@ static unsigned symbols_sort(const uint32_t *frequencies, unsigned symbol_count,
         uint16_t starts[BUCKETS] = {0};
         uint16_t position = 0;
 
-        for (unsigned index = 0; index < used; index++)
+        for (unsigned index = 0; index < used; index++) {
             starts[frequencies[from[index]] >> (pass * SORT_BITS) & (BUCKETS - 1)]++;
+        }
         for (unsigned bucket = 0; bucket < BUCKETS; bucket++) {
             uint16_t size = starts[bucket];
             starts[bucket] = position;
             position = (uint16_t)(position + size);
         }
-        for (unsigned index = 0; index < used; index++)
+        for (unsigned index = 0; index < used; index++) {
             to[starts[frequencies[from[index]] >> (pass * SORT_BITS) & (BUCKETS - 1)]++] = from[index];
+        }
     }
-    memcpy(sorted, first_pass, used * sizeof(*sorted));
+    memcpy(sorted, first_pass, used * sizeof *sorted);
     return used;
 }
 
@@ -148,8 +151,9 @@ static void lengths_count(const uint32_t *frequencies, const uint16_t *sorted, u
         weights[made] = weight;
     }
     depths[used - 2] = 0;
-    for (unsigned index = used - 2; index-- > 0;)
+    for (unsigned index = used - 2; index-- > 0;) {
         depths[index] = (uint16_t)(depths[node_parents[index]] + 1);
+    }
     for (unsigned index = 0; index < used; index++) {
         unsigned depth = depths[leaf_parents[index]] + 1u;
         counts[depth < length_max ? depth : length_max]++;
@@ -164,12 +168,14 @@ static void lengths_count(const uint32_t *frequencies, const uint16_t *sorted, u
 static void counts_limit(unsigned *counts, unsigned length_max) {
     uint32_t taken = 0;
 
-    for (unsigned length = 1; length <= length_max; length++)
+    for (unsigned length = 1; length <= length_max; length++) {
         taken += (uint32_t)counts[length] << (length_max - length);
+    }
     for (; taken > 1u << length_max; taken--) {
         unsigned length = length_max - 1;
-        while (counts[length] == 0)
+        while (counts[length] == 0) {
             length--;
+        }
         counts[length]--;
         counts[length + 1] += 2;
         counts[length_max]--;
@@ -191,8 +197,9 @@ static void code_lengths_build(const uint32_t *frequencies, unsigned symbol_coun
     counts_limit(counts, length_max);
     memset(lengths, 0, symbol_count);
     for (unsigned length = length_max; length > 0; length--) {
-        for (unsigned count = counts[length]; count > 0; count--)
+        for (unsigned count = counts[length]; count > 0; count--) {
             lengths[sorted[index++]] = (uint8_t)length;
+        }
     }
 }
 
@@ -201,18 +208,21 @@ static void codes_build(const uint8_t *lengths, unsigned symbol_count, uint32_t 
     uint32_t next[17] = {0};
     unsigned counts[16] = {0};
 
-    for (unsigned symbol = 0; symbol < symbol_count; symbol++)
+    for (unsigned symbol = 0; symbol < symbol_count; symbol++) {
         counts[lengths[symbol]]++;
+    }
     counts[0] = 0;
-    for (unsigned length = 0; length < 16; length++)
+    for (unsigned length = 0; length < 16; length++) {
         next[length + 1] = (next[length] + counts[length]) << 1;
+    }
     for (unsigned symbol = 0; symbol < symbol_count; symbol++) {
         unsigned length = lengths[symbol];
         uint32_t code = length != 0 ? next[length]++ : 0;
         uint32_t reversed = 0;
 
-        for (unsigned bit = 0; bit < length; bit++)
+        for (unsigned bit = 0; bit < length; bit++) {
             reversed |= (code >> bit & 1) << (length - 1 - bit);
+        }
         codes[symbol] = reversed | (uint32_t)length << 16;
     }
 }
@@ -226,7 +236,7 @@ static void histogram_count(const uint8_t *source, size_t size, uint32_t *freque
 
     for (; index + 8 <= size; index += 8) {
         uint64_t word;
-        memcpy(&word, source + index, sizeof(word));
+        memcpy(&word, source + index, sizeof word);
         tables[0][word & 0xFF]++;
         tables[1][word >> 8 & 0xFF]++;
         tables[2][word >> 16 & 0xFF]++;
@@ -236,10 +246,12 @@ static void histogram_count(const uint8_t *source, size_t size, uint32_t *freque
         tables[2][word >> 48 & 0xFF]++;
         tables[3][word >> 56]++;
     }
-    for (; index < size; index++)
+    for (; index < size; index++) {
         tables[0][source[index]]++;
-    for (unsigned literal = 0; literal < 256; literal++)
+    }
+    for (unsigned literal = 0; literal < 256; literal++) {
         frequencies[literal] = tables[0][literal] + tables[1][literal] + tables[2][literal] + tables[3][literal];
+    }
 }
 
 static void item_add(struct block *block, uint32_t *frequencies, unsigned symbol, unsigned extra) {
@@ -255,8 +267,9 @@ static void lengths_run_encode(struct block *block, uint32_t *frequencies) {
         unsigned length = block->lengths[index];
         unsigned run = 1;
 
-        while (index + run < ALL_CODES && block->lengths[index + run] == length)
+        while (index + run < ALL_CODES && block->lengths[index + run] == length) {
             run++;
+        }
         index += run;
         if (length != 0) {
             item_add(block, frequencies, length, 0);
@@ -266,16 +279,18 @@ static void lengths_run_encode(struct block *block, uint32_t *frequencies) {
             unsigned most = length != 0 ? 6 : 138;
             unsigned take = run < most ? run : most;
 
-            if (length != 0)
+            if (length != 0) {
                 item_add(block, frequencies, REPEAT_PREVIOUS, take - 3);
-            else if (take <= 10)
+            } else if (take <= 10) {
                 item_add(block, frequencies, REPEAT_ZERO_SHORT, take - 3);
-            else
+            } else {
                 item_add(block, frequencies, REPEAT_ZERO_LONG, take - 11);
+            }
             run -= take;
         }
-        for (; run > 0; run--)
+        for (; run > 0; run--) {
             item_add(block, frequencies, length, 0);
+        }
     }
 }
 
@@ -283,9 +298,11 @@ static void lengths_run_encode(struct block *block, uint32_t *frequencies) {
 static float entropy_bits(const uint32_t *frequencies, size_t total) {
     float bits = (float)total * log2f((float)total);
 
-    for (unsigned literal = 0; literal < 256; literal++)
-        if (frequencies[literal] != 0)
+    for (unsigned literal = 0; literal < 256; literal++) {
+        if (frequencies[literal] != 0) {
             bits -= (float)frequencies[literal] * log2f((float)frequencies[literal]);
+        }
+    }
     return bits < 8 * (float)total ? bits : 8 * (float)total;
 }
 
@@ -306,12 +323,14 @@ static size_t block_measure(const uint8_t *source, size_t size, uint32_t *freque
 
         histogram_count(source + length, piece, joined);
         piece_cost = entropy_bits(joined, piece);
-        for (unsigned literal = 0; literal < 256; literal++)
+        for (unsigned literal = 0; literal < 256; literal++) {
             joined[literal] += frequencies[literal];
+        }
         joined_cost = entropy_bits(joined, length + piece);
-        if (joined_cost > cost + piece_cost + SPLIT_GAIN_BITS)
+        if (joined_cost > cost + piece_cost + SPLIT_GAIN_BITS) {
             break;
-        memcpy(frequencies, joined, sizeof(joined));
+        }
+        memcpy(frequencies, joined, sizeof joined);
         cost = joined_cost;
         length += piece;
     }
@@ -330,15 +349,18 @@ static void block_plan(struct block *block, uint32_t *frequencies) {
     lengths_run_encode(block, precode_frequencies);
     code_lengths_build(precode_frequencies, PRECODE_CODES, PRECODE_LENGTH_MAX, block->precode_lengths);
     block->precode_count = PRECODE_CODES;
-    while (block->precode_lengths[precode_order[block->precode_count - 1]] == 0)
+    while (block->precode_lengths[precode_order[block->precode_count - 1]] == 0) {
         block->precode_count--;
+    }
 
     block->cost_bits = 3 + 5 + 5 + 4 + 3 * block->precode_count;
-    for (unsigned symbol = 0; symbol < PRECODE_CODES; symbol++)
+    for (unsigned symbol = 0; symbol < PRECODE_CODES; symbol++) {
         block->cost_bits +=
             (uint64_t)precode_frequencies[symbol] * (block->precode_lengths[symbol] + precode_extra_bits[symbol]);
-    for (unsigned symbol = 0; symbol < LITERAL_CODES; symbol++)
+    }
+    for (unsigned symbol = 0; symbol < LITERAL_CODES; symbol++) {
         block->cost_bits += (uint64_t)frequencies[symbol] * block->lengths[symbol];
+    }
 }
 
 /* ---- Writing ------------------------------------------------------------------------------------------------- */
@@ -371,8 +393,9 @@ static void header_put(struct bit_writer *writer, const struct block *block, uns
     bits_put(writer, LITERAL_CODES - 257, 5);
     bits_put(writer, DISTANCE_CODES - 1, 5);
     bits_put(writer, block->precode_count - 4, 4);
-    for (unsigned index = 0; index < block->precode_count; index++)
+    for (unsigned index = 0; index < block->precode_count; index++) {
         bits_put(writer, block->precode_lengths[precode_order[index]], 3);
+    }
     for (unsigned index = 0; index < block->item_count; index++) {
         uint32_t precode = precodes[block->items[index]];
         bits_put(writer, precode & 0xFFFF, precode >> 16);
@@ -393,7 +416,7 @@ static size_t literals_put_fast(struct bit_writer *writer, const uint32_t *codes
 
     for (; index + 8 <= size; index += 8) {
         uint64_t word;
-        memcpy(&word, source + index, sizeof(word));
+        memcpy(&word, source + index, sizeof word);
         for (unsigned half = 0; half < 2; half++, word >>= 32) {
             uint32_t a = codes[word & 0xFF], b = codes[word >> 8 & 0xFF];
             uint32_t c = codes[word >> 16 & 0xFF], d = codes[word >> 24 & 0xFF];
@@ -403,7 +426,7 @@ static size_t literals_put_fast(struct bit_writer *writer, const uint32_t *codes
 
             bits |= (ab | cd << ab_count) << count;
             count += ab_count + cd_count;
-            memcpy(next, &bits, sizeof(bits));
+            memcpy(next, &bits, sizeof bits);
             next += count >> 3;
             bits >>= count & ~7u;
             count &= 7;
@@ -421,14 +444,17 @@ static enum ss_result dynamic_put(struct bit_writer *writer, struct block *block
     uint64_t space = (uint64_t)(writer->end - writer->next);
     size_t index = 0;
 
-    if (needed > space)
+    if (needed > space) {
         return SS_NO_SPACE;
+    }
     codes_build(block->lengths, LITERAL_CODES, block->codes);
     header_put(writer, block, final);
-    if (needed + sizeof(uint64_t) <= space)
+    if (needed + sizeof(uint64_t) <= space) {
         index = literals_put_fast(writer, block->codes, source, size);
-    for (; index < size; index++)
+    }
+    for (; index < size; index++) {
         bits_put(writer, block->codes[source[index]] & 0xFFFF, block->codes[source[index]] >> 16);
+    }
     bits_put(writer, block->codes[END_OF_BLOCK] & 0xFFFF, block->codes[END_OF_BLOCK] >> 16);
     return SS_OK;
 }
@@ -438,8 +464,9 @@ static enum ss_result stored_put(struct bit_writer *writer, const uint8_t *sourc
         size_t piece = size < STORED_SIZE_MAX ? size : STORED_SIZE_MAX;
         size_t needed = (writer->count + 3 + 7) / 8 + 4 + piece;
 
-        if (needed > (size_t)(writer->end - writer->next))
+        if (needed > (size_t)(writer->end - writer->next)) {
             return SS_NO_SPACE;
+        }
         bits_put(writer, (final && piece == size) | BLOCK_STORED << 1, 3);
         bits_align(writer);
         bits_put(writer, (uint32_t)piece | (uint32_t)(piece ^ 0xFFFF) << 16, 32);
@@ -471,8 +498,9 @@ enum ss_result ss_huffman_deflate(const uint8_t *source, size_t size, uint8_t *t
     size_t position = 0;
 
     if (size == 0) { /* one fixed block that holds its end alone: ten bits */
-        if (target_size < 2)
+        if (target_size < 2) {
             return SS_NO_SPACE;
+        }
         bits_put(&writer, 1 | BLOCK_FIXED << 1, 3);
         bits_put(&writer, 0, 7);
     }
@@ -483,16 +511,19 @@ enum ss_result ss_huffman_deflate(const uint8_t *source, size_t size, uint8_t *t
         block_plan(&block, frequencies);
         if (block.cost_bits <= (uint64_t)length * 8 / 100 * 99) {
             result = stored_put(&writer, source + stored_start, position - stored_start, 0);
-            if (result == SS_OK)
+            if (result == SS_OK) {
                 result = dynamic_put(&writer, &block, source + position, length, position + length == size);
+            }
             stored_start = position + length;
         }
         position += length;
     }
-    if (result == SS_OK)
+    if (result == SS_OK) {
         result = stored_put(&writer, source + stored_start, size - stored_start, 1);
-    if (result != SS_OK)
+    }
+    if (result != SS_OK) {
         return result;
+    }
     bits_align(&writer);
     *written = (size_t)(writer.next - target);
     return SS_OK;

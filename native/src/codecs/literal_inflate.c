@@ -100,7 +100,7 @@ enum lane_state { LANE_RUNS, LANE_DONE, LANE_FAILED };
 static void bits_refill(struct lane *lane) {
     if (lane->source_end - lane->source >= 8) {
         uint64_t word;
-        memcpy(&word, lane->source, sizeof(word));
+        memcpy(&word, lane->source, sizeof word);
         lane->bits |= word << lane->count;
         lane->source += (lane->count ^ 63) >> 3;
         lane->count |= REFILLED_BITS;
@@ -119,10 +119,12 @@ static void bits_drop(struct lane *lane, unsigned count) {
 
 /* bits_take() takes up to 16 bits; returns 0 where the source ends before. */
 static int bits_take(struct lane *lane, unsigned count, unsigned *value) {
-    if (lane->count < count)
+    if (lane->count < count) {
         bits_refill(lane);
-    if (lane->count < count)
+    }
+    if (lane->count < count) {
         return 0;
+    }
     *value = (unsigned)(lane->bits & ((1u << count) - 1));
     bits_drop(lane, count);
     return 1;
@@ -134,8 +136,9 @@ static int bits_take(struct lane *lane, unsigned count, unsigned *value) {
 static uint32_t lengths_fill(const uint8_t *lengths, unsigned count) {
     uint32_t taken = 0;
 
-    for (unsigned symbol = 0; symbol < count; symbol++)
+    for (unsigned symbol = 0; symbol < count; symbol++) {
         taken += lengths[symbol] != 0 ? 1u << (CODE_LENGTH_MAX - lengths[symbol]) : 0;
+    }
     return taken;
 }
 
@@ -145,8 +148,9 @@ static int code_make(struct code *code, const uint8_t *lengths, unsigned symbol_
     uint32_t next = 0, before = 0;
 
     memset(code->counts, 0, sizeof(code->counts));
-    for (unsigned symbol = 0; symbol < symbol_count; symbol++)
+    for (unsigned symbol = 0; symbol < symbol_count; symbol++) {
         code->counts[lengths[symbol]]++;
+    }
     code->counts[0] = 0;
     for (unsigned length = 1; length <= CODE_LENGTH_MAX; length++) {
         next <<= 1;
@@ -155,14 +159,18 @@ static int code_make(struct code *code, const uint8_t *lengths, unsigned symbol_
         next += code->counts[length];
         before += code->counts[length];
         code->limits[length] = next << (CODE_LENGTH_MAX - length);
-        if (next > 1u << length)
+        if (next > 1u << length) {
             return 0;
+        }
     }
-    if (next != 1u << CODE_LENGTH_MAX)
+    if (next != 1u << CODE_LENGTH_MAX) {
         return 0;
-    for (unsigned symbol = 0; symbol < symbol_count; symbol++)
-        if (lengths[symbol] != 0)
+    }
+    for (unsigned symbol = 0; symbol < symbol_count; symbol++) {
+        if (lengths[symbol] != 0) {
             code->sorted[starts[lengths[symbol]]++] = (uint16_t)symbol;
+        }
+    }
     return 1;
 }
 
@@ -179,13 +187,14 @@ static void singles_make(const struct code *code, unsigned table_bits, unsigned 
     for (unsigned length = 1; length <= table_bits; length++) {
         uint32_t half = 1u << (length - 1);
 
-        memcpy(table + half, table, half * sizeof(*table));
+        memcpy(table + half, table, half * sizeof *table);
         for (unsigned left = code->counts[length]; left > 0; left--, symbol++) {
             uint32_t bit = half;
 
             table[reversed] = *symbol < symbol_limit ? *symbol | length << LENGTH_SHIFT | ENTRY_LITERAL : 0;
-            for (; reversed & bit; bit >>= 1)
+            for (; reversed & bit; bit >>= 1) {
                 reversed ^= bit;
+            }
             reversed |= bit;
         }
     }
@@ -217,14 +226,17 @@ static int stored_copy(struct lane *lane) {
     lane->source -= lane->count >> 3;
     lane->bits = 0;
     lane->count = 0;
-    if (lane->source_end - lane->source < 4)
+    if (lane->source_end - lane->source < 4) {
         return 0;
+    }
     length = lane->source[0] | (size_t)lane->source[1] << 8;
-    if (length != ((lane->source[2] | (size_t)lane->source[3] << 8) ^ 0xFFFF))
+    if (length != ((lane->source[2] | (size_t)lane->source[3] << 8) ^ 0xFFFF)) {
         return 0;
+    }
     lane->source += 4;
-    if (length > (size_t)(lane->source_end - lane->source) || length > (size_t)(lane->target_end - lane->target))
+    if (length > (size_t)(lane->source_end - lane->source) || length > (size_t)(lane->target_end - lane->target)) {
         return 0;
+    }
     memcpy(lane->target, lane->source, length);
     lane->source += length;
     lane->target += length;
@@ -238,12 +250,14 @@ static int precode_read(struct lane *lane, unsigned count, uint32_t *table) {
 
     for (unsigned index = 0; index < count; index++) {
         unsigned length;
-        if (!bits_take(lane, 3, &length))
+        if (!bits_take(lane, 3, &length)) {
             return 0;
+        }
         lengths[order[index]] = (uint8_t)length;
     }
-    if (!code_make(&lane->code, lengths, PRECODE_CODES))
+    if (!code_make(&lane->code, lengths, PRECODE_CODES)) {
         return 0;
+    }
     singles_make(&lane->code, PRECODE_BITS, PRECODE_CODES, table);
     return 1;
 }
@@ -256,24 +270,28 @@ static int lengths_read(struct lane *lane, const uint32_t *table, uint8_t *lengt
         unsigned symbol, length, repeat;
         uint32_t entry;
 
-        if (lane->count < PRECODE_BITS + 7)
+        if (lane->count < PRECODE_BITS + 7) {
             bits_refill(lane);
+        }
         entry = table[lane->bits & ((1u << PRECODE_BITS) - 1)];
         symbol = entry & 0xFF;
         length = entry >> LENGTH_SHIFT & 63;
-        if (length > lane->count)
+        if (length > lane->count) {
             return 0;
+        }
         bits_drop(lane, length);
         if (symbol < REPEAT_PREVIOUS) {
             lengths[index++] = (uint8_t)symbol;
             continue;
         }
         if ((symbol == REPEAT_PREVIOUS && index == 0) ||
-            !bits_take(lane, extra_bits[symbol - REPEAT_PREVIOUS], &repeat))
+            !bits_take(lane, extra_bits[symbol - REPEAT_PREVIOUS], &repeat)) {
             return 0;
+        }
         repeat += repeat_least[symbol - REPEAT_PREVIOUS];
-        if (repeat > count - index)
+        if (repeat > count - index) {
             return 0;
+        }
         memset(lengths + index, symbol == REPEAT_PREVIOUS ? lengths[index - 1] : 0, repeat);
         index += repeat;
     }
@@ -305,14 +323,16 @@ static int codes_read(struct lane *lane, unsigned type) {
         return code_make(&lane->code, lengths, FIXED_LITERAL_CODES);
     }
     if (!bits_take(lane, 5, &literal_codes) || !bits_take(lane, 5, &distance_codes) ||
-        !bits_take(lane, 4, &precode_codes))
+        !bits_take(lane, 4, &precode_codes)) {
         return 0;
+    }
     literal_codes += 257;
     distance_codes += 1;
     if (literal_codes > LITERAL_CODES_MAX || distance_codes > DISTANCE_CODES_MAX ||
         !precode_read(lane, precode_codes + 4, precode) ||
-        !lengths_read(lane, precode, lengths, literal_codes + distance_codes))
+        !lengths_read(lane, precode, lengths, literal_codes + distance_codes)) {
         return 0;
+    }
     return lengths[END_OF_BLOCK] != 0 && distances_are_valid(lengths + literal_codes, distance_codes) &&
            code_make(&lane->code, lengths, literal_codes);
 }
@@ -321,13 +341,16 @@ static int codes_read(struct lane *lane, unsigned type) {
 static int block_begin(struct lane *lane, uint32_t *singles) {
     unsigned head;
 
-    if (!bits_take(lane, 3, &head))
+    if (!bits_take(lane, 3, &head)) {
         return 0;
+    }
     lane->final = head & 1;
-    if (head >> 1 == BLOCK_STORED)
+    if (head >> 1 == BLOCK_STORED) {
         return stored_copy(lane);
-    if (head >> 1 > BLOCK_DYNAMIC || !codes_read(lane, head >> 1))
+    }
+    if (head >> 1 > BLOCK_DYNAMIC || !codes_read(lane, head >> 1)) {
         return 0;
+    }
     singles_make(&lane->code, TABLE_BITS, LITERALS, singles);
     table_make(lane->table, singles);
     lane->in_block = 1;
@@ -345,8 +368,9 @@ static inline unsigned code_find(const struct code *code, uint64_t bits, unsigne
     reversed = (reversed & 0x3333) << 2 | (reversed >> 2 & 0x3333);
     reversed = (reversed & 0x0F0F) << 4 | (reversed >> 4 & 0x0F0F);
     reversed = ((reversed & 0x00FF) << 8 | reversed >> 8) >> (16 - CODE_LENGTH_MAX);
-    while (reversed >= code->limits[length])
+    while (reversed >= code->limits[length]) {
         length++; /* the code is complete, so the last limit is above every value */
+    }
     *symbol = code->sorted[code->offsets[length] + (reversed >> (CODE_LENGTH_MAX - length))];
     return length;
 }
@@ -355,8 +379,9 @@ static inline unsigned code_find(const struct code *code, uint64_t bits, unsigne
 static int symbol_decode(struct lane *lane, unsigned *symbol) {
     unsigned length = code_find(&lane->code, lane->bits, symbol);
 
-    if (length > lane->count)
+    if (length > lane->count) {
         return 0;
+    }
     bits_drop(lane, length);
     return 1;
 }
@@ -376,25 +401,30 @@ static enum lane_state lane_advance(struct lane *lane, uint32_t *singles) {
         unsigned symbol;
 
         if (!lane->in_block) {
-            if (lane->final)
+            if (lane->final) {
                 return lane->source - (lane->count >> 3) == lane->source_end && lane->target == lane->target_end
                            ? LANE_DONE
                            : LANE_FAILED;
-            if (!block_begin(lane, singles))
+            }
+            if (!block_begin(lane, singles)) {
                 return LANE_FAILED;
+            }
             continue;
         }
         bits_refill(lane);
-        if (lane->table[lane->bits & (TABLE_SIZE - 1)] >= ENTRY_LITERAL && lane_rounds(lane) > 0)
+        if (lane->table[lane->bits & (TABLE_SIZE - 1)] >= ENTRY_LITERAL && lane_rounds(lane) > 0) {
             return LANE_RUNS;
-        if (!symbol_decode(lane, &symbol))
+        }
+        if (!symbol_decode(lane, &symbol)) {
             return LANE_FAILED;
-        if (symbol == END_OF_BLOCK)
+        }
+        if (symbol == END_OF_BLOCK) {
             lane->in_block = 0;
-        else if (symbol > END_OF_BLOCK || lane->target == lane->target_end)
+        } else if (symbol > END_OF_BLOCK || lane->target == lane->target_end) {
             return LANE_FAILED;
-        else
+        } else {
             *lane->target++ = (uint8_t)symbol;
+        }
     }
 }
 
@@ -403,7 +433,7 @@ static enum lane_state lane_advance(struct lane *lane, uint32_t *singles) {
 static inline __attribute__((always_inline)) void refill(const uint8_t **source, uint64_t *bits, uint64_t *count) {
     uint64_t word;
 
-    memcpy(&word, *source, sizeof(word));
+    memcpy(&word, *source, sizeof word);
     *bits |= word << *count;
     *source += (*count ^ 63) >> 3;
     *count |= REFILLED_BITS;
@@ -419,8 +449,9 @@ static inline __attribute__((always_inline)) int long_literal(const struct code 
 
     refill(source, bits, count);
     length = code_find(code, *bits, &symbol);
-    if (symbol >= LITERALS)
+    if (symbol >= LITERALS) {
         return 0;
+    }
     *(*target)++ = (uint8_t)symbol;
     *bits >>= length;
     *count -= length;
@@ -471,8 +502,9 @@ static inline __attribute__((always_inline)) void lanes_run(struct lane *lanes, 
             least = ENTRY_LITERAL;
             for (unsigned i = 0; i < count; i++) {
                 if (entry[i] < ENTRY_LITERAL &&
-                    !long_literal(&lanes[i].code, &source[i], &bits[i], &counts[i], &target[i]))
+                    !long_literal(&lanes[i].code, &source[i], &bits[i], &counts[i], &target[i])) {
                     least = 0;
+                }
             }
         }
     } while (least >= ENTRY_LITERAL && --rounds > 0);
@@ -520,8 +552,9 @@ typedef void lanes_run_function(struct lane *lanes, unsigned count, size_t round
 /* With the vector kernels forced to portable C, this is portable C, too. */
 static lanes_run_function *lanes_run_choose(void) {
 #ifdef SS_ARCH_X86_64
-    if (ss_isa_active() != SS_ISA_SCALAR && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2"))
+    if (ss_isa_active() != SS_ISA_SCALAR && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2")) {
         return lanes_run_bmi2;
+    }
 #endif
     return lanes_run_portable;
 }
@@ -553,8 +586,9 @@ void ss_literal_inflate(struct ss_literal_inflater *inflater, struct ss_stream *
         size_t rounds = SIZE_MAX;
 
         while (busy < LANES && count > 0) {
-            if (streams->result == SS_NOT_SUPPORTED)
+            if (streams->result == SS_NOT_SUPPORTED) {
                 lane_begin(&lanes[busy++], streams);
+            }
             streams++;
             count--;
         }
@@ -568,13 +602,16 @@ void ss_literal_inflate(struct ss_literal_inflater *inflater, struct ss_stream *
                 index++;
                 continue;
             }
-            if (state == LANE_DONE)
+            if (state == LANE_DONE) {
                 lane->stream->result = SS_OK;
-            if (--busy != index)
-                memcpy(lane, &lanes[busy], sizeof(*lane));
+            }
+            if (--busy != index) {
+                memcpy(lane, &lanes[busy], sizeof *lane);
+            }
         }
         /* A lane that just became free gets its next stream first. */
-        if (busy > 0 && (busy == LANES || count == 0))
+        if (busy > 0 && (busy == LANES || count == 0)) {
             run(lanes, busy, rounds);
+        }
     }
 }

@@ -14,8 +14,9 @@ static enum ss_result lz4_compress(const uint8_t *source, size_t size, size_t ro
     int capacity = target_size > SS_CODEC_SIZE_MAX ? (int)SS_CODEC_SIZE_MAX : (int)target_size;
     int result = LZ4_compress_default((const char *)source, (char *)target, (int)size, capacity);
 
-    if (result <= 0)
+    if (result <= 0) {
         return SS_NO_SPACE;
+    }
     *written = (size_t)result;
     return SS_OK;
 }

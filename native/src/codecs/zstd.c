@@ -17,13 +17,16 @@ static enum ss_result zstd_compress(const uint8_t *source, size_t size, size_t r
     struct ss_codec_state *state = ss_codec_state();
     size_t result;
 
-    if (state == NULL)
+    if (state == NULL) {
         return SS_NO_MEMORY;
-    if (state->zstd_encoder == NULL && (state->zstd_encoder = ZSTD_createCCtx()) == NULL)
+    }
+    if (state->zstd_encoder == NULL && (state->zstd_encoder = ZSTD_createCCtx()) == NULL) {
         return SS_NO_MEMORY;
+    }
     result = ZSTD_compressCCtx(state->zstd_encoder, target, target_size, source, size, LEVEL);
-    if (ZSTD_isError(result))
+    if (ZSTD_isError(result)) {
         return ZSTD_getErrorCode(result) == ZSTD_error_memory_allocation ? SS_NO_MEMORY : SS_NO_SPACE;
+    }
     *written = result;
     return SS_OK;
 }
@@ -32,17 +35,21 @@ static enum ss_result zstd_decompress(const uint8_t *source, size_t size, uint8_
     struct ss_codec_state *state = ss_codec_state();
     size_t result;
 
-    if (state == NULL)
+    if (state == NULL) {
         return SS_NO_MEMORY;
-    if (state->zstd_decoder == NULL && (state->zstd_decoder = ZSTD_createDCtx()) == NULL)
+    }
+    if (state->zstd_decoder == NULL && (state->zstd_decoder = ZSTD_createDCtx()) == NULL) {
         return SS_NO_MEMORY;
+    }
     /* The library would go on with further frames, and skip skippable ones; a slice is one frame and nothing more. */
     result = ZSTD_findFrameCompressedSize(source, size);
-    if (ZSTD_isError(result) || result != size)
+    if (ZSTD_isError(result) || result != size) {
         return SS_BAD_DATA;
+    }
     result = ZSTD_decompressDCtx(state->zstd_decoder, target, target_size, source, size);
-    if (ZSTD_isError(result))
+    if (ZSTD_isError(result)) {
         return ZSTD_getErrorCode(result) == ZSTD_error_memory_allocation ? SS_NO_MEMORY : SS_BAD_DATA;
+    }
     return result == target_size ? SS_OK : SS_BAD_DATA;
 }
 

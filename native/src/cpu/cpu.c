@@ -12,7 +12,6 @@
  *   AVX512    AVX-512 F, BW, VL, on top of the above
  *   NEON      Advanced SIMD, which every AArch64 CPU has (its base half precision conversions, not
  *             Armv8.2's fp16)
- *   NEON_CRC  NEON and the CRC-32 instructions, optional until Armv8.1; all of BlueField's have them
  */
 #include "cpu/cpu.h"
 
@@ -20,10 +19,6 @@
 
 #ifdef SS_ARCH_X86_64
 #include <cpuid.h>
-#endif
-#ifdef SS_ARCH_AARCH64
-#include <asm/hwcap.h>
-#include <sys/auxv.h>
 #endif
 
 #define ISA_UNKNOWN (-1)
@@ -67,8 +62,6 @@ int ss_isa_available(enum ss_isa isa) {
 #ifdef SS_ARCH_AARCH64
     case SS_ISA_NEON:
         return 1;
-    case SS_ISA_NEON_CRC:
-        return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;
 #endif
     default:
         return 0;
@@ -76,13 +69,14 @@ int ss_isa_available(enum ss_isa isa) {
 }
 
 enum ss_isa ss_isa_active(void) {
-    static const enum ss_isa best_first[] = {SS_ISA_AVX512, SS_ISA_AVX2, SS_ISA_NEON_CRC, SS_ISA_NEON, SS_ISA_SCALAR};
+    static const enum ss_isa best_first[] = {SS_ISA_AVX512, SS_ISA_AVX2, SS_ISA_NEON, SS_ISA_SCALAR};
     int isa = atomic_load_explicit(&active_isa, memory_order_relaxed);
 
     if (isa == ISA_UNKNOWN) {
         for (unsigned index = 0; isa == ISA_UNKNOWN; index++) {
-            if (ss_isa_available(best_first[index]))
+            if (ss_isa_available(best_first[index])) {
                 isa = (int)best_first[index];
+            }
         }
         atomic_store_explicit(&active_isa, isa, memory_order_relaxed);
     }
@@ -90,8 +84,9 @@ enum ss_isa ss_isa_active(void) {
 }
 
 enum ss_result ss_isa_force(enum ss_isa isa) {
-    if (!ss_isa_available(isa))
+    if (!ss_isa_available(isa)) {
         return SS_NOT_SUPPORTED;
+    }
     atomic_store_explicit(&active_isa, (int)isa, memory_order_relaxed);
     return SS_OK;
 }

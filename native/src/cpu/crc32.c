@@ -2,12 +2,16 @@
 /*
  * crc32.c - CRC-32 (IEEE 802.3, reflected)
  *
- * Folding with carry-less multiplication is well done elsewhere: ISA-L, else libdeflate, else zlib, chosen when the
- * build is configured. All three pick an implementation for the CPU at run time by themselves, so ss_isa_force() does
- * not reach them; but it chooses between them and Arm's CRC-32 instructions (crc32_arm.c). zlib takes its length as a
- * 32-bit integer, so its input is cut into pieces.
+ * A library computes it: ISA-L, libdeflate or zlib, chosen when the build is configured (dependencies.cmake). Each
+ * picks an implementation for the CPU at run time, so ss_isa_force() has no effect on it. On Arm libdeflate comes
+ * first: it uses the CRC-32 instructions, where ISA-L needs the cryptographic extension, which some BlueField CPUs
+ * lack.
+ *
+ * zlib takes its length as a 32-bit integer, so its input is cut into pieces.
  */
-#include "cpu/crc32_arm.h"
+#include <stddef.h>
+
+#include "cpu/cpu.h"
 
 #if defined(SS_CRC32_ISAL)
 #include <isa-l/crc.h>
@@ -20,12 +24,9 @@
 #endif
 
 uint32_t ss_crc32(uint32_t crc, const void *data, size_t size) {
-    if (size == 0)
+    if (size == 0) {
         return crc;
-#ifdef SS_ARCH_AARCH64
-    if (ss_isa_active() == SS_ISA_NEON_CRC)
-        return ss_crc32_arm(crc, data, size);
-#endif
+    }
 #if defined(SS_CRC32_ISAL)
     return crc32_gzip_refl(crc, data, size);
 #elif defined(SS_CRC32_LIBDEFLATE)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* index.c - the look-up table of what is stored: slots, hashing, put, find, remove */
+/* index.c - the index: its memory, put, remove, walks and totals, over the table (table.c) */
 #include "index/internal.h"
 #include "shadowserve_block.h"
 
@@ -37,12 +37,6 @@ static void unmap(void *memory, uint64_t bytes) {
     }
 }
 
-static uint64_t mix(uint64_t value) {
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
-    return value ^ (value >> 31);
-}
-
 enum ss_result ss_index_open(uint32_t objects_max, enum ss_index_policy policy, uint64_t seed,
                              struct ss_index **index) {
     if (objects_max == 0 || objects_max > 1u << 30 || policy > SS_INDEX_FREQUENCY) {
@@ -53,14 +47,14 @@ enum ss_result ss_index_open(uint32_t objects_max, enum ss_index_policy policy, 
         return SS_NO_MEMORY;
     }
     made->objects_max = objects_max;
-    made->phantoms_max = objects_max / 8 + 8;
-    made->slots_max = objects_max + made->phantoms_max;
-    /* Eight slots in ten are used when it is full, nine with all phantoms. */
+    made->dangling_max = objects_max / 8 + 8;
+    made->slots_max = objects_max + made->dangling_max;
+    /* Eight slots in ten are used when it is full, nine with all dangling parents. */
     made->line_count = (uint64_t)objects_max * 10 / (8 * LINE_SLOTS) + 2;
     made->ghost_sets = objects_max / GHOST_WAYS + 1;
     made->policy = policy;
     for (size_t word = 0; word < 4; word++) {
-        made->seed[word] = mix(seed += 0x9E3779B97F4A7C15u);
+        made->seed[word] = ss_index_mix(seed += 0x9E3779B97F4A7C15u);
     }
     made->entries = reserve(entries_bytes(made), true);
     made->lines = reserve(made->line_count * sizeof(struct line), true);
@@ -91,7 +85,7 @@ void ss_index_close(struct ss_index *index) {
     unmap(index->ghosts, index->ghost_sets * GHOST_WAYS * sizeof(uint16_t));
     free(index->cells);
     free(index->cell_table);
-    ss_index_rivals_close(index);
+    ss_index_superseded_close(index);
     free(index);
 }
 
@@ -101,126 +95,6 @@ uint64_t ss_index_memory(const struct ss_index *index) {
            index->line_count * sizeof(struct line) + (uint64_t)(index->heap_count + 1) * sizeof(struct expiry) +
            index->ghost_sets * GHOST_WAYS * sizeof(uint16_t) +
            (uint64_t)index->cell_room * (sizeof(struct cell) + 2 * sizeof(uint32_t));
-}
-
-/* ---- Table --------------------------------------------------------------------------------------------------- */
-
-static uint64_t fold(uint64_t first, uint64_t second) {
-    unsigned __int128 product = (unsigned __int128)first * second;
-    return (uint64_t)product ^ (uint64_t)(product >> 64);
-}
-
-uint64_t ss_index_hash(const struct ss_index *index, uint16_t tenant, const uint8_t *key) {
-    uint64_t words[4];
-    memcpy(words, key, sizeof words);
-    uint64_t half = fold(words[0] ^ index->seed[0], words[1] ^ index->seed[1]);
-    uint64_t other = fold(words[2] ^ index->seed[2], words[3] ^ index->seed[3]);
-    return mix(fold(half ^ index->seed[2] ^ tenant, other ^ index->seed[0]) ^ half);
-}
-
-static uint64_t line_of(const struct ss_index *index, uint64_t hash) {
-    return (uint64_t)(((unsigned __int128)hash * index->line_count) >> 64);
-}
-
-void ss_index_prefetch(const struct ss_index *index, uint16_t tenant, const uint8_t *key) {
-    __builtin_prefetch(&index->lines[line_of(index, ss_index_hash(index, tenant, key))]);
-}
-
-static uint8_t tag_of(uint64_t hash) {
-    uint8_t tag = (uint8_t)hash;
-    return tag != 0 ? tag : 1;
-}
-
-/* place_find() returns the line that has the entry, and where in it; NULL for none. */
-static struct line *place_find(const struct ss_index *index, uint64_t hash, uint16_t tenant, const uint8_t *key,
-                               uint32_t *place) {
-    uint64_t number = line_of(index, hash);
-    uint8_t tag = tag_of(hash);
-    for (uint64_t tried = 0; tried < index->line_count; tried++) {
-        struct line *line = &index->lines[number];
-        for (uint32_t at = 0; at < LINE_SLOTS; at++) {
-            if (line->tags[at] == tag) {
-                const struct entry *entry = &index->entries[line->slots[at]];
-                if (entry->tenant == tenant && memcmp(entry->key, key, KEY_SIZE) == 0) {
-                    *place = at;
-                    return line;
-                }
-            }
-        }
-        if (line->overflow == 0) {
-            return NULL;
-        }
-        number = number + 1 < index->line_count ? number + 1 : 0;
-    }
-    return NULL;
-}
-
-uint32_t ss_index_search(const struct ss_index *index, uint64_t hash, uint16_t tenant, const uint8_t *key) {
-    uint32_t place;
-    const struct line *line = place_find(index, hash, tenant, key, &place);
-    return line != NULL ? line->slots[place] : 0;
-}
-
-uint32_t ss_index_find(const struct ss_index *index, uint16_t tenant, const uint8_t *key) {
-    uint32_t slot = ss_index_search(index, ss_index_hash(index, tenant, key), tenant, key);
-    return index->entries[slot].phantom ? 0 : slot;
-}
-
-size_t ss_index_find_many(const struct ss_index *index, uint16_t tenant, const uint8_t *keys, size_t count,
-                          uint32_t *slots) {
-    size_t found = 0;
-    for (size_t at = 0; at < count; at++) {
-        slots[at] = ss_index_find(index, tenant, keys + at * KEY_SIZE);
-        found += slots[at] != 0;
-    }
-    return found;
-}
-
-uint32_t ss_index_take(struct ss_index *index, uint64_t hash, uint16_t tenant, const uint8_t *key) {
-    uint32_t slot = index->free_slot;
-    if (slot != 0) {
-        index->free_slot = index->entries[slot].next;
-    } else if (index->slots_used < index->slots_max) {
-        slot = ++index->slots_used;
-    } else {
-        return 0;
-    }
-    struct entry *entry = &index->entries[slot];
-    memset(entry, 0, sizeof *entry);
-    memcpy(entry->key, key, KEY_SIZE);
-    entry->tenant = tenant;
-    entry->used = 1;
-    /* There are more places than slots. */
-    for (uint64_t number = line_of(index, hash);; number = number + 1 < index->line_count ? number + 1 : 0) {
-        struct line *line = &index->lines[number];
-        for (uint32_t at = 0; at < LINE_SLOTS; at++) {
-            if (line->tags[at] == 0) {
-                line->tags[at] = tag_of(hash);
-                line->slots[at] = slot;
-                return slot;
-            }
-        }
-        line->overflow++;
-    }
-}
-
-void ss_index_give_back(struct ss_index *index, uint32_t slot) {
-    struct entry *entry = &index->entries[slot];
-    uint64_t hash = ss_index_hash(index, entry->tenant, entry->key);
-    uint32_t place;
-    struct line *line = place_find(index, hash, entry->tenant, entry->key, &place);
-    line->tags[place] = 0;
-    for (uint64_t number = line_of(index, hash); &index->lines[number] != line;
-         number = number + 1 < index->line_count ? number + 1 : 0) {
-        index->lines[number].overflow--;
-    }
-    entry->used = 0;
-    entry->next = index->free_slot;
-    index->free_slot = slot;
-    if (index->totals.objects == 0 && index->phantoms.count == 0) {
-        index->slots_used = 0; /* so that an index that was emptied is walked through in no time */
-        index->free_slot = 0;
-    }
 }
 
 /* ---- Objects ------------------------------------------------------------------------------------------------- */
@@ -269,7 +143,7 @@ static void fill(struct entry *entry, const struct ss_index_record *record, uint
 enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struct ss_index_record *record,
                               struct name *name, uint32_t accessed_s, uint32_t *slot) {
     uint32_t found = ss_index_search(index, hash, record->tenant, record->key);
-    bool replaces = found != 0 && !index->entries[found].phantom;
+    bool replaces = found != 0 && !index->entries[found].dangling;
     if (!replaces && index->totals.objects >= index->objects_max) {
         return SS_NO_SPACE;
     }
@@ -282,14 +156,14 @@ enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struc
         ss_index_count(index, entry, -1);
         ss_index_dequeue(index, ss_index_cell(index, entry->tenant, entry->device), found);
     } else if (found != 0) {
-        ss_index_phantom_pull(index, found);
-        index->entries[found].phantom = 0;
+        ss_index_dangling_pull(index, found);
+        index->entries[found].dangling = 0;
         index->entries[found].list = LIST_NONE;
     } else {
-        found = ss_index_take(index, hash, record->tenant, record->key);
-        if (found == 0) { /* while replaying phantoms may have all that are free */
-            ss_index_drop_phantoms(index, index->phantoms_max);
-            found = ss_index_take(index, hash, record->tenant, record->key);
+        found = ss_index_slot_allocate(index, hash, record->tenant, record->key);
+        if (found == 0) { /* while replaying dangling parents may have all that are free */
+            ss_index_dangling_drop(index, index->dangling_max);
+            found = ss_index_slot_allocate(index, hash, record->tenant, record->key);
         }
     }
     struct entry *entry = &index->entries[found];
@@ -303,8 +177,8 @@ enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struc
     ss_index_set_expiry(index, found, record->expires_at_ms);
     ss_index_count(index, entry, 1);
     ss_index_enqueue(index, ss_index_cell(index, entry->tenant, entry->device), found,
-                     index->policy == SS_INDEX_S3FIFO && ss_index_haunted(index, hash));
-    ss_index_adopt(index, found, record->parent);
+                     index->policy == SS_INDEX_S3FIFO && ss_index_ghost_contains(index, hash));
+    ss_index_parent_set(index, found, record->parent);
     *slot = found;
     return SS_OK;
 }
@@ -388,9 +262,9 @@ void ss_index_forget(struct ss_index *index, uint32_t slot, bool remember) {
     ss_index_set_expiry(index, slot, 0);
     ss_index_dequeue(index, ss_index_cell(index, entry->tenant, entry->device), slot);
     if (remember) {
-        ss_index_haunt(index, ss_index_hash(index, entry->tenant, entry->key));
+        ss_index_ghost_add(index, ss_index_hash(index, entry->tenant, entry->key));
     }
-    ss_index_orphan(index, slot);
+    ss_index_unlink(index, slot);
 }
 
 void ss_index_remove(struct ss_index *index, uint32_t slot) {
@@ -453,7 +327,7 @@ static int by_hash(const void *one, const void *other) {
 
 static bool is_of(const struct ss_index *index, uint32_t slot, int32_t tenant) {
     const struct entry *entry = &index->entries[slot];
-    return !entry->phantom && (tenant < 0 || entry->tenant == tenant);
+    return !entry->dangling && (tenant < 0 || entry->tenant == tenant);
 }
 
 /* at_home() finds a tenant's objects whose home is a line, from a hash on, and sorts them; returns how many. */
@@ -468,7 +342,7 @@ static size_t at_home(const struct ss_index *index, uint64_t home, int32_t tenan
             }
             const struct entry *entry = &index->entries[line->slots[at]];
             uint64_t hash = ss_index_hash(index, entry->tenant, entry->key);
-            if (hash >= from && line_of(index, hash) == home && count < HOME_MAX) {
+            if (hash >= from && ss_index_line_of(index, hash) == home && count < HOME_MAX) {
                 found[count++] = (struct found){.hash = hash, .slot = line->slots[at]};
             }
         }
@@ -524,7 +398,7 @@ size_t ss_index_scan(const struct ss_index *index, int32_t tenant, uint64_t *cur
                      size_t lines_max) {
     struct found found[HOME_MAX];
     size_t stored = 0;
-    uint64_t home = line_of(index, *cursor);
+    uint64_t home = ss_index_line_of(index, *cursor);
     if (tenant > UINT16_MAX || max == 0) {
         *cursor = 0;
         return 0;

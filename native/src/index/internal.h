@@ -11,8 +11,8 @@
  * The texts of named keys lie apart, each in memory of its own that an array by slots points to; where no key is named,
  * no page of that is ever touched.
  *
- * A phantom is an entry without an object: the place of a parent that is not here, for its children's sake. It is in
- * the table, in no cell, and in the list of phantoms; one that loses its last child goes.
+ * A dangling parent is an entry without an object. It keeps the children of a missing parent together. It is in the
+ * table and in the list of dangling parents, but in no cell, and is freed with its last child.
  */
 #ifndef SS_INDEX_INTERNAL_H
 #define SS_INDEX_INTERNAL_H
@@ -64,10 +64,10 @@ struct entry {
     uint32_t next_sibling;
     uint32_t head_length : 21;
     uint32_t name_blocks : 5;
-    uint32_t list : 2; /* of a phantom LIST_BLOCKED or LIST_NONE: whether what is below it may be evicted */
+    uint32_t list : 2; /* of a dangling parent: LIST_BLOCKED if no descendant may be evicted, else LIST_NONE */
     uint32_t frequency : 2;
     uint32_t used : 1;
-    uint32_t phantom : 1;
+    uint32_t dangling : 1;
 };
 
 struct list_ends {
@@ -120,23 +120,23 @@ struct ss_index {
     uint64_t ghost_sets;
     uint32_t objects_max;
     uint32_t slots_max;
-    uint32_t phantoms_max;
+    uint32_t dangling_max;
     uint32_t slots_used; /* the highest that ever was */
     uint32_t free_slot;
     uint32_t heap_count;
     uint32_t cell_count;
     uint32_t cell_room; /* a power of two; the table has twice as many places */
     uint32_t looked_at; /* the cell whose blocked objects were looked at last */
-    struct list_ends phantoms;
+    struct list_ends dangling;
     struct ss_index_totals totals;
     struct ss_index_totals devices[256];
-    struct ss_index_rivals *rivals; /* NULL: none yet */
+    struct ss_index_superseded *superseded; /* NULL: none yet */
     enum ss_index_policy policy;
     bool replaying;
 };
 
 static inline bool ss_index_is_object(const struct ss_index *index, uint32_t slot) {
-    return slot != 0 && slot <= index->slots_used && index->entries[slot].used && !index->entries[slot].phantom;
+    return slot != 0 && slot <= index->slots_used && index->entries[slot].used && !index->entries[slot].dangling;
 }
 
 static inline uint32_t ss_index_entry_blocks(const struct entry *entry) {
@@ -148,12 +148,26 @@ static inline uint64_t ss_index_entry_bytes(const struct entry *entry) {
                                    : (uint64_t)ss_index_entry_blocks(entry) * BLOCK_SIZE;
 }
 
-/* index.c */
+static inline uint64_t ss_index_mix(uint64_t value) {
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
+    return value ^ (value >> 31);
+}
+
+/* ss_index_line_of() returns the number of the line where the search for a hash begins. */
+static inline uint64_t ss_index_line_of(const struct ss_index *index, uint64_t hash) {
+    return (uint64_t)(((unsigned __int128)hash * index->line_count) >> 64);
+}
+
+/* table.c */
 uint64_t ss_index_hash(const struct ss_index *index, uint16_t tenant, const uint8_t *key);
 uint32_t ss_index_search(const struct ss_index *index, uint64_t hash, uint16_t tenant, const uint8_t *key);
-uint32_t ss_index_take(struct ss_index *index, uint64_t hash, uint16_t tenant, const uint8_t *key); /* 0: no slot */
+uint32_t ss_index_slot_allocate(struct ss_index *index, uint64_t hash, uint16_t tenant,
+                                const uint8_t *key); /* 0: no slot */
 void ss_index_prefetch(const struct ss_index *index, uint16_t tenant, const uint8_t *key);
-void ss_index_give_back(struct ss_index *index, uint32_t slot); /* from the table and all; it is in no list */
+void ss_index_slot_free(struct ss_index *index, uint32_t slot); /* also from the table; it must be in no list */
+
+/* index.c */
 enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struct ss_index_record *record,
                               struct name *name, uint32_t accessed_s, uint32_t *slot); /* 'name' is the index's then */
 bool ss_index_valid(const struct ss_index_record *record, uint32_t blocks);
@@ -171,14 +185,14 @@ uint64_t *ss_index_replay_name(struct ss_index *index, uint8_t device, const str
                                struct ss_index_counts *counts, enum ss_result *result);
 
 /* links.c */
-void ss_index_adopt(struct ss_index *index, uint32_t slot, const uint8_t *parent);
-void ss_index_orphan(struct ss_index *index,
-                     uint32_t slot); /* takes the object out of the tree, or makes it a phantom */
-void ss_index_drop_phantoms(struct ss_index *index, uint32_t max);
-void ss_index_unmark(struct ss_index *index,
-                     uint32_t slot); /* phantoms from here upwards may have something to evict */
-void ss_index_phantom_push(struct ss_index *index, uint32_t slot);
-void ss_index_phantom_pull(struct ss_index *index, uint32_t slot);
+void ss_index_parent_set(struct ss_index *index, uint32_t slot, const uint8_t *parent);
+void ss_index_unlink(struct ss_index *index,
+                     uint32_t slot); /* takes the object out of the tree, or makes it a dangling parent */
+void ss_index_dangling_drop(struct ss_index *index, uint32_t max);
+void ss_index_dangling_unblock(struct ss_index *index,
+                               uint32_t slot); /* dangling parents from here upwards may have something to evict */
+void ss_index_dangling_push(struct ss_index *index, uint32_t slot);
+void ss_index_dangling_pull(struct ss_index *index, uint32_t slot);
 
 /* queues.c */
 struct cell *ss_index_cell(const struct ss_index *index, uint16_t tenant, uint32_t device); /* NULL: none */
@@ -187,19 +201,20 @@ void ss_index_enqueue(struct ss_index *index, struct cell *cell, uint32_t slot, 
 void ss_index_dequeue(struct ss_index *index, struct cell *cell, uint32_t slot);
 void ss_index_push(struct ss_index *index, struct list_ends *ends, uint32_t slot);
 void ss_index_pull(struct ss_index *index, struct list_ends *ends, uint32_t slot);
-bool ss_index_haunted(const struct ss_index *index, uint64_t hash);
-void ss_index_haunt(struct ss_index *index, uint64_t hash);
+bool ss_index_ghost_contains(const struct ss_index *index, uint64_t hash);
+void ss_index_ghost_add(struct ss_index *index, uint64_t hash);
 
 /* expiry.c */
 uint64_t ss_index_expires_at(const struct ss_index *index, uint32_t slot);
 void ss_index_set_expiry(struct ss_index *index, uint32_t slot, uint64_t expires_at_ms);
 uint32_t ss_index_due(const struct ss_index *index, uint64_t now_ms, int32_t device, int32_t tenant);
 
-/* rivals.c */
-enum ss_result ss_index_rival_add(struct ss_index *index, uint64_t hash, uint8_t device, uint16_t tenant,
-                                  const uint8_t *key);
-void ss_index_rival_drop(struct ss_index *index, uint64_t hash, uint8_t device, uint16_t tenant, const uint8_t *key);
-void ss_index_rivals_clear(struct ss_index *index, int32_t tenant, int32_t device);
-void ss_index_rivals_close(struct ss_index *index);
+/* superseded.c */
+enum ss_result ss_index_superseded_add(struct ss_index *index, uint64_t hash, uint8_t device, uint16_t tenant,
+                                       const uint8_t *key);
+void ss_index_superseded_drop(struct ss_index *index, uint64_t hash, uint8_t device, uint16_t tenant,
+                              const uint8_t *key);
+void ss_index_superseded_clear(struct ss_index *index, int32_t tenant, int32_t device);
+void ss_index_superseded_close(struct ss_index *index);
 
 #endif /* SS_INDEX_INTERNAL_H */

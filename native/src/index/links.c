@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* links.c - parents, children, and the phantoms that keep the place of parents that are not here */
+/* links.c - parents and children; a dangling parent stands for a parent that is not in the index */
 #include "index/internal.h"
 
 enum { DEPTH_MAX = 1 << 16 }; /* 16 million tokens in chunks of 256 */
@@ -18,7 +18,7 @@ static void attach(struct ss_index *index, uint32_t parent, uint32_t child) {
         entries[sibling].previous_sibling = child;
     }
     entries[parent].first_child = child;
-    ss_index_unmark(index, parent);
+    ss_index_dangling_unblock(index, parent);
 }
 
 /* Takes a child from its parent, which it returns. */
@@ -41,56 +41,56 @@ static uint32_t detach(struct ss_index *index, uint32_t child) {
     return parent;
 }
 
-/* Takes a child from its parent; a phantom that has no child left goes, and so on upwards. */
+/* Takes a child from its parent, and frees each dangling ancestor that has no child left. */
 static void leave(struct ss_index *index, uint32_t child) {
     uint32_t parent = detach(index, child);
-    while (parent != 0 && index->entries[parent].phantom && index->entries[parent].first_child == 0) {
-        uint32_t phantom = parent;
-        parent = detach(index, phantom);
-        ss_index_phantom_pull(index, phantom);
-        ss_index_give_back(index, phantom);
+    while (parent != 0 && index->entries[parent].dangling && index->entries[parent].first_child == 0) {
+        uint32_t dangling = parent;
+        parent = detach(index, dangling);
+        ss_index_dangling_pull(index, dangling);
+        ss_index_slot_free(index, dangling);
     }
 }
 
-void ss_index_unmark(struct ss_index *index, uint32_t slot) {
+void ss_index_dangling_unblock(struct ss_index *index, uint32_t slot) {
     struct entry *entries = index->entries;
-    while (slot != 0 && entries[slot].phantom && entries[slot].list == LIST_BLOCKED) {
+    while (slot != 0 && entries[slot].dangling && entries[slot].list == LIST_BLOCKED) {
         entries[slot].list = LIST_NONE;
         slot = entries[slot].parent;
     }
 }
 
-void ss_index_phantom_push(struct ss_index *index, uint32_t slot) {
-    index->entries[slot].phantom = 1;
+void ss_index_dangling_push(struct ss_index *index, uint32_t slot) {
+    index->entries[slot].dangling = 1;
     index->entries[slot].list = LIST_NONE;
-    ss_index_push(index, &index->phantoms, slot);
+    ss_index_push(index, &index->dangling, slot);
 }
 
-void ss_index_phantom_pull(struct ss_index *index, uint32_t slot) {
-    ss_index_pull(index, &index->phantoms, slot);
+void ss_index_dangling_pull(struct ss_index *index, uint32_t slot) {
+    ss_index_pull(index, &index->dangling, slot);
 }
 
-void ss_index_drop_phantoms(struct ss_index *index, uint32_t max) {
-    while (index->phantoms.count > max) {
-        uint32_t phantom = index->phantoms.tail;
-        while (index->entries[phantom].first_child != 0) {
-            detach(index, index->entries[phantom].first_child);
+void ss_index_dangling_drop(struct ss_index *index, uint32_t max) {
+    while (index->dangling.count > max) {
+        uint32_t dangling = index->dangling.tail;
+        while (index->entries[dangling].first_child != 0) {
+            detach(index, index->entries[dangling].first_child);
         }
-        leave(index, phantom);
-        ss_index_phantom_pull(index, phantom);
-        ss_index_give_back(index, phantom);
+        leave(index, dangling);
+        ss_index_dangling_pull(index, dangling);
+        ss_index_slot_free(index, dangling);
     }
 }
 
-void ss_index_orphan(struct ss_index *index, uint32_t slot) {
+void ss_index_unlink(struct ss_index *index, uint32_t slot) {
     if (index->entries[slot].first_child == 0) {
         leave(index, slot);
-        ss_index_give_back(index, slot);
+        ss_index_slot_free(index, slot);
         return;
     }
-    ss_index_phantom_push(index, slot);
+    ss_index_dangling_push(index, slot);
     if (!index->replaying) {
-        ss_index_drop_phantoms(index, index->phantoms_max);
+        ss_index_dangling_drop(index, index->dangling_max);
     }
 }
 
@@ -108,7 +108,7 @@ static bool descends(const struct ss_index *index, uint32_t slot, uint32_t ances
     return true;
 }
 
-void ss_index_adopt(struct ss_index *index, uint32_t slot, const uint8_t *parent) {
+void ss_index_parent_set(struct ss_index *index, uint32_t slot, const uint8_t *parent) {
     const struct entry *entry = &index->entries[slot];
     if (entry->parent != 0) {
         if (memcmp(index->entries[entry->parent].key, parent, KEY_SIZE) == 0) {
@@ -123,13 +123,13 @@ void ss_index_adopt(struct ss_index *index, uint32_t slot, const uint8_t *parent
     uint32_t found = ss_index_search(index, hash, entry->tenant, parent);
     if (found == 0) {
         if (!index->replaying) {
-            ss_index_drop_phantoms(index, index->phantoms_max - 1);
+            ss_index_dangling_drop(index, index->dangling_max - 1);
         }
-        found = ss_index_take(index, hash, entry->tenant, parent);
+        found = ss_index_slot_allocate(index, hash, entry->tenant, parent);
         if (found == 0) {
             return;
         }
-        ss_index_phantom_push(index, found);
+        ss_index_dangling_push(index, found);
     } else if (entry->first_child != 0 && descends(index, found, slot)) {
         return;
     }

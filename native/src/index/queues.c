@@ -167,7 +167,7 @@ void ss_index_touch_each(struct ss_index *index, const uint32_t *slots, size_t c
 static void unblock(struct ss_index *index, struct cell *cell, uint32_t slot) {
     index->entries[slot].pinned_until_s = 0;
     move_to(index, cell, slot, LIST_MAIN);
-    ss_index_unmark(index, index->entries[slot].parent);
+    ss_index_dangling_unblock(index, index->entries[slot].parent);
 }
 
 void ss_index_pin(struct ss_index *index, uint32_t slot, uint32_t until_s) {
@@ -193,7 +193,7 @@ static uint16_t *ghost_set(const struct ss_index *index, uint64_t hash, uint16_t
     return &index->ghosts[(size_t)(((unsigned __int128)hash * index->ghost_sets) >> 64) * GHOST_WAYS];
 }
 
-bool ss_index_haunted(const struct ss_index *index, uint64_t hash) {
+bool ss_index_ghost_contains(const struct ss_index *index, uint64_t hash) {
     uint16_t ghost;
     const uint16_t *set = ghost_set(index, hash, &ghost);
     for (size_t way = 0; way < GHOST_WAYS; way++) {
@@ -204,7 +204,7 @@ bool ss_index_haunted(const struct ss_index *index, uint64_t hash) {
     return false;
 }
 
-void ss_index_haunt(struct ss_index *index, uint64_t hash) {
+void ss_index_ghost_add(struct ss_index *index, uint64_t hash) {
     uint16_t ghost;
     uint16_t *set = ghost_set(index, hash, &ghost);
     size_t way = 0;
@@ -216,7 +216,7 @@ void ss_index_haunt(struct ss_index *index, uint64_t hash) {
 }
 
 int ss_index_ghost(const struct ss_index *index, uint16_t tenant, const uint8_t *key) {
-    return ss_index_haunted(index, ss_index_hash(index, tenant, key));
+    return ss_index_ghost_contains(index, ss_index_hash(index, tenant, key));
 }
 
 /* ---- Victims ------------------------------------------------------------------------------------------------- */
@@ -247,7 +247,7 @@ static uint32_t candidate(struct ss_index *index, struct cell *cell) {
 
 static void block(struct ss_index *index, uint32_t slot) {
     struct entry *entry = &index->entries[slot];
-    if (entry->phantom) {
+    if (entry->dangling) {
         entry->list = LIST_BLOCKED;
     } else {
         move_to(index, cell_of(index, entry), slot, LIST_BLOCKED);
@@ -273,7 +273,7 @@ static uint32_t leaf_below(struct ss_index *index, struct cell *cell, uint32_t t
         while (child != 0) {
             slot = child;
             const struct entry *entry = &entries[slot];
-            if (!entry->phantom && entry->list == list && cell_of(index, entry) == cell) {
+            if (!entry->dangling && entry->list == list && cell_of(index, entry) == cell) {
                 ss_index_pull(index, &cell->lists[list], slot);
                 push_tail(index, &cell->lists[list], slot);
             }
@@ -432,6 +432,6 @@ uint64_t ss_index_clear(struct ss_index *index, int32_t tenant, int32_t device) 
             cleared += clear_cell(index, number);
         }
     }
-    ss_index_rivals_clear(index, tenant, device);
+    ss_index_superseded_clear(index, tenant, device);
     return cleared;
 }

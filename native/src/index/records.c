@@ -24,15 +24,15 @@ static uint64_t *put(struct ss_index *index, uint8_t device, uint32_t blocks, co
     if (!ss_index_valid(record, blocks)) {
         return &counts->refused;
     }
-    if (slot != 0 && !index->entries[slot].phantom && index->entries[slot].device != device) {
+    if (slot != 0 && !index->entries[slot].dangling && index->entries[slot].device != device) {
         bool later = is_before(index->entries[slot].generation, record->generation);
         uint8_t loser = later ? index->entries[slot].device : device;
-        *result = ss_index_rival_add(index, hash, loser, record->tenant, record->key);
+        *result = ss_index_superseded_add(index, hash, loser, record->tenant, record->key);
         if (*result != SS_OK || !later) {
             return &counts->ignored;
         }
     }
-    ss_index_rival_drop(index, hash, device, record->tenant, record->key);
+    ss_index_superseded_drop(index, hash, device, record->tenant, record->key);
     own.device = device;
     *result = ss_index_store(index, hash, &own, NULL, record->accessed_s, &slot);
     if (*result == SS_OK && (own.flags & SS_INDEX_NAMED) != 0 && index->names[slot] == NULL) {
@@ -49,7 +49,7 @@ static uint64_t *change(struct ss_index *index, uint8_t device, const struct ss_
         return &counts->refused;
     }
     if (record->kind == SS_INDEX_REMOVE) {
-        ss_index_rival_drop(index, hash, device, record->tenant, record->key);
+        ss_index_superseded_drop(index, hash, device, record->tenant, record->key);
     }
     if (!ss_index_is_object(index, slot) || index->entries[slot].device != device) {
         return &counts->ignored;
@@ -171,11 +171,11 @@ enum ss_result ss_index_replayed(struct ss_index *index) {
     free(index->replayed_name);
     index->replayed_name = NULL;
     index->replaying = false;
-    ss_index_drop_phantoms(index, index->phantoms_max);
+    ss_index_dangling_drop(index, index->dangling_max);
     return SS_OK;
 }
 
-uint64_t ss_index_sift(struct ss_index *index, uint8_t device, enum ss_index_sift what) {
+uint64_t ss_index_purge(struct ss_index *index, uint8_t device, enum ss_index_purge what) {
     uint64_t removed = 0;
     for (uint32_t slot = 0; (slot = ss_index_next(index, slot)) != 0;) {
         const struct entry *entry = &index->entries[slot];

@@ -87,7 +87,7 @@ static inline void vector_stream(uint8_t *to, vector value) {
             for (int i = 0; i < SIDE / 2; i++) {                                                                       \
                 zip_##bits(&zipped[2 * i], rows[i], rows[i + SIDE / 2]);                                               \
             }                                                                                                          \
-            memcpy(rows, zipped, sizeof(rows));                                                                        \
+            memcpy(rows, zipped, sizeof rows);                                                                         \
         }                                                                                                              \
         for (int i = 0; i < SIDE; i++) {                                                                               \
             vector_store(lines + i * LINE, rows[i]);                                                                   \
@@ -273,7 +273,7 @@ static uint32_t find(const struct ss_strided *shape, int of_target, int64_t byte
 static struct ss_dimension take(struct ss_strided *shape, uint32_t i) {
     const struct ss_dimension found = shape->outer[i];
     shape->count--;
-    memmove(&shape->outer[i], &shape->outer[i + 1], (shape->count - i) * sizeof(found));
+    memmove(&shape->outer[i], &shape->outer[i + 1], (shape->count - i) * sizeof found);
     return found;
 }
 
@@ -315,7 +315,7 @@ static void widen(struct ss_strided *shape) {
             each.from == each.to) {
             shape->element *= each.size;
             shape->count--;
-            memmove(&shape->outer[i], &shape->outer[i + 1], (shape->count - i) * sizeof(each));
+            memmove(&shape->outer[i], &shape->outer[i + 1], (shape->count - i) * sizeof each);
             return;
         }
     }

@@ -8,7 +8,6 @@
  */
 #include "memory/strided.h"
 
-#ifdef SS_ARCH_X86_64
 #include <immintrin.h>
 
 #define TARGET __attribute__((target("avx512f,avx512bw")))
@@ -18,10 +17,11 @@
 enum { LINE = SS_STRIDED_LINE, SIDE = LINE / 4, QUARTER = SIDE / 4 };
 
 TARGET_INLINE void line_write(uint8_t *to, __m512i line) {
-    if ((uintptr_t)to % LINE == 0)
+    if ((uintptr_t)to % LINE == 0) {
         _mm512_stream_si512((void *)to, line);
-    else
+    } else {
         _mm512_storeu_si512((void *)to, line);
+    }
 }
 
 TARGET_INLINE __m512i line_read(const uint8_t *from, int64_t after) {
@@ -103,5 +103,3 @@ TARGET void ss_strided_plane_avx512(const struct ss_strided *shape, uint8_t *to,
         }
     }
 }
-
-#endif /* SS_ARCH_X86_64 */

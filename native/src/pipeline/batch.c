@@ -1,13 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * batch.c - a batch on paper: what is checked before it starts, what failed, what came of it
+ * batch.c - checks a batch before it starts, sets up its state, and writes its results
  *
- * A batch's numbers come from records that were read over a network, so every one of them is checked here, once,
- * before any byte moves; behind this file the stages trust them.
- *
- * Failure. The chunks of a group are a prefix chain: a chunk is of use only if all of it arrived, and all before it. So
- * each group has a bound, the lowest chunk of which a piece failed: what is before it is completed, wherever it comes
- * in the list, what is not is dropped.
+ * A batch's numbers come from records that were read over a network. Every one of them is checked here, once, before
+ * any byte moves; the stages then trust them.
  */
 #include <string.h>
 
@@ -28,7 +24,7 @@ static const struct ss_group *group_of(const struct ss_batch *batch, const struc
 
 static int group_is_valid(const struct ss_group *group) {
     if (ss_dtype_size(group->dtype) == 0 || group->vector_length == 0 ||
-        (group->destination == NULL && group->destination_size > 0)) {
+        (group->memory == NULL && group->memory_size > 0)) {
         return 0;
     }
     switch (group->quantizer) {
@@ -70,8 +66,8 @@ static int slice_is_valid(const struct ss_group *group, const struct ss_slice *s
         return 0;
     }
     uint64_t delivered = decoded * symbol_bytes(group);
-    return slice->destination_offset <= group->destination_size &&
-           delivered <= group->destination_size - slice->destination_offset;
+    return slice->destination_offset <= group->memory_size &&
+           delivered <= group->memory_size - slice->destination_offset;
 }
 
 /* What only encoding needs of the slices: decoding takes any symbols. */
@@ -239,15 +235,15 @@ static int sockets_are_valid(const struct ss_pipeline *pipeline, const struct ss
     return 1;
 }
 
-/* Rows of the same chunks, as the one request asks for them. The ablation asks for one piece at a time. */
-static int layers_are_valid(const struct ss_pipeline *pipeline, const struct ss_batch *batch, uint32_t socket_count) {
+/* Rows of the same chunks, in the order in which the one request asks for them. */
+static int layers_are_valid(const struct ss_batch *batch, uint32_t socket_count) {
     const struct ss_layers *layers = batch->layers;
     if (layers == NULL) {
         return 1;
     }
-    if (!pipeline->options.chunked_pipeline || socket_count != 1 || layers->request == NULL ||
-        layers->request_size == 0 || layers->keys == 0 || layers->keys > SS_LAYERS_KEYS_MAX ||
-        (uint64_t)layers->layers * layers->keys != batch->piece_count || layers->layers == 0) {
+    if (socket_count != 1 || layers->request == NULL || layers->request_size == 0 || layers->keys == 0 ||
+        layers->keys > SS_LAYERS_KEYS_MAX || (uint64_t)layers->layers * layers->keys != batch->piece_count ||
+        layers->layers == 0) {
         return 0;
     }
     for (uint32_t i = 0; i < batch->piece_count; i++) {
@@ -265,7 +261,7 @@ static int layers_are_valid(const struct ss_pipeline *pipeline, const struct ss_
 enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_batch *batch, const int32_t *sockets,
                               uint32_t socket_count) {
     if (!tables_are_valid(batch) || !sockets_are_valid(pipeline, batch, sockets, socket_count) ||
-        !layers_are_valid(pipeline, batch, socket_count) || !ss_progress_is_valid(batch)) {
+        !layers_are_valid(batch, socket_count) || !ss_progress_is_valid(batch)) {
         return SS_BAD_ARGUMENT;
     }
     uint64_t dma_bytes = 0;
@@ -308,7 +304,7 @@ enum ss_result ss_encode_check(struct ss_pipeline *pipeline, const struct ss_bat
     return ss_batch_memory_check(pipeline, batch, 1); /* the CPU reads plain memory */
 }
 
-/* ---- Failure and outcome ------------------------------------------------------------------------------------- */
+/* ---- State and results ---------------------------------------------------------------------------------------- */
 
 static int backend_takes(const struct ss_backend_capabilities *capabilities, const struct ss_batch *batch,
                          const struct ss_piece *piece) {
@@ -317,18 +313,6 @@ static int backend_takes(const struct ss_backend_capabilities *capabilities, con
         takes &= batch->slices[piece->slice_first + i].decoded_length <= capabilities->slice_bytes_max;
     }
     return takes;
-}
-
-void ss_group_ends(struct ss_group_state *group, uint32_t chunk) {
-    uint32_t lowest = atomic_load(&group->chunks);
-    while (chunk < lowest && !atomic_compare_exchange_weak(&group->chunks, &lowest, chunk)) {
-    }
-}
-
-static void piece_fails(struct ss_piece_state *state, enum ss_result result) {
-    uint32_t expected = SS_OK;
-    atomic_compare_exchange_strong(&state->result, &expected, (uint32_t)result);
-    ss_group_ends(state->group, state->chunk);
 }
 
 /* What each piece's state begins as. One that the backend does not take fails at once. */
@@ -345,7 +329,26 @@ static void pieces_begin(struct ss_pipeline *pipeline, struct ss_batch *batch) {
         atomic_store(&state->result, SS_OK);
         state->symbols_bytes = region_length(batch, piece, REGION_SYMBOLS);
         if (!backend_takes(&pipeline->capabilities, batch, piece)) {
-            piece_fails(state, SS_NOT_SUPPORTED);
+            ss_piece_fail(state, SS_NOT_SUPPORTED);
+        }
+    }
+}
+
+/* Gives each piece its region of each buffer. A piece that is received into memory of its own needs no room. */
+static void pieces_place(struct ss_pipeline *pipeline, const struct ss_batch *batch) {
+    uint8_t *dma_source = pipeline->dma_source.data;
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        const struct ss_piece *piece = &batch->pieces[i];
+        struct ss_piece_state *state = &pipeline->piece_states[i];
+        if (ss_piece_origin(piece) == SS_ORIGIN_SERVER && piece->memory != NULL && pipeline->capabilities.reads_plain) {
+            state->stored = (uint8_t *)(uintptr_t)piece->memory;
+        } else {
+            state->stored = pipeline->decompression.data + piece->decompression_offset;
+        }
+        if (!pipeline->options.fused) {
+            state->symbols = pipeline->dequantization.data + piece->dequantization_offset;
+            state->dma_source = dma_source;
+            dma_source += state->symbols_bytes * state->group->symbol_bytes;
         }
     }
 }
@@ -376,64 +379,8 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_batch *batch, const 
         atomic_store(&fetch->groups[i].chunks, UINT32_MAX);
     }
     pieces_begin(pipeline, batch);
+    pieces_place(pipeline, batch);
     ss_progress_begin(pipeline);
-    pipeline->executor->begin(pipeline);
-}
-
-void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t piece, enum ss_result result, int broken) {
-    piece_fails(&pipeline->piece_states[piece], pipeline->executor->failure(pipeline, result));
-    if (broken) {
-        atomic_store(&pipeline->fetch.broken, 1);
-    }
-    ss_fetch_wake_net(pipeline); /* what is awaited may be of no use any more */
-}
-
-static int is_redirection(const char *text, size_t length) {
-    return (length > 6 && memcmp(text, "MOVED ", 6) == 0) || (length > 4 && memcmp(text, "ASK ", 4) == 0);
-}
-
-void ss_fetch_refused(struct ss_pipeline *pipeline, uint32_t piece, const char *text, size_t length) {
-    struct ss_piece *refused = &pipeline->fetch.batch->pieces[piece];
-    enum ss_result result =
-        pipeline->executor->failure(pipeline, is_redirection(text, length) ? SS_REDIRECTED : SS_REFUSED);
-    uint32_t expected = SS_OK;
-    if (atomic_compare_exchange_strong(&pipeline->piece_states[piece].result, &expected, (uint32_t)result)) {
-        size_t kept = length < sizeof refused->error - 1 ? length : sizeof refused->error - 1;
-        memcpy(refused->error, text, kept);
-        refused->error[kept] = '\0';
-    }
-    if (result != SS_REDIRECTED) {
-        ss_fetch_fail(pipeline, piece, result, 0);
-    }
-}
-
-void ss_fetch_abort(struct ss_pipeline *pipeline, enum ss_result result) {
-    uint32_t expected = SS_OK;
-    atomic_compare_exchange_strong(&pipeline->fetch.abort_result, &expected, (uint32_t)result);
-    ss_fetch_wake_net(pipeline);
-}
-
-/* Leaves the body of a piece that is in place where it is to be, unless it was received there. */
-static void piece_leave(const struct ss_piece_state *state, const struct ss_piece *piece) {
-    if (ss_piece_origin(piece) == SS_ORIGIN_SERVER && piece->memory != NULL && piece->memory != state->stored) {
-        memcpy((uint8_t *)(uintptr_t)piece->memory, state->stored, piece->body_length);
-    }
-}
-
-void ss_piece_part_done(struct ss_pipeline *pipeline, uint32_t piece) {
-    uint32_t left = atomic_fetch_sub(&pipeline->piece_states[piece].remaining, 1) - 1;
-    if (left == 0) {
-        piece_leave(&pipeline->piece_states[piece], &pipeline->fetch.batch->pieces[piece]);
-    }
-    pipeline->executor->part_done(pipeline, piece, left);
-    if (left == 0) {
-        ss_progress_piece(pipeline, piece);
-    }
-}
-
-int ss_fetch_drops(struct ss_pipeline *pipeline, uint32_t piece) {
-    return !ss_piece_useful(&pipeline->piece_states[piece]) ||
-           atomic_load_explicit(&pipeline->fetch.abort_result, memory_order_relaxed) != SS_OK;
 }
 
 /* What became of a piece of a quiet batch. Where the batch ended early, that is the failure of what was still of use.

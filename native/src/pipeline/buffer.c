@@ -37,7 +37,7 @@ static void touch(uint8_t *data, uint64_t size, uint64_t page) {
     }
 }
 
-enum ss_result ss_buffer_map(struct ss_buffer *buffer, uint64_t size, int huge, int lock, uint64_t *locked_bytes) {
+enum ss_result ss_buffer_map(struct ss_buffer *buffer, uint64_t size, int lock, uint64_t *locked_bytes) {
     buffer->data = NULL;
     buffer->size = size;
     buffer->mapped = 0;
@@ -45,7 +45,7 @@ enum ss_result ss_buffer_map(struct ss_buffer *buffer, uint64_t size, int huge, 
         return SS_OK;
     }
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
-    uint64_t unit = huge && size >= HUGE_PAGE_BYTES ? HUGE_PAGE_BYTES : page;
+    uint64_t unit = size >= HUGE_PAGE_BYTES ? HUGE_PAGE_BYTES : page;
     if (size > UINT64_MAX / 4 || size > SIZE_MAX - 2 * unit) {
         return SS_NO_MEMORY;
     }

@@ -12,7 +12,7 @@
 /* Slices handed to the next stage at a time. */
 enum { PUSH_MAX = 64 };
 
-/* Between two looks whether a batch that is held back has ended. */
+/* How often a thread that waits for the rate checks whether the batch has ended. */
 #define PACE_LOOK_NS 5000000ULL
 
 static const struct ss_source *const sources[SS_SOURCE_COUNT] = {&ss_source_resp, &ss_source_memory};
@@ -23,7 +23,7 @@ const struct ss_source *ss_source_of(const struct ss_piece *piece) {
             return sources[i];
         }
     }
-    return NULL; /* not so: every piece is a server's or not */
+    return NULL; /* unreachable: each piece belongs to one of the sources */
 }
 
 enum ss_result ss_sources_create(struct ss_worker *worker) {
@@ -66,28 +66,20 @@ int ss_feed_useful(const struct ss_feed *feed, uint32_t piece) {
     return ss_piece_useful(&pipeline_of(feed)->piece_states[piece]);
 }
 
-uint32_t ss_feed_open(const struct ss_feed *feed) {
-    return atomic_load(&pipeline_of(feed)->fetch.open_pieces);
-}
-
-int ss_feed_make_place(const struct ss_feed *feed, uint32_t piece) {
-    enum ss_result made = pipeline_of(feed)->executor->make_place(pipeline_of(feed), piece);
-    if (made != SS_OK) {
-        ss_fetch_fail(pipeline_of(feed), piece, made, 0);
-        ss_fetch_wake_net(pipeline_of(feed));
+uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t index) {
+    struct ss_pipeline *pipeline = pipeline_of(feed);
+    const struct ss_piece *piece = &feed->batch->pieces[index];
+    struct ss_piece_state *state = &pipeline->piece_states[index];
+    if (ss_piece_origin(piece) == SS_ORIGIN_MEMORY && pipeline->capabilities.reads_plain) {
+        state->stored = (uint8_t *)(uintptr_t)piece->memory; /* nothing writes to it */
     }
-    return made == SS_OK;
-}
-
-uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t piece) {
-    return pipeline_of(feed)->piece_states[piece].stored;
+    return state->stored;
 }
 
 /*
- * Waits until a slice of a batch with a rate may be handed on: each takes the time that its delivered bytes have at
- * that rate, from the moment at which the one before it had its own. What was not used of a moment is gone, so that
- * nothing ever goes faster. What waits holds no lock, and a batch that ends early is waited for no longer than between
- * two looks.
+ * Waits until a slice of a batch with a rate may be passed on. Each slice occupies its delivered bytes divided by the
+ * rate, starting when the previous slice's time ends. Unused time is not saved up, so the rate is never exceeded. The
+ * wait holds no lock, and ends at most PACE_LOOK_NS after the batch.
  */
 static void wait_for_pace(struct ss_pipeline *pipeline, uint32_t piece, const struct ss_slice *slice) {
     struct ss_fetch *fetch = &pipeline->fetch;
@@ -122,7 +114,8 @@ void ss_feed_slices(const struct ss_feed *feed, uint32_t piece, uint32_t slice_f
             items[filled] = (struct ss_item){.decoded_before = decoded_before, .piece = piece, .slice = slice};
             decoded_before += feed->batch->slices[slice].decoded_length;
         }
-        pipeline->executor->pass(pipeline, SS_STAGE_NET, items, filled);
+        atomic_fetch_add(&pipeline->fetch.work, filled);
+        ss_queue_push(&pipeline->decompress_queue, items, filled);
         slice_first += filled;
         count -= filled;
     }

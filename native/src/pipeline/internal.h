@@ -3,11 +3,12 @@
  * internal.h - what the pipeline's files share
  *
  *   pipeline.c  buffers, threads, the life of a batch
- *   batch.c     checks a batch before any byte moves; failures and their order
+ *   batch.c     checks a batch before any byte moves; its state at the start, its results at the end
+ *   fetch_state.c  work, failures and pieces of the running fetch, for all threads
+ *   clock.h     clocks and counters
  *   feed.c      the network threads, which drive the sources (sources/source.h)
  *   stages.c    decompress, dequantize, DMA, or all of it fused
  *   trace.c     what each thread did when, on request
- *   executor.c  how slices and buffers are handed on; ablation.c has what this is compared with
  *   memory.c    what batches deliver to and store from, made known to the backend
  *   store.c     the way back: quantize, compress, and the put
  *
@@ -19,9 +20,9 @@
  * Quiet. 'work' counts the net threads that have not finished and the slices that have been pushed and not retired.
  * A slice that moves to the next queue stays counted, so zero means that nothing touches the batch any more.
  *
- * A device that never ends what it was given would keep its slices counted for ever. The thread that waits for it gives
- * it up in the end (stages.c): its slices fail, and none is given to it any more, by any thread. No thread of ours then
- * touches the batch; whether the device does, nobody can say, so what it could reach is kept until the process ends.
+ * A device that never finishes its work would keep its slices counted for ever. The thread that waits for it gives it
+ * up after a timeout (stages.c): its slices fail, and no thread uses it again. Then no thread of this process touches
+ * the batch. The device may still do so, so all memory that it can reach is kept until the process ends.
  */
 #ifndef SS_PIPELINE_INTERNAL_H
 #define SS_PIPELINE_INTERNAL_H
@@ -31,6 +32,7 @@
 #include <stdint.h>
 
 #include "backends/backend.h"
+#include "pipeline/clock.h"
 #include "pipeline/queue.h"
 #include "shadowserve.h"
 #include "sources/source.h"
@@ -55,12 +57,13 @@ enum { SS_NODES_MAX = 256 };
 enum { SS_SOURCE_COUNT = 2 };
 
 /*
- * Slices that a stage thread takes at a time at most: what it hands on at a time, and no more than it can start. What
- * it holds nobody else can take, however long it is kept from its core; and at the end of a batch the others idle then.
+ * The most slices that a stage thread takes at a time, and passes on at a time. No other thread can take the slices
+ * that it holds, even while it waits for a core; so more of them would leave other threads idle at the end of a batch.
  */
 enum { SS_POP_MAX = 4 };
 
-/* How long a store thread lets fetches go first, for each slice: stores slow down under load, but never starve. */
+/* The longest that a store thread waits for fetches before each slice: stores slow down under load, but never starve.
+ */
 #define SS_STORE_YIELD_NS 50000000ULL
 
 struct ss_buffer {
@@ -69,26 +72,18 @@ struct ss_buffer {
     uint64_t mapped; /* rounded up to pages */
 };
 
-/* One thread's share of one stage's statistics, on its own cache line. */
-struct ss_counters {
-    _Alignas(64) _Atomic uint64_t items;
-    _Atomic uint64_t input_bytes;
-    _Atomic uint64_t output_bytes;
-    _Atomic uint64_t busy_ns;
-};
-
 /* A group of the fetch batch that is running. */
 struct ss_group_state {
     const struct ss_group *group;
     uint32_t symbol_bytes;   /* dequantized bytes for each byte of symbols */
-    _Atomic uint32_t chunks; /* those from here on are of no use any more; UINT32_MAX while nothing failed */
+    _Atomic uint32_t chunks; /* the lowest chunk with a failure; later pieces are dropped; UINT32_MAX: none */
 };
 
 /* A piece and its regions. */
 struct ss_piece_state {
     _Atomic uint32_t remaining; /* slices not delivered, plus answers not received to their end */
     _Atomic uint32_t result;    /* the first failure */
-    uint32_t answers;           /* of its source: those that are to come to an end */
+    uint32_t answers;           /* answers of its source that it waits for */
     uint32_t chunk;
     struct ss_group_state *group;
     uint64_t symbols_bytes;
@@ -97,9 +92,9 @@ struct ss_piece_state {
     uint8_t *dma_source; /* likewise */
 };
 
-/* How far the layers are of a batch that tells of it. */
+/* Layers in place, of a batch with 'progress'. */
 struct ss_progress {
-    uint32_t leading; /* from the batch's first layer on, that lack nothing; under the pipeline's progress_lock */
+    uint32_t leading; /* complete layers from the batch's first one on; under the pipeline's progress_lock */
     _Atomic uint32_t missing[SS_BATCH_LAYERS_MAX]; /* pieces of each layer that are not in place */
 };
 
@@ -108,17 +103,16 @@ struct ss_fetch {
     struct ss_batch *batch;
     const int32_t *sockets;
     uint32_t node_count;
-    uint32_t net_threads;          /* that take part; so many sockets there are to each node */
+    uint32_t net_threads;          /* threads that take part, and sockets to each node */
     uint32_t number;               /* of the batch */
     _Atomic uint32_t abort_result; /* SS_DEADLINE or SS_CANCELLED: everything unfinished ends */
-    _Atomic uint32_t broken;       /* a connection is lost or out of step: do not wait for useless answers */
-    _Atomic uint32_t out_of_sync;  /* a socket holds half an answer */
-    _Atomic int32_t os_error;      /* errno of the first SS_OS_ERROR */
-    _Atomic uint32_t open_pieces;  /* pieces that may be asked for */
+    _Atomic uint32_t broken; /* a connection is lost or out of sync: do not wait for answers that are dropped anyway */
+    _Atomic uint32_t out_of_sync; /* a socket holds half an answer */
+    _Atomic int32_t os_error;     /* errno of the first SS_OS_ERROR */
     _Atomic uint64_t work;
     _Atomic uint64_t received_bytes;
     _Atomic uint64_t delivered_bytes;
-    _Atomic uint64_t pace_ns; /* of a batch with a rate: when the next slice may be handed on */
+    _Atomic uint64_t pace_ns; /* with a rate: when the next slice may be passed on */
     struct ss_group_state groups[SS_BATCH_GROUPS_MAX];
     struct ss_progress progress;
 };
@@ -134,13 +128,13 @@ struct ss_store {
 struct ss_engine;    /* stages.c */
 struct ss_trace_log; /* trace.c */
 
-struct ss_destination {
+struct ss_registered_memory {
     struct ss_pipeline *pipeline;
     void *handle; /* the backend's */
     uint8_t *address;
     uint64_t size;
     enum ss_memory_kind kind;
-    struct ss_destination *next; /* of those that are kept */
+    struct ss_registered_memory *next; /* of those that are kept */
 };
 
 struct ss_worker {
@@ -161,8 +155,6 @@ struct ss_worker {
 
 struct ss_pipeline {
     struct ss_pipeline_options options; /* its pointers are not valid after creation */
-    const struct ss_executor *executor;
-    void *executor_state;
     const struct ss_backend *backend;
     void *device;
     uint32_t device_open;
@@ -197,7 +189,7 @@ struct ss_pipeline {
     enum ss_result ready_result; /* of the first thread that could not make what it needs */
     int ready_error;             /* errno, then */
     uint32_t stopping;
-    _Atomic uint32_t given_up; /* the device never ended something: it is not asked any more */
+    _Atomic uint32_t given_up; /* the device did not finish its work; it is not used again */
     uint32_t fetch_active;
     uint32_t encode_active;
     struct ss_fetch fetch;
@@ -206,7 +198,7 @@ struct ss_pipeline {
     _Atomic uint32_t trace_recording; /* the generation that is recorded; 0: off */
     uint32_t trace_generation;        /* the last one; under the lock */
 
-    struct ss_destination *kept; /* released after the device was given up; under the lock */
+    struct ss_registered_memory *kept; /* released after the device was given up; under the lock */
 
     struct ss_pipeline *next; /* in the list that ss_batch_cancel() walks */
 };
@@ -217,30 +209,13 @@ struct ss_pipeline {
 enum ss_result ss_pipeline_create_with(const struct ss_pipeline_options *options, const struct ss_backend *backend,
                                        struct ss_pipeline **pipeline);
 
-/*
- * ss_worker_ready() is called by each thread once it has made what it needs, or failed to: creation waits for all of
- * them, and fails with the first failure.
- */
-void ss_worker_ready(struct ss_pipeline *pipeline, enum ss_result result);
-
-uint64_t ss_now_ns(void);    /* CLOCK_MONOTONIC */
-uint64_t ss_thread_ns(void); /* CPU time of the calling thread */
-void ss_counters_add(struct ss_counters *counters, uint64_t items, uint64_t input_bytes, uint64_t output_bytes,
-                     uint64_t busy_ns);
-
-/* ss_fetch_done() takes 'count' off the batch's work and tells the batch's owner when that was the last. */
-void ss_fetch_done(struct ss_pipeline *pipeline, uint64_t count);
-
-/* ss_fetch_wake_net() makes every net thread of the batch look around. */
-void ss_fetch_wake_net(struct ss_pipeline *pipeline);
-
 /* ---- buffer.c ---- */
 
 /*
- * ss_buffer_map() maps, touches and, if asked, locks 'size' bytes; adds what was locked to '*locked_bytes'. 'huge': at
- * a multiple of the huge page, with the wish for huge pages; else as any allocation, wherever and with whatever pages.
+ * ss_buffer_map() maps, touches and, if asked, locks 'size' bytes; adds what was locked to '*locked_bytes'. Memory of
+ * at least a huge page is aligned to one, and the kernel is asked for huge pages.
  */
-enum ss_result ss_buffer_map(struct ss_buffer *buffer, uint64_t size, int huge, int lock, uint64_t *locked_bytes);
+enum ss_result ss_buffer_map(struct ss_buffer *buffer, uint64_t size, int lock, uint64_t *locked_bytes);
 void ss_buffer_unmap(struct ss_buffer *buffer);
 
 /* ---- batch.c ---- */
@@ -253,6 +228,23 @@ enum ss_result ss_encode_check(struct ss_pipeline *pipeline, const struct ss_bat
 void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_batch *batch, const int32_t *sockets,
                     uint32_t socket_count);
 
+/* ss_fetch_finish() writes the results of a quiet batch and returns the batch's. */
+enum ss_result ss_fetch_finish(struct ss_pipeline *pipeline);
+
+/* ---- fetch_state.c ---- */
+
+/*
+ * ss_worker_ready() is called by each thread once it has made what it needs, or failed to: creation waits for all of
+ * them, and fails with the first failure.
+ */
+void ss_worker_ready(struct ss_pipeline *pipeline, enum ss_result result);
+
+/* ss_fetch_done() takes 'count' off the batch's work and tells the batch's owner when that was the last. */
+void ss_fetch_done(struct ss_pipeline *pipeline, uint64_t count);
+
+/* ss_fetch_wake_net() makes every net thread of the batch look around. */
+void ss_fetch_wake_net(struct ss_pipeline *pipeline);
+
 /*
  * ss_fetch_fail() notes that 'piece' failed; only its first failure counts. 'broken': of its connection, too. Of its
  * group, its chunk and those behind are of no use any more.
@@ -264,6 +256,9 @@ void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t piece, enum ss_result 
  * pieces alone, anything else fails.
  */
 void ss_fetch_refused(struct ss_pipeline *pipeline, uint32_t piece, const char *text, size_t length);
+
+/* ss_piece_fail() records a failure of a piece; only its first one counts. */
+void ss_piece_fail(struct ss_piece_state *state, enum ss_result result);
 
 /* ss_group_ends() makes a group's chunks from 'chunk' on useless. */
 void ss_group_ends(struct ss_group_state *group, uint32_t chunk);
@@ -278,9 +273,6 @@ static inline int ss_piece_useful(const struct ss_piece_state *state) {
 
 /* ss_fetch_drops() returns whether work on 'piece' is of no use any more. */
 int ss_fetch_drops(struct ss_pipeline *pipeline, uint32_t piece);
-
-/* ss_fetch_finish() writes the results of a quiet batch and returns the batch's. */
-enum ss_result ss_fetch_finish(struct ss_pipeline *pipeline);
 
 /* ss_piece_part_done() counts a slice that was delivered, or an answer that ended well. */
 void ss_piece_part_done(struct ss_pipeline *pipeline, uint32_t piece);
@@ -297,8 +289,8 @@ void ss_progress_piece(struct ss_pipeline *pipeline, uint32_t piece);
 
 /* ---- memory.c ---- */
 
-/* ss_batch_memory_check() returns SS_OK where the batch's destinations can be reached; 'plain': memory that nobody
- * registered, too. */
+/* ss_batch_memory_check() returns SS_OK if the backend reaches the memory of all groups; 'plain': also memory that is
+ * not registered. */
 enum ss_result ss_batch_memory_check(const struct ss_pipeline *pipeline, const struct ss_batch *batch, int plain);
 
 /* ---- feed.c ---- */
@@ -322,49 +314,10 @@ enum ss_result ss_engine_open(struct ss_worker *worker);
 void ss_engine_close(struct ss_worker *worker);
 
 /* ss_engine_collect() copies 'size' bytes at 'source' in the registered memory to 'target' and waits for it. */
-enum ss_result ss_engine_collect(struct ss_worker *worker, const struct ss_destination *memory, const uint8_t *source,
-                                 uint8_t *target, size_t size);
+enum ss_result ss_engine_collect(struct ss_worker *worker, const struct ss_registered_memory *memory,
+                                 const uint8_t *source, uint8_t *target, size_t size);
 void *ss_engine_thread(void *worker);
 void *ss_dequantize_thread(void *worker);
-
-/* ---- executor.c, ablation.c ---- */
-
-/* How a batch's pieces are placed, and how their slices go from stage to stage. */
-struct ss_executor {
-    /* open() makes the buffers of fetch batches, once the device is there; close() frees what it made, all or part. */
-    enum ss_result (*open)(struct ss_pipeline *pipeline);
-    void (*close)(struct ss_pipeline *pipeline);
-
-    /* begin() places the pieces of a batch, and opens those that may be asked for. */
-    void (*begin)(struct ss_pipeline *pipeline);
-
-    /*
-     * make_place() makes sure of room for a piece, before its first bytes are asked for. SS_NO_MEMORY, and what the
-     * backend's memory_open() fails with.
-     */
-    enum ss_result (*make_place)(struct ss_pipeline *pipeline, uint32_t piece);
-
-    /* pass() takes slices of one piece that are through with 'stage', and not with the batch. */
-    void (*pass)(struct ss_pipeline *pipeline, enum ss_stage stage, const struct ss_item *items, uint32_t count);
-
-    /* part_done() is told of each slice that was delivered, and of each answer that ended, with what is 'left'. */
-    void (*part_done)(struct ss_pipeline *pipeline, uint32_t piece, uint32_t left);
-
-    /* failure() is told that a piece failed, and returns what is to be said of it. */
-    enum ss_result (*failure)(struct ss_pipeline *pipeline, enum ss_result result);
-
-    /* memory_at() is the channels' (backends/backend.h), with the pipeline for its owner; NULL: they know the buffers.
-     */
-    void *(*memory_at)(void *pipeline, const uint8_t *address);
-};
-
-extern const struct ss_executor ss_executor_flow;
-
-/* ss_executor_of() returns the one that the options ask for. */
-const struct ss_executor *ss_executor_of(const struct ss_pipeline_options *options);
-
-/* ss_queue_behind() returns the queue of the stage behind 'stage', which is not the last one. */
-struct ss_queue *ss_queue_behind(struct ss_pipeline *pipeline, enum ss_stage stage);
 
 /* ---- trace.c ---- */
 

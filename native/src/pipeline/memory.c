@@ -24,9 +24,9 @@ static int memory_is_valid(const struct ss_memory *memory) {
     return memory->kind == SS_MEMORY_LOCAL || (memory->descriptor != NULL && memory->descriptor_size > 0);
 }
 
-enum ss_result ss_destination_register(struct ss_pipeline *pipeline, const struct ss_memory *memory,
-                                       struct ss_destination **destination_out) {
-    if (pipeline == NULL || memory == NULL || destination_out == NULL || (uint32_t)memory->kind > SS_MEMORY_CUDA_IPC) {
+enum ss_result ss_memory_register(struct ss_pipeline *pipeline, const struct ss_memory *memory,
+                                  struct ss_registered_memory **registered_out) {
+    if (pipeline == NULL || memory == NULL || registered_out == NULL || (uint32_t)memory->kind > SS_MEMORY_CUDA_IPC) {
         return SS_BAD_ARGUMENT;
     }
     if ((ss_pipeline_memory_kinds(pipeline) >> memory->kind & 1) == 0) {
@@ -35,55 +35,55 @@ enum ss_result ss_destination_register(struct ss_pipeline *pipeline, const struc
     if (!memory_is_valid(memory)) {
         return SS_BAD_ARGUMENT;
     }
-    struct ss_destination *destination = calloc(1, sizeof *destination);
-    if (destination == NULL) {
+    struct ss_registered_memory *registered = calloc(1, sizeof *registered);
+    if (registered == NULL) {
         return SS_NO_MEMORY;
     }
-    destination->pipeline = pipeline;
-    destination->kind = memory->kind;
-    destination->size = memory->size;
+    registered->pipeline = pipeline;
+    registered->kind = memory->kind;
+    registered->size = memory->size;
     enum ss_result result =
-        pipeline->backend->memory_open(pipeline->device, memory, &destination->handle, &destination->address);
+        pipeline->backend->memory_open(pipeline->device, memory, &registered->handle, &registered->address);
     if (result != SS_OK) {
         int error = errno;
-        free(destination);
+        free(registered);
         errno = error;
         return result;
     }
-    *destination_out = destination;
+    *registered_out = registered;
     return SS_OK;
 }
 
-void ss_destination_release(struct ss_destination *destination) {
-    struct ss_pipeline *pipeline = destination->pipeline;
+void ss_memory_release(struct ss_registered_memory *registered) {
+    struct ss_pipeline *pipeline = registered->pipeline;
     if (atomic_load(&pipeline->given_up)) { /* the device may be at it: it keeps the right to be, as long as we live */
         pthread_mutex_lock(&pipeline->lock);
-        destination->next = pipeline->kept;
-        pipeline->kept = destination;
+        registered->next = pipeline->kept;
+        pipeline->kept = registered;
         pthread_mutex_unlock(&pipeline->lock);
         return;
     }
-    pipeline->backend->memory_close(pipeline->device, destination->handle);
-    free(destination);
+    pipeline->backend->memory_close(pipeline->device, registered->handle);
+    free(registered);
 }
 
-uint8_t *ss_destination_address(const struct ss_destination *destination) {
-    return destination->address;
+uint8_t *ss_memory_address(const struct ss_registered_memory *registered) {
+    return registered->address;
 }
 
 enum ss_result ss_batch_memory_check(const struct ss_pipeline *pipeline, const struct ss_batch *batch, int plain) {
     for (uint32_t i = 0; i < batch->group_count; i++) {
         const struct ss_group *group = &batch->groups[i];
-        const struct ss_destination *registered = group->registered;
+        const struct ss_registered_memory *registered = group->registered;
         if (registered == NULL) {
             if (!plain && batch->piece_count > 0) {
                 return SS_BAD_ARGUMENT;
             }
             continue;
         }
-        uintptr_t offset = (uintptr_t)group->destination - (uintptr_t)registered->address; /* wraps where it is below */
+        uintptr_t offset = (uintptr_t)group->memory - (uintptr_t)registered->address; /* wraps where it is below */
         if (registered->pipeline != pipeline || offset > registered->size ||
-            group->destination_size > registered->size - offset) {
+            group->memory_size > registered->size - offset) {
             return SS_BAD_ARGUMENT;
         }
     }

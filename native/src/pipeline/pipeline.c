@@ -27,58 +27,6 @@ static struct ss_pipeline *registry;
 /* Pipelines whose device was given up: what it may still use stays as it is. */
 static struct ss_pipeline *given_up;
 
-/* ---- Small things that the other files use -------------------------------------------------------------------- */
-
-static uint64_t clock_ns(clockid_t clock) {
-    struct timespec now;
-    clock_gettime(clock, &now);
-    return (uint64_t)now.tv_sec * 1000000000ULL + (uint64_t)now.tv_nsec;
-}
-
-uint64_t ss_now_ns(void) {
-    return clock_ns(CLOCK_MONOTONIC);
-}
-
-uint64_t ss_thread_ns(void) {
-    return clock_ns(CLOCK_THREAD_CPUTIME_ID);
-}
-
-void ss_worker_ready(struct ss_pipeline *pipeline, enum ss_result result) {
-    int error = errno;
-    pthread_mutex_lock(&pipeline->lock);
-    pipeline->threads_ready++;
-    if (pipeline->ready_result == SS_OK) {
-        pipeline->ready_result = result;
-        pipeline->ready_error = error;
-    }
-    pthread_cond_signal(&pipeline->ready);
-    pthread_mutex_unlock(&pipeline->lock);
-}
-
-void ss_counters_add(struct ss_counters *counters, uint64_t items, uint64_t input_bytes, uint64_t output_bytes,
-                     uint64_t busy_ns) {
-    atomic_fetch_add_explicit(&counters->items, items, memory_order_relaxed);
-    atomic_fetch_add_explicit(&counters->input_bytes, input_bytes, memory_order_relaxed);
-    atomic_fetch_add_explicit(&counters->output_bytes, output_bytes, memory_order_relaxed);
-    atomic_fetch_add_explicit(&counters->busy_ns, busy_ns, memory_order_relaxed);
-}
-
-void ss_fetch_done(struct ss_pipeline *pipeline, uint64_t count) {
-    if (atomic_fetch_sub(&pipeline->fetch.work, count) == count) {
-        pthread_mutex_lock(&pipeline->lock);
-        pthread_cond_signal(&pipeline->quiet);
-        pthread_mutex_unlock(&pipeline->lock);
-    }
-}
-
-void ss_fetch_wake_net(struct ss_pipeline *pipeline) {
-    uint64_t one = 1;
-    for (uint32_t i = 0; i < pipeline->options.net_threads; i++) {
-        ssize_t written = write(pipeline->workers[i].wake_event, &one, sizeof one); /* full: it wakes anyway */
-        (void)written;
-    }
-}
-
 /* ---- Creation ------------------------------------------------------------------------------------------------ */
 
 static int cores_are_valid(const int32_t *cores, uint32_t count) {
@@ -156,12 +104,18 @@ static enum ss_result create_buffers(struct ss_pipeline *pipeline) {
     const struct ss_pipeline_options *options = &pipeline->options;
     int lock = options->pin_memory != 0;
     uint64_t *locked = &pipeline->locked_bytes;
-    enum ss_result result = pipeline->executor->open(pipeline);
-    if (result == SS_OK) {
-        result = ss_buffer_map(&pipeline->store_buffer, options->store_bytes, 1, lock, locked);
+    enum ss_result result = ss_buffer_map(&pipeline->decompression, options->decompression_bytes, lock, locked);
+    if (result == SS_OK && !options->fused) {
+        result = ss_buffer_map(&pipeline->dequantization, options->dequantization_bytes, lock, locked);
+    }
+    if (result == SS_OK && !options->fused) {
+        result = ss_buffer_map(&pipeline->dma_source, options->dma_source_bytes, lock, locked);
     }
     if (result == SS_OK) {
-        result = ss_buffer_map(&pipeline->scratch, scratch_bytes(pipeline), 1, lock, locked);
+        result = ss_buffer_map(&pipeline->store_buffer, options->store_bytes, lock, locked);
+    }
+    if (result == SS_OK) {
+        result = ss_buffer_map(&pipeline->scratch, scratch_bytes(pipeline), lock, locked);
     }
     return result;
 }
@@ -399,7 +353,6 @@ enum ss_result ss_pipeline_create_with(const struct ss_pipeline_options *options
     pipeline->options = *options;
     pipeline->options.nodes_max = options->nodes_max > 0 ? options->nodes_max : 1;
     pipeline->backend = backend;
-    pipeline->executor = ss_executor_of(options);
     create_locks(pipeline);
     enum ss_result result = create_device(pipeline);
     if (result == SS_OK) {
@@ -492,7 +445,6 @@ void ss_pipeline_destroy(struct ss_pipeline *pipeline) {
         return;
     }
     free_workers(pipeline);
-    pipeline->executor->close(pipeline);
     if (pipeline->device_open) {
         pipeline->backend->close(pipeline->device);
     }
@@ -502,6 +454,9 @@ void ss_pipeline_destroy(struct ss_pipeline *pipeline) {
     free(pipeline->piece_states);
     free(pipeline->fetch_order);
     free(pipeline->encode_order);
+    ss_buffer_unmap(&pipeline->decompression);
+    ss_buffer_unmap(&pipeline->dequantization);
+    ss_buffer_unmap(&pipeline->dma_source);
     ss_buffer_unmap(&pipeline->store_buffer);
     ss_buffer_unmap(&pipeline->scratch);
     pthread_cond_destroy(&pipeline->ready);

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * stages.c - from stored bytes to the destination
+ * stages.c - from stored bytes to elements in registered memory
  *
  * Separate: decompress (backend) -> dequantize (CPU) -> DMA (backend), each with its queue and threads, each reading
  * the buffer that the one before it wrote. Fused: the decompress threads do it all, slice by slice, through a scratch
- * that stays in cache; dequantization writes the destination itself. A backend may do both at once; all of the time is
- * then decompression's.
+ * that stays in cache; dequantization writes the group's memory itself. A backend may do both at once; all of the time
+ * is then decompression's.
  *
  * Engine threads (decompress, DMA) drive a backend's channel, which they open and close themselves. They start what
  * they are given and poll only while something is in flight, and then at once: a CPU, which works on several slices in
@@ -90,15 +90,15 @@ static uint8_t *item_dma_source(const struct ss_pipeline *pipeline, const struct
            item->decoded_before * item_group(pipeline, item)->symbol_bytes;
 }
 
-static uint8_t *item_destination(const struct ss_pipeline *pipeline, const struct ss_item *item) {
-    return item_group(pipeline, item)->group->destination + item_slice(pipeline, item)->destination_offset;
+static uint8_t *item_memory(const struct ss_pipeline *pipeline, const struct ss_item *item) {
+    return item_group(pipeline, item)->group->memory + item_slice(pipeline, item)->destination_offset;
 }
 
 static uint64_t item_delivered_bytes(const struct ss_pipeline *pipeline, const struct ss_item *item) {
     return (uint64_t)item_slice(pipeline, item)->decoded_length * item_group(pipeline, item)->symbol_bytes;
 }
 
-/* A slice is in the destination; the caller still has to retire it. */
+/* A slice is in the group's memory; the caller still has to retire it. */
 static void item_delivered(struct ss_pipeline *pipeline, const struct ss_item *item) {
     atomic_fetch_add(&pipeline->fetch.delivered_bytes, item_delivered_bytes(pipeline, item));
     ss_piece_part_done(pipeline, item->piece);
@@ -227,9 +227,9 @@ static void decompress_complete(struct ss_work *work) {
     const struct ss_slice *slice = item_slice(pipeline, &slot->item);
     slot_trace(slot, (uint64_t)slice->scales_length + slice->encoded_length, slice->decoded_length);
     if (result == SS_OK && fused) {
-        uint8_t *destination = item_destination(pipeline, &slot->item);
-        const uint8_t *symbols = work->dequantized ? destination : work->target;
-        result = item_dequantize(worker, &slot->item, symbols, destination, &worker->counters[1],
+        uint8_t *elements = item_memory(pipeline, &slot->item);
+        const uint8_t *symbols = work->dequantized ? elements : work->target;
+        result = item_dequantize(worker, &slot->item, symbols, elements, &worker->counters[1],
                                  &worker->engine->dequantize_ns);
     }
     slot_finish(slot, result, fused);
@@ -241,7 +241,7 @@ static uint8_t *decompress_target(const struct ss_pipeline *pipeline, const stru
         return item_symbols(pipeline, &slot->item);
     }
     if (item_group(pipeline, &slot->item)->group->quantizer == SS_QUANTIZER_PASSTHROUGH) {
-        return item_destination(pipeline, &slot->item);
+        return item_memory(pipeline, &slot->item);
     }
     return slot->scratch;
 }
@@ -276,7 +276,7 @@ static void decompress_start(struct ss_worker *worker, const struct ss_item *ite
     slot->work.dequantized = 0;
     slot->work.elements.target = NULL;
     if (slot->work.target == slot->scratch) {
-        slot->work.elements = item_elements(pipeline, item, item_destination(pipeline, item));
+        slot->work.elements = item_elements(pipeline, item, item_memory(pipeline, item));
     }
     slot->work.complete = decompress_complete;
     slot->begin_ns = ss_trace_now(pipeline);
@@ -300,12 +300,12 @@ static void deliver_complete(struct ss_work *work) {
 
 static void deliver_start(struct ss_worker *worker, const struct ss_item *item) {
     struct ss_pipeline *pipeline = worker->pipeline;
-    const struct ss_destination *registered = item_group(pipeline, item)->group->registered;
+    const struct ss_registered_memory *registered = item_group(pipeline, item)->group->registered;
     struct slot *slot = slot_take(worker->engine);
     slot->item = *item;
     slot->work.source = item_dma_source(pipeline, item);
     slot->work.source_size = item_delivered_bytes(pipeline, item);
-    slot->work.target = item_destination(pipeline, item);
+    slot->work.target = item_memory(pipeline, item);
     slot->work.target_size = slot->work.source_size;
     slot->work.memory = registered != NULL ? registered->handle : NULL;
     slot->work.complete = deliver_complete;
@@ -323,7 +323,7 @@ static void deliver_start(struct ss_worker *worker, const struct ss_item *item) 
 static void engine_pass(struct ss_worker *worker, uint32_t least) {
     struct ss_engine *engine = worker->engine;
     if (engine->passed_count >= least) {
-        worker->pipeline->executor->pass(worker->pipeline, worker->stage, engine->passed, engine->passed_count);
+        ss_queue_push(&worker->pipeline->dequantize_queue, engine->passed, engine->passed_count);
         engine->passed_count = 0;
     }
 }
@@ -481,7 +481,7 @@ void *ss_dequantize_thread(void *argument) {
                 items[passed++] = items[i];
             }
             if (passed > 0 && (passed == PASS_COUNT || i + 1 == count)) {
-                pipeline->executor->pass(pipeline, SS_STAGE_DEQUANTIZE, items, passed);
+                ss_queue_push(&pipeline->dma_queue, items, passed);
                 passed = 0;
             }
         }
@@ -533,8 +533,7 @@ enum { TIMER_SLACK_NS = 1000 };
 
 enum ss_result ss_engine_open(struct ss_worker *worker) {
     struct ss_pipeline *pipeline = worker->pipeline;
-    struct ss_backend_channel setup = {
-        .stage = worker->stage, .memory_at = pipeline->executor->memory_at, .owner = pipeline};
+    struct ss_backend_channel setup = {.stage = worker->stage};
     if (worker->stage == SS_STAGE_DECOMPRESS) {
         setup.source = buffer_range(&pipeline->decompression);
         setup.target = buffer_range(&pipeline->dequantization);
@@ -562,8 +561,8 @@ static void collect_complete(struct ss_work *work) {
     slot->worker->engine->in_flight--;
 }
 
-enum ss_result ss_engine_collect(struct ss_worker *worker, const struct ss_destination *memory, const uint8_t *source,
-                                 uint8_t *target, size_t size) {
+enum ss_result ss_engine_collect(struct ss_worker *worker, const struct ss_registered_memory *memory,
+                                 const uint8_t *source, uint8_t *target, size_t size) {
     struct ss_pipeline *pipeline = worker->pipeline;
     struct ss_engine *engine = worker->engine;
     struct slot *slot = engine->free_slots; /* stays free: one at a time */

@@ -68,8 +68,8 @@ static enum ss_result quantize_slice(const struct ss_group *group, const struct 
 /* Brings a slice's elements to where the CPU can read them, unless they are there, and says where that is. */
 static enum ss_result collect_slice(struct ss_worker *worker, const struct ss_group *group,
                                     const struct ss_slice *slice, const uint8_t **elements) {
-    const struct ss_destination *memory = group->registered;
-    *elements = group->destination + slice->destination_offset;
+    const struct ss_registered_memory *memory = group->registered;
+    *elements = group->memory + slice->destination_offset;
     if (memory == NULL || memory->kind == SS_MEMORY_LOCAL) {
         return SS_OK;
     }

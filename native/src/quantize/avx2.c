@@ -2,7 +2,6 @@
 /* avx2.c - the kernels with AVX2 and F16C. The scalar arithmetic finishes the vectors. */
 #include "quantize/scalar.h"
 
-#ifdef SS_ARCH_X86_64
 #include <immintrin.h>
 
 #define TARGET __attribute__((target("avx2,f16c")))
@@ -15,41 +14,25 @@ TARGET_INLINE __m256i load256(const void *source) {
 
 /* ---- Binned: quantize ---------------------------------------------------------------------------------------- */
 
-TARGET static uint32_t magnitude_max8(const void *source, size_t count) {
-    const __m256i magnitude = _mm256_set1_epi8(0x7F);
-    __m256i most = _mm256_setzero_si256();
-    uint8_t lanes[32];
-    size_t index = 0;
+#define MAGNITUDE_MAX(bits)                                                                                            \
+    TARGET static uint32_t magnitude_max##bits(const void *source, size_t count) {                                     \
+        enum { LANES = 256 / (bits) };                                                                                 \
+        const __m256i magnitude = _mm256_set1_epi##bits(INT##bits##_MAX);                                              \
+        __m256i most = _mm256_setzero_si256();                                                                         \
+        uint##bits##_t lanes[LANES];                                                                                   \
+        size_t index = 0;                                                                                              \
+        for (; index + LANES <= count; index += LANES) {                                                               \
+            __m256i elements = load256((const uint##bits##_t *)source + index);                                        \
+            most = _mm256_max_epu##bits(most, _mm256_and_si256(elements, magnitude));                                  \
+        }                                                                                                              \
+        _mm256_storeu_si256((__m256i *)lanes, most);                                                                   \
+        uint32_t found = ss_magnitude_max##bits##_from(0, lanes, LANES, 0);                                            \
+        return ss_magnitude_max##bits##_from(index, source, count, found);                                             \
+    }
 
-    for (; index + 32 <= count; index += 32)
-        most = _mm256_max_epu8(most, _mm256_and_si256(load256((const uint8_t *)source + index), magnitude));
-    _mm256_storeu_si256((__m256i *)lanes, most);
-    return ss_magnitude_max8_from(index, source, count, ss_magnitude_max8_from(0, lanes, 32, 0));
-}
-
-TARGET static uint32_t magnitude_max16(const void *source, size_t count) {
-    const __m256i magnitude = _mm256_set1_epi16(0x7FFF);
-    __m256i most = _mm256_setzero_si256();
-    uint16_t lanes[16];
-    size_t index = 0;
-
-    for (; index + 16 <= count; index += 16)
-        most = _mm256_max_epu16(most, _mm256_and_si256(load256((const uint16_t *)source + index), magnitude));
-    _mm256_storeu_si256((__m256i *)lanes, most);
-    return ss_magnitude_max16_from(index, source, count, ss_magnitude_max16_from(0, lanes, 16, 0));
-}
-
-TARGET static uint32_t magnitude_max32(const void *source, size_t count) {
-    const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
-    __m256i most = _mm256_setzero_si256();
-    uint32_t lanes[8];
-    size_t index = 0;
-
-    for (; index + 8 <= count; index += 8)
-        most = _mm256_max_epu32(most, _mm256_and_si256(load256((const uint32_t *)source + index), magnitude));
-    _mm256_storeu_si256((__m256i *)lanes, most);
-    return ss_magnitude_max32_from(index, source, count, ss_magnitude_max32_from(0, lanes, 8, 0));
-}
+MAGNITUDE_MAX(8)
+MAGNITUDE_MAX(16)
+MAGNITUDE_MAX(32)
 
 /* symbols_of() scales, rounds and clamps eight values to eight 32-bit symbols. */
 TARGET_INLINE __m256i symbols_of(__m256 values, __m256 inverse, __m256i limit) {
@@ -143,10 +126,11 @@ TARGET static inline void unbin_float8_vector(const int8_t *symbols, size_t coun
 
 /* half_store() stores 32 bytes: past the caches where 'streamed', for which 'target' has to be aligned. */
 TARGET_INLINE void half_store(void *target, __m256i half, int streamed) {
-    if (streamed)
+    if (streamed) {
         _mm256_stream_si256(target, half);
-    else
+    } else {
         _mm256_storeu_si256(target, half);
+    }
 }
 
 /* is_half() returns whether 'target' is aligned for that. */
@@ -198,8 +182,9 @@ TARGET static inline void unbin_float32_vector(const int8_t *symbols, size_t cou
     const __m256 scales = _mm256_set1_ps(scale);
     size_t index = 0;
 
-    for (; index + 8 <= count; index += 8)
+    for (; index + 8 <= count; index += 8) {
         _mm256_storeu_ps((float *)target + index, values_of(symbols + index, scales));
+    }
     ss_unbin_float32_from(index, symbols, count, scale, target);
 }
 
@@ -253,10 +238,11 @@ TARGET static void planes_merge16(const uint8_t *planes, size_t stride, size_t c
 }
 
 TARGET static void planes_merge16_streamed(const uint8_t *planes, size_t stride, size_t count, void *target) {
-    if (is_half(target))
+    if (is_half(target)) {
         planes_merge16_to(planes, stride, count, target, 1);
-    else
+    } else {
         planes_merge16_to(planes, stride, count, target, 0);
+    }
 }
 
 /* plane_store() writes byte 'shift' / 8 of each of 16 lanes. */
@@ -323,6 +309,3 @@ const struct ss_quantize_kernels ss_quantize_kernels_avx2 = {
     .planes_merge_streamed =
         {[SS_DTYPE_FLOAT16] = planes_merge16_streamed, [SS_DTYPE_BFLOAT16] = planes_merge16_streamed},
 };
-#else
-typedef int ss_quantize_avx2_unused; /* ISO C wants a declaration in every file */
-#endif

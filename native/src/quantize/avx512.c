@@ -2,7 +2,6 @@
 /* avx512.c - the kernels with AVX-512 F, BW and VL. Masks finish the vectors. */
 #include "quantize/quantize.h"
 
-#ifdef SS_ARCH_X86_64
 #include "quantize/avx512.h"
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx2,f16c")))
@@ -145,10 +144,11 @@ TARGET_INLINE int table_fits(const int8_t *symbols, size_t count) {
 
 /* line_store() stores 64 bytes: past the caches where 'streamed', for which 'target' has to be aligned. */
 TARGET_INLINE void line_store(void *target, __m512i line, int streamed) {
-    if (streamed)
+    if (streamed) {
         _mm512_stream_si512(target, line);
-    else
+    } else {
         _mm512_storeu_si512(target, line);
+    }
 }
 
 /* is_line() returns whether 'target' is aligned for that. */
@@ -232,8 +232,9 @@ TARGET_INLINE void unbin_float32_vector(const int8_t *symbols, size_t count, flo
     float *elements = target;
     size_t index = 0;
 
-    for (; index + 16 <= count; index += 16)
+    for (; index + 16 <= count; index += 16) {
         _mm512_storeu_ps(elements + index, values_of(_mm_loadu_si128((const __m128i *)(symbols + index)), scales));
+    }
     if (index < count) {
         __mmask16 mask = (__mmask16)mask_of(count - index);
         _mm512_mask_storeu_ps(elements + index, mask, values_of(_mm_maskz_loadu_epi8(mask, symbols + index), scales));
@@ -276,10 +277,11 @@ TARGET_INLINE void merge16_step(const uint8_t *planes, size_t stride, uint16_t *
     __m512i low = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, planes + stride));
     __m512i value = _mm512_or_si512(_mm512_slli_epi16(high, 8), low);
     value = _mm512_or_si512(_mm512_srli_epi16(value, 1), _mm512_slli_epi16(value, 15));
-    if (mask == 0xFFFFFFFF)
+    if (mask == 0xFFFFFFFF) {
         line_store(elements, value, streamed);
-    else
+    } else {
         _mm512_mask_storeu_epi16(elements, mask, value);
+    }
 }
 
 TARGET static void planes_merge16(const uint8_t *planes, size_t stride, size_t count, void *target) {
@@ -290,10 +292,11 @@ TARGET static void planes_merge16(const uint8_t *planes, size_t stride, size_t c
 
 TARGET static void planes_merge16_streamed(const uint8_t *planes, size_t stride, size_t count, void *target) {
 #define STEP(index, mask) merge16_step(planes + (index), stride, (uint16_t *)target + (index), mask, 1)
-    if (is_line(target))
+    if (is_line(target)) {
         STEPS(32, __mmask32, 0xFFFFFFFF, STEP);
-    else
+    } else {
         planes_merge16(planes, stride, count, target);
+    }
 #undef STEP
 }
 
@@ -360,6 +363,3 @@ const struct ss_quantize_kernels ss_quantize_kernels_avx512 = {
     .planes_merge_streamed =
         {[SS_DTYPE_FLOAT16] = planes_merge16_streamed, [SS_DTYPE_BFLOAT16] = planes_merge16_streamed},
 };
-#else
-typedef int ss_quantize_avx512_unused; /* ISO C wants a declaration in every file */
-#endif

@@ -12,7 +12,6 @@
  */
 #include "quantize/scalar.h"
 
-#ifdef SS_ARCH_AARCH64
 #include <arm_neon.h>
 
 /* Loads and stores of bytes, reinterpreted: elements may be unaligned. */
@@ -39,8 +38,9 @@ static uint32_t magnitude_max8(const void *source, size_t count) {
     uint8x16_t most = vdupq_n_u8(0);
     size_t index = 0;
 
-    for (; index + 16 <= count; index += 16)
+    for (; index + 16 <= count; index += 16) {
         most = vmaxq_u8(most, vandq_u8(vld1q_u8((const uint8_t *)source + index), magnitude));
+    }
     return ss_magnitude_max8_from(index, source, count, vmaxvq_u8(most));
 }
 
@@ -61,8 +61,9 @@ static uint32_t magnitude_max32(const void *source, size_t count) {
     uint32x4_t most = vdupq_n_u32(0);
     size_t index = 0;
 
-    for (; index + 4 <= count; index += 4)
+    for (; index + 4 <= count; index += 4) {
         most = vmaxq_u32(most, vandq_u32(load32x4(source, index), magnitude));
+    }
     return ss_magnitude_max32_from(index, source, count, vmaxvq_u32(most));
 }
 
@@ -77,8 +78,9 @@ static inline int8x16_t symbols_of(struct floats numbers, float inverse, int lim
     int16x8_t low, high;
     int8x16_t symbols;
 
-    for (int part = 0; part < 4; part++)
+    for (int part = 0; part < 4; part++) {
         words[part] = vcvtnq_s32_f32(vmulq_n_f32(numbers.part[part], inverse));
+    }
     low = vqmovn_high_s32(vqmovn_s32(words[0]), words[1]);
     high = vqmovn_high_s32(vqmovn_s32(words[2]), words[3]);
     symbols = vqmovn_high_s16(vqmovn_s16(low), high);
@@ -98,55 +100,51 @@ static inline uint16x8_t halves_of_float8(uint16x8_t words) {
     return vorrq_u16(vshlq_n_u16(vshrq_n_u16(words, 7), 15), vshrq_n_u16(vshlq_n_u16(words, 9), 2));
 }
 
-static void bin_float8(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {
-    size_t index = 0;
-
-    for (; index + 16 <= count; index += 16) {
-        uint8x16_t bytes = vld1q_u8((const uint8_t *)source + index);
-        struct floats floats =
-            floats_of_float16(halves_of_float8(vmovl_u8(vget_low_u8(bytes))), halves_of_float8(vmovl_high_u8(bytes)));
-        for (int part = 0; part < 4; part++)
-            floats.part[part] = vmulq_n_f32(floats.part[part], 0x1p8f);
-        vst1q_s8(symbols + index, symbols_of(floats, inverse, limit));
+static inline struct floats widen_float8(const void *source, size_t index) {
+    uint8x16_t bytes = vld1q_u8((const uint8_t *)source + index);
+    struct floats floats =
+        floats_of_float16(halves_of_float8(vmovl_u8(vget_low_u8(bytes))), halves_of_float8(vmovl_high_u8(bytes)));
+    for (int part = 0; part < 4; part++) {
+        floats.part[part] = vmulq_n_f32(floats.part[part], 0x1p8f);
     }
-    ss_bin_float8_from(index, source, count, inverse, limit, symbols);
+    return floats;
 }
 
-static void bin_float16(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {
-    size_t index = 0;
-
-    for (; index + 16 <= count; index += 16) {
-        struct floats floats = floats_of_float16(load16x8(source, index), load16x8(source, index + 8));
-        vst1q_s8(symbols + index, symbols_of(floats, inverse, limit));
-    }
-    ss_bin_float16_from(index, source, count, inverse, limit, symbols);
+static inline struct floats widen_float16(const void *source, size_t index) {
+    return floats_of_float16(load16x8(source, index), load16x8(source, index + 8));
 }
 
-static void bin_bfloat16(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {
-    size_t index = 0;
-
-    for (; index + 16 <= count; index += 16) {
-        uint16x8_t first = load16x8(source, index), second = load16x8(source, index + 8);
-        struct floats floats = {{vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(first), 16)),
-                                 vreinterpretq_f32_u32(vshll_high_n_u16(first, 16)),
-                                 vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(second), 16)),
-                                 vreinterpretq_f32_u32(vshll_high_n_u16(second, 16))}};
-        vst1q_s8(symbols + index, symbols_of(floats, inverse, limit));
-    }
-    ss_bin_bfloat16_from(index, source, count, inverse, limit, symbols);
+static inline struct floats widen_bfloat16(const void *source, size_t index) {
+    uint16x8_t first = load16x8(source, index), second = load16x8(source, index + 8);
+    struct floats floats = {{vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(first), 16)),
+                             vreinterpretq_f32_u32(vshll_high_n_u16(first, 16)),
+                             vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(second), 16)),
+                             vreinterpretq_f32_u32(vshll_high_n_u16(second, 16))}};
+    return floats;
 }
 
-static void bin_float32(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {
-    size_t index = 0;
-
-    for (; index + 16 <= count; index += 16) {
-        struct floats floats;
-        for (int part = 0; part < 4; part++)
-            floats.part[part] = vreinterpretq_f32_u32(load32x4(source, index + 4 * (size_t)part));
-        vst1q_s8(symbols + index, symbols_of(floats, inverse, limit));
+static inline struct floats widen_float32(const void *source, size_t index) {
+    struct floats floats;
+    for (int part = 0; part < 4; part++) {
+        floats.part[part] = vreinterpretq_f32_u32(load32x4(source, index + 4 * (size_t)part));
     }
-    ss_bin_float32_from(index, source, count, inverse, limit, symbols);
+    return floats;
 }
+
+/* One loop for all dtypes: widen_DTYPE() makes sixteen numbers of the elements from 'index' on. */
+#define BIN(dtype)                                                                                                     \
+    static void bin_##dtype(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {             \
+        size_t index = 0;                                                                                              \
+        for (; index + 16 <= count; index += 16) {                                                                     \
+            vst1q_s8(symbols + index, symbols_of(widen_##dtype(source, index), inverse, limit));                       \
+        }                                                                                                              \
+        ss_bin_##dtype##_from(index, source, count, inverse, limit, symbols);                                          \
+    }
+
+BIN(float8)
+BIN(float16)
+BIN(bfloat16)
+BIN(float32)
 
 /* ---- Binned: dequantize -------------------------------------------------------------------------------------- */
 
@@ -225,10 +223,11 @@ static inline __attribute__((always_inline)) struct table table_make(float scale
 /* elements_store() writes sixteen elements of 'size' bytes. */
 static inline void elements_store(uint8x16_t low, uint8x16_t high, size_t size, uint8_t *target) {
     const uint8x16x2_t both = {{low, high}};
-    if (size == 2)
+    if (size == 2) {
         vst2q_u8(target, both);
-    else
+    } else {
         vst1q_u8(target, low);
+    }
 }
 
 /*
@@ -273,36 +272,33 @@ static inline __attribute__((always_inline)) void unbin(const int8_t *symbols, c
     for (size_t vector = 0; vector < vectors; vector++) {
         const float scale = ss_float_of_bits(ss_load32(scales, vector));
         few_bins = few_bins && vector_look_up(symbols, vector_length, scale, size, target, elements_of_values);
-        if (!few_bins)
+        if (!few_bins) {
             vector_compute(symbols, vector_length, scale, size, target, elements_of_values);
+        }
         finish(vector_length / 16 * 16, symbols, vector_length, scale, target);
         symbols += vector_length;
         target += vector_length * size;
     }
 }
 
-static void unbin_float8(const int8_t *symbols, const uint8_t *scales, size_t vectors, size_t vector_length,
-                         uint8_t *target) {
-    unbin(symbols, scales, vectors, vector_length, target, 1, float8_of, ss_unbin_float8_from);
-}
+#define UNBIN(dtype, size)                                                                                             \
+    static void unbin_##dtype(const int8_t *symbols, const uint8_t *scales, size_t vectors, size_t vector_length,      \
+                              uint8_t *target) {                                                                       \
+        unbin(symbols, scales, vectors, vector_length, target, size, dtype##_of, ss_unbin_##dtype##_from);             \
+    }
 
-static void unbin_float16(const int8_t *symbols, const uint8_t *scales, size_t vectors, size_t vector_length,
-                          uint8_t *target) {
-    unbin(symbols, scales, vectors, vector_length, target, 2, float16_of, ss_unbin_float16_from);
-}
-
-static void unbin_bfloat16(const int8_t *symbols, const uint8_t *scales, size_t vectors, size_t vector_length,
-                           uint8_t *target) {
-    unbin(symbols, scales, vectors, vector_length, target, 2, bfloat16_of, ss_unbin_bfloat16_from);
-}
+UNBIN(float8, 1)
+UNBIN(float16, 2)
+UNBIN(bfloat16, 2)
 
 static inline void unbin_float32_vector(const int8_t *symbols, size_t count, float scale, void *target) {
     size_t index = 0;
 
     for (; index + 16 <= count; index += 16) {
         struct floats values = values_of(vld1q_s8(symbols + index), scale);
-        for (int part = 0; part < 4; part++)
+        for (int part = 0; part < 4; part++) {
             store32x4(target, index + 4 * (size_t)part, vreinterpretq_u32_f32(values.part[part]));
+        }
     }
     ss_unbin_float32_from(index, symbols, count, scale, target);
 }
@@ -347,9 +343,10 @@ static void planes_split32(const void *source, size_t count, uint8_t *planes, si
 
     for (; index + 16 <= count; index += 16) {
         const uint8x16x4_t bytes = vld4q_u8((const uint8_t *)source + 4 * index);
-        for (int plane = 0; plane < 4; plane++)
+        for (int plane = 0; plane < 4; plane++) {
             vst1q_u8(planes + (size_t)plane * stride + index,
                      rotate_left(bytes.val[3 - plane], bytes.val[(3 - plane + 3) % 4]));
+        }
     }
     ss_planes_split32_from(index, source, count, planes, stride);
 }
@@ -360,10 +357,12 @@ static void planes_merge32(const uint8_t *planes, size_t stride, size_t count, v
     for (; index + 16 <= count; index += 16) {
         uint8x16_t plane[4];
         uint8x16x4_t bytes;
-        for (int number = 0; number < 4; number++)
+        for (int number = 0; number < 4; number++) {
             plane[number] = vld1q_u8(planes + (size_t)number * stride + index);
-        for (int byte = 0; byte < 4; byte++)
+        }
+        for (int byte = 0; byte < 4; byte++) {
             bytes.val[byte] = rotate_right(plane[3 - byte], plane[(3 - byte + 3) % 4]);
+        }
         vst4q_u8((uint8_t *)target + 4 * index, bytes);
     }
     ss_planes_merge32_from(index, planes, stride, count, target);
@@ -380,6 +379,3 @@ static void planes_merge8(const uint8_t *planes, size_t stride, size_t count, vo
 const struct ss_quantize_kernels ss_quantize_kernels_neon = {
     SS_QUANTIZE_KERNELS,
 };
-#else
-typedef int ss_quantize_neon_unused; /* ISO C wants a declaration in every file */
-#endif

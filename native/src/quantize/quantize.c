@@ -34,7 +34,6 @@ static const struct ss_quantize_kernels *kernels_active(void) {
 #endif
 #ifdef SS_ARCH_AARCH64
     case SS_ISA_NEON:
-    case SS_ISA_NEON_CRC:
         return &ss_quantize_kernels_neon;
 #endif
     default:
@@ -60,8 +59,9 @@ size_t ss_dtype_size(enum ss_dtype dtype) {
 /* element_count() multiplies; SIZE_MAX stands for a number whose bytes would not fit the address space. */
 static size_t element_count(size_t vectors, size_t vector_length) {
     size_t count;
-    if (__builtin_mul_overflow(vectors, vector_length, &count) || count > SIZE_MAX / 8)
+    if (__builtin_mul_overflow(vectors, vector_length, &count) || count > SIZE_MAX / 8) {
         return SIZE_MAX;
+    }
     return count;
 }
 
@@ -104,8 +104,9 @@ static enum ss_result quantize_binned(enum ss_dtype dtype, uint32_t bins, const 
         uint32_t magnitude = kernels->magnitude_max[dtype](source, vector_length);
         float scale, inverse;
 
-        if (magnitude >= infinities[dtype])
+        if (magnitude >= infinities[dtype]) {
             return SS_NOT_FINITE;
+        }
         scale = binned_scale(magnitude_value(dtype, magnitude), limit, &inverse);
         kernels->bin[dtype](source, vector_length, inverse, limit, (int8_t *)symbols);
         ss_store32(scales, vector, ss_bits_of_float(scale));
@@ -125,8 +126,9 @@ static enum ss_result dequantize_binned(enum ss_dtype dtype, const uint8_t *symb
         magnitude_max = magnitude > magnitude_max ? magnitude : magnitude_max;
     }
     /* NaN would differ between instruction sets; no quantizer writes one, nor an infinity. */
-    if (magnitude_max >= SS_FLOAT32_INFINITY)
+    if (magnitude_max >= SS_FLOAT32_INFINITY) {
         return SS_BAD_DATA;
+    }
     streamed = streamed && kernels->unbin_streamed[dtype] != NULL;
     (streamed ? kernels->unbin_streamed : kernels->unbin)[dtype]((const int8_t *)symbols, scales, vectors,
                                                                  vector_length, target);
@@ -137,15 +139,19 @@ enum ss_result ss_quantize(enum ss_quantizer quantizer, enum ss_dtype dtype, uin
                            size_t vectors, size_t vector_length, uint8_t *symbols, void *scales) {
     const size_t count = element_count(vectors, vector_length);
 
-    if (ss_dtype_size(dtype) == 0 || count == SIZE_MAX)
+    if (ss_dtype_size(dtype) == 0 || count == SIZE_MAX) {
         return SS_BAD_ARGUMENT;
+    }
     if (quantizer == SS_QUANTIZER_BINNED &&
-        (dtype == SS_DTYPE_UINT8 || bins < 4 || bins > 256 || bins % 2 != 0 || (scales == NULL && vectors != 0)))
+        (dtype == SS_DTYPE_UINT8 || bins < 4 || bins > 256 || bins % 2 != 0 || (scales == NULL && vectors != 0))) {
         return SS_BAD_ARGUMENT;
-    if (count == 0 && (quantizer == SS_QUANTIZER_PASSTHROUGH || quantizer == SS_QUANTIZER_LOSSLESS))
+    }
+    if (count == 0 && (quantizer == SS_QUANTIZER_PASSTHROUGH || quantizer == SS_QUANTIZER_LOSSLESS)) {
         return SS_OK;
-    if (count != 0 && (source == NULL || symbols == NULL))
+    }
+    if (count != 0 && (source == NULL || symbols == NULL)) {
         return SS_BAD_ARGUMENT;
+    }
     switch (quantizer) {
     case SS_QUANTIZER_PASSTHROUGH:
         memcpy(symbols, source, count * ss_dtype_size(dtype));
@@ -171,14 +177,18 @@ static enum ss_result dequantize(enum ss_quantizer quantizer, enum ss_dtype dtyp
                                  const void *scales, size_t vectors, size_t vector_length, void *target, int streamed) {
     const size_t count = element_count(vectors, vector_length);
 
-    if (ss_dtype_size(dtype) == 0 || count == SIZE_MAX)
+    if (ss_dtype_size(dtype) == 0 || count == SIZE_MAX) {
         return SS_BAD_ARGUMENT;
-    if (quantizer == SS_QUANTIZER_BINNED && (dtype == SS_DTYPE_UINT8 || (scales == NULL && vectors != 0)))
+    }
+    if (quantizer == SS_QUANTIZER_BINNED && (dtype == SS_DTYPE_UINT8 || (scales == NULL && vectors != 0))) {
         return SS_BAD_ARGUMENT;
-    if (count == 0)
+    }
+    if (count == 0) {
         return quantizer <= SS_QUANTIZER_BINNED ? SS_OK : SS_BAD_ARGUMENT;
-    if (symbols == NULL || target == NULL)
+    }
+    if (symbols == NULL || target == NULL) {
         return SS_BAD_ARGUMENT;
+    }
     switch (quantizer) {
     case SS_QUANTIZER_PASSTHROUGH:
         memcpy(target, symbols, count * ss_dtype_size(dtype));

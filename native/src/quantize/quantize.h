@@ -84,33 +84,33 @@ enum ss_result ss_dequantize_streamed(enum ss_quantizer quantizer, enum ss_dtype
 
 static inline uint16_t ss_load16(const void *source, size_t index) {
     uint16_t value;
-    memcpy(&value, (const uint8_t *)source + 2 * index, sizeof(value));
+    memcpy(&value, (const uint8_t *)source + 2 * index, sizeof value);
     return value;
 }
 
 static inline uint32_t ss_load32(const void *source, size_t index) {
     uint32_t value;
-    memcpy(&value, (const uint8_t *)source + 4 * index, sizeof(value));
+    memcpy(&value, (const uint8_t *)source + 4 * index, sizeof value);
     return value;
 }
 
 static inline void ss_store16(void *target, size_t index, uint16_t value) {
-    memcpy((uint8_t *)target + 2 * index, &value, sizeof(value));
+    memcpy((uint8_t *)target + 2 * index, &value, sizeof value);
 }
 
 static inline void ss_store32(void *target, size_t index, uint32_t value) {
-    memcpy((uint8_t *)target + 4 * index, &value, sizeof(value));
+    memcpy((uint8_t *)target + 4 * index, &value, sizeof value);
 }
 
 static inline uint32_t ss_bits_of_float(float value) {
     uint32_t bits;
-    memcpy(&bits, &value, sizeof(bits));
+    memcpy(&bits, &value, sizeof bits);
     return bits;
 }
 
 static inline float ss_float_of_bits(uint32_t bits) {
     float value;
-    memcpy(&value, &bits, sizeof(value));
+    memcpy(&value, &bits, sizeof value);
     return value;
 }
 
@@ -143,10 +143,12 @@ static inline uint16_t ss_float16_of_float(float value) {
     uint32_t sign = bits >> 16 & 0x8000;
     uint32_t magnitude = bits & 0x7FFFFFFF;
 
-    if (magnitude >= 0x47800000) /* 65536 and more, infinity too */
+    if (magnitude >= 0x47800000) { /* 65536 and more, infinity too */
         return (uint16_t)(sign | SS_FLOAT16_INFINITY);
-    if (magnitude < 0x38800000) /* under 2^-14: adding 0.5 leaves the mantissa in steps of 2^-24, rounded */
+    }
+    if (magnitude < 0x38800000) { /* under 2^-14: adding 0.5 leaves the mantissa in steps of 2^-24, rounded */
         return (uint16_t)(sign | (ss_bits_of_float(ss_float_of_bits(magnitude) + 0.5f) - 0x3F000000));
+    }
     magnitude += 0xFFF + (magnitude >> 13 & 1);
     return (uint16_t)(sign | (magnitude - 0x38000000) >> 13); /* the exponent's bias goes from 127 to 15 */
 }
@@ -171,8 +173,9 @@ static inline uint8_t ss_float8_of_float(float value) {
 
     magnitude = magnitude > SS_FLOAT8_MAX ? SS_FLOAT8_MAX : magnitude;
     bits = ss_bits_of_float(magnitude);
-    if (magnitude < SS_FLOAT8_NORMAL_MIN)
+    if (magnitude < SS_FLOAT8_NORMAL_MIN) {
         return (uint8_t)(sign | (ss_bits_of_float(magnitude + SS_FLOAT8_STEPS) - ss_bits_of_float(SS_FLOAT8_STEPS)));
+    }
     bits += 0x7FFFF + (bits >> 20 & 1);
     return (uint8_t)(sign | (bits - 0x3C000000) >> 20); /* the exponent's bias goes from 127 to 7 */
 }

@@ -2,69 +2,44 @@
 /* scalar.c - the scalar kernels: the reference of all others, and what runs where none of those does */
 #include "quantize/scalar.h"
 
-static uint32_t magnitude_max8(const void *source, size_t count) {
-    return ss_magnitude_max8_from(0, source, count, 0);
-}
+#define MAGNITUDE_MAX(bits)                                                                                            \
+    static uint32_t magnitude_max##bits(const void *source, size_t count) {                                            \
+        return ss_magnitude_max##bits##_from(0, source, count, 0);                                                     \
+    }
 
-static uint32_t magnitude_max16(const void *source, size_t count) {
-    return ss_magnitude_max16_from(0, source, count, 0);
-}
+#define BINNED(dtype, size)                                                                                            \
+    static void bin_##dtype(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {             \
+        ss_bin_##dtype##_from(0, source, count, inverse, limit, symbols);                                              \
+    }                                                                                                                  \
+    static inline void unbin_##dtype##_vector(const int8_t *symbols, size_t count, float scale, void *target) {        \
+        ss_unbin_##dtype##_from(0, symbols, count, scale, target);                                                     \
+    }                                                                                                                  \
+    SS_UNBIN_BATCH(, unbin_##dtype, unbin_##dtype##_vector, size)
 
-static uint32_t magnitude_max32(const void *source, size_t count) {
-    return ss_magnitude_max32_from(0, source, count, 0);
-}
-
-static void bin_float8(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {
-    ss_bin_float8_from(0, source, count, inverse, limit, symbols);
-}
-
-static void bin_float16(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {
-    ss_bin_float16_from(0, source, count, inverse, limit, symbols);
-}
-
-static void bin_bfloat16(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {
-    ss_bin_bfloat16_from(0, source, count, inverse, limit, symbols);
-}
-
-static void bin_float32(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {
-    ss_bin_float32_from(0, source, count, inverse, limit, symbols);
-}
-
-static inline void unbin_float8_vector(const int8_t *symbols, size_t count, float scale, void *target) {
-    ss_unbin_float8_from(0, symbols, count, scale, target);
-}
-
-static inline void unbin_float16_vector(const int8_t *symbols, size_t count, float scale, void *target) {
-    ss_unbin_float16_from(0, symbols, count, scale, target);
-}
-
-static inline void unbin_bfloat16_vector(const int8_t *symbols, size_t count, float scale, void *target) {
-    ss_unbin_bfloat16_from(0, symbols, count, scale, target);
-}
-
-static inline void unbin_float32_vector(const int8_t *symbols, size_t count, float scale, void *target) {
-    ss_unbin_float32_from(0, symbols, count, scale, target);
-}
-
-SS_UNBIN_BATCH(, unbin_float8, unbin_float8_vector, 1)
-SS_UNBIN_BATCH(, unbin_float16, unbin_float16_vector, 2)
-SS_UNBIN_BATCH(, unbin_bfloat16, unbin_bfloat16_vector, 2)
-SS_UNBIN_BATCH(, unbin_float32, unbin_float32_vector, 4)
+MAGNITUDE_MAX(8)
+MAGNITUDE_MAX(16)
+MAGNITUDE_MAX(32)
+BINNED(float8, 1)
+BINNED(float16, 2)
+BINNED(bfloat16, 2)
+BINNED(float32, 4)
 
 static void planes_split8(const void *source, size_t count, uint8_t *planes, size_t stride) {
     const uint8_t *bytes = source;
 
     (void)stride;
-    for (size_t index = 0; index < count; index++)
+    for (size_t index = 0; index < count; index++) {
         planes[index] = (uint8_t)(bytes[index] << 1 | bytes[index] >> 7);
+    }
 }
 
 static void planes_merge8(const uint8_t *planes, size_t stride, size_t count, void *target) {
     uint8_t *bytes = target;
 
     (void)stride;
-    for (size_t index = 0; index < count; index++)
+    for (size_t index = 0; index < count; index++) {
         bytes[index] = (uint8_t)(planes[index] >> 1 | planes[index] << 7);
+    }
 }
 
 static void planes_split16(const void *source, size_t count, uint8_t *planes, size_t stride) {

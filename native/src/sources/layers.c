@@ -163,8 +163,7 @@ static enum ss_layers_status table_end(struct ss_layers_reader *reader) {
 static uint8_t *place_of(struct ss_layers_reader *reader, uint32_t key) {
     for (; reader->decided <= key; reader->decided++) {
         uint32_t index = reader->layer * reader->layers->keys + reader->decided;
-        reader->taken[reader->decided] = length_of(reader, reader->decided) > 0 &&
-                                         ss_feed_useful(reader->feed, index) && ss_feed_make_place(reader->feed, index);
+        reader->taken[reader->decided] = length_of(reader, reader->decided) > 0 && ss_feed_useful(reader->feed, index);
     }
     return reader->taken[key] ? ss_feed_place(reader->feed, reader->layer * reader->layers->keys + key) : NULL;
 }

@@ -45,9 +45,6 @@ static void memory_begin(void *state, const struct ss_feed *feed) {
 
 static void piece_give(const struct ss_feed *feed, uint32_t index) {
     const struct ss_piece *piece = &feed->batch->pieces[index];
-    if (!ss_feed_make_place(feed, index)) {
-        return;
-    }
     uint8_t *place = ss_feed_place(feed, index);
     if (place != piece->memory) {
         memcpy(place, piece->memory, piece->body_length);
@@ -74,7 +71,6 @@ static enum ss_source_step memory_step(void *state) {
     if (ss_feed_aborted(feed)) {
         return SS_SOURCE_OVER;
     }
-    uint32_t open = ss_feed_open(feed);
     for (; memory->next < feed->batch->piece_count; memory->next++) {
         uint32_t index = memory->next;
         if (!piece_is_left(memory, index)) {
@@ -82,7 +78,7 @@ static enum ss_source_step memory_step(void *state) {
             continue;
         }
         enum ss_origin origin = ss_piece_origin(&feed->batch->pieces[index]);
-        if (index >= open || origin == SS_ORIGIN_AWAITED) {
+        if (origin == SS_ORIGIN_AWAITED) {
             memory->waits = 1;
             continue;
         }

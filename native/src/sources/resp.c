@@ -44,7 +44,7 @@ enum { OUTPUT_BYTES = 16 * SS_RESP_REQUEST_MAX };
 enum phase { PHASE_HEAD, PHASE_BODY, PHASE_TAIL };
 
 /* What a step of the loop came to. */
-enum step { STEP_AGAIN, STEP_WAIT, STEP_IDLE, STEP_FINISHED };
+enum step { STEP_AGAIN, STEP_WAIT, STEP_FINISHED };
 
 /* The run of a piece's slices that one connection fetches. 'slice_count' may be 0. */
 struct run {
@@ -280,17 +280,16 @@ static void request_append(const struct ss_feed *feed, struct connection *connec
 
 /* Appends requests for this connection's runs while they are wanted and there is room for them; how many. */
 static uint32_t requests_fill(const struct ss_feed *feed, struct connection *connection) {
-    uint32_t open = ss_feed_open(feed);
     uint32_t added = 0;
     if (connection->output_begin == connection->output_end) {
         connection->output_begin = 0;
         connection->output_end = 0;
     }
     while (connection->count < connection->ahead_max && connection->output_end + SS_RESP_REQUEST_MAX <= OUTPUT_BYTES &&
-           connection_has_more(feed, connection) && connection->next_piece < open) {
+           connection_has_more(feed, connection)) {
         uint32_t index = connection->next_piece++;
         struct run run = run_of(feed->batch, index, feed->thread, feed->threads);
-        if (run.slice_count > 0 && ss_feed_make_place(feed, index)) {
+        if (run.slice_count > 0) {
             request_append(feed, connection, index, run);
             added++;
         }
@@ -569,8 +568,7 @@ static enum step connection_step(const struct ss_feed *feed, struct connection *
         requests_send(connection);
     } while (connection->reader == NULL && requests_fill(feed, connection) > 0);
     if (!is_owed(connection)) {
-        /* Wait for the next piece to be opened; or the pieces that were left had no run for this connection. */
-        return connection->next_piece >= ss_feed_open(feed) ? STEP_IDLE : STEP_AGAIN;
+        return STEP_AGAIN; /* the pieces that were left had no run for this connection */
     }
     return connection->reader != NULL ? layers_receive(feed, connection) : answers_receive(feed, connection);
 }
@@ -607,7 +605,7 @@ static enum ss_source_step resp_step(void *state) {
             continue;
         }
         running++;
-        again |= step == STEP_AGAIN || (step == STEP_IDLE && connection_is_finished(feed, connection));
+        again |= step == STEP_AGAIN;
     }
     return running == 0 ? SS_SOURCE_OVER : again ? SS_SOURCE_AGAIN : SS_SOURCE_WAIT;
 }

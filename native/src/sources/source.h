@@ -89,12 +89,6 @@ int ss_feed_broken(const struct ss_feed *feed);
 /* ss_feed_useful() returns whether a piece is of use. One that is not never is again, and nobody waits for it. */
 int ss_feed_useful(const struct ss_feed *feed, uint32_t piece);
 
-/* ss_feed_open() returns the first piece that may not be begun yet. The thread is woken when it grows. */
-uint32_t ss_feed_open(const struct ss_feed *feed);
-
-/* ss_feed_make_place() makes sure of room for a piece's body; fails the piece and returns 0 where there is none. */
-int ss_feed_make_place(const struct ss_feed *feed, uint32_t piece);
-
 /* ss_feed_place() returns where the body is to appear; that is its 'memory', where it has one that the decoder reads.
  */
 uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t piece);

@@ -14,7 +14,6 @@
  */
 #include "codecs/kvrans/scalar.h"
 
-#ifdef SS_ARCH_X86_64
 #include <string.h>
 
 #include "codecs/kvrans/avx2.h"
@@ -65,8 +64,9 @@ TARGET_INLINE void ranks_of(const struct ss_kvrans_ranks *table, const __m256i *
     const __m256i nibble = _mm256_set1_epi8(15);
     __m256i eighths[GROUPS_MAX], breaks[GROUPS_MAX];
 
-    for (int each = 0; each < count; each++)
+    for (int each = 0; each < count; each++) {
         eighths[each] = _mm256_and_si256(_mm256_srli_epi16(slots[each], 3), _mm256_set1_epi8(31));
+    }
     lookups(table->breaks, eighths, count, 2, breaks);
     for (int each = 0; each < count; each++) {
         const __m256i earlier = _mm256_shuffle_epi8(before, _mm256_and_si256(slots[each], nibble));
@@ -132,8 +132,9 @@ TARGET_INLINE const uint8_t *groups_decode(const struct ss_kvrans_ranks *table, 
     __m256i slot[GROUPS_MAX], factor[GROUPS_MAX], rank[GROUPS_MAX], frequency[GROUPS_MAX], rest[GROUPS_MAX];
     __m256i value[GROUPS_MAX], low[GROUPS_MAX], high[GROUPS_MAX];
 
-    for (int each = 0; each < count; each++)
+    for (int each = 0; each < count; each++) {
         slot[each] = load256(lows + 32 * each);
+    }
     ranks_of(table, slot, count, rank);
     lookups(table->frequency, rank, count, steps, frequency);
     lookups(table->start, rank, count, steps, rest);
@@ -167,15 +168,18 @@ TARGET_INLINE void column_decode(struct ss_kvrans_decoding *decoding, const stru
     const uint8_t *next = decoding->next;
     uint32_t row = 0;
 
-    for (; block->lanes >= 128 && row + 128 <= rows; row += 128)
+    for (; block->lanes >= 128 && row + 128 <= rows; row += 128) {
         next = groups_decode(table, decoding->low + (row & lane_mask), decoding->high + (row & lane_mask), 0, 0, 4,
                              steps, next, target + row);
-    for (; row + 64 <= rows; row += 64)
+    }
+    for (; row + 64 <= rows; row += 64) {
         next = groups_decode(table, decoding->low + (row & lane_mask), decoding->high + (row & lane_mask), 0, 0, 2,
                              steps, next, target + row);
-    for (; row < rows; row += 32)
+    }
+    for (; row < rows; row += 32) {
         next = groups_decode(table, decoding->low + (row & lane_mask), decoding->high + (row & lane_mask),
                              rows - row < 32 ? (1u << (rows - row)) - 1 : ~0u, 1, 1, steps, next, target + row);
+    }
     decoding->next = next;
 }
 
@@ -193,11 +197,13 @@ TARGET static void add_low_bits(const uint8_t *planes, uint32_t rows, uint32_t s
             const uint8_t *from = planes + bit * plane_size + row / 8;
             uint32_t bits = 0;
             __m256i set;
-            if (size >= 4)
+            if (size >= 4) {
                 memcpy(&bits, from, 4);
-            else
-                for (uint32_t byte = 0; byte < size; byte++)
+            } else {
+                for (uint32_t byte = 0; byte < size; byte++) {
                     bits |= (uint32_t)from[byte] << 8 * byte;
+                }
+            }
             set = _mm256_shuffle_epi8(_mm256_set1_epi32((int)bits), byte_of_lane);
             set = _mm256_cmpeq_epi8(_mm256_and_si256(set, bit_of_lane), bit_of_lane);
             value = _mm256_or_si256(value, _mm256_and_si256(set, _mm256_set1_epi8((char)(1 << bit))));
@@ -211,8 +217,9 @@ TARGET static void add_low_bits(const uint8_t *planes, uint32_t rows, uint32_t s
 /* transpose16() turns 16 columns of 32 rows into pieces of rows: rows r and r + 16 in register r. */
 TARGET_INLINE void transpose16(const uint8_t *tile, __m256i *target) {
     __m256i a[16], b[16];
-    for (int column = 0; column < 16; column++)
+    for (int column = 0; column < 16; column++) {
         a[column] = load256(tile + column * SS_KVRANS_ROWS_MAX);
+    }
     transpose_step(a, b);
     transpose_step(b, a);
     transpose_step(a, b);
@@ -250,8 +257,9 @@ TARGET static void tile_store(const uint8_t *tile, uint32_t rows, size_t stride,
  * bytes, of 32 columns, lane k has columns 8k to 8k + 7 and then 16 + 8k and so on; for four 4k to 4k + 3, then 8 + 4k.
  */
 static uint32_t place_of(uint32_t column, uint32_t size) {
-    if (size == 2)
+    if (size == 2) {
         return (column & 39) | (column & 8) << 1 | (column & 16) >> 1;
+    }
     return size == 4 ? (column & 35) | (column & 4) << 2 | (column & 24) >> 1 : column;
 }
 
@@ -338,12 +346,13 @@ TARGET_INLINE void line_merge(const struct ss_kvrans_making *making, const struc
     uint8_t *target = making->target + at * making->size;
     const __m256i first = load256(line);
 
-    if (making->size == 2)
+    if (making->size == 2) {
         merge2(first, planes->lower[0] + at, target);
-    else if (making->size == 4)
+    } else if (making->size == 4) {
         merge4(first, planes->lower, at, target);
-    else
+    } else {
         merge1(first, target);
+    }
 }
 
 TARGET_INLINE void rows_merge(const struct ss_kvrans_making *making, const uint8_t *lines, uint32_t row, uint32_t count,
@@ -355,8 +364,9 @@ TARGET_INLINE void rows_merge(const struct ss_kvrans_making *making, const uint8
         const size_t first = row * making->columns + at;
         line_merge(making, &planes, line, first);
         line_merge(making, &planes, line + 32, first + 32);
-        for (uint32_t plane = 0; plane + 1 < planes.count; plane++) /* of the next tile */
+        for (uint32_t plane = 0; plane + 1 < planes.count; plane++) { /* of the next tile */
             _mm_prefetch((const char *)((uintptr_t)planes.lower[plane] + first + 2 * SS_KVRANS_TILE - 1), _MM_HINT_T0);
+        }
     }
 }
 
@@ -364,38 +374,23 @@ TARGET static void rows_make(const struct ss_kvrans_making *making, const uint8_
                              size_t at) {
     const struct ss_kvrans_making here = *making; /* in registers, whatever is written */
 
-    if (here.elements == NULL)
+    if (here.elements == NULL) {
         rows_merge(&here, lines, row, count, at);
-    else if (here.table_size == STEP)
+    } else if (here.table_size == STEP) {
         rows_bin(&here, 1, lines, row, count, at);
-    else if (here.table_size == 2 * STEP)
+    } else if (here.table_size == 2 * STEP) {
         rows_bin(&here, 2, lines, row, count, at);
-    else
+    } else {
         rows_bin(&here, 4, lines, row, count, at);
+    }
 }
 
 /* ---- Decode: a block ----------------------------------------------------------------------------------------- */
 
-/* Code of its own for each size of the tables that go by rank, in sixteens. */
-TARGET static void column_decode_1(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
-                                   const struct ss_kvrans_ranks *table, uint8_t *target) {
-    column_decode(decoding, block, table, 1, target);
-}
-
-TARGET static void column_decode_2(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
-                                   const struct ss_kvrans_ranks *table, uint8_t *target) {
-    column_decode(decoding, block, table, 2, target);
-}
-
-TARGET static void column_decode_3(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
-                                   const struct ss_kvrans_ranks *table, uint8_t *target) {
-    column_decode(decoding, block, table, 3, target);
-}
-
-TARGET static void column_decode_4(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
-                                   const struct ss_kvrans_ranks *table, uint8_t *target) {
-    column_decode(decoding, block, table, 4, target);
-}
+SS_KVRANS_COLUMN_DECODE(TARGET, 1)
+SS_KVRANS_COLUMN_DECODE(TARGET, 2)
+SS_KVRANS_COLUMN_DECODE(TARGET, 3)
+SS_KVRANS_COLUMN_DECODE(TARGET, 4)
 
 static const struct ss_kvrans_decode_steps steps = {
     .prepare = differences_all,
@@ -434,6 +429,3 @@ const struct ss_kvrans_kernels ss_kvrans_kernels_avx2 = {
     .assign = ss_kvrans_assign_avx2,
     .encode = ss_kvrans_encode_avx2,
 };
-#else
-typedef int ss_kvrans_avx2_unused; /* ISO C wants a declaration in every file */
-#endif

@@ -25,8 +25,9 @@ TARGET_INLINE __m256i twice(const uint8_t *table) {
 }
 /* differences() replaces 'size' entries by their differences of sixteens. */
 static inline void differences(uint8_t *entries, size_t size) {
-    for (size_t index = size; index-- > STEP;)
+    for (size_t index = size; index-- > STEP;) {
         entries[index] ^= entries[index - STEP];
+    }
 }
 /* Loaded from 32 - n on, it selects the first n lanes. */
 static const uint8_t edge[64] = {255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255,

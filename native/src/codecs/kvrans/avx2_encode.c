@@ -2,7 +2,6 @@
 /* avx2_encode.c - what the encoder of kvrans does with AVX2 */
 #include "cpu/cpu.h"
 
-#ifdef SS_ARCH_X86_64
 #include <string.h>
 
 #include "codecs/kvrans/avx2.h"
@@ -23,7 +22,7 @@ TARGET_INLINE __m256i row_load(const uint8_t *source, uint32_t width, struct ext
         bytes = load256(source);
     } else {
         _Alignas(32) uint8_t padded[32];
-        memset(padded, source[0], sizeof(padded));
+        memset(padded, source[0], sizeof padded);
         memcpy(padded, source, width);
         bytes = load256(padded);
     }
@@ -38,8 +37,9 @@ TARGET_INLINE __m256i row_load(const uint8_t *source, uint32_t width, struct ext
 TARGET_INLINE void rows_transpose(const uint8_t *source, size_t stride, uint32_t rows, uint32_t width, __m256i *target,
                                   struct extremes *seen) {
     __m256i a[16], b[16];
-    for (uint32_t row = 0; row < 16; row++)
+    for (uint32_t row = 0; row < 16; row++) {
         a[row] = row < rows ? row_load(source + row * stride, width, seen) : _mm256_setzero_si256();
+    }
     transpose_step(a, b);
     transpose_step(b, a);
     transpose_step(a, b);
@@ -49,8 +49,9 @@ TARGET_INLINE void rows_transpose(const uint8_t *source, size_t stride, uint32_t
 /* least_of() returns the least of 32 bytes, each with 'flip' applied: 255 for the largest, 128 for signed ones. */
 static int least_of(const uint8_t *bytes, uint8_t flip) {
     uint8_t least = 255;
-    for (int lane = 0; lane < 32; lane++)
+    for (int lane = 0; lane < 32; lane++) {
         least = (bytes[lane] ^ flip) < least ? bytes[lane] ^ flip : least;
+    }
     return least ^ flip;
 }
 
@@ -143,8 +144,9 @@ TARGET void ss_kvrans_map_avx2(const struct ss_kvrans_plan *plan, const struct s
             for (uint32_t bit = 0; bit < alphabet->shift; bit++) {
                 const size_t size = plane_size - row / 8 < 4 ? plane_size - row / 8 : 4;
                 uint32_t plane = (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(cell, 7 - (int)bit));
-                if (plan->rows - row < 32)
+                if (plan->rows - row < 32) {
                     plane &= (1u << (plan->rows - row)) - 1;
+                }
                 memcpy(planes + bit * plane_size + row / 8, &plane, size);
             }
             store256(cells, indices_of(mapping, cell));
@@ -168,13 +170,14 @@ TARGET void ss_kvrans_count_avx2(const struct ss_kvrans_plan *plan, const struct
             part[index] = _mm256_or_si256(indices_of(mapping, load256(cells + (size_t)32 * index)),
                                           _mm256_andnot_si256(there, _mm256_set1_epi8(-1)));
         }
-        memset(counts, 0, SS_KVRANS_INDEX_MAX * sizeof(*counts));
+        memset(counts, 0, SS_KVRANS_INDEX_MAX * sizeof *counts);
         for (uint32_t index = 0; index < alphabet->count; index++) {
             const __m256i wanted = _mm256_set1_epi8((char)index);
             __m256i found = _mm256_setzero_si256();
             __m128i sum;
-            for (int each = 0; each < 8; each++)
+            for (int each = 0; each < 8; each++) {
                 found = _mm256_sub_epi8(found, _mm256_cmpeq_epi8(part[each], wanted));
+            }
             found = _mm256_sad_epu8(found, _mm256_setzero_si256());
             sum = _mm_add_epi64(_mm256_castsi256_si128(found), _mm256_extracti128_si256(found, 1));
             sum = _mm_add_epi64(sum, _mm_unpackhi_epi64(sum, sum));
@@ -279,29 +282,20 @@ TARGET_INLINE uint8_t *columns_encode(struct ss_kvrans_encoding *encoding, const
     for (uint32_t column = plan->columns; column-- > 0;) {
         const struct ss_kvrans_encode_table *table = &encoding->tables[plan->column_table[column]];
         const uint8_t *cells = plan->cells + (size_t)column * SS_KVRANS_ROWS_MAX;
-        if (whole < plan->rows)
+        if (whole < plan->rows) {
             end = group_encode(encoding, table, whole & lane_mask, (1u << (plan->rows - whole)) - 1, steps,
                                cells + whole, end);
-        for (uint32_t row = whole; row > 0; row -= 32)
+        }
+        for (uint32_t row = whole; row > 0; row -= 32) {
             end = group_encode(encoding, table, (row - 32) & lane_mask, UINT32_MAX, steps, cells + row - 32, end);
+        }
     }
     return end;
 }
 
-TARGET static uint8_t *columns_encode_1(struct ss_kvrans_encoding *encoding, const struct ss_kvrans_plan *plan,
-                                        uint8_t *end) {
-    return columns_encode(encoding, plan, 1, end);
-}
-
-TARGET static uint8_t *columns_encode_2(struct ss_kvrans_encoding *encoding, const struct ss_kvrans_plan *plan,
-                                        uint8_t *end) {
-    return columns_encode(encoding, plan, 2, end);
-}
-
-TARGET static uint8_t *columns_encode_4(struct ss_kvrans_encoding *encoding, const struct ss_kvrans_plan *plan,
-                                        uint8_t *end) {
-    return columns_encode(encoding, plan, 4, end);
-}
+SS_KVRANS_COLUMNS_ENCODE(TARGET, 1)
+SS_KVRANS_COLUMNS_ENCODE(TARGET, 2)
+SS_KVRANS_COLUMNS_ENCODE(TARGET, 4)
 
 uint8_t *ss_kvrans_encode_avx2(const struct ss_kvrans_plan *plan, uint8_t *end, uint8_t *states_low,
                                uint8_t *states_high) {
@@ -323,6 +317,3 @@ uint8_t *ss_kvrans_encode_avx2(const struct ss_kvrans_plan *plan, uint8_t *end, 
     memcpy(states_high, encoding.high, states);
     return end;
 }
-#else
-typedef int ss_kvrans_avx2_encode_unused; /* ISO C wants a declaration in every file */
-#endif

@@ -11,7 +11,6 @@
  */
 #include "codecs/kvrans/kvrans.h"
 
-#ifdef SS_ARCH_X86_64
 #include <string.h>
 
 #include "codecs/kvrans/avx512.h"
@@ -26,21 +25,24 @@ TARGET static void tile_store(const uint8_t *tile, uint8_t *target, size_t strid
 
     for (int quarter = 0; quarter < 4; quarter++) {
         __m512i lines[16];
-        for (int index = 0; index < 16; index++)
+        for (int index = 0; index < 16; index++) {
             lines[index] = _mm512_load_si512(tile + (size_t)(quarter * 16 + index) * SS_KVRANS_ROWS_MAX);
+        }
         lanes_transpose(lines);
-        for (int index = 0; index < 16; index++)
+        for (int index = 0; index < 16; index++) {
             quarters[index][quarter] = lines[index];
+        }
     }
     for (uint32_t index = 0; index < 16; index++) {
         __m512i lines[4];
         quarters_join(quarters[index], lines);
         for (uint32_t quarter = 0; quarter < 4; quarter++) {
             uint32_t row = quarter * 16 + index;
-            if (columns == TILE_COLUMNS && rows == GROUP)
+            if (columns == TILE_COLUMNS && rows == GROUP) {
                 _mm512_storeu_si512(target + row * stride, lines[quarter]);
-            else if (row < rows)
+            } else if (row < rows) {
                 _mm512_mask_storeu_epi8(target + row * stride, mask, lines[quarter]);
+            }
         }
     }
 }
@@ -55,8 +57,9 @@ struct registers {
 TARGET_INLINE struct registers registers_load(const struct ss_kvrans_table *table) {
     struct registers loaded = {.frequency = _mm512_load_si512(table->frequency),
                                .start = _mm512_load_si512(table->start)};
-    for (int part = 0; part < 4; part++)
+    for (int part = 0; part < 4; part++) {
         loaded.index[part] = _mm512_load_si512(table->index + 64 * part);
+    }
     return loaded;
 }
 
@@ -156,10 +159,11 @@ TARGET_INLINE void column_decode(const struct ss_kvrans_block *block, uint32_t c
         const size_t size = shape.full || plane_size - 8 * group > 8 ? 8 : plane_size - 8 * group;
         const __mmask64 active = shape.full ? ~0ull : states->active[group];
         __m512i value = step(&table, &states->low[lanes], &states->high[lanes], active, &at);
-        if (!shape.bare)
+        if (!shape.bare) {
             value = shape.range ? _mm512_add_epi8(value, values) : _mm512_permutexvar_epi8(value, values);
-        else if (shape.shift == 1)
+        } else if (shape.shift == 1) {
             value = _mm512_add_epi8(value, value);
+        }
         value = low_bits_add(value, planes + 8 * group, plane_size, size, shape.shift);
         _mm512_store_si512(tile + GROUP * group, value);
     }
@@ -178,8 +182,9 @@ TARGET_INLINE enum ss_result columns_decode(const struct ss_kvrans_block *block,
             input_ready(&input);
             column_decode(block, first + column, &states, shape, &input.next,
                           tile + (size_t)column * SS_KVRANS_ROWS_MAX);
-            if (input.next > input.end)
+            if (input.next > input.end) {
                 return SS_BAD_DATA;
+            }
         }
         for (uint32_t group = 0; group < shape.groups; group++) {
             uint32_t rows = block->rows - GROUP * group;
@@ -232,9 +237,10 @@ TARGET static int states_ended(const struct ss_kvrans_block *block, const struct
     const __m512i one = _mm512_set1_epi8(1);
     __mmask64 other = 0;
 
-    for (uint32_t group = 0; group < block->lanes / GROUP; group++)
+    for (uint32_t group = 0; group < block->lanes / GROUP; group++) {
         other |= _mm512_mask_cmpneq_epi8_mask(states->active[group], states->high[group], one) |
                  _mm512_mask_test_epi8_mask(states->active[group], states->low[group], states->low[group]);
+    }
     return other == 0;
 }
 
@@ -242,14 +248,15 @@ TARGET static enum ss_result decode(const struct ss_kvrans_block *block, uint8_t
     struct states states = states_load(block);
     enum ss_result result;
 
-    if (block->rows != SS_KVRANS_ROWS_MAX)
+    if (block->rows != SS_KVRANS_ROWS_MAX) {
         result = columns_decode_any(block, target, &states);
-    else if (block->lanes == 256)
+    } else if (block->lanes == 256) {
         result = (is_range(block) ? columns_decode_256 : columns_decode_256_low)(block, target, &states);
-    else if (block->lanes == 128)
+    } else if (block->lanes == 128) {
         result = (is_range(block) ? columns_decode_128 : columns_decode_128_low)(block, target, &states);
-    else
+    } else {
         result = (is_range(block) ? columns_decode_64 : columns_decode_64_low)(block, target, &states);
+    }
     return states_ended(block, &states) ? result : SS_BAD_DATA;
 }
 
@@ -267,9 +274,10 @@ TARGET_INLINE void elements_fill(const struct ss_kvrans_block *block, int half, 
     __m512 symbols[4];
 
     ss_kvrans_entries(block, bytes);
-    for (int part = 0; part < 4; part++)
+    for (int part = 0; part < 4; part++) {
         symbols[part] = _mm512_cvtepi32_ps(
             _mm512_cvtepi8_epi32(_mm_load_si128((const __m128i *)(const void *)(bytes + 16 * part))));
+    }
     for (uint32_t row = 0; row < SS_KVRANS_ROWS_MAX; row++) {
         const __m512 scale = _mm512_set1_ps(scales[row]);
         __m512i words[2];
@@ -291,8 +299,9 @@ TARGET_INLINE void elements_fill(const struct ss_kvrans_block *block, int half, 
  * on.
  */
 TARGET_INLINE uint32_t place_of(uint32_t column, uint32_t size) {
-    if (size == 2)
+    if (size == 2) {
         return column % 32 / 8 * 16 + column / 32 * 8 + column % 8;
+    }
     return size == 4 ? column % 16 / 4 * 16 + column / 16 * 4 + column % 4 : column;
 }
 
@@ -352,8 +361,9 @@ TARGET_INLINE void row_stream(const struct ss_kvrans_making *making, int binned,
  * Only into the second-level cache: the first one's line fill buffers are what streaming stores wait for.
  */
 TARGET_INLINE void row_prefetch(const struct ss_kvrans_making *making, uint32_t row, size_t at) {
-    for (uint32_t plane = 0; plane + 1 < making->size; plane++)
+    for (uint32_t plane = 0; plane + 1 < making->size; plane++) {
         _mm_prefetch((const char *)(making->planes->lower[plane] + row * making->columns + at + 63), _MM_HINT_T1);
+    }
 }
 
 /*
@@ -362,8 +372,9 @@ TARGET_INLINE void row_prefetch(const struct ss_kvrans_making *making, uint32_t 
  */
 TARGET_INLINE void coded_prefetch(const uint8_t *next) {
     enum { AHEAD = 2048 };
-    for (int line = 0; line < 3; line++)
+    for (int line = 0; line < 3; line++) {
         _mm_prefetch((const char *)((uintptr_t)next + AHEAD + 64 * (uintptr_t)line), _MM_HINT_T0);
+    }
 }
 
 /*
@@ -371,8 +382,9 @@ TARGET_INLINE void coded_prefetch(const uint8_t *next) {
  * Waiting for them then would cost more: memory would have nothing else to do, and here it takes what is written, too.
  */
 TARGET_INLINE uintptr_t next_prefetch(uintptr_t next, uintptr_t end) {
-    for (; next < end; next += 64)
+    for (; next < end; next += 64) {
         _mm_prefetch((const char *)next, _MM_HINT_T1);
+    }
     return next;
 }
 
@@ -397,21 +409,26 @@ TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block
             next = next_prefetch(next, (uintptr_t)block->next + share * (first + column + 1));
             column_decode(block, first + column, &states, shape, &input.next,
                           tile + (size_t)place_of(column, size) * SS_KVRANS_ROWS_MAX);
-            if (input.next > input.end)
+            if (input.next > input.end) {
                 return SS_BAD_DATA;
+            }
             for (uint32_t row = ROWS_EACH * column; row < ROWS_EACH * (column + 1); row++) {
-                if (!shape.bare)
+                if (!shape.bare) {
                     row_prefetch(making, row, first);
-                if (first > 0)
+                }
+                if (first > 0) {
                     row_stream(making, shape.bare, lines + (size_t)row * TILE_COLUMNS, row, first - TILE_COLUMNS);
+                }
             }
         }
-        for (uint32_t group = 0; group < GROUPS; group++)
+        for (uint32_t group = 0; group < GROUPS; group++) {
             tile_store(tile + (size_t)GROUP * group, lines + (size_t)GROUP * group * TILE_COLUMNS, TILE_COLUMNS, GROUP,
                        TILE_COLUMNS);
+        }
     }
-    for (uint32_t row = 0; row < SS_KVRANS_ROWS_MAX; row++)
+    for (uint32_t row = 0; row < SS_KVRANS_ROWS_MAX; row++) {
         row_stream(making, shape.bare, lines + (size_t)row * TILE_COLUMNS, row, block->columns - TILE_COLUMNS);
+    }
     *given = states;
     return input.next == input.end ? SS_OK : SS_BAD_DATA;
 }
@@ -441,16 +458,18 @@ TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *block
     struct states states = states_load(block);
     enum ss_result result;
 
-    if (dtype == SS_DTYPE_FLOAT16)
+    if (dtype == SS_DTYPE_FLOAT16) {
         elements_fill(block, 1, scales, scratch);
-    else
+    } else {
         elements_fill(block, 0, scales, scratch);
-    if (block->lanes == 256)
+    }
+    if (block->lanes == 256) {
         result = (block->shift != 0 ? elements_decode_256_low : elements_decode_256)(block, &making, &states);
-    else if (block->lanes == 128)
+    } else if (block->lanes == 128) {
         result = (block->shift != 0 ? elements_decode_128_low : elements_decode_128)(block, &making, &states);
-    else
+    } else {
         result = (block->shift != 0 ? elements_decode_64_low : elements_decode_64)(block, &making, &states);
+    }
     return states_ended(block, &states) ? result : SS_BAD_DATA;
 }
 
@@ -461,12 +480,13 @@ TARGET static enum ss_result decode_planes(const struct ss_kvrans_block *block, 
     struct states states = states_load(block);
     enum ss_result result;
 
-    if (!is_range(block))
+    if (!is_range(block)) {
         result = planes_decode_low(block, &making, &states);
-    else if (block->lanes == 256)
+    } else if (block->lanes == 256) {
         result = planes_decode_256(block, &making, &states);
-    else
+    } else {
         result = (block->lanes == 128 ? planes_decode_128 : planes_decode_64)(block, &making, &states);
+    }
     return states_ended(block, &states) ? result : SS_BAD_DATA;
 }
 
@@ -483,5 +503,3 @@ const struct ss_kvrans_kernels ss_kvrans_kernels_avx512 = {
     .assign = ss_kvrans_assign_avx512,
     .encode = ss_kvrans_encode_avx512,
 };
-
-#endif /* SS_ARCH_X86_64 */

@@ -3,7 +3,6 @@
  */
 #include "cpu/cpu.h"
 
-#ifdef SS_ARCH_X86_64
 #include <string.h>
 
 #include "codecs/kvrans/avx512.h"
@@ -21,8 +20,9 @@ TARGET void ss_kvrans_present_avx512(const uint8_t *source, size_t size, uint8_t
         __m512i eights = _mm512_and_si512(_mm512_srli_epi16(bytes, 3), _mm512_set1_epi8(31));
         __m512i wanted = _mm512_shuffle_epi8(bit_of, _mm512_and_si512(bytes, _mm512_set1_epi8(7)));
         __mmask64 missing = _mm512_mask_testn_epi8_mask(there, _mm512_permutexvar_epi8(eights, set), wanted);
-        if (__builtin_expect(missing == 0, 1))
+        if (__builtin_expect(missing == 0, 1)) {
             continue;
+        }
         for (; missing != 0; missing &= missing - 1) {
             uint8_t byte = source[at + (size_t)__builtin_ctzll(missing)];
             bits[byte / 8] |= (uint8_t)(1 << byte % 8);
@@ -44,15 +44,17 @@ TARGET_INLINE struct mapping mapping_load(const struct ss_kvrans_alphabet *alpha
                               .kept = _mm512_set1_epi8((char)(255 >> alphabet->shift)),
                               .shift = _mm_cvtsi32_si128((int)alphabet->shift),
                               .listed = (int)alphabet->listed};
-    for (int part = 0; part < 4; part++)
+    for (int part = 0; part < 4; part++) {
         mapping.index[part] = _mm512_load_si512(alphabet->index + 64 * part);
+    }
     return mapping;
 }
 
 TARGET_INLINE __m512i indices_of(const struct mapping *mapping, __m512i cell) {
     cell = _mm512_and_si512(_mm512_srl_epi16(cell, mapping->shift), mapping->kept);
-    if (!mapping->listed)
+    if (!mapping->listed) {
         return _mm512_and_si512(_mm512_sub_epi8(cell, mapping->first), mapping->kept);
+    }
     return _mm512_mask_blend_epi8(_mm512_movepi8_mask(cell),
                                   _mm512_permutex2var_epi8(mapping->index[0], cell, mapping->index[1]),
                                   _mm512_permutex2var_epi8(mapping->index[2], cell, mapping->index[3]));
@@ -71,10 +73,11 @@ TARGET void ss_kvrans_map_avx512(const struct ss_kvrans_plan *plan, const struct
                 uint64_t plane =
                     _mm512_test_epi8_mask(cell, _mm512_set1_epi8((char)(1 << bit))) & mask_of(plan->rows - row);
                 uint8_t *to = planes + bit * plane_size + row / 8;
-                if (plan->rows - row >= GROUP)
-                    memcpy(to, &plane, sizeof(plane));
-                else
+                if (plan->rows - row >= GROUP) {
+                    memcpy(to, &plane, sizeof plane);
+                } else {
                     memcpy(to, &plane, plane_size - row / 8);
+                }
             }
             _mm512_store_si512(cells, indices_of(&mapping, cell));
         }
@@ -116,8 +119,9 @@ TARGET_INLINE void index_bits_make(const struct mapping *mapping, const uint8_t 
     }
     quarters_join(even, even_bits);
     quarters_join(odd, odd_bits);
-    for (int bit = 0; bit < INDEX_BITS; bit++)
+    for (int bit = 0; bit < INDEX_BITS; bit++) {
         words[bit] = (bit % 2 ? odd_bits : even_bits)[bit / 2];
+    }
 }
 
 /* rows_active() selects the first 'rows' of 64 in the order that index_bits_make() leaves them in. */
@@ -132,8 +136,9 @@ TARGET_INLINE void eight_count(__m512i (*words)[INDEX_BITS], const __m512i *acti
     const __m512i flip3 = _mm512_set1_epi64(first & 8 ? 0 : -1), flip4 = _mm512_set1_epi64(first & 16 ? 0 : -1);
     const __m512i flip5 = _mm512_set1_epi64(first & 32 ? 0 : -1);
 
-    for (int index = 0; index < COUNTED; index++)
+    for (int index = 0; index < COUNTED; index++) {
         sums[index] = _mm512_setzero_si512();
+    }
     for (uint32_t group = 0; group < groups; group++) {
         const __m512i bit0 = words[group][0], bit1 = words[group][1], bit2 = words[group][2];
         /* 0x60: a & (b ^ c) */
@@ -169,15 +174,17 @@ TARGET_INLINE void columns_count(const struct ss_kvrans_plan *plan, const struct
     const struct mapping mapping = mapping_load(alphabet);
     __m512i active[GROUPS], words[GROUPS][INDEX_BITS];
 
-    for (uint32_t group = 0; group < groups; group++)
+    for (uint32_t group = 0; group < groups; group++) {
         active[group] = rows_active(plan->rows - GROUP * group);
+    }
     for (uint32_t column = 0; column < plan->columns; column += COUNTED) {
         const uint32_t together = plan->columns - column < COUNTED ? plan->columns - column : COUNTED;
         const uint8_t *cells = plan->cells + (size_t)column * SS_KVRANS_ROWS_MAX;
         uint16_t *counts = plan->counts + (size_t)column * SS_KVRANS_INDEX_MAX;
 
-        for (uint32_t group = 0; group < groups; group++)
+        for (uint32_t group = 0; group < groups; group++) {
             index_bits_make(&mapping, cells + (size_t)GROUP * group, together, words[group]);
+        }
         for (uint32_t first = 0; first < (alphabet->count + 15) / 16 * 16; first += COUNTED) {
             _Alignas(64) __m128i even_odd[2][4];
             __m512i sums[COUNTED], low, high;
@@ -186,19 +193,18 @@ TARGET_INLINE void columns_count(const struct ss_kvrans_plan *plan, const struct
             high = four_join(sums + 4);
             _mm512_store_si512(even_odd[0], _mm512_unpacklo_epi64(low, high));
             _mm512_store_si512(even_odd[1], _mm512_unpackhi_epi64(low, high));
-            for (uint32_t each = 0; each < together; each++)
+            for (uint32_t each = 0; each < together; each++) {
                 _mm_store_si128((__m128i *)(void *)(counts + (size_t)each * SS_KVRANS_INDEX_MAX + first),
                                 even_odd[each % 2][each / 2]);
+            }
         }
     }
 }
 
 TARGET void ss_kvrans_count_avx512(const struct ss_kvrans_plan *plan, const struct ss_kvrans_alphabet *alphabet) {
-    if (plan->rows == SS_KVRANS_ROWS_MAX)
+    if (plan->rows == SS_KVRANS_ROWS_MAX) {
         columns_count(plan, alphabet, GROUPS);
-    else
+    } else {
         columns_count(plan, alphabet, (plan->rows + GROUP - 1) / GROUP);
+    }
 }
-#else
-typedef int ss_kvrans_avx512_count_unused; /* ISO C wants a declaration in every file */
-#endif

@@ -2,7 +2,6 @@
 /* avx512_encode.c - what the encoder of kvrans does with AVX-512 to columns: transpose, sort into kinds, code */
 #include "cpu/cpu.h"
 
-#ifdef SS_ARCH_X86_64
 #include <string.h>
 
 #include "codecs/kvrans/avx512.h"
@@ -34,16 +33,18 @@ TARGET static void tile_load(const uint8_t *source, size_t stride, uint32_t rows
             lines[index] = line;
         }
         lanes_transpose(lines);
-        for (int index = 0; index < 16; index++)
+        for (int index = 0; index < 16; index++) {
             quarters[index][quarter] = lines[index];
+        }
     }
     *seen = now;
     for (uint32_t index = 0; index < 16; index++) {
         __m512i lines[4];
         quarters_join(quarters[index], lines);
         for (uint32_t quarter = 0; quarter < 4; quarter++) {
-            if (quarter * 16 + index < columns)
+            if (quarter * 16 + index < columns) {
                 _mm512_store_si512(tile + (size_t)(quarter * 16 + index) * SS_KVRANS_ROWS_MAX, lines[quarter]);
+            }
         }
     }
 }
@@ -51,8 +52,9 @@ enum { BAND_MAX = 256 * 1024 }; /* bytes of 64 rows that a second-level cache ke
 
 /* fetch() has bytes brought to the second-level cache; there need not be any. */
 TARGET_INLINE void fetch(const uint8_t *source, size_t begin, size_t end, size_t limit) {
-    for (size_t at = begin; at < end && at < limit; at += 64)
+    for (size_t at = begin; at < end && at < limit; at += 64) {
         _mm_prefetch((const char *)(source + at), _MM_HINT_T1);
+    }
 }
 
 TARGET void ss_kvrans_transpose_avx512(const struct ss_kvrans_plan *plan, const uint8_t *source,
@@ -85,10 +87,12 @@ TARGET void ss_kvrans_transpose_avx512(const struct ss_kvrans_plan *plan, const 
     for (int lane = 0; lane < 64; lane++) {
         extremes->least = bytes[0][lane] < extremes->least ? bytes[0][lane] : extremes->least;
         extremes->most = bytes[1][lane] > extremes->most ? bytes[1][lane] : extremes->most;
-        if ((int8_t)bytes[2][lane] < extremes->signed_least)
+        if ((int8_t)bytes[2][lane] < extremes->signed_least) {
             extremes->signed_least = (int8_t)bytes[2][lane];
-        if ((int8_t)bytes[3][lane] > extremes->signed_most)
+        }
+        if ((int8_t)bytes[3][lane] > extremes->signed_most) {
             extremes->signed_most = (int8_t)bytes[3][lane];
+        }
     }
 }
 
@@ -113,7 +117,7 @@ TARGET_INLINE uint8_t least_of(__m512i sums) {
 /* weighed() adds to 'sums' what a pair of indices costs one column with each table. */
 TARGET_INLINE __m512i weighed(__m512i sums, const uint16_t *counts, __m512i cost) {
     uint32_t both;
-    memcpy(&both, counts, sizeof(both));
+    memcpy(&both, counts, sizeof both);
     return _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_set1_epi32((int)both), cost));
 }
 
@@ -125,21 +129,25 @@ TARGET void ss_kvrans_assign_avx512(const struct ss_kvrans_plan *plan, const str
     for (; column + TOGETHER <= plan->columns; column += TOGETHER) {
         const uint16_t *counts = plan->counts + (size_t)column * SS_KVRANS_INDEX_MAX;
         __m512i sums[TOGETHER];
-        for (int each = 0; each < TOGETHER; each++)
+        for (int each = 0; each < TOGETHER; each++) {
             sums[each] = _mm512_setzero_si512();
+        }
         for (uint32_t pair = 0; pair < (index_count + 1) / 2; pair++) {
             const __m512i cost = _mm512_load_si512(costs->cost[pair]);
-            for (uint32_t each = 0; each < TOGETHER; each++)
+            for (uint32_t each = 0; each < TOGETHER; each++) {
                 sums[each] = weighed(sums[each], counts + (size_t)each * SS_KVRANS_INDEX_MAX + 2 * pair, cost);
+            }
         }
-        for (uint32_t each = 0; each < TOGETHER; each++)
+        for (uint32_t each = 0; each < TOGETHER; each++) {
             column_table[column + each] = least_of(sums[each]);
+        }
     }
     for (; column < plan->columns; column++) {
         const uint16_t *counts = plan->counts + (size_t)column * SS_KVRANS_INDEX_MAX;
         __m512i sums = _mm512_setzero_si512();
-        for (uint32_t pair = 0; pair < (index_count + 1) / 2; pair++)
+        for (uint32_t pair = 0; pair < (index_count + 1) / 2; pair++) {
             sums = weighed(sums, counts + (size_t)2 * pair, _mm512_load_si512(costs->cost[pair]));
+        }
         column_table[column] = least_of(sums);
     }
 }
@@ -195,9 +203,10 @@ TARGET_INLINE uint8_t *columns_encode(const struct ss_kvrans_plan *plan, uint8_t
     for (uint32_t column = plan->columns; column-- > 0;) {
         const struct ss_kvrans_encode_table *table = &plan->tables[plan->column_table[column]];
         const uint8_t *cells = plan->cells + (size_t)column * SS_KVRANS_ROWS_MAX;
-        for (uint32_t group = groups; group-- > 0;)
+        for (uint32_t group = groups; group-- > 0;) {
             end = encode_step(table, _mm512_load_si512(cells + GROUP * group), &states.low[group % lane_groups],
                               &states.high[group % lane_groups], full ? ~0ull : states.active[group], positions, end);
+        }
     }
     *given = states;
     return end;
@@ -222,18 +231,16 @@ TARGET uint8_t *ss_kvrans_encode_avx512(const struct ss_kvrans_plan *plan, uint8
         states.low[group] = _mm512_setzero_si512();
         states.high[group] = _mm512_set1_epi8(SS_KVRANS_STATE_FIRST >> 8);
     }
-    if (plan->rows != SS_KVRANS_ROWS_MAX)
+    if (plan->rows != SS_KVRANS_ROWS_MAX) {
         end = columns_encode_any(plan, end, &states);
-    else if (plan->lanes == 256)
+    } else if (plan->lanes == 256) {
         end = columns_encode_256(plan, end, &states);
-    else
+    } else {
         end = (plan->lanes == 128 ? columns_encode_128 : columns_encode_64)(plan, end, &states);
+    }
     for (uint32_t group = 0; group < plan->lanes / GROUP; group++) {
         _mm512_mask_storeu_epi8(states_low + GROUP * group, states.active[group], states.low[group]);
         _mm512_mask_storeu_epi8(states_high + GROUP * group, states.active[group], states.high[group]);
     }
     return end;
 }
-#else
-typedef int ss_kvrans_avx512_encode_unused; /* ISO C wants a declaration in every file */
-#endif

@@ -37,8 +37,9 @@ struct ss_kvrans_encoder {
 };
 
 void ss_kvrans_encoder_free(struct ss_kvrans_encoder *encoder) {
-    if (encoder != NULL)
+    if (encoder != NULL) {
         free(encoder->buffer);
+    }
     free(encoder);
 }
 
@@ -50,21 +51,24 @@ static struct ss_kvrans_encoder *encoder_find(uint32_t columns) {
     struct ss_codec_state *state = ss_codec_state();
     struct ss_kvrans_encoder *encoder;
 
-    if (state == NULL)
+    if (state == NULL) {
         return NULL;
+    }
     if (state->kvrans_encoder == NULL) {
-        state->kvrans_encoder = aligned_alloc(64, (sizeof(*encoder) + 63) / 64 * 64);
-        if (state->kvrans_encoder == NULL)
+        state->kvrans_encoder = aligned_alloc(64, (sizeof *encoder + 63) / 64 * 64);
+        if (state->kvrans_encoder == NULL) {
             return NULL;
-        memset(state->kvrans_encoder, 0, sizeof(*encoder));
+        }
+        memset(state->kvrans_encoder, 0, sizeof *encoder);
         state->kvrans_encoder->plan.counts_of_part = state->kvrans_encoder->counts_of_part;
         ss_kvrans_logs_make(&state->kvrans_encoder->logs);
     }
     encoder = state->kvrans_encoder;
     if (columns > encoder->columns_max) {
         uint8_t *buffer = aligned_alloc(64, 2 * cells + counts + planes + SS_KVRANS_ENCODE_SLACK + 2 * rounded);
-        if (buffer == NULL)
+        if (buffer == NULL) {
             return NULL;
+        }
         free(encoder->buffer);
         encoder->buffer = encoder->plan.cells = buffer;
         encoder->plan.counts = (uint16_t *)(void *)(buffer + cells);
@@ -90,8 +94,9 @@ struct writer {
 };
 
 static void put(struct writer *writer, const void *bytes, size_t size) {
-    if (size <= writer->space && writer->size <= writer->space - size)
+    if (size <= writer->space && writer->size <= writer->space - size) {
         memcpy(writer->start + writer->size, bytes, size);
+    }
     writer->size += size;
 }
 
@@ -107,7 +112,7 @@ static void put_bits(struct writer *writer, uint32_t value, uint32_t count) {
     if (writer->bits >= 32) {
         const uint8_t bytes[4] = {(uint8_t)writer->word, (uint8_t)(writer->word >> 8), (uint8_t)(writer->word >> 16),
                                   (uint8_t)(writer->word >> 24)};
-        put(writer, bytes, sizeof(bytes));
+        put(writer, bytes, sizeof bytes);
         writer->word >>= 32;
         writer->bits -= 32;
     }
@@ -131,8 +136,9 @@ static void put_table(struct writer *writer, const uint8_t *frequency, uint32_t 
 
     for (uint32_t order = 0; order < 4; order++) {
         uint32_t size = 0;
-        for (uint32_t index = 0; index < count; index++)
+        for (uint32_t index = 0; index < count; index++) {
             size += 2 * frequency_length(frequency[index], order) - order + 1;
+        }
         if (size < least) {
             least = size;
             best = order;
@@ -187,20 +193,24 @@ static void put_coded(struct writer *writer, const struct ss_kvrans_encoder *enc
     put_byte(writer, (alphabet->count - 1) | (alphabet->listed ? SS_KVRANS_ALPHABET_LISTED : 0));
     put(writer, "\0\0\0\0", 4);
     put(writer, alphabet->value, alphabet->listed ? alphabet->count : 1);
-    for (uint32_t column = 0; column < plan->columns; column++)
+    for (uint32_t column = 0; column < plan->columns; column++) {
         put_bits(writer, plan->column_table[column], ss_kvrans_bits(encoder->tables.count));
+    }
     put_padding(writer);
-    for (uint32_t table = 0; table < encoder->tables.count; table++)
+    for (uint32_t table = 0; table < encoder->tables.count; table++) {
         put_table(writer, encoder->tables.frequency[table], alphabet->count);
+    }
     put_padding(writer);
     put(writer, encoder->planes, (size_t)plan->columns * alphabet->shift * ((plan->rows + 7) / 8));
     put(writer, encoder->states_low, states);
     put(writer, encoder->states_high, states);
     put(writer, coded, coded_size);
-    for (uint32_t byte = 0; byte < 4; byte++)
+    for (uint32_t byte = 0; byte < 4; byte++) {
         length[byte] = (uint8_t)((writer->size - header - SS_KVRANS_CODED_HEADER) >> 8 * byte);
-    if (header + SS_KVRANS_CODED_HEADER <= writer->space)
+    }
+    if (header + SS_KVRANS_CODED_HEADER <= writer->space) {
         memcpy(writer->start + header + 4, length, 4);
+    }
 }
 
 /*
@@ -218,8 +228,9 @@ static uint64_t block_plan(const struct ss_kvrans_kernels *kernels, struct ss_kv
     kernels->count(&encoder->plan, &encoder->alphabet);
     ss_kvrans_tables_choose(kernels, &encoder->logs, &encoder->plan, encoder->alphabet.count, encoder->column_table,
                             &encoder->tables);
-    while (ss_kvrans_shift_more(&encoder->logs, cells, &encoder->alphabet, &encoder->tables))
+    while (ss_kvrans_shift_more(&encoder->logs, cells, &encoder->alphabet, &encoder->tables)) {
         continue;
+    }
     return encoder->tables.coded_bits / 8 + cells * encoder->alphabet.shift / 8;
 }
 
@@ -230,18 +241,21 @@ static int sample_pays(const struct ss_kvrans_kernels *kernels, struct ss_kvrans
     uint8_t *sample = encoder->coded;
     struct ss_kvrans_extremes extremes;
 
-    if (columns < 2 * SAMPLE_COLUMNS)
+    if (columns < 2 * SAMPLE_COLUMNS) {
         return 1;
+    }
     for (uint32_t row = 0; row < rows; row++) {
-        for (uint32_t column = 0; column < SAMPLE_COLUMNS; column += SAMPLE_STRETCH)
+        for (uint32_t column = 0; column < SAMPLE_COLUMNS; column += SAMPLE_STRETCH) {
             memcpy(sample + row * SAMPLE_COLUMNS + column,
                    source + (size_t)row * columns + column / SAMPLE_STRETCH * apart, SAMPLE_STRETCH);
+        }
     }
     encoder->plan.columns = SAMPLE_COLUMNS;
     kernels->transpose(&encoder->plan, sample, &extremes);
     if (extremes.most - extremes.least < SS_KVRANS_INDEX_MAX ||
-        extremes.signed_most - extremes.signed_least < SS_KVRANS_INDEX_MAX)
+        extremes.signed_most - extremes.signed_least < SS_KVRANS_INDEX_MAX) {
         return 1;
+    }
     return pays(block_plan(kernels, encoder, sample, (size_t)rows * SAMPLE_COLUMNS, &extremes),
                 (size_t)rows * SAMPLE_COLUMNS);
 }
@@ -265,8 +279,9 @@ static void block_encode(const struct ss_kvrans_kernels *kernels, struct ss_kvra
             encode_tables_make(&encoder->tables, plan);
             coded = kernels->encode(plan, end, encoder->states_low, encoder->states_high);
             put_coded(writer, encoder, coded, (size_t)(end - coded));
-            if (pays(writer->size - before.size, cells))
+            if (pays(writer->size - before.size, cells)) {
                 return;
+            }
         }
     }
     *writer = before;
@@ -283,8 +298,9 @@ size_t ss_kvrans_compress_bound(size_t size) {
 static uint32_t row_length_choose(size_t size, size_t row_length) {
     size_t guess = (size + SS_KVRANS_ROWS_MAX - 1) / SS_KVRANS_ROWS_MAX;
 
-    if (row_length >= 1 && row_length <= SS_KVRANS_ROW_MAX)
+    if (row_length >= 1 && row_length <= SS_KVRANS_ROW_MAX) {
         return (uint32_t)row_length;
+    }
     guess = guess < 1 ? 1 : guess;
     return (uint32_t)(guess < ROW_LENGTH_UNKNOWN_MAX ? guess : ROW_LENGTH_UNKNOWN_MAX);
 }
@@ -297,11 +313,13 @@ enum ss_result ss_kvrans_compress(const uint8_t *source, size_t size, size_t row
     struct writer writer = {.start = target, .space = target_size};
     size_t rows = size / columns;
 
-    if (encoder == NULL)
+    if (encoder == NULL) {
         return SS_NO_MEMORY;
+    }
     put_byte(&writer, SS_KVRANS_VERSION);
-    for (uint32_t byte = 0; byte < 3; byte++)
+    for (uint32_t byte = 0; byte < 3; byte++) {
         put_byte(&writer, columns >> 8 * byte);
+    }
     while (rows > 0 && writer.size <= target_size) {
         uint32_t now = rows < SS_KVRANS_ROWS_MAX ? (uint32_t)rows : SS_KVRANS_ROWS_MAX;
         block_encode(kernels, encoder, source, now, columns, &writer);
@@ -309,8 +327,9 @@ enum ss_result ss_kvrans_compress(const uint8_t *source, size_t size, size_t row
         rows -= now;
     }
     put(&writer, source, size % columns);
-    if (writer.size > target_size)
+    if (writer.size > target_size) {
         return SS_NO_SPACE;
+    }
     *written = writer.size;
     return SS_OK;
 }

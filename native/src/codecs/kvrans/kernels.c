@@ -13,14 +13,17 @@ static int byte_permutes_available(void) {
 
 const struct ss_kvrans_kernels *ss_kvrans_kernels_find(enum ss_isa isa) {
 #ifdef SS_ARCH_X86_64
-    if (isa == SS_ISA_AVX512 && byte_permutes_available())
+    if (isa == SS_ISA_AVX512 && byte_permutes_available()) {
         return &ss_kvrans_kernels_avx512;
-    if (isa == SS_ISA_AVX512 || isa == SS_ISA_AVX2)
+    }
+    if (isa == SS_ISA_AVX512 || isa == SS_ISA_AVX2) {
         return &ss_kvrans_kernels_avx2;
+    }
 #endif
 #ifdef SS_ARCH_AARCH64
-    if (isa == SS_ISA_NEON || isa == SS_ISA_NEON_CRC)
+    if (isa == SS_ISA_NEON) {
         return &ss_kvrans_kernels_neon;
+    }
 #endif
     (void)isa;
     return &ss_kvrans_kernels_scalar;

@@ -40,8 +40,9 @@ struct reader {
 /* take() returns the next 'size' bytes, or NULL where there are fewer. */
 static const uint8_t *take(struct reader *reader, size_t size) {
     const uint8_t *taken = reader->next;
-    if ((size_t)(reader->end - reader->next) < size)
+    if ((size_t)(reader->end - reader->next) < size) {
         return NULL;
+    }
     reader->next += size;
     return taken;
 }
@@ -54,13 +55,16 @@ static int values_read(struct reader *reader, struct ss_kvrans_block *block, uin
     const uint32_t limit = 256u >> block->shift;
     const uint8_t *values = take(reader, listed ? count : 1);
 
-    if (values == NULL || values[0] >= limit)
+    if (values == NULL || values[0] >= limit) {
         return 0;
-    for (uint32_t index = 0; index < SS_KVRANS_INDEX_MAX; index++)
+    }
+    for (uint32_t index = 0; index < SS_KVRANS_INDEX_MAX; index++) {
         block->value[index] = (uint8_t)((values[0] + index) << block->shift);
+    }
     for (uint32_t index = 1; listed && index < count; index++) {
-        if (values[index] >= limit || values[index] <= values[index - 1])
+        if (values[index] >= limit || values[index] <= values[index - 1]) {
             return 0;
+        }
         block->value[index] = (uint8_t)(values[index] << block->shift);
     }
     return 1;
@@ -75,21 +79,25 @@ static int column_tables_read(struct reader *reader, uint32_t columns, uint32_t 
     const uint64_t ones = ((1ull << bits) - 1) * 0x0001000100010001, bytes = 0x0101010101010101;
     uint64_t over = 0;
 
-    if (packed == NULL)
+    if (packed == NULL) {
         return 0;
+    }
     for (uint32_t column = 0; column < columns; column += 8) {
         uint64_t word = 0; /* eight numbers are 'bits' whole bytes */
         uint8_t unpacked[8];
-        for (uint32_t byte = 0; byte < bits && column / 8 * bits + byte < size; byte++)
+        for (uint32_t byte = 0; byte < bits && column / 8 * bits + byte < size; byte++) {
             word |= (uint64_t)packed[column / 8 * bits + byte] << 8 * byte;
-        if (columns - column < 8 && word >> (columns - column) * bits != 0)
+        }
+        if (columns - column < 8 && word >> (columns - column) * bits != 0) {
             return 0; /* padding */
+        }
         word = (word & fours) | (word >> 4 * bits) << 32;
         word = (word & twos) | (word >> 2 * bits & twos) << 16;
         word = (word & ones) | (word >> bits & ones) << 8;
         over |= word + (128 - table_count) * bytes; /* sets a byte's highest bit where its number is too large */
-        for (uint32_t byte = 0; byte < 8; byte++)
+        for (uint32_t byte = 0; byte < 8; byte++) {
             unpacked[byte] = (uint8_t)(word >> 8 * byte);
+        }
         memcpy(column_table + column, unpacked, 8);
     }
     return (over & 0x80 * bytes) == 0;
@@ -131,8 +139,9 @@ static uint32_t frequency_read(struct bits *bits, uint32_t order) {
 
     bits_fill(bits);
     zeros = bits->word != 0 ? (uint32_t)__builtin_ctzll(bits->word) : 64;
-    if (zeros + order > 8)
+    if (zeros + order > 8) {
         return SS_KVRANS_SLOTS;
+    }
     bits_take(bits, zeros + 1);
     length = zeros + order;
     return (1u << length) + bits_take(bits, length) - (1u << order);
@@ -148,16 +157,18 @@ static int table_read(struct bits *bits, uint32_t count, struct ss_kvrans_table 
     order = bits_take(bits, 2);
     for (uint32_t index = 0; index < count; index++) {
         uint32_t frequency = frequency_read(bits, order);
-        if (frequency >= SS_KVRANS_SLOTS || start + frequency > SS_KVRANS_SLOTS)
+        if (frequency >= SS_KVRANS_SLOTS || start + frequency > SS_KVRANS_SLOTS) {
             return 0;
+        }
         frequencies[index] = (uint8_t)frequency;
         starts[index] = (uint8_t)start;
-        for (uint32_t slot = 0; slot < frequency; slot += 16)
+        for (uint32_t slot = 0; slot < frequency; slot += 16) {
             memset(slots + start + slot, (int)index, 16);
+        }
         start += frequency;
     }
-    memcpy(table->frequency, frequencies, sizeof(frequencies));
-    memcpy(table->start, starts, sizeof(starts));
+    memcpy(table->frequency, frequencies, sizeof frequencies);
+    memcpy(table->start, starts, sizeof starts);
     return start == SS_KVRANS_SLOTS && !bits->short_of;
 }
 
@@ -166,8 +177,9 @@ static int tables_read(struct reader *reader, uint32_t table_count, uint32_t ind
     struct bits bits = {.next = reader->next, .end = reader->end};
 
     for (uint32_t table = 0; table < table_count; table++) {
-        if (!table_read(&bits, index_count, &tables[table]))
+        if (!table_read(&bits, index_count, &tables[table])) {
             return 0;
+        }
     }
     reader->next = bits.next - bits.count / 8; /* give back whole bytes; the rest of the last one is padding */
     return bits.count % 8 == 0 || (bits.word & ((1u << bits.count % 8) - 1)) == 0;
@@ -195,8 +207,9 @@ static int coded_parse(struct reader *reader, struct ss_kvrans_decoder *decoder,
     struct reader section = {.next = body, .end = reader->next};
     uint32_t layout, table_count, index_count;
 
-    if (body == NULL)
+    if (body == NULL) {
         return 0;
+    }
     layout = header[0];
     block->shift = layout & 3;
     block->lanes = SS_KVRANS_GROUP << (layout >> 2 & 3);
@@ -205,11 +218,13 @@ static int coded_parse(struct reader *reader, struct ss_kvrans_decoder *decoder,
     if (block->lanes > SS_KVRANS_LANES_MAX || (header[1] & 64) != 0 ||
         !values_read(&section, block, index_count, header[1] & SS_KVRANS_ALPHABET_LISTED) ||
         !column_tables_read(&section, block->columns, table_count, decoder->column_table) ||
-        !tables_read(&section, table_count, index_count, decoder->tables))
+        !tables_read(&section, table_count, index_count, decoder->tables)) {
         return 0;
+    }
     block->planes = take(&section, (size_t)block->columns * block->shift * ((block->rows + 7) / 8));
-    if (block->planes == NULL || !states_read(&section, block))
+    if (block->planes == NULL || !states_read(&section, block)) {
         return 0;
+    }
     block->count = index_count;
     block->tables = decoder->tables;
     block->column_table = decoder->column_table;
@@ -228,11 +243,13 @@ static int block_parse(struct reader *reader, struct ss_kvrans_decoder *decoder,
 
     *block = (struct ss_kvrans_block){.columns = columns};
     *stored = NULL;
-    if (header == NULL)
+    if (header == NULL) {
         return 0;
+    }
     block->rows = (uint32_t)header[1] + 1;
-    if (block->rows > rows_left)
+    if (block->rows > rows_left) {
         return 0;
+    }
     if (header[0] == SS_KVRANS_STORED) {
         *stored = take(reader, (size_t)block->rows * columns);
         return *stored != NULL;
@@ -242,8 +259,9 @@ static int block_parse(struct reader *reader, struct ss_kvrans_decoder *decoder,
 
 /* block_decode() writes the symbols of a block that was parsed. */
 static enum ss_result block_decode(const struct ss_kvrans_block *block, const uint8_t *stored, uint8_t *target) {
-    if (stored == NULL)
+    if (stored == NULL) {
         return ss_kvrans_kernels_find(ss_isa_active())->decode(block, target);
+    }
     memcpy(target, stored, (size_t)block->rows * block->columns);
     return SS_OK;
 }
@@ -251,8 +269,9 @@ static enum ss_result block_decode(const struct ss_kvrans_block *block, const ui
 static struct ss_kvrans_decoder *decoder_find(void) {
     struct ss_codec_state *state = ss_codec_state();
 
-    if (state != NULL && state->kvrans_decoder == NULL)
+    if (state != NULL && state->kvrans_decoder == NULL) {
         state->kvrans_decoder = aligned_alloc(64, (sizeof(struct ss_kvrans_decoder) + 63) / 64 * 64);
+    }
     return state != NULL ? state->kvrans_decoder : NULL;
 }
 
@@ -261,8 +280,9 @@ static uint32_t header_read(struct reader *reader) {
     const uint8_t *header = take(reader, SS_KVRANS_STREAM_HEADER);
     uint32_t columns;
 
-    if (header == NULL || header[0] != SS_KVRANS_VERSION)
+    if (header == NULL || header[0] != SS_KVRANS_VERSION) {
         return 0;
+    }
     columns = load32(header) >> 8;
     return columns <= SS_KVRANS_ROW_MAX ? columns : 0;
 }
@@ -274,21 +294,26 @@ static enum ss_result decompress(const uint8_t *source, size_t size, uint8_t *ta
     const uint8_t *rest, *stored;
     struct ss_kvrans_block block;
 
-    if (decoder == NULL)
+    if (decoder == NULL) {
         return SS_NO_MEMORY;
-    if (columns == 0)
+    }
+    if (columns == 0) {
         return SS_BAD_DATA;
+    }
     for (size_t rows_left = target_size / columns; rows_left > 0; rows_left -= block.rows) {
         enum ss_result result = SS_BAD_DATA;
-        if (block_parse(&reader, decoder, columns, rows_left, &block, &stored))
+        if (block_parse(&reader, decoder, columns, rows_left, &block, &stored)) {
             result = block_decode(&block, stored, target);
-        if (result != SS_OK)
+        }
+        if (result != SS_OK) {
             return result;
+        }
         target += (size_t)block.rows * columns;
     }
     rest = take(&reader, target_size % columns);
-    if (rest == NULL || reader.next != reader.end)
+    if (rest == NULL || reader.next != reader.end) {
         return SS_BAD_DATA;
+    }
     memcpy(target, rest, target_size % columns);
     return SS_OK;
 }
@@ -324,13 +349,16 @@ static enum ss_result block_elements(const struct ss_kvrans_block *block, const 
     uint8_t *target = (uint8_t *)elements->target + first * block->columns * ss_dtype_size(elements->dtype);
     enum ss_result result;
 
-    for (uint32_t row = 0; row < block->rows; row++)
+    for (uint32_t row = 0; row < block->rows; row++) {
         decoder->scales[row] = ss_float_of_bits(ss_load32(elements->scales, (first + row) / elements->scale_vectors));
-    if (stored == NULL && ss_kvrans_entries_fit(block) && ss_kvrans_elements_fit(block, target))
+    }
+    if (stored == NULL && ss_kvrans_entries_fit(block) && ss_kvrans_elements_fit(block, target)) {
         return kernels->decode_elements(block, elements->dtype, decoder->scales, &decoder->elements, target);
+    }
     result = block_decode(block, stored, symbols);
-    if (result != SS_OK)
+    if (result != SS_OK) {
         return result;
+    }
     return ss_dequantize_streamed(SS_QUANTIZER_BINNED, elements->dtype, symbols, decoder->scales, block->rows,
                                   block->columns, target);
 }
@@ -347,8 +375,9 @@ static enum ss_result blocks_elements(struct reader *reader, struct ss_kvrans_de
             block_ahead(&block, next, row, elements->vectors);
             result = block_elements(&block, stored, elements, row, decoder, symbols);
         }
-        if (result != SS_OK)
+        if (result != SS_OK) {
             return result;
+        }
     }
     return reader->next == reader->end ? SS_OK : SS_BAD_DATA;
 }
@@ -371,17 +400,22 @@ static enum ss_result planes_find(struct reader reader, uint32_t columns, size_t
         readers->of[plane] = reader;
         for (size_t block = 0; block < blocks; block++) {
             const uint8_t *header = take(&reader, SS_KVRANS_STORED_HEADER), *length = NULL, *body;
-            if (header != NULL && header[1] != SS_KVRANS_ROWS_MAX - 1)
+            if (header != NULL && header[1] != SS_KVRANS_ROWS_MAX - 1) {
                 return SS_NOT_SUPPORTED;
-            if (header != NULL && header[0] == SS_KVRANS_STORED && plane == 0)
+            }
+            if (header != NULL && header[0] == SS_KVRANS_STORED && plane == 0) {
                 return SS_NOT_SUPPORTED;
-            if (header != NULL && header[0] == SS_KVRANS_CODED)
+            }
+            if (header != NULL && header[0] == SS_KVRANS_CODED) {
                 length = take(&reader, SS_KVRANS_CODED_HEADER - SS_KVRANS_STORED_HEADER);
-            if (header == NULL || (header[0] != SS_KVRANS_STORED && length == NULL))
+            }
+            if (header == NULL || (header[0] != SS_KVRANS_STORED && length == NULL)) {
                 return SS_BAD_DATA;
+            }
             body = take(&reader, length != NULL ? load32(length + 2) : (size_t)SS_KVRANS_ROWS_MAX * columns);
-            if (body == NULL)
+            if (body == NULL) {
                 return SS_BAD_DATA;
+            }
         }
     }
     return reader.next == reader.end ? SS_OK : SS_BAD_DATA;
@@ -403,14 +437,17 @@ static enum ss_result planes_block(struct plane_readers *readers, struct ss_kvra
     for (uint32_t plane = readers->count; plane-- > 1;) {
         uint8_t *place = symbols + (size_t)(plane - 1) * SS_KVRANS_ROWS_MAX * columns;
         enum ss_result result = SS_BAD_DATA;
-        if (block_parse(&readers->of[plane], decoder, columns, SS_KVRANS_ROWS_MAX, &block, &stored))
+        if (block_parse(&readers->of[plane], decoder, columns, SS_KVRANS_ROWS_MAX, &block, &stored)) {
             result = stored != NULL ? SS_OK : block_decode(&block, NULL, place);
-        if (result != SS_OK)
+        }
+        if (result != SS_OK) {
             return result;
+        }
         planes.lower[plane - 1] = stored != NULL ? stored : place;
     }
-    if (!block_parse(&readers->of[0], decoder, columns, SS_KVRANS_ROWS_MAX, &block, &stored))
+    if (!block_parse(&readers->of[0], decoder, columns, SS_KVRANS_ROWS_MAX, &block, &stored)) {
         return SS_BAD_DATA;
+    }
     block_ahead(&block, next, row, elements->vectors);
     return ss_kvrans_kernels_find(ss_isa_active())->decode_planes(&block, &planes, target);
 }
@@ -424,10 +461,12 @@ static enum ss_result planes_elements(const struct reader *reader, struct ss_kvr
     struct plane_readers readers = {.count = (uint32_t)ss_dtype_size(elements->dtype)};
     enum ss_result result = SS_NOT_SUPPORTED;
 
-    if (elements->vectors % SS_KVRANS_ROWS_MAX == 0)
+    if (elements->vectors % SS_KVRANS_ROWS_MAX == 0) {
         result = planes_find(*reader, columns, blocks, &readers);
-    for (size_t row = 0; result == SS_OK && row < elements->vectors; row += SS_KVRANS_ROWS_MAX)
+    }
+    for (size_t row = 0; result == SS_OK && row < elements->vectors; row += SS_KVRANS_ROWS_MAX) {
         result = planes_block(&readers, decoder, next, elements, row, symbols);
+    }
     return result;
 }
 
@@ -438,11 +477,13 @@ static int direct_fits(const struct ss_stream *stream, const struct ss_elements 
     const size_t size = ss_dtype_size(elements->dtype);
 
     if (elements->vectors < SS_KVRANS_ROWS_MAX || !ss_kvrans_elements_fit(&likely, elements->target) ||
-        stream->source == NULL || stream->target == NULL)
+        stream->source == NULL || stream->target == NULL) {
         return 0;
-    if (elements->quantizer == SS_QUANTIZER_LOSSLESS)
+    }
+    if (elements->quantizer == SS_QUANTIZER_LOSSLESS) {
         return kernels->decode_planes != NULL && size != 0 &&
                stream->target_size == elements->vectors * elements->vector_length * size;
+    }
     return kernels->decode_elements != NULL && elements->quantizer == SS_QUANTIZER_BINNED &&
            (elements->dtype == SS_DTYPE_FLOAT16 || elements->dtype == SS_DTYPE_BFLOAT16);
 }
@@ -453,14 +494,16 @@ enum ss_result ss_kvrans_decode(const struct ss_stream *stream, const struct ss_
     struct ss_kvrans_decoder *decoder = decoder_find();
     enum ss_result result;
 
-    if (!direct_fits(stream, elements) || decoder == NULL || header_read(&reader) != elements->vector_length)
+    if (!direct_fits(stream, elements) || decoder == NULL || header_read(&reader) != elements->vector_length) {
         return SS_NOT_SUPPORTED; /* in two steps it may work, or they say what is wrong */
-    if (elements->quantizer == SS_QUANTIZER_LOSSLESS)
+    }
+    if (elements->quantizer == SS_QUANTIZER_LOSSLESS) {
         result = planes_elements(&reader, decoder, next, elements, stream->target);
-    else if (scales_finite(elements))
+    } else if (scales_finite(elements)) {
         result = blocks_elements(&reader, decoder, next, elements, stream->target);
-    else
+    } else {
         return SS_BAD_DATA;
+    }
     ss_streams_order();
     return result;
 }

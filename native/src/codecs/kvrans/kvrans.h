@@ -232,8 +232,9 @@ static inline int ss_kvrans_entries_fit(const struct ss_kvrans_block *block) {
 
 /* ss_kvrans_entries() writes the byte that each of the SS_KVRANS_INDEX_MAX entries stands for. */
 static inline void ss_kvrans_entries(const struct ss_kvrans_block *block, uint8_t *bytes) {
-    for (uint32_t entry = 0; entry < SS_KVRANS_INDEX_MAX; entry++)
+    for (uint32_t entry = 0; entry < SS_KVRANS_INDEX_MAX; entry++) {
         bytes[entry] = (uint8_t)(block->value[entry >> block->shift] + (entry & ((1u << block->shift) - 1)));
+    }
 }
 
 /* ss_kvrans_kernels_find() returns what ss_isa_active() stands for here, or the next best that this CPU can run. */

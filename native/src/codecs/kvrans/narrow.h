@@ -85,6 +85,25 @@ enum ss_result ss_kvrans_planes_by_steps(const struct ss_kvrans_decode_steps *st
                                          const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
                                          uint8_t *target);
 
+/*
+ * SS_KVRANS_COLUMN_DECODE() defines a member of column[] for tables of up to 16 * 'size' symbols, from a
+ * column_decode() that takes the size as a constant. SS_KVRANS_DECODERS() defines the decoders of struct
+ * ss_kvrans_kernels by 'steps'.
+ */
+#define SS_KVRANS_COLUMN_DECODE(attributes, size)                                                                      \
+    attributes static void column_decode_##size(struct ss_kvrans_decoding *decoding,                                   \
+                                                const struct ss_kvrans_block *block,                                   \
+                                                const struct ss_kvrans_ranks *table, uint8_t *target) {                \
+        column_decode(decoding, block, table, size, target);                                                           \
+    }
+
+/* SS_KVRANS_COLUMNS_ENCODE() defines a columns_encode_N() from a columns_encode() that takes the size as a constant. */
+#define SS_KVRANS_COLUMNS_ENCODE(attributes, size)                                                                     \
+    attributes static uint8_t *columns_encode_##size(struct ss_kvrans_encoding *encoding,                              \
+                                                     const struct ss_kvrans_plan *plan, uint8_t *end) {                \
+        return columns_encode(encoding, plan, size, end);                                                              \
+    }
+
 /* A block that is being encoded. */
 struct ss_kvrans_encoding {
     struct ss_kvrans_encode_table tables[SS_KVRANS_TABLES_MAX]; /* copies of the plan's */

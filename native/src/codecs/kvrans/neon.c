@@ -13,7 +13,6 @@
 #include "codecs/kvrans/narrow.h"
 #include "codecs/kvrans/scalar.h"
 
-#ifdef SS_ARCH_AARCH64
 #include <arm_neon.h>
 #include <string.h>
 
@@ -31,8 +30,9 @@ struct tables {
 
 INLINE uint8x16x4_t table_load(const uint8_t *bytes, int registers) {
     uint8x16x4_t table = {{vld1q_u8(bytes), vdupq_n_u8(0), vdupq_n_u8(0), vdupq_n_u8(0)}};
-    for (int index = 1; index < registers; index++)
+    for (int index = 1; index < registers; index++) {
         table.val[index] = vld1q_u8(bytes + WIDTH * index);
+    }
     return table;
 }
 
@@ -104,12 +104,14 @@ INLINE void column_decode(struct ss_kvrans_decoding *decoding, const struct ss_k
     const uint8_t *next = decoding->next;
     uint32_t row = 0;
 
-    for (; row + WIDTH <= rows; row += WIDTH)
+    for (; row + WIDTH <= rows; row += WIDTH) {
         next = group_decode(&tables, decoding->low + (row & lane_mask), decoding->high + (row & lane_mask),
                             vdupq_n_u8(255), registers, next, target + row);
-    if (row < rows)
+    }
+    if (row < rows) {
         next = group_decode(&tables, decoding->low + (row & lane_mask), decoding->high + (row & lane_mask),
                             lanes_before(rows - row), registers, next, target + row);
+    }
     decoding->next = next;
 }
 
@@ -143,8 +145,9 @@ INLINE void interleave(const uint8x16_t *source, uint8x16_t *target) {
 /* transpose16() turns 16 columns of 16 rows into pieces of rows. Columns lie SS_KVRANS_ROWS_MAX apart. */
 INLINE void transpose16(const uint8_t *columns, uint8x16_t *rows) {
     uint8x16_t other[16];
-    for (int column = 0; column < 16; column++)
+    for (int column = 0; column < 16; column++) {
         rows[column] = vld1q_u8(columns + column * SS_KVRANS_ROWS_MAX);
+    }
     interleave(rows, other);
     interleave(other, rows);
     interleave(rows, other);
@@ -160,10 +163,11 @@ static void tile_store(const uint8_t *tile, uint32_t rows, size_t stride, uint32
             transpose16(tile + (size_t)column * SS_KVRANS_ROWS_MAX + first, pieces);
             for (uint32_t row = 0; row < 16 && first + row < rows; row++) {
                 uint8_t *place = target + (first + row) * stride + column;
-                if (width == 16)
+                if (width == 16) {
                     vst1q_u8(place, pieces[row]);
-                else
+                } else {
                     memcpy(place, &pieces[row], width);
+                }
             }
         }
     }
@@ -214,26 +218,10 @@ static void rows_make(const struct ss_kvrans_making *making, const uint8_t *line
 
 /* ---- Decode: a block ----------------------------------------------------------------------------------------- */
 
-/* Code of its own for each size of the tables that go by rank, in sixteens. */
-static void column_decode_1(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
-                            const struct ss_kvrans_ranks *table, uint8_t *target) {
-    column_decode(decoding, block, table, 1, target);
-}
-
-static void column_decode_2(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
-                            const struct ss_kvrans_ranks *table, uint8_t *target) {
-    column_decode(decoding, block, table, 2, target);
-}
-
-static void column_decode_3(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
-                            const struct ss_kvrans_ranks *table, uint8_t *target) {
-    column_decode(decoding, block, table, 3, target);
-}
-
-static void column_decode_4(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
-                            const struct ss_kvrans_ranks *table, uint8_t *target) {
-    column_decode(decoding, block, table, 4, target);
-}
+SS_KVRANS_COLUMN_DECODE(, 1)
+SS_KVRANS_COLUMN_DECODE(, 2)
+SS_KVRANS_COLUMN_DECODE(, 3)
+SS_KVRANS_COLUMN_DECODE(, 4)
 
 static const struct ss_kvrans_decode_steps steps = {
     .prepare = NULL,
@@ -270,7 +258,7 @@ INLINE uint8x16_t row_load(const uint8_t *source, uint32_t width, struct extreme
         bytes = vld1q_u8(source);
     } else {
         uint8_t padded[WIDTH];
-        memset(padded, source[0], sizeof(padded));
+        memset(padded, source[0], sizeof padded);
         memcpy(padded, source, width);
         bytes = vld1q_u8(padded);
     }
@@ -288,16 +276,18 @@ static void transpose(const struct ss_kvrans_plan *plan, const uint8_t *source, 
         for (uint32_t column = 0; column < plan->columns; column += 16) {
             const uint32_t width = plan->columns - column < 16 ? plan->columns - column : 16;
             uint8x16_t a[16], b[16];
-            for (uint32_t each = 0; each < 16; each++)
+            for (uint32_t each = 0; each < 16; each++) {
                 a[each] = row + each < plan->rows
                               ? row_load(source + (size_t)(row + each) * plan->columns + column, width, &seen)
                               : vdupq_n_u8(0);
+            }
             interleave(a, b);
             interleave(b, a);
             interleave(a, b);
             interleave(b, a);
-            for (uint32_t each = 0; each < width; each++)
+            for (uint32_t each = 0; each < width; each++) {
                 vst1q_u8(plan->cells + (size_t)(column + each) * SS_KVRANS_ROWS_MAX + row, a[each]);
+            }
         }
     }
     *extremes = (struct ss_kvrans_extremes){.least = vminvq_u8(seen.least),
@@ -322,8 +312,9 @@ static void present(const uint8_t *source, size_t size, uint8_t *seen) {
         const uint8x16_t bytes = vld1q_u8(source + at);
         const uint8x16_t wanted = vqtbl1q_u8(vld1q_u8(bit_of), vandq_u8(bytes, vdupq_n_u8(15)));
         const uint8x16_t there = vtstq_u8(vqtbl2q_u8(set, vshrq_n_u8(bytes, 3)), wanted);
-        if (__builtin_expect(vminvq_u8(there) != 0, 1))
+        if (__builtin_expect(vminvq_u8(there) != 0, 1)) {
             continue;
+        }
         for (size_t each = at; each < at + WIDTH; each++) {
             bits[source[each] / 8] |= (uint8_t)(1 << source[each] % 8);
             seen[source[each]] = 1;
@@ -345,8 +336,9 @@ INLINE uint32_t masks_of(uint8x16_t lanes) {
 /* lookup_256() takes any byte: an index beyond a table leaves the lane as it is. */
 INLINE uint8x16_t lookup_256(const uint8x16x4_t *tables, uint8x16_t index) {
     uint8x16_t found = vqtbl4q_u8(tables[0], index);
-    for (int part = 1; part < 4; part++)
+    for (int part = 1; part < 4; part++) {
         found = vqtbx4q_u8(found, tables[part], vsubq_u8(index, vdupq_n_u8((uint8_t)(64 * part))));
+    }
     return found;
 }
 
@@ -363,8 +355,9 @@ INLINE struct mapping mapping_make(const struct ss_kvrans_alphabet *alphabet) {
                               .first = vdupq_n_u8(alphabet->value[0]),
                               .shift = vdupq_n_s8((int8_t)(0 - (int)alphabet->shift)),
                               .listed = alphabet->listed};
-    for (int part = 0; part < 4; part++)
+    for (int part = 0; part < 4; part++) {
         mapping.index[part] = table_load(alphabet->index + 64 * part, 4);
+    }
     return mapping;
 }
 
@@ -386,8 +379,9 @@ static void map(const struct ss_kvrans_plan *plan, const struct ss_kvrans_alphab
             for (uint32_t bit = 0; bit < alphabet->shift; bit++) {
                 const uint32_t plane = masks_of(vandq_u8(vtstq_u8(cell, vdupq_n_u8((uint8_t)(1 << bit))), there));
                 planes[bit * plane_size + row / 8] = (uint8_t)plane;
-                if (left > 8)
+                if (left > 8) {
                     planes[bit * plane_size + row / 8 + 1] = (uint8_t)(plane >> 8);
+                }
             }
             vst1q_u8(cells, indices_of(&mapping, cell));
         }
@@ -410,7 +404,7 @@ static void count(const struct ss_kvrans_plan *plan, const struct ss_kvrans_alph
             const uint8x16_t index = indices_of(&mapping, vld1q_u8(cells + WIDTH * number));
             part[number] = vornq_u8(index, lanes_before(left < WIDTH ? left : WIDTH));
         }
-        memset(counts, 0, SS_KVRANS_INDEX_MAX * sizeof(*counts));
+        memset(counts, 0, SS_KVRANS_INDEX_MAX * sizeof *counts);
         for (uint32_t index = 0; index < alphabet->count; index++) {
             const uint8x16_t wanted = vdupq_n_u8((uint8_t)index);
             uint8x16_t even = vceqq_u8(part[0], wanted), odd = vceqq_u8(part[1], wanted); /* a true lane is -1 */
@@ -440,10 +434,12 @@ static void assign(const struct ss_kvrans_plan *plan, const struct ss_kvrans_cos
                 }
             }
         }
-        for (int quarter = 0; quarter < 4; quarter++)
+        for (int quarter = 0; quarter < 4; quarter++) {
             vst1q_s32(every + 4 * quarter, sums[quarter]);
-        for (uint32_t table = 1; table < SS_KVRANS_TABLES_MAX; table++)
+        }
+        for (uint32_t table = 1; table < SS_KVRANS_TABLES_MAX; table++) {
             best = every[table] < every[best] ? table : best;
+        }
         column_table[column] = (uint8_t)best;
     }
 }
@@ -517,27 +513,21 @@ INLINE uint8_t *columns_encode(struct ss_kvrans_encoding *encoding, const struct
                                              .reciprocal_low = table_load(table->reciprocal_low, registers),
                                              .reciprocal_high = table_load(table->reciprocal_high, registers)};
         const uint8_t *cells = plan->cells + (size_t)column * SS_KVRANS_ROWS_MAX;
-        if (whole < plan->rows)
+        if (whole < plan->rows) {
             end = group_encode(encoding, &tables, whole & lane_mask, lanes_before(plan->rows - whole), registers,
                                cells + whole, end);
-        for (uint32_t row = whole; row > 0; row -= WIDTH)
+        }
+        for (uint32_t row = whole; row > 0; row -= WIDTH) {
             end = group_encode(encoding, &tables, (row - WIDTH) & lane_mask, vdupq_n_u8(255), registers,
                                cells + row - WIDTH, end);
+        }
     }
     return end;
 }
 
-static uint8_t *columns_encode_1(struct ss_kvrans_encoding *encoding, const struct ss_kvrans_plan *plan, uint8_t *end) {
-    return columns_encode(encoding, plan, 1, end);
-}
-
-static uint8_t *columns_encode_2(struct ss_kvrans_encoding *encoding, const struct ss_kvrans_plan *plan, uint8_t *end) {
-    return columns_encode(encoding, plan, 2, end);
-}
-
-static uint8_t *columns_encode_4(struct ss_kvrans_encoding *encoding, const struct ss_kvrans_plan *plan, uint8_t *end) {
-    return columns_encode(encoding, plan, 4, end);
-}
+SS_KVRANS_COLUMNS_ENCODE(, 1)
+SS_KVRANS_COLUMNS_ENCODE(, 2)
+SS_KVRANS_COLUMNS_ENCODE(, 4)
 
 static uint8_t *encode(const struct ss_kvrans_plan *plan, uint8_t *end, uint8_t *states_low, uint8_t *states_high) {
     const uint32_t states = plan->rows < plan->lanes ? plan->rows : plan->lanes;
@@ -564,6 +554,3 @@ const struct ss_kvrans_kernels ss_kvrans_kernels_neon = {
     .assign = assign,
     .encode = encode,
 };
-#else
-typedef int ss_kvrans_neon_unused; /* ISO C wants a declaration in every file */
-#endif

@@ -90,10 +90,12 @@ static int alphabet_try(struct ss_kvrans_alphabet *alphabet, const uint8_t *pres
         alphabet_range(alphabet, first, range);
         return 1;
     }
-    for (uint32_t value = 0; value < limit; value++)
+    for (uint32_t value = 0; value < limit; value++) {
         count += present[value];
-    if (count > SS_KVRANS_INDEX_MAX)
+    }
+    if (count > SS_KVRANS_INDEX_MAX) {
         return 0;
+    }
     alphabet->listed = 1;
     alphabet->count = 0;
     for (uint32_t value = 0; value < limit; value++) {
@@ -111,7 +113,7 @@ void ss_kvrans_alphabet_choose(const struct ss_kvrans_kernels *kernels, const st
     uint32_t signed_range = (uint32_t)(extremes->signed_most - extremes->signed_least) + 1;
     uint8_t present[256] = {0};
 
-    memset(alphabet, 0, sizeof(*alphabet));
+    memset(alphabet, 0, sizeof *alphabet);
     if (range <= SS_KVRANS_INDEX_MAX || signed_range <= SS_KVRANS_INDEX_MAX) { /* which a look at each byte would say */
         int is_signed = signed_range < range;
         alphabet_range(alphabet, is_signed ? (uint8_t)extremes->signed_least : extremes->least,
@@ -121,8 +123,9 @@ void ss_kvrans_alphabet_choose(const struct ss_kvrans_kernels *kernels, const st
     kernels->present(source, size, present);
     while (!alphabet_try(alphabet, present)) {
         alphabet->shift++;
-        for (uint32_t value = 0; value < 256; value++)
+        for (uint32_t value = 0; value < 256; value++) {
             present[value] = value < 256u >> alphabet->shift ? present[2 * value] | present[2 * value + 1] : 0;
+        }
     }
 }
 
@@ -142,14 +145,15 @@ static struct ss_kvrans_plan part_of(const struct ss_kvrans_plan *plan) {
     const uint32_t apart = plan->columns / SS_KVRANS_PART_ENOUGH;
     struct ss_kvrans_plan part = *plan;
 
-    if (apart < 2)
+    if (apart < 2) {
         return part;
+    }
     part.counts = plan->counts_of_part;
     part.columns = plan->columns / apart;
     for (uint32_t index = 0; index < part.columns; index++) {
         uint32_t column = index * apart + (index * 0x9E3779B1u >> 16) % apart;
         memcpy(part.counts + (size_t)index * SS_KVRANS_INDEX_MAX, plan->counts + (size_t)column * SS_KVRANS_INDEX_MAX,
-               SS_KVRANS_INDEX_MAX * sizeof(*part.counts));
+               SS_KVRANS_INDEX_MAX * sizeof *part.counts);
     }
     return part;
 }
@@ -160,8 +164,9 @@ static void groups_total(const struct ss_kvrans_kernels *kernels, const struct s
     uint32_t columns[SS_KVRANS_TABLES_MAX] = {0}, count = 0;
     uint8_t numbers[SS_KVRANS_TABLES_MAX] = {0};
 
-    for (uint32_t column = 0; column < plan->columns; column++)
+    for (uint32_t column = 0; column < plan->columns; column++) {
         columns[column_table[column]]++;
+    }
     for (uint32_t group = 0; group < groups->count; group++) {
         if (columns[group] != 0) {
             groups->sums[count] = columns[group] * plan->rows;
@@ -169,8 +174,9 @@ static void groups_total(const struct ss_kvrans_kernels *kernels, const struct s
         }
     }
     if (count < groups->count) {
-        for (uint32_t column = 0; column < plan->columns; column++)
+        for (uint32_t column = 0; column < plan->columns; column++) {
             column_table[column] = numbers[column_table[column]];
+        }
         groups->count = count;
     }
     memset(groups->totals, 0, sizeof(groups->totals));
@@ -181,13 +187,15 @@ static void groups_total(const struct ss_kvrans_kernels *kernels, const struct s
 static void quantile_groups(const uint32_t *histogram, uint32_t count, uint8_t *group_of) {
     uint32_t total = 0, before = 0;
 
-    for (uint32_t bucket = 0; bucket < BUCKETS; bucket++)
+    for (uint32_t bucket = 0; bucket < BUCKETS; bucket++) {
         total += histogram[bucket];
+    }
     for (uint32_t bucket = 0; bucket < BUCKETS; bucket++) {
         uint64_t middle = before + histogram[bucket] / 2;
         uint32_t group;
-        if (histogram[bucket] == 0) /* nobody asks where these belong */
+        if (histogram[bucket] == 0) { /* nobody asks where these belong */
             continue;
+        }
         group = (uint32_t)(middle * count / total);
         group_of[bucket] = (uint8_t)(group < count ? group : count - 1);
         before += histogram[bucket];
@@ -220,11 +228,13 @@ static void groups_start(const struct ss_kvrans_logs *logs, const struct ss_kvra
         column_table[column] = spread_group[column_table[column]];
         by_mean[column_table[column]][column_mean[column]]++;
     }
-    for (uint32_t group = 0; group < spreads; group++)
+    for (uint32_t group = 0; group < spreads; group++) {
         quantile_groups(by_mean[group], means, mean_group[group]);
-    for (uint32_t column = 0; column < plan->columns; column++)
+    }
+    for (uint32_t column = 0; column < plan->columns; column++) {
         column_table[column] =
             (uint8_t)(column_table[column] * means + mean_group[column_table[column]][column_mean[column]]);
+    }
 }
 
 /* groups_move() moves each column to the group whose table codes it best. */
@@ -256,8 +266,9 @@ static uint64_t entropy_of(const struct ss_kvrans_logs *logs, const uint32_t *to
     for (uint32_t index = 0; index < index_count; index++) {
         uint32_t total = totals[index] + (more != NULL ? more[index] : 0);
         sum += total;
-        if (total != 0)
+        if (total != 0) {
             bits += (uint64_t)total * log2_of(logs, total);
+        }
     }
     return sum != 0 ? sum * log2_of(logs, (uint32_t)sum) - bits : 0;
 }
@@ -291,8 +302,9 @@ static void groups_join(const struct ss_kvrans_logs *logs, struct groups *groups
                         uint32_t index_count, uint32_t low, uint32_t high) {
     const uint32_t last = --groups->count;
 
-    for (uint32_t index = 0; index < index_count; index++)
+    for (uint32_t index = 0; index < index_count; index++) {
         groups->totals[low][index] += groups->totals[high][index];
+    }
     groups->sums[low] += groups->sums[high];
     joins->alone[low] = joins->joined[low][high];
     if (high != last) {
@@ -300,14 +312,16 @@ static void groups_join(const struct ss_kvrans_logs *logs, struct groups *groups
         groups->sums[high] = groups->sums[last];
         joins->alone[high] = joins->alone[last];
         for (uint32_t other = 0; other < last; other++) {
-            if (other != high)
+            if (other != high) {
                 joins->joined[other < high ? other : high][other < high ? high : other] = joins->joined[other][last];
+            }
         }
     }
     for (uint32_t other = 0; other < last; other++) {
-        if (other != low)
+        if (other != low) {
             joins->joined[other < low ? other : low][other < low ? low : other] =
                 entropy_of(logs, groups->totals[low], groups->totals[other], index_count);
+        }
     }
 }
 
@@ -319,8 +333,9 @@ static void groups_joined(struct groups *groups, const struct groups *before, co
         const uint32_t into = number[group];
         groups->count = into + 1 > groups->count ? into + 1 : groups->count;
         groups->sums[into] += before->sums[group];
-        for (uint32_t index = 0; index < index_count; index++)
+        for (uint32_t index = 0; index < index_count; index++) {
             groups->totals[into][index] += before->totals[group][index];
+        }
     }
 }
 
@@ -340,8 +355,9 @@ static void groups_reduce(const struct ss_kvrans_logs *logs, uint32_t columns, u
     for (uint32_t first = 0; first < groups->count; first++) {
         numbers[first] = best_numbers[first] = (uint8_t)first;
         joins.alone[first] = entropy_of(logs, groups->totals[first], NULL, index_count);
-        for (uint32_t second = first + 1; second < groups->count; second++)
+        for (uint32_t second = first + 1; second < groups->count; second++) {
             joins.joined[first][second] = entropy_of(logs, groups->totals[first], groups->totals[second], index_count);
+        }
     }
     least = table_cost * groups->count + number_cost * ss_kvrans_bits(groups->count);
     while (groups->count > 1 && lost + table_cost < least) { /* what is lost stays lost, and one table will be left */
@@ -349,16 +365,17 @@ static void groups_reduce(const struct ss_kvrans_logs *logs, uint32_t columns, u
         uint64_t cost;
         lost += share * joins_best(&joins, groups->count, &low, &high);
         for (uint32_t group = 0; group < before.count; group++) {
-            if (numbers[group] == high)
+            if (numbers[group] == high) {
                 numbers[group] = (uint8_t)low;
-            else if (numbers[group] == groups->count - 1)
+            } else if (numbers[group] == groups->count - 1) {
                 numbers[group] = (uint8_t)high;
+            }
         }
         groups_join(logs, groups, &joins, index_count, low, high);
         cost = lost + table_cost * groups->count + number_cost * ss_kvrans_bits(groups->count);
         if (cost < least) {
             least = cost;
-            memcpy(best_numbers, numbers, sizeof(numbers));
+            memcpy(best_numbers, numbers, sizeof numbers);
         }
     }
     groups_joined(groups, &before, best_numbers, index_count);
@@ -370,8 +387,9 @@ static void groups_reduce(const struct ss_kvrans_logs *logs, uint32_t columns, u
 static uint64_t worth_of(uint32_t total, uint32_t frequency, int up) {
     uint32_t around = up ? 2 * frequency + 1 : 2 * frequency - 1; /* twice the middle of the step */
 
-    if (total == 0 || (up ? frequency >= SS_KVRANS_SLOTS - 1 : frequency <= 1))
+    if (total == 0 || (up ? frequency >= SS_KVRANS_SLOTS - 1 : frequency <= 1)) {
         return 0;
+    }
     return (((uint64_t)total << 20) / around) + 1;
 }
 
@@ -383,10 +401,12 @@ static uint32_t frequencies_adjust(const uint32_t *totals, uint32_t index_count,
     const int up = slots < SS_KVRANS_SLOTS;
     uint64_t worth[SS_KVRANS_INDEX_MAX];
 
-    if (slots == SS_KVRANS_SLOTS)
+    if (slots == SS_KVRANS_SLOTS) {
         return slots;
-    for (uint32_t index = 0; index < index_count; index++)
+    }
+    for (uint32_t index = 0; index < index_count; index++) {
         worth[index] = worth_of(totals[index], frequency[index], up);
+    }
     while (slots != SS_KVRANS_SLOTS) {
         uint64_t best = 0;
         uint32_t chosen = 0;
@@ -396,8 +416,9 @@ static uint32_t frequencies_adjust(const uint32_t *totals, uint32_t index_count,
                 chosen = index;
             }
         }
-        if (best == 0)
+        if (best == 0) {
             break;
+        }
         frequency[chosen] += up ? 1 : (uint32_t)-1;
         slots += up ? 1 : (uint32_t)-1;
         worth[chosen] = worth_of(totals[chosen], frequency[chosen], up);
@@ -417,18 +438,21 @@ static void frequencies_make(const uint32_t *totals, uint32_t sum, uint32_t inde
         }
     }
     for (uint32_t index = 0; index < index_count; index++) {
-        if (totals[index] == 0)
+        if (totals[index] == 0) {
             continue;
+        }
         frequency[index] = (uint32_t)(((uint64_t)totals[index] * left + often / 2) / often);
         frequency[index] = frequency[index] < 1 ? 1 : frequency[index];
         frequency[index] = frequency[index] > SS_KVRANS_SLOTS - 1 ? SS_KVRANS_SLOTS - 1 : frequency[index];
         slots += frequency[index];
     }
     slots = frequencies_adjust(totals, index_count, slots, frequency);
-    if (slots < SS_KVRANS_SLOTS) /* a single symbol: one slot goes to another, which does not occur */
+    if (slots < SS_KVRANS_SLOTS) { /* a single symbol: one slot goes to another, which does not occur */
         frequency[frequency[0] == 0 ? 0 : 1] = SS_KVRANS_SLOTS - slots;
-    for (uint32_t index = 0; index < SS_KVRANS_INDEX_MAX; index++)
+    }
+    for (uint32_t index = 0; index < SS_KVRANS_INDEX_MAX; index++) {
         frequencies[index] = (uint8_t)frequency[index];
+    }
 }
 
 /* coded_bits() returns what coding 'totals' with a table takes. */
@@ -437,8 +461,9 @@ static uint64_t coded_bits(const struct ss_kvrans_logs *logs, const uint32_t *to
     uint64_t bits = 0;
 
     for (uint32_t index = 0; index < index_count; index++) {
-        if (totals[index] != 0)
+        if (totals[index] != 0) {
             bits += (uint64_t)totals[index] * (8 * SS_KVRANS_LOG_ONE - log2_of(logs, frequency[index]));
+        }
     }
     return bits / SS_KVRANS_LOG_ONE;
 }
@@ -449,20 +474,24 @@ int ss_kvrans_shift_more(const struct ss_kvrans_logs *logs, uint64_t cells, stru
     struct ss_kvrans_tables fewer = {.count = tables->count};
     uint32_t first = alphabet->value[0] / 2, limit = 256u >> halved.shift;
 
-    if (alphabet->count <= SS_KVRANS_INDEX_MAX / 2 || alphabet->listed || halved.shift > SS_KVRANS_SHIFT_MAX)
+    if (alphabet->count <= SS_KVRANS_INDEX_MAX / 2 || alphabet->listed || halved.shift > SS_KVRANS_SHIFT_MAX) {
         return 0;
+    }
     alphabet_range(&halved, first, (alphabet->value[0] % 2 + alphabet->count + 1) / 2);
-    if (halved.count > limit)
+    if (halved.count > limit) {
         return 0;
+    }
     for (uint32_t table = 0; table < tables->count; table++) {
         fewer.sums[table] = tables->sums[table];
-        for (uint32_t index = 0; index < alphabet->count; index++)
+        for (uint32_t index = 0; index < alphabet->count; index++) {
             fewer.totals[table][halved.index[alphabet->value[index] / 2]] += tables->totals[table][index];
+        }
         frequencies_make(fewer.totals[table], fewer.sums[table], halved.count, fewer.frequency[table]);
         fewer.coded_bits += coded_bits(logs, fewer.totals[table], fewer.frequency[table], halved.count);
     }
-    if (fewer.coded_bits + cells >= tables->coded_bits)
+    if (fewer.coded_bits + cells >= tables->coded_bits) {
         return 0;
+    }
     *alphabet = halved;
     *tables = fewer;
     return 1;
@@ -479,8 +508,9 @@ void ss_kvrans_tables_choose(const struct ss_kvrans_kernels *kernels, const stru
 
     groups_start(logs, &some, index_count, spreads, means, column_table);
     groups_total(kernels, &some, index_count, column_table, &groups);
-    for (int round = 0; round < ASSIGN_ROUNDS && groups.count > 1; round++)
+    for (int round = 0; round < ASSIGN_ROUNDS && groups.count > 1; round++) {
         groups_move(kernels, logs, &some, index_count, &groups, column_table);
+    }
     groups_reduce(logs, plan->columns, index_count, plan->columns / some.columns, &groups);
     groups_move(kernels, logs, plan, index_count, &groups, column_table);
     tables->count = groups.count;

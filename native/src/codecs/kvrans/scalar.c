@@ -12,8 +12,9 @@ static uint8_t low_bits(const struct ss_kvrans_block *block, uint32_t column, ui
     const uint8_t *planes = block->planes + column * block->shift * plane_size;
     uint8_t bits = 0;
 
-    for (uint32_t bit = 0; bit < block->shift; bit++)
+    for (uint32_t bit = 0; bit < block->shift; bit++) {
         bits |= (uint8_t)((planes[bit * plane_size + row / 8] >> row % 8 & 1) << bit);
+    }
     return bits;
 }
 
@@ -22,8 +23,9 @@ static enum ss_result decode(const struct ss_kvrans_block *block, uint8_t *targe
     const uint32_t states_used = block->rows < block->lanes ? block->rows : block->lanes;
     uint32_t states[SS_KVRANS_LANES_MAX];
 
-    for (uint32_t lane = 0; lane < states_used; lane++)
+    for (uint32_t lane = 0; lane < states_used; lane++) {
         states[lane] = (uint32_t)(block->states_high[lane] << 8 | block->states_low[lane]);
+    }
     for (uint32_t column = 0; column < block->columns; column++) {
         const struct ss_kvrans_table *table = &block->tables[block->column_table[column]];
         for (uint32_t row = 0; row < block->rows; row++) {
@@ -32,16 +34,18 @@ static enum ss_result decode(const struct ss_kvrans_block *block, uint8_t *targe
 
             *state = table->frequency[index] * (*state >> 8) + slot - table->start[index];
             if (*state < SS_KVRANS_STATE_FIRST) {
-                if (next == end)
+                if (next == end) {
                     return SS_BAD_DATA;
+                }
                 *state = *state << 8 | *next++;
             }
             target[(size_t)row * block->columns + column] = block->value[index] | low_bits(block, column, row);
         }
     }
     for (uint32_t lane = 0; lane < states_used; lane++) {
-        if (states[lane] != SS_KVRANS_STATE_FIRST)
+        if (states[lane] != SS_KVRANS_STATE_FIRST) {
             return SS_BAD_DATA;
+        }
     }
     return next == end ? SS_OK : SS_BAD_DATA;
 }
@@ -68,8 +72,9 @@ void ss_kvrans_transpose_scalar(const struct ss_kvrans_plan *plan, const uint8_t
 }
 
 void ss_kvrans_present_scalar(const uint8_t *source, size_t size, uint8_t *seen) {
-    for (size_t index = 0; index < size; index++)
+    for (size_t index = 0; index < size; index++) {
         seen[source[index]] = 1;
+    }
 }
 
 void ss_kvrans_map_scalar(const struct ss_kvrans_plan *plan, const struct ss_kvrans_alphabet *alphabet,
@@ -80,22 +85,25 @@ void ss_kvrans_map_scalar(const struct ss_kvrans_plan *plan, const struct ss_kvr
     for (uint32_t column = 0; column < plan->columns; column++) {
         uint8_t *cells = plan->cells + (size_t)column * SS_KVRANS_ROWS_MAX;
         for (uint32_t bit = 0; bit < alphabet->shift; bit++) {
-            for (uint32_t row = 0; row < plan->rows; row++)
+            for (uint32_t row = 0; row < plan->rows; row++) {
                 planes[row / 8] |= (uint8_t)((cells[row] >> bit & 1) << row % 8);
+            }
             planes += plane_size;
         }
-        for (uint32_t row = 0; row < plan->rows; row++)
+        for (uint32_t row = 0; row < plan->rows; row++) {
             cells[row] = alphabet->index[cells[row] >> alphabet->shift];
+        }
     }
 }
 
 void ss_kvrans_count_scalar(const struct ss_kvrans_plan *plan, const struct ss_kvrans_alphabet *alphabet) {
-    memset(plan->counts, 0, (size_t)plan->columns * SS_KVRANS_INDEX_MAX * sizeof(*plan->counts));
+    memset(plan->counts, 0, (size_t)plan->columns * SS_KVRANS_INDEX_MAX * sizeof *plan->counts);
     for (uint32_t column = 0; column < plan->columns; column++) {
         const uint8_t *cells = plan->cells + (size_t)column * SS_KVRANS_ROWS_MAX;
         uint16_t *counts = plan->counts + (size_t)column * SS_KVRANS_INDEX_MAX;
-        for (uint32_t row = 0; row < plan->rows; row++)
+        for (uint32_t row = 0; row < plan->rows; row++) {
             counts[alphabet->index[cells[row] >> alphabet->shift]]++;
+        }
     }
 }
 
@@ -104,8 +112,9 @@ void ss_kvrans_total_scalar(const struct ss_kvrans_plan *plan, const uint8_t *co
     for (uint32_t column = 0; column < plan->columns; column++) {
         const uint16_t *counts = plan->counts + (size_t)column * SS_KVRANS_INDEX_MAX;
         uint32_t *total = totals[column_table[column]];
-        for (uint32_t index = 0; index < index_count; index++)
+        for (uint32_t index = 0; index < index_count; index++) {
             total[index] += counts[index];
+        }
     }
 }
 
@@ -116,12 +125,14 @@ void ss_kvrans_assign_scalar(const struct ss_kvrans_plan *plan, const struct ss_
         int32_t sums[SS_KVRANS_TABLES_MAX] = {0};
         uint32_t best = 0;
         for (uint32_t pair = 0; pair < (index_count + 1) / 2; pair++) {
-            for (uint32_t table = 0; table < SS_KVRANS_TABLES_MAX; table++)
+            for (uint32_t table = 0; table < SS_KVRANS_TABLES_MAX; table++) {
                 sums[table] +=
                     counts[2 * pair] * costs->cost[pair][table][0] + counts[2 * pair + 1] * costs->cost[pair][table][1];
+            }
         }
-        for (uint32_t table = 1; table < SS_KVRANS_TABLES_MAX; table++)
+        for (uint32_t table = 1; table < SS_KVRANS_TABLES_MAX; table++) {
             best = sums[table] < sums[best] ? table : best;
+        }
         column_table[column] = (uint8_t)best;
     }
 }
@@ -131,8 +142,9 @@ uint8_t *ss_kvrans_encode_scalar(const struct ss_kvrans_plan *plan, uint8_t *end
     const uint32_t states_used = plan->rows < plan->lanes ? plan->rows : plan->lanes;
     uint32_t states[SS_KVRANS_LANES_MAX];
 
-    for (uint32_t lane = 0; lane < states_used; lane++)
+    for (uint32_t lane = 0; lane < states_used; lane++) {
         states[lane] = SS_KVRANS_STATE_FIRST;
+    }
     for (uint32_t column = plan->columns; column-- > 0;) {
         const struct ss_kvrans_encode_table *table = &plan->tables[plan->column_table[column]];
         const uint8_t *cells = plan->cells + (size_t)column * SS_KVRANS_ROWS_MAX;

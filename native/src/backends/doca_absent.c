@@ -1,0 +1,29 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* doca_absent.c - a build without DOCA: there is no backend "doca", and no memory can be exported to a DPU */
+#include "shadowserve.h"
+
+void ss_device_error(char *text, size_t size) {
+    if (size > 0) {
+        text[0] = '\0';
+    }
+}
+
+enum ss_result ss_export_open(const char *device, void *address, uint64_t size, int32_t dmabuf_fd,
+                              struct ss_export **exported) {
+    (void)device;
+    (void)address;
+    (void)size;
+    (void)dmabuf_fd;
+    (void)exported;
+    return SS_NOT_SUPPORTED;
+}
+
+void ss_export_descriptor(const struct ss_export *exported, const void **bytes, size_t *size) {
+    (void)exported;
+    *bytes = NULL;
+    *size = 0;
+}
+
+void ss_export_close(struct ss_export *exported) {
+    (void)exported;
+}
