@@ -235,7 +235,7 @@ def _cut_pieces(
     slices = np.zeros(len(manifest), native.SLICE_DTYPE)
     slices["offset"] = manifest["offset"]  # from the record's first byte, until the beginning of the piece is known
     chunk_offsets = (chunks - np.arange(len(chunks))) * layout.raw_bytes
-    slices["destination_offset"] = _raw_offsets(manifest["tokens"], layout) + chunk_offsets[chunk_of_slice]
+    slices["memory_offset"] = _raw_offsets(manifest["tokens"], layout) + chunk_offsets[chunk_of_slice]
     slices["decoded_length"] = manifest["tokens"] * layout.token_decoded_bytes
     slices["vectors"] = manifest["tokens"]
     for name in _FROM_MANIFEST:
@@ -329,7 +329,7 @@ def plan_store(
     pieces["result"] = native.Result.SKIPPED
     slices = np.zeros(len(keys) * count, native.SLICE_DTYPE)
     starts = np.array(positions, np.int64) * layout.raw_bytes
-    slices["destination_offset"] = (starts[:, None] + _raw_offsets(manifest["tokens"], layout)[None, :]).ravel()
+    slices["memory_offset"] = (starts[:, None] + _raw_offsets(manifest["tokens"], layout)[None, :]).ravel()
     slices["decoded_length"] = np.tile(manifest["tokens"] * layout.token_decoded_bytes, len(keys))
     slices["scales_length"] = np.tile(manifest["scales_length"], len(keys))
     slices["vectors"] = np.tile(manifest["tokens"], len(keys))

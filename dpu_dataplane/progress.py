@@ -28,7 +28,7 @@ class LayerProgress:
 
     def __init__(self, pipeline: native.Pipeline) -> None:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
-        self._registered = native.Destination.local(pipeline, self._memory)
+        self._registered = native.RegisteredMemory.local(pipeline, self._memory)
         self._thread = ThreadPoolExecutor(1, "progress")
 
     @contextlib.asynccontextmanager

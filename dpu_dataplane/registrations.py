@@ -85,7 +85,7 @@ class Registration:
         layouts: Sequence[ChunkLayout],
         size: int,
         identity: object,
-        registered: native.Destination,
+        registered: native.RegisteredMemory,
         segment: "_Segment | None",
     ) -> None:
         self.memory_id = secrets.randbits(64) or 1
@@ -428,7 +428,7 @@ def _shared(pipeline: native.Pipeline, memory: pb.SharedMemory, layouts: Sequenc
     segment = _map(memory.name, memory.size)
     try:
         status = os.fstat(segment.file)
-        registered = _registered(lambda: native.Destination.local(pipeline, segment.memory))
+        registered = _registered(lambda: native.RegisteredMemory.local(pipeline, segment.memory))
     except BaseException:
         segment.close()
         raise
@@ -443,7 +443,7 @@ def _exported(pipeline: native.Pipeline, memory: pb.ExportedMemory, layouts: Seq
     if memory.address == 0 or memory.address + memory.size > 2**64:
         raise RegistrationError(f"exported_memory: {memory.size} bytes at {memory.address:#x} are no valid range")
     address, descriptor = memory.address, memory.descriptor
-    registered = _registered(lambda: native.Destination.exported(pipeline, address, memory.size, descriptor))
+    registered = _registered(lambda: native.RegisteredMemory.exported(pipeline, address, memory.size, descriptor))
     return Registration(layouts, memory.size, descriptor, registered, None)
 
 
@@ -453,7 +453,7 @@ def _cuda(pipeline: native.Pipeline, memory: pb.CudaIpcMemory, layouts: Sequence
     if not _PCI_ADDRESS.match(memory.device):
         raise RegistrationError(f"cuda_ipc.device is {memory.device[:40]!r}; it is a PCI address, such as 0000:3b:00.0")
     handle, device = memory.handle, memory.device
-    registered = _registered(lambda: native.Destination.cuda_ipc(pipeline, handle, memory.size, device))
+    registered = _registered(lambda: native.RegisteredMemory.cuda_ipc(pipeline, handle, memory.size, device))
     return Registration(layouts, memory.size, handle, registered, None)
 
 
@@ -465,7 +465,7 @@ _KINDS: Final[dict[str, tuple[native.MemoryKind, _Connect]]] = {
 }
 
 
-def _registered(register: Callable[[], native.Destination]) -> native.Destination:
+def _registered(register: Callable[[], native.RegisteredMemory]) -> native.RegisteredMemory:
     try:
         return register()
     except NativeError as error:

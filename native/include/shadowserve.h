@@ -183,15 +183,15 @@ SS_API void ss_decode_many(enum ss_codec codec, struct ss_stream *streams, const
  * bytes are its scales, then its encoded stream.
  */
 struct ss_slice {
-    uint64_t offset;             /* of the stored bytes, from the first byte of the piece's body */
-    uint64_t destination_offset; /* of the dequantized bytes, from the first byte of the group's memory */
-    uint32_t scales_length;      /* bytes: 4 for each scale of binned, else 0 */
-    uint32_t encoded_length;     /* bytes */
-    uint32_t decoded_length;     /* bytes of symbols */
-    uint32_t checksum;           /* CRC-32 of the stored bytes */
-    uint32_t decoded_crc32;      /* CRC-32 of the symbols (checked by accelerators, which return it for free) */
-    uint32_t vectors;            /* tokens in the slice */
-    uint32_t bins;               /* of binned, for ss_pipeline_encode(); a fetch needs none */
+    uint64_t offset;         /* of the stored bytes, from the first byte of the piece's body */
+    uint64_t memory_offset;  /* of the dequantized bytes, from the first byte of the group's memory */
+    uint32_t scales_length;  /* bytes: 4 for each scale of binned, else 0 */
+    uint32_t encoded_length; /* bytes */
+    uint32_t decoded_length; /* bytes of symbols */
+    uint32_t checksum;       /* CRC-32 of the stored bytes */
+    uint32_t decoded_crc32;  /* CRC-32 of the symbols (checked by accelerators, which return it for free) */
+    uint32_t vectors;        /* tokens in the slice */
+    uint32_t bins;           /* of binned, for ss_pipeline_encode(); a fetch needs none */
 };
 
 /* Where the body of a piece comes from, in a fetch. */
@@ -492,7 +492,7 @@ SS_API void ss_progress_tell(uint32_t *progress, uint32_t layers);
  * ss_pipeline_encode() quantizes and compresses the pieces of a batch from their groups' memory into the store buffer.
  * Each piece becomes the body of a record. It runs on the store threads at low priority, and a running fetch goes
  * first. The backend first copies slices of memory that is not local. For each slice the caller sets
- * destination_offset, decoded_length, scales_length, vectors and bins; the call sets offset, encoded_length, checksum
+ * memory_offset, decoded_length, scales_length, vectors and bins; the call sets offset, encoded_length, checksum
  * and decoded_crc32. For each piece the caller sets group, codec, slices and decompression_offset, which here is the
  * offset in the store buffer of a region for the compress bound of all slices; the call sets body_length and result.
  *

@@ -74,7 +74,7 @@ static uint64_t encode_slice(struct fixture *fixture, uint32_t index, uint64_t r
     slice->decoded_length = elements * (uint32_t)(binned ? 1 : ss_dtype_size(shape->dtype));
     slice->bins = shape->bins + 2 * (index % 2); /* so that it matters whose bins are taken */
     slice->scales_length = binned ? 4 * ((shape->vectors + shape->scale_vectors - 1) / shape->scale_vectors) : 0;
-    slice->destination_offset = raw;
+    slice->memory_offset = raw;
     uint8_t *symbols = malloc(slice->decoded_length);
     CHECK(symbols != NULL);
     size_t element = ss_dtype_size(shape->dtype);

@@ -421,10 +421,10 @@ static void no_memory(struct ss_batch *r) {
     r->groups->memory_size = 0;
 }
 static void memory_too_short(struct ss_batch *r) {
-    r->slices[3].destination_offset = r->groups->memory_size - 16 * 256 * 2 + 1;
+    r->slices[3].memory_offset = r->groups->memory_size - 16 * 256 * 2 + 1;
 }
 static void memory_overflow(struct ss_batch *r) {
-    r->slices[3].destination_offset = UINT64_MAX - 100;
+    r->slices[3].memory_offset = UINT64_MAX - 100;
 }
 static void slices_past_end(struct ss_batch *r) {
     r->pieces[4].slice_first = UINT32_MAX - 1;

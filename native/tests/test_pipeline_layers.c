@@ -167,7 +167,7 @@ static int is_in_place(const struct bench *bench, const struct ss_piece *piece) 
     size_t size = (size_t)shape->vectors * shape->vector_length * ss_dtype_size(shape->dtype);
     int same = 1;
     for (uint32_t i = 0; i < piece->slice_count; i++) {
-        uint64_t offset = bench->batch->slices[piece->slice_first + i].destination_offset;
+        uint64_t offset = bench->batch->slices[piece->slice_first + i].memory_offset;
         same &= memcmp(bench->batch->groups->memory + offset, bench->fixture->expected + offset, size) == 0;
     }
     return same;

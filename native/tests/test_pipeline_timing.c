@@ -90,7 +90,7 @@ static struct ss_batch *make_batch(const struct fixture *fixture, uint32_t chunk
         batch->pieces[i].dequantization_offset = i * symbols;
         for (uint32_t j = 0; j < slices; j++) {
             batch->slices[i * slices + j] = one->slices[j];
-            batch->slices[i * slices + j].destination_offset += i * fixture->size;
+            batch->slices[i * slices + j].memory_offset += i * fixture->size;
         }
     }
     batch_free(one);

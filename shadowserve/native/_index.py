@@ -27,7 +27,7 @@ __all__ = [
     "IndexPlace",
     "IndexPolicy",
     "IndexRecordKind",
-    "IndexSift",
+    "IndexPurge",
     "IndexTotals",
     "ReplayCounts",
     "blocks_of",
@@ -100,7 +100,7 @@ _PUT: Final = int(IndexRecordKind.PUT)
 _NAMED: Final = int(IndexFlag.NAMED)
 
 
-class IndexSift(enum.IntEnum):
+class IndexPurge(enum.IntEnum):
     """Which objects cannot stay (``enum ss_index_purge``)."""
 
     UNPROVEN = 0
@@ -448,7 +448,7 @@ class Index:
         """Put the queues in order, after the last record of the last device."""
         check(lib.ss_index_replayed(self._index), "ordering the queues of the index")
 
-    def sift(self, device: int, what: IndexSift) -> int:
+    def purge(self, device: int, what: IndexPurge) -> int:
         """Remove the objects on a device that cannot stay; return how many."""
         return int(lib.ss_index_purge(self._index, device, what))
 
@@ -480,7 +480,7 @@ class Index:
         lib.ss_index_dump_names(self._index, content, len(puts), pointer, count)
         return bytes(records)
 
-    def rivals(self, device: int) -> list[tuple[int, bytes]]:
+    def superseded(self, device: int) -> list[tuple[int, bytes]]:
         """Return tenant and key of each put that a device's log still has, but that lost to another device's."""
         found: list[tuple[int, bytes]] = []
         records = ffi.new("struct ss_index_record[]", _RIVALS_AT_ONCE)

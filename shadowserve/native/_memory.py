@@ -13,7 +13,7 @@ from shadowserve.native._library import Closing, MemoryKind, Result, check, ffi,
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-__all__ = ["Destination", "Export", "Guard", "Region", "StridedCopy", "progress_wait"]
+__all__ = ["RegisteredMemory", "Export", "Guard", "Region", "StridedCopy", "progress_wait"]
 
 
 class _Pipeline(Protocol):
@@ -25,7 +25,7 @@ class _Pipeline(Protocol):
     def _open(self) -> Any: ...
 
 
-class Destination(Closing):
+class RegisteredMemory(Closing):
     """Memory that is registered with a pipeline's backend, for any number of batches (``ss_memory_register()``).
 
     Close it before the pipeline, and while no batch uses it. From any thread.
@@ -140,7 +140,7 @@ class Destination(Closing):
 class Region:
     """A part of registered memory: ``length`` bytes from ``offset``."""
 
-    registered: Destination
+    registered: RegisteredMemory
     offset: int
     length: int
 
@@ -247,7 +247,7 @@ class Export(Closing):
         content_size = ffi.new("size_t *")
         lib.ss_export_descriptor(self._export, content, content_size)
         self.descriptor = bytes(ffi.buffer(content[0], content_size[0]))
-        """What :meth:`Destination.exported` wants. Whoever has it can reach the memory."""
+        """What :meth:`RegisteredMemory.exported` wants. Whoever has it can reach the memory."""
 
     def close(self) -> None:
         """End it: transfers fail from then on. Twice is harmless."""

@@ -56,7 +56,7 @@ SLICE_DTYPE: Final = _numpy_dtype(
     "struct ss_slice",
     {
         "offset": "u8",
-        "destination_offset": "u8",
+        "memory_offset": "u8",
         "scales_length": "u4",
         "encoded_length": "u4",
         "decoded_length": "u4",
@@ -612,7 +612,7 @@ class Pipeline:
 
     @property
     def memory_kinds(self) -> frozenset[MemoryKind]:
-        """Kinds of memory that can be registered (:class:`Destination`)."""
+        """Kinds of memory that can be registered (:class:`RegisteredMemory`)."""
         kinds = int(lib.ss_pipeline_memory_kinds(self._open()))
         return frozenset(kind for kind in MemoryKind if kinds >> kind & 1)
 

@@ -225,7 +225,7 @@ def open_parts(
     _drop_foreign_objects(core, tenants)
     _count_losses(core, lost)
     for disk in disks:
-        disk.log.log_recovered(index.rivals(disk.number), stale=disk.number in stale)
+        disk.log.log_recovered(index.superseded(disk.number), stale=disk.number in stale)
     sessions.begin()
     placement = Placement(core, space, [memory, *(disk.meter for disk in disks)], memory_homes=config.memory_homes)
     registration = Registration(arenas.arenas, [disk.volume.device for disk in disks])

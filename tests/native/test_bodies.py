@@ -32,7 +32,7 @@ def make_batch(
     pieces["key"] = [b"chunk %d" % index for index in range(CHUNKS)]
     pieces["key_length"] = 7
     slices["offset"] = np.tile(SLICE_BYTES * np.arange(SLICES), CHUNKS)
-    slices["destination_offset"] = np.tile(SLICE_BYTES * np.arange(CHUNKS * SLICES // groups), groups)
+    slices["memory_offset"] = np.tile(SLICE_BYTES * np.arange(CHUNKS * SLICES // groups), groups)
     slices["encoded_length"] = slices["decoded_length"] = SLICE_BYTES
     slices["vectors"] = 16
     slices["checksum"] = slices["decoded_crc32"] = [native.crc32(part) for part in DATA.reshape(-1, SLICE_BYTES)]

@@ -67,13 +67,13 @@ def test_kinds_of_memory_by_backend(pipeline: native.Pipeline) -> None:
     with make_pipeline("software") as software:
         assert software.device == "" and MemoryKind.LOCAL in software.memory_kinds
         with pytest.raises(NativeError, match="registering 4096 bytes of exported memory") as caught:
-            native.Destination.exported(software, 1 << 40, 4096, b"nonsense")
+            native.RegisteredMemory.exported(software, 1 << 40, 4096, b"nonsense")
         assert caught.value.result is Result.NOT_SUPPORTED
 
 
 def test_a_region_lies_within_its_registered_memory(pipeline: native.Pipeline) -> None:
     memory = bytearray(4096)
-    with native.Destination.local(pipeline, memory) as registered:
+    with native.RegisteredMemory.local(pipeline, memory) as registered:
         assert (registered.size, registered.kind) == (4096, MemoryKind.LOCAL)
         assert registered.region(96, 4000).length == 4000
         for offset, length in ((-1, 1), (0, 4097), (4096, 1), (1, -1)):
@@ -86,14 +86,14 @@ def test_a_region_lies_within_its_registered_memory(pipeline: native.Pipeline) -
     with pytest.raises(NativeError, match="closed"):
         registered.region(0, 1)
     with pytest.raises((BufferError, ValueError, TypeError)):
-        native.Destination.local(pipeline, bytes(4096))  # read-only
+        native.RegisteredMemory.local(pipeline, bytes(4096))  # read-only
 
 
 def stored(pipeline: native.Pipeline, memory: Any) -> tuple[Result, list[int]]:
     """Encode as one piece of many slices, without compression; return what came of it and the slices' checksums."""
     pieces, slices = np.zeros(1, native.PIECE_DTYPE), np.zeros(SLICES, native.SLICE_DTYPE)
     pieces["codec"], pieces["slice_count"] = native.Codec.NONE, SLICES
-    slices["destination_offset"] = np.arange(SLICES) * SLICE_BYTES
+    slices["memory_offset"] = np.arange(SLICES) * SLICE_BYTES
     slices["decoded_length"], slices["vectors"] = SLICE_BYTES, 16
     group = native.Group(
         quantizer=Quantizer.PASSTHROUGH, dtype=DType.UINT8, vector_length=SLICE_BYTES // 16, memory=memory
@@ -112,7 +112,7 @@ def test_what_another_process_exported_is_collected_until_it_is_gone(pipeline: n
         assert exporter.stdin is not None and exporter.stdout is not None
         address, size, descriptor = exporter.stdout.readline().split()
         exported = (int(address), int(size), bytes.fromhex(descriptor))
-        with native.Destination.exported(pipeline, *exported) as registered:
+        with native.RegisteredMemory.exported(pipeline, *exported) as registered:
             assert registered.address == int(address)
             assert stored(pipeline, registered.region(0, registered.size)) == (Result.OK, expected)
             exporter.communicate("\n", timeout=NEVER_S)
@@ -122,7 +122,7 @@ def test_what_another_process_exported_is_collected_until_it_is_gone(pipeline: n
 
 def test_a_descriptor_that_is_none_is_refused(pipeline: native.Pipeline) -> None:
     with pytest.raises(NativeError, match="doca_mmap_create_from_export") as caught:
-        native.Destination.exported(pipeline, 1 << 40, 4096, b"nonsense")
+        native.RegisteredMemory.exported(pipeline, 1 << 40, 4096, b"nonsense")
     assert caught.value.result is Result.BAD_ARGUMENT
 
 

@@ -20,6 +20,7 @@ from machine import WAIT_MAX_S, wait_for
 from slow_store import Served
 from storage_support import make_record
 
+from shadowserve.pool import interleaver, memory_cache
 from shadowserve.pool.pool import Pool
 from shadowserve.resp import CommandReader, encode_command
 from storage_kv.access import authentication_throttle

@@ -66,8 +66,7 @@ static int slice_is_valid(const struct ss_group *group, const struct ss_slice *s
         return 0;
     }
     uint64_t delivered = decoded * symbol_bytes(group);
-    return slice->destination_offset <= group->memory_size &&
-           delivered <= group->memory_size - slice->destination_offset;
+    return slice->memory_offset <= group->memory_size && delivered <= group->memory_size - slice->memory_offset;
 }
 
 /* What only encoding needs of the slices: decoding takes any symbols. */

@@ -91,7 +91,7 @@ static uint8_t *item_dma_source(const struct ss_pipeline *pipeline, const struct
 }
 
 static uint8_t *item_memory(const struct ss_pipeline *pipeline, const struct ss_item *item) {
-    return item_group(pipeline, item)->group->memory + item_slice(pipeline, item)->destination_offset;
+    return item_group(pipeline, item)->group->memory + item_slice(pipeline, item)->memory_offset;
 }
 
 static uint64_t item_delivered_bytes(const struct ss_pipeline *pipeline, const struct ss_item *item) {

@@ -69,7 +69,7 @@ static enum ss_result quantize_slice(const struct ss_group *group, const struct 
 static enum ss_result collect_slice(struct ss_worker *worker, const struct ss_group *group,
                                     const struct ss_slice *slice, const uint8_t **elements) {
     const struct ss_registered_memory *memory = group->registered;
-    *elements = group->memory + slice->destination_offset;
+    *elements = group->memory + slice->memory_offset;
     if (memory == NULL || memory->kind == SS_MEMORY_LOCAL) {
         return SS_OK;
     }

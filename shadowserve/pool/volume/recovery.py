@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from shadowserve.native import INDEX_RECORD_DTYPE, Extents, Index, IndexSift
+from shadowserve.native import INDEX_RECORD_DTYPE, Extents, Index, IndexPurge
 from shadowserve.pool.volume.block_reader import BlockReader
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
@@ -454,7 +454,7 @@ class Recovery:
     def _drop_unproven(self) -> None:
         """Drop what a gap may have replaced or removed: everything except records, whose key proves their bytes."""
         before = self._census()
-        self.report.unproven += self._index.sift(self._number, IndexSift.UNPROVEN)
+        self.report.unproven += self._index.purge(self._number, IndexPurge.UNPROVEN)
         self._note_lost("unproven", before)
 
     def drop_nameless(self) -> None:
@@ -462,7 +462,7 @@ class Recovery:
         before = self._census()
         for tenant in before.keys() - {0, *self.names.tenants}:
             self.report.unnamed += self._index.clear(tenant, self._number)
-        self.report.unnamed += self._index.sift(self._number, IndexSift.NAMELESS)
+        self.report.unnamed += self._index.purge(self._number, IndexPurge.NAMELESS)
         self.report.refused += self.names.refused
         self._note_lost("unnamed", before)
 
