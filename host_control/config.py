@@ -19,8 +19,6 @@ from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.sizes import ByteSize
 from shadowserve.tls import Credentials, check_pair
 
-__all__ = ["HostConfig"]
-
 _DOTTED: Final = "shadowserve."
 _MIB: Final = 1 << 20
 _BUFFER_MAX: Final = 8192 * _MIB

@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from shadowserve.errors import ConfigurationError
 
-__all__ = ["CudaError", "Device", "DeviceBuffer", "Driver", "Stream", "find"]
-
 LIBRARY: Final = "libcuda.so.1"
 """Comes with NVIDIA's kernel driver."""
 GPU_PAGE_BYTES: Final = 64 << 10

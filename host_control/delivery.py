@@ -42,8 +42,6 @@ from host_control.segment import Segment
 from shadowserve.errors import ConfigurationError, NativeError
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["Delivery", "ExportedHostMemory", "Gpu", "SideStream", "address_of", "choose", "device_tensor", "on_gpu"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -24,8 +24,6 @@ from host_control.interference.loading import LoadTable
 from host_control.interference.table import ComputeTable, attention_pairs
 from shadowserve.tier import Tier
 
-__all__ = ["Decision", "FetchOrRecompute", "Hit", "Way"]
-
 Way = Literal["compute", "fetch", "layers"]
 """Compute all; fetch, wait, compute the rest; or compute the rest while layers are fetched."""
 

@@ -30,8 +30,6 @@ import torch
 
 from shadowserve.chunk import DType
 
-__all__ = ["NOWHERE", "LayoutKind", "MoverKind", "PagedLayout", "Place", "element_type"]
-
 LayoutKind = Literal["kv_cells", "cpu_pages", "cpu_tiles", "latent", "cells"]
 MoverKind = Literal["native", "torch", "triton"]
 _MOVED_AS_BYTES: Final = {torch.float8_e4m3fn, torch.float8_e5m2}

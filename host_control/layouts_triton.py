@@ -14,8 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["Kernels"]
-
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 

@@ -15,8 +15,6 @@ from host_control.segment import Segment
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
-__all__ = ["PROGRESS_BYTES", "RegisteredMemory", "Memory"]
-
 PROGRESS_BYTES: Final = 4
 """Of the word that says how many leading layers, or chunks, are in place."""
 

@@ -20,7 +20,6 @@ from shadowserve.proto import dataplane_pb2 as pb
 if TYPE_CHECKING:
     from shadowserve import native
 
-__all__ = ["Segment"]
 
 _DIRECTORY: Final = Path("/dev/shm")  # noqa: S108
 _PREFIX: Final = "shadowserve-05e1f00d"

@@ -21,8 +21,6 @@ from host_control.client import DataPlaneClient
 from shadowserve.errors import DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["Sample", "StepReports"]
-
 _LASTS_S: Final = 3.0
 """Of a report: an engine that has died holds data planes back for so long."""
 _MOVING_S: Final = 0.1

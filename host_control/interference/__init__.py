@@ -1,3 +1,1 @@
 """The engine's slack: how long it computes, and what may move meanwhile (Tutti, design 3)."""
-
-__all__: list[str] = []

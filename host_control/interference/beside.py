@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
-__all__ = ["Beside", "Moved"]
-
 _T = TypeVar("_T")
 
 _STEPS_MAX: Final = 4096

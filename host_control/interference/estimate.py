@@ -11,8 +11,6 @@ from itertools import combinations
 from operator import mul
 from typing import Any, Final
 
-__all__ = ["REACH", "Estimate"]
-
 REACH: Final = 16
 """An estimate holds up to so many times what was seen: attention pairs of a prompt four times as long."""
 _SEEN_MIN: Final = 3

@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-__all__ = ["KeptLearning", "engine_name"]
-
 _VERSION: Final = 2
 """Of what is kept. A file of a lower one is of an earlier release, and is replaced."""
 _FILE_BYTES_MAX: Final = 1 << 20

@@ -1,7 +1,5 @@
 """What a worker measures of a step that waits for layers: how long it computes with each of them. No clock."""
 
-__all__ = ["LayerTimes"]
-
 
 class LayerTimes:
     """The engine computes between its waits for two layers, on the thread that waits.

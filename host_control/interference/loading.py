@@ -14,8 +14,6 @@ from typing import Any, Final
 from host_control.interference.estimate import Estimate
 from shadowserve.tier import Tier
 
-__all__ = ["LoadTable"]
-
 _OVER_LINK: Final = (Tier.STORAGE, Tier.COLD)
 """Once it is near enough, what was cold comes as what storage has had all the time."""
 

@@ -13,8 +13,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["Interference"]
-
 _GIGA: Final = 1e9
 _ASSUMED: Final = 0.05
 """Slowdown for each GB/s, before anything is known: what `bench interference` has measured on CPUs."""

@@ -11,8 +11,6 @@ from typing import Any, Final, Literal
 
 from host_control.interference.estimate import Estimate
 
-__all__ = ["ComputeTable", "Row", "attention_pairs"]
-
 Row = Literal["prompts", "decoding", "layer"]
 """A step that computes prompts; one that only decodes; a layer, of either."""
 

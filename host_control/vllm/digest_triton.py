@@ -14,8 +14,6 @@ import triton.language as tl
 
 from host_control.vllm.weighted_sum import weighted_sum
 
-__all__ = ["launches", "started"]
-
 _PROGRAMS: Final = 16
 _BLOCK: Final = 4096
 _LAUNCH_BYTES: Final = 1 << 30

@@ -11,8 +11,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-__all__ = ["WORKER_CALLS", "counted_calls"]
-
 WORKER_CALLS: Final = ("collective_rpc", "wake_up")
 _METHODS: Final = (*WORKER_CALLS, "reset_prefix_cache")
 _counts: collections.Counter[str] = collections.Counter()

@@ -27,8 +27,6 @@ from host_control.layouts import NOWHERE
 from host_control.vllm.support import UncacheableError, layer_specs
 from shadowserve.pieces import Flags, leading
 
-__all__ = ["NULL_BLOCK", "Group", "Groups", "Kind"]
-
 Kind = Literal["full", "window", "state"]
 NULL_BLOCK: Final = 0
 """Stands in vLLM's tables for what is not kept; never read, never written."""

@@ -21,8 +21,6 @@ import torch
 from host_control.vllm.weighted_sum import weighted_sum
 from shadowserve import native
 
-__all__ = ["Digest", "LoadedWeights", "Sample"]
-
 _SAMPLES: Final = 32
 """Elements of each tensor in a sample. A model has hundreds of tensors: a change of one element in a hundred is hardly
 missed."""

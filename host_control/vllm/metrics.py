@@ -7,8 +7,6 @@ from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-__all__ = ["Counts", "FailureLog", "ShadowServePromMetrics", "ShadowServeStats", "SlowerPaths"]
-
 _COUNTERS: Final = {
     "off_requests": "Requests served without the cache, since the plugin is off: the engine's log says why.",
     "lookup_requests": "Requests looked up in the remote store.",

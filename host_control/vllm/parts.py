@@ -23,8 +23,6 @@ from host_control.vllm.support import UncacheableError
 from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout, DType, Quantizer
 from shadowserve.keys import KVNamespace, ModelIdentity
 
-__all__ = ["CUTS", "Part", "Rank", "find_parts"]
-
 CUTS: Final = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2), (8, 2))
 """Tensor-parallel ranks and pipeline stages of engines whose records are looked for beside an engine's own."""
 _LATENTS: Final = {"MLAAttentionSpec", "SlidingWindowMLASpec"}

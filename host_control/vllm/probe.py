@@ -13,8 +13,6 @@ import torch
 from host_control.layouts import LayoutKind, PagedLayout
 from host_control.vllm.support import UncacheableError
 
-__all__ = ["find_layout"]
-
 _BLOCKS: Final = 3
 
 

@@ -18,8 +18,6 @@ from host_control.vllm.support import in_step_problem
 from shadowserve.errors import ConfigurationError
 from shadowserve.tls import read_authorities, read_key_pair
 
-__all__ = ["check", "check_at_start", "connector_settings", "needs_one_group", "tier_settings"]
-
 _logger = logging.getLogger("vllm.shadowserve")
 
 _TIER_OPTIONS: Final = ("type", "module_path", "locality", "enable_kv_events", "trust_names", "backpressure")

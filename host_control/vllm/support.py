@@ -6,15 +6,6 @@ from typing import Any, Final
 from host_control.layouts import element_type
 from shadowserve.chunk import TOKENS_MAX
 
-__all__ = [
-    "UncacheableError",
-    "in_step_problem",
-    "layer_specs",
-    "offloading_problem",
-    "request_problem",
-    "uncacheable",
-]
-
 _DRAFTLESS: Final = {"ngram", "ngram_gpu", "suffix"}
 _ALL_TOKENS: Final = {"FullAttentionSpec", "MLAAttentionSpec"}
 _KNOWN: Final = {

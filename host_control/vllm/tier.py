@@ -55,8 +55,6 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.keys import ModelIdentity, record_keys
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["ShadowServeTier"]
-
 _logger = init_logger("vllm.shadowserve")
 _LOSSLESS: Final = {"float16", "bfloat16", "float32"}
 _PAGE: Final = 4096

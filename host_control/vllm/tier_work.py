@@ -23,8 +23,6 @@ from host_control.registered_memory import RegisteredMemory
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["RowLookups", "RowStores", "Rows"]
-
 _logger = init_logger("vllm.shadowserve")
 _LOOKUP_KEYS_MAX: Final = 16_384
 """Of one question: 0.6 MB, where a message may have 8."""

@@ -25,8 +25,6 @@ from host_control.step_reports import StepReports
 from host_control.vllm.metadata import WorkerReport
 from host_control.vllm.metrics import Counts
 
-__all__ = ["Timing", "scheduled_requests"]
-
 _PROMPT_TOKENS_MIN: Final = 32
 """Steps that compute fewer tokens than this beside one for each request tell little of prompts."""
 _DECODED_TOKENS_MAX: Final = 8

@@ -4,8 +4,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["weighted_sum"]
-
 _PIECE_BYTES: Final = 4 << 20
 
 

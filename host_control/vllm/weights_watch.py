@@ -12,8 +12,6 @@ from typing import Final
 
 from host_control.vllm.loaded_weights import Digest, LoadedWeights, Sample
 
-__all__ = ["WeightsWatch"]
-
 _AUDIT_S: Final = 60.0
 _AUDIT_SHARE: Final = 0.002
 """Of an engine's time that audits take, at most."""

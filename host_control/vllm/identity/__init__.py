@@ -5,5 +5,3 @@ makes one name: ``weights`` says which files hold what was loaded, ``content`` w
 context's length does. ``requests`` names what is a request's own, ``adapters`` among it. What cannot be named is served
 without the cache. docs/identity.md has the table.
 """
-
-__all__: list[str] = []

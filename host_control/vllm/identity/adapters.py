@@ -14,8 +14,6 @@ from typing import Any, Final
 from host_control.vllm.identity.content import ContentHashes, changed_since, in_hub_cache
 from host_control.vllm.support import UncacheableError
 
-__all__ = ["Adapters"]
-
 _FILES: Final = ("adapter_config.json", "*.safetensors", "*.bin", "*.pt")
 _NUMBERS_MAX: Final = 65_536
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Set
 from pathlib import PurePath
 from typing import Any
 
-__all__ = ["canonical", "digest"]
-
 
 def canonical(value: Any) -> Any:
     """Return a value as what JSON can hold: equal values give equal text, and no address of an object is in it."""

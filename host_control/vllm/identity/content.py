@@ -27,8 +27,6 @@ from host_control.cache import cache_file
 from host_control.config import HostConfig
 from host_control.vllm.support import UncacheableError
 
-__all__ = ["ContentHashes", "changed_since", "content_hashes", "hub_digest", "in_hub_cache"]
-
 _VERSION: Final = 1
 _READ_BYTES: Final = 4 << 20
 _FILE_BYTES_MAX: Final = 16 << 20

@@ -15,8 +15,6 @@ from host_control.vllm.support import UncacheableError, layer_specs
 from shadowserve.chunk import DType
 from shadowserve.keys import ModelIdentity
 
-__all__ = ["computation", "model_identity"]
-
 # Of a model's configuration: names, versions, tokens that mean something to whoever samples, and training. The
 # context's length is here because some models write it into their configuration; :mod:`positions` says what it does.
 _MEANINGLESS: Final = {

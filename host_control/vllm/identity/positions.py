@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-__all__ = ["positions"]
-
 # vllm/model_executor/layers/rotary_embedding: their angles come from the checkpoint's parameters alone.
 _FIXED: Final = {
     "default", "linear", "llama3", "ntk", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope", "proportional",

@@ -20,8 +20,6 @@ from host_control.vllm.identity.canonical import digest
 from host_control.vllm.support import UncacheableError
 from shadowserve.keys import Extra, Input
 
-__all__ = ["RequestInputs"]
-
 _IDENTIFIERS_MAX: Final = 65_536
 """More than the engine's encoder cache can hold, of which each entry takes room for at least one token."""
 

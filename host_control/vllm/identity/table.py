@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from host_control.vllm.identity.canonical import canonical
 
-__all__ = ["ENVIRONMENT", "TABLE", "Effect", "Input", "options"]
-
 
 class Effect(enum.StrEnum):
     """What an input does to the key."""

@@ -14,8 +14,6 @@ from typing import Any, Final
 from host_control.vllm.identity.content import ContentHashes, changed_since
 from host_control.vllm.support import UncacheableError
 
-__all__ = ["code_digests", "model_class", "model_folder", "weight_digests"]
-
 # What vLLM's default loader reads; the format only chooses among the files of a folder.
 _DEFAULT: Final = {
     "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "npcache",
