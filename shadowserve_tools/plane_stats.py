@@ -17,7 +17,7 @@ from shadowserve.tls import Credentials
 
 __all__ = ["PlaneWatcher"]
 
-_COUNTERS: Final = ("rounds", "fetched_bytes", "delivered_bytes", "stored_raw_bytes", "stored_bytes", "lookup_keys")
+_COUNTERS: Final = ("batches", "fetched_bytes", "delivered_bytes", "stored_raw_bytes", "stored_bytes", "lookup_keys")
 _TIMEOUT_S: Final = 5.0
 
 
@@ -103,7 +103,7 @@ def _shown(view: Mapping[str, Any], where: str) -> RenderableType:
         ("fetched, as stored", f"{human_size(view['fetched_bytes_per_s'])}/s"),
         ("delivered to engines", f"{human_size(view['delivered_bytes_per_s'])}/s"),
         ("stored, as records", f"{human_size(view['stored_bytes_per_s'])}/s"),
-        ("rounds", f"{view['rounds_per_s']:,.1f} /s"),
+        ("batches", f"{view['batches_per_s']:,.1f} /s"),
         ("buffers", human_size(view["buffer_bytes"])),
         ("resident memory", human_size(view["resident_bytes"])),
         ("registered memory", f"{view['registrations']:,} regions"),

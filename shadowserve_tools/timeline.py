@@ -31,7 +31,7 @@ class StageTime:
         threads: that serve it.
         spans: slices, or for ``net`` system calls that received something.
         busy_ns: in spans, summed over the threads; spans in one another count once.
-        waiting_ns: in no span of theirs, this stage's or another's, between the first and the last event of a round.
+        waiting_ns: in no span of theirs, this stage's or another's, between the first and the last event of a batch.
         share: of the threads' time that they were busy with this stage.
         input_bytes: into the stage.
         output_bytes: out of it.
@@ -119,7 +119,7 @@ def _complete(span: pb.TraceSpan, process: int, thread: int, start: int) -> dict
         arguments |= {f"{tier}_bytes": decision.tier_bytes[tier] for tier in sorted(decision.tier_bytes)}
         arguments |= {"cold_ms": 1e3 * decision.cold_seconds, "queued_ms": 1e3 * decision.queued_seconds}
     elif span.step in STAGES:
-        arguments = {"round": span.batch, "piece": span.piece}
+        arguments = {"batch": span.batch, "piece": span.piece}
         if span.slice >= 0:
             arguments["slice"] = span.slice
         arguments |= {"input_bytes": span.input_bytes, "output_bytes": span.output_bytes}
@@ -138,7 +138,7 @@ def _complete(span: pb.TraceSpan, process: int, thread: int, start: int) -> dict
 
 
 def stage_times(spans: Iterable[pb.TraceSpan]) -> list[StageTime]:
-    """Return what each stage's threads did with their time, over all rounds of a recording."""
+    """Return what each stage's threads did with their time, over all batches of a recording."""
     own: dict[str, list[pb.TraceSpan]] = defaultdict(list)
     for span in spans:
         if span.step in STAGES:
@@ -169,12 +169,12 @@ def stage_times(spans: Iterable[pb.TraceSpan]) -> list[StageTime]:
 
 
 def _window(spans: Sequence[pb.TraceSpan]) -> int:
-    """Nanoseconds from each round's first event to its last, summed."""
-    rounds: dict[int, tuple[int, int]] = {}
+    """Nanoseconds from each batch's first event to its last, summed."""
+    batches: dict[int, tuple[int, int]] = {}
     for span in spans:
-        begin, end = rounds.get(span.batch, (span.begin_ns, span.end_ns))
-        rounds[span.batch] = (min(begin, span.begin_ns), max(end, span.end_ns))
-    return sum(end - begin for begin, end in rounds.values())
+        begin, end = batches.get(span.batch, (span.begin_ns, span.end_ns))
+        batches[span.batch] = (min(begin, span.begin_ns), max(end, span.end_ns))
+    return sum(end - begin for begin, end in batches.values())
 
 
 def _busy(spans: Sequence[pb.TraceSpan]) -> int:

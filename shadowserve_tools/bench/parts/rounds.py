@@ -59,7 +59,7 @@ def _plan(workload: Workload, chunks: int, buffers: Buffers) -> FetchPlan:
     plan = plan_fetch([Wanted(keys, workload.layout, whole, found)], False, buffers, set(native.Codec))
     if len(plan.pieces) != chunks:
         raise ShadowServeError(f"{len(plan.pieces)} of {chunks} chunks fit the buffers; please report this")
-    plan.slices["registration_offset"] %= workload.raw_bytes
+    plan.slices["destination_offset"] %= workload.raw_bytes
     return plan
 
 
