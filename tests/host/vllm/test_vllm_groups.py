@@ -272,7 +272,7 @@ def test_a_block_that_no_record_holds_fails_the_load() -> None:
     (_, group) = Model([FULL, ("window", 64)]).groups().groups
     assert group.record_blocks == 2
     table = list(range(1, 17))
-    with pytest.raises(ValueError, match="group 1 wants blocks"):
+    with pytest.raises(ValueError, match="group 1: the load needs blocks"):
         group.wanted(table, 0, 2 * CHUNK)
     chunks, rows = group.wanted([0] * 14 + [15, 16], 0, 2 * CHUNK)
     assert (chunks.tolist(), rows.tolist()) == ([1], [[15, 16]])

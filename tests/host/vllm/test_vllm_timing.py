@@ -231,17 +231,17 @@ def test_data_planes_are_asked_to_pause_now_and_then_to_see_decoding_alone(engin
 
 def test_a_pause_ends_though_nothing_is_learnt_from_it(engine: Any) -> None:
     engine.sample()
-    while not engine.timing._paused_since:
+    while not engine.timing._paused_since_s:
         engine.step(decoding(), DECODED_S)
         engine.sample(1_000_000)
     began = engine.clock.now
-    while engine.timing._paused_since:
+    while engine.timing._paused_since_s:
         engine.step(step(new={"p": (0, 500)}, cached={"a": (700, 1)}), 0.5)
         assert engine.clock.now < began + 4
     for _ in range(60):
         engine.step(decoding(), DECODED_S)
         engine.sample(1_000_000)
-        assert not engine.timing._paused_since, "the next time is as far away as ever"
+        assert not engine.timing._paused_since_s, "the next time is as far away as ever"
 
 
 def test_a_layer_is_known_by_what_workers_say_or_as_a_part_of_the_step() -> None:
