@@ -136,8 +136,8 @@ def offloading_problem(vllm_config: Any) -> str | None:
     group_size = getattr(getattr(offload, "prefetch", None), "offload_group_size", 0)
     if backend == "prefetch" or (backend == "auto" and group_size > 0):
         return (
-            "vLLM prefetches weights from CPU memory (offload_backend 'prefetch'), so several layers share the same GPU "
-            "memory, and changed weights could not be detected; use cpu_offload_gb instead"
+            "vLLM prefetches weights from CPU memory (offload_backend 'prefetch'), so several layers share the same "
+            "GPU memory, and changed weights could not be detected; use cpu_offload_gb instead"
         )
     return None
 

@@ -185,7 +185,7 @@ ROTTEN: dict[str, Any] = {
     "cut": lambda file: file.read_bytes()[:-40],
     "no JSON": lambda file: b"\x80\x04N.",
     "deep": lambda file: b"[" * 100_000,
-    "long": lambda file: b" " * (2 << 20) + file.read_bytes(),
+    "long": lambda file: b" " * (17 << 20) + file.read_bytes(),
     "another version": lambda file: file.read_bytes().replace(b'"version": 2', b'"version": 3'),
     "no engines": lambda file: b'{"version": 2, "engines": 3}',
     "no engine": lambda file: json.dumps({"version": 2, "engines": {NAME: [1]}}).encode(),
@@ -206,7 +206,7 @@ def test_a_file_that_rots_is_told_of_and_written_anew(file: Path, how: str, capl
     table.predict("prompts", 512, 1e5)
     assert policy.rate > 0
     if how != "no engine":
-        assert "computing.json (computing_cache), " in caplog.text
+        assert "(computing_cache)" in caplog.text
     for row in ("prompts", "decoding", "layer"):
         for _ in range(3):
             table.observe(row, 512, 1e5, 0.5)
@@ -214,14 +214,6 @@ def test_a_file_that_rots_is_told_of_and_written_anew(file: Path, how: str, capl
     caplog.clear()
     assert kept(file)[0].predict("decoding", 512, 1e5) == pytest.approx(0.5)
     assert not caplog.text
-
-
-def test_a_file_of_an_earlier_release_is_replaced_without_a_word(file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file.write_bytes(file.read_bytes().replace(b'"version": 2', b'"version": 1'))
-    table, _, learning = kept(file)
-    assert table.predict("prompts", 512, 1e5) is None
-    learning.save()
-    assert json.loads(file.read_text())["version"] == 2 and not caplog.text
 
 
 def test_what_cannot_be_written_costs_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -100,7 +100,7 @@ def test_a_file_that_has_just_changed_is_not_remembered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage", [b"", b"{", b"[]", b'{"version": 1}', b'{"version": 1, "files": {"/a": [1, 2, 3, 4, "no"]}}', b"\xff" * 9,
-               b'{"version": 1, "files": {"/a": 5}}', b"[" * 100_000, "of others", "a folder", "a chunk_key"],
+               b'{"version": 1, "files": {"/a": 5}}', b"[" * 100_000, "of others", "a folder", "a link"],
 )  # fmt: skip
 def test_a_memory_that_cannot_be_used_costs_one_line(tmp_path: Path, damage: Any, caplog: Any) -> None:
     caplog.set_level(logging.WARNING)
@@ -111,7 +111,7 @@ def test_a_memory_that_cannot_be_used_costs_one_line(tmp_path: Path, damage: Any
     elif damage == "a folder":
         memory.unlink()
         memory.mkdir()
-    elif damage == "a chunk_key":
+    elif damage == "a link":
         memory.rename(tmp_path / "elsewhere.json")
         memory.symlink_to(tmp_path / "elsewhere.json")
     else:
@@ -153,7 +153,7 @@ def test_what_cannot_be_read_is_no_weights(tmp_path: Path, kind: str) -> None:
         os.mkfifo(path)
     elif kind == "folder":
         path.mkdir()
-    with pytest.raises(UncacheableError, match="cannot be read|no regular file"):
+    with pytest.raises(UncacheableError, match="cannot be read|not a regular file"):
         hashes().digests([path])
 
 
@@ -246,7 +246,7 @@ def test_long_work_is_told(tmp_path: Path, caplog: Any, monkeypatch: pytest.Monk
     from host_control.vllm.identity import content
 
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(content, "_WORTH_A_LINE", 1000)
+    monkeypatch.setattr(content, "_LOGGED_BYTES_MIN", 1000)
     hashes(tmp_path / "content.json").digests(made(tmp_path / "m"))
     assert "hashing 3 files" in caplog.text and "0.0 GB" in caplog.text
 

@@ -92,7 +92,7 @@ def test_speculation_without_a_draft_model_is_cacheable(method: str) -> None:
         ("parallel_config__decode_context_parallel_size", 2, "context"),
         ("model_config__runner_type", "pooling", "pooling"),
         ("model_config__is_encoder_decoder", True, "encoder"),
-        ("model_config__is_prefix_caching_supported", False, "supports no prefix caching"),
+        ("model_config__is_prefix_caching_supported", False, "does not support prefix caching"),
         ("speculative_config", DRAFTS["medusa"], "medusa"),
     ],
 )
