@@ -201,7 +201,7 @@ def test_wrong_idea_of_the_layout_is_found_before_anything_moves(engine: Any) ->
     caches = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches
     name = worker._kv_cache_config.kv_cache_groups[0].layer_names[0]
     assert find_layout(worker._vllm_config, name, caches[0], ["kv_cells", "cpu_tiles", "cpu_pages"]) == "cpu_pages"
-    with pytest.raises(UncacheableError, match="not laid out"):
+    with pytest.raises(UncacheableError, match="does not have the layout"):
         find_layout(worker._vllm_config, name, caches[0], ["kv_cells", "cpu_tiles"])
 
 

@@ -1,4 +1,4 @@
-"""The identity of what an engine computes: everything that is the same for all of its requests."""
+"""The identity of an engine's model: all inputs to the key that its requests share."""
 
 import copy
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from host_control.vllm.support import UncacheableError, layer_specs
 from shadowserve.chunk import DType
 from shadowserve.keys import ModelIdentity
 
-# Of a model's configuration: names, versions, tokens that mean something to whoever samples, and training. The
-# context's length is here because some models write it into their configuration; :mod:`positions` says what it does.
+# Fields of a model's configuration that do not change KV: names, versions, sampling and training. The context length is
+# among them because some models write it into their configuration; positions.py handles its effect.
 _MEANINGLESS: Final = {
     "_name_or_path", "_commit_hash", "name_or_path", "transformers_version", "architectures_original", "bos_token_id",
     "eos_token_id", "pad_token_id", "sep_token_id", "use_cache", "initializer_range", "attention_dropout",
@@ -26,10 +26,10 @@ _MEANINGLESS: Final = {
 
 
 def model_identity(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, hashes: ContentHashes) -> ModelIdentity:
-    """Return what an engine computes, once its weights are loaded. ``uncacheable`` has said ``None``.
+    """Return the identity of an engine's model. The weights are loaded, and ``uncacheable`` returned ``None``.
 
     Raises:
-        UncacheableError: what is computed cannot be named.
+        UncacheableError: Some input cannot be identified.
     """
     try:
         computed: dict[str, Any] = computation(vllm_config, hashes)
@@ -43,12 +43,12 @@ def model_identity(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, ha
         )
     except UncacheableError:
         raise
-    except Exception as error:  # of a vLLM that is not as it was: an engine must start all the same
-        raise UncacheableError(f"what this engine computes cannot be named: {error!r}") from error
+    except Exception as error:  # a later release of vLLM may differ; the engine must start nevertheless
+        raise UncacheableError(f"this engine's model cannot be identified: {error!r}") from error
 
 
 def _element(vllm_config: Any, kv_cache_config: Any) -> Any:
-    """Return the dtype of what attention keeps, of the model where it keeps nothing."""
+    """Return the dtype of the attention layers' KV cache; the model's dtype if there is none."""
     for group in kv_cache_config.kv_cache_groups:
         for spec in layer_specs(group.kv_cache_spec):
             if (dtype := getattr(spec, "dtype", None)) is not None:
@@ -57,7 +57,7 @@ def _element(vllm_config: Any, kv_cache_config: Any) -> Any:
 
 
 def _draft(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any] | None:
-    """Return what computes the KV of draft layers, which is stored beside the model's; nothing where there are none."""
+    """Return the identity of draft layers, whose KV is stored with the model's; ``None`` if there are none."""
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.use_eagle():
         return None
@@ -72,10 +72,10 @@ def _draft(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any] | None:
 
 
 def computation(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any]:
-    """Return what turns tokens and weights into KV, by name: the model's class, configuration, code and options.
+    """Return all inputs except weights and tokens: the model's class, configuration, code and options.
 
     Raises:
-        UncacheableError: see :func:`model_identity`.
+        UncacheableError: Some input cannot be identified.
     """
     model = vllm_config.model_config
     if getattr(vllm_config, "diffusion_config", None) is not None:
@@ -98,12 +98,12 @@ def computation(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any]:
 
 
 def _positions_of_one_request(model: Any, architecture: str, described: tuple[Any, ...]) -> None:
-    """Raise where rotated keys depend on the requests that happen to be in a batch: Transformers' own rotary code."""
+    """Raise UncacheableError if rotated keys depend on other requests in a batch, as in Transformers' rotary code."""
     if not architecture.startswith("Transformers"):
         return
     for kind, *_ in positions({"": dict(enumerate(described))}, model.max_model_len):
         raise UncacheableError(
-            f"{architecture} with rotary positions of kind '{kind}' rotates by the longest in a batch"
+            f"{architecture} with rotary embeddings of type '{kind}' rotates by the longest request in a batch"
         )
 
 
@@ -114,7 +114,7 @@ def _meaningful(value: Any) -> Any:
 
 
 def _quantization_files(vllm_config: Any, hashes: ContentHashes) -> list[str]:
-    """Return the digests of files that say how weights are quantized, where the model's configuration does not."""
+    """Return the digests of files that configure the quantization outside the model's configuration."""
     quantization = getattr(vllm_config, "quant_config", None)
     if quantization is None:
         return []
@@ -128,9 +128,9 @@ def _encoder_scales(model: Any, hashes: ContentHashes) -> list[str]:
 
 
 def _cache_dtype(vllm_config: Any, dtype: Any) -> str:
-    """Return what a cache's elements are, and of 8 bits, which vLLM keeps as bytes, in which format.
+    """Return the name of a cache's dtype. vLLM stores 8-bit formats as bytes, so their format is added.
 
-    ``fp8`` is OCP's E4M3 but for some AMD GPUs, which have a format of their own.
+    ``fp8`` is OCP E4M3, except on some AMD GPUs, which have a format of their own.
     """
     named = str(dtype).removeprefix("torch.")
     if element_type(dtype) is not DType.UINT8:

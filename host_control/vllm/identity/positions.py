@@ -1,9 +1,9 @@
-"""What an engine's context length does to the keys it rotates, as vLLM's rotary embeddings read it."""
+"""The effect of the context length on rotated keys, as vLLM's rotary embeddings apply it."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-# vllm/model_executor/layers/rotary_embedding: their angles come from the checkpoint's parameters alone.
+# Types in vllm/model_executor/layers/rotary_embedding whose angles depend only on the checkpoint's parameters.
 _FIXED: Final = {
     "default", "linear", "llama3", "ntk", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope", "proportional",
     "mllama4",
@@ -12,11 +12,10 @@ _LONG: Final = {"longrope", "su"}
 
 
 def positions(hf_config: Mapping[str, Any], max_model_len: int) -> list[Any]:
-    """Return what of ``max_model_len`` changes rotated keys: nothing for most models.
+    """Return the inputs to the key that ``max_model_len`` adds. Most models have none.
 
-    LongRoPE has two sets of factors and takes the long one where the context is longer than it was trained with.
-    Dynamic scaling may take the context's length as the trained one. Of a kind that is not known, the whole length
-    counts.
+    LongRoPE uses its long factors if the context is longer than in training. Dynamic scaling may use the context length
+    as the trained length. For unknown types, the length itself is an input.
     """
     found = set()
     for rope in _ropes(hf_config):
@@ -30,7 +29,7 @@ def positions(hf_config: Mapping[str, Any], max_model_len: int) -> list[Any]:
 
 
 def _ropes(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield every set of rotary parameters, at whatever depth: models have them by sub-model and kind of layer."""
+    """Yield every set of rotary parameters at any depth: there may be one per sub-model and type of layer."""
     if not isinstance(value, Mapping):
         return
     for key, item in value.items():

@@ -318,7 +318,7 @@ def test_a_name_that_stood_for_another_image_is_not_believed_again() -> None:
     inputs = engine()
     assert extra(inputs, mm_features=[feature([1.0], "cat")])
     for content in ([2.0], [1.0], [2.0]):
-        with pytest.raises(UncacheableError, match="another content"):
+        with pytest.raises(UncacheableError, match="used for other content"):
             extra(inputs, mm_features=[feature(content, "cat")])
     assert extra(inputs, mm_features=[feature([2.0], "dog")])
 
@@ -361,7 +361,7 @@ def test_a_request_is_named_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_engine_without_adapters_refuses_one(tmp_path: Path) -> None:
-    with pytest.raises(UncacheableError, match="configured for none"):
+    with pytest.raises(UncacheableError, match="not configured for adapters"):
         extra(engine(adapters=False), lora_request=lora(adapter(tmp_path / "a")))
 
 

@@ -236,7 +236,7 @@ def test_transformers_own_rotation_by_a_batch_s_longest_is_served_without_the_ca
     from host_control.vllm.support import UncacheableError
 
     folder = model_folder(tmp_path / "m", max_position_embeddings=4096, **rope("dynamic"))
-    with pytest.raises(UncacheableError, match="longest in a batch"):
+    with pytest.raises(UncacheableError, match="longest request in a batch"):
         model_of(engine_config(folder, model_impl="transformers"))
 
 

@@ -105,7 +105,7 @@ def test_weights_of_further_models_are_served_without_the_cache() -> None:
     config = engine_config(ASSET)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utils, "get_model_architecture", lambda config: (Chosen, "Chosen"))
-        with pytest.raises(UncacheableError, match="further models"):
+        with pytest.raises(UncacheableError, match="weights of other models"):
             model_class(config.model_config, None)
 
 
@@ -211,5 +211,5 @@ def test_an_engine_that_cannot_be_asked_is_served_without_the_cache(monkeypatch:
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     monkeypatch.delattr(DefaultModelLoader, "_prepare_weights")
-    with pytest.raises(UncacheableError, match="cannot be named"):
+    with pytest.raises(UncacheableError, match="cannot be identified"):
         model_of(engine_config(ASSET))

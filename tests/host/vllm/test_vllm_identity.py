@@ -55,7 +55,7 @@ def test_amd_has_another_e4m3_that_is_not_binned(monkeypatch: pytest.MonkeyPatch
 def test_chunks_that_no_record_holds_are_said_to_be_so() -> None:
     from host_control.vllm.support import UncacheableError
 
-    with pytest.raises(UncacheableError, match="cannot be stored: .*2 MiB"):
+    with pytest.raises(UncacheableError, match="cannot hold its chunks: .*2 MiB"):
         identity_support.layout_of(engine_config(ASSET), kv_cache_config(spec(head_size=1 << 20)))
 
 
