@@ -24,6 +24,7 @@ from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
 _logger = init_logger("vllm.shadowserve")
+_BATCH_ROWS_MAX: Final = 8
 _LOOKUP_KEYS_MAX: Final = 16_384
 """Of one question: 0.6 MB, where a message may have 8."""
 
@@ -186,7 +187,7 @@ class RowStores:
         self._done = done
         self._count = count
         self._timeout = config.store_timeout_s
-        self._batch = min(config.store_batch_chunks, registration.size // registration.shapes[0].raw_bytes)
+        self._batch = min(_BATCH_ROWS_MAX, registration.size // registration.shapes[0].raw_bytes)
         self._condition = threading.Condition()
         self._queue: collections.deque[tuple[Rows, float]] = collections.deque()
         self._busy = self._hurry = self._closing = False

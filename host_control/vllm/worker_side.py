@@ -182,9 +182,7 @@ class WorkerSide:
                 self._client,
                 self._registration([0], self._config.store_buffer_bytes, self._delivery.store, self._shapes.get(SAVED)),
                 parts=len(self._parts[0]),
-                batch_chunks=self._config.store_batch_chunks,
                 timeout=self._config.store_timeout_s,
-                recent_keys=self._config.recent_keys,
                 plain=self._pages is not None,
             )
             # An engine starts once; without this its first prompts would not be stored.

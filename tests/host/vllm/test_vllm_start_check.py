@@ -103,7 +103,6 @@ TIER = {"type": "ShadowServeTier", "module_path": "host_control.vllm.tier", "dat
         {"delivery": "pinned"},
         {"chunk_tokens": 64},
         {"load_tokens_min": 1},
-        {"recent_keys": 1},
         {"bins": 32},
         {"value_bins": 32},
         {"scale_tokens": 16},
