@@ -474,7 +474,7 @@ def test_a_tier_that_no_connector_has_made_is_off(make: Callable[..., Any], plan
     engine = make()
     settings = {name: value for name, value in TIER.items() if name not in ("type", "module_path")}
     tier = ShadowServeTier(engine.tier._offloading_spec, engine.tier._primary_kv_view, "tier", **settings)
-    assert "not made by a connector" in tier.problem
+    assert "not created by one of" in tier.problem
     tier.submit_store(job(1, [bytes(36)], [0], load=False))
     tier.submit_load(job(2, [bytes(36)], [0]))
     assert [each.success for each in tier.get_finished_jobs()] == [False, False]

@@ -23,7 +23,7 @@ def device(fake_driver: Path) -> Device:
 
 def test_no_driver_is_no_error_until_it_is_needed() -> None:
     assert cuda.find("libno-such-driver.so.1") is None
-    with pytest.raises(CudaError, match="no CUDA driver here .* install"):
+    with pytest.raises(CudaError, match="cannot load the CUDA driver .* install"):
         Driver("libno-such-driver.so.1")
 
 
