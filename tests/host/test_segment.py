@@ -110,7 +110,7 @@ def test_memory_without_a_hold_stays_until_it_was_released(
     release = client.release
     client.release = lambda number, wait: False  # type: ignore[method-assign]
     two.retire(release=True)
-    with pytest.raises(DataPlaneError, match="no data plane answers"):
+    with pytest.raises(DataPlaneError, match="does not answer the release of old memory"):
         two.acquire(5)
     assert not first.closed
     client.release = release  # type: ignore[method-assign]
