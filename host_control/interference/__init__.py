@@ -1,1 +1,1 @@
-"""The engine's slack: how long it computes, and what may move meanwhile (Tutti, design 3)."""
+"""How long the engine computes and loads, and by how much transfers slow it down (Tutti, design 3)."""

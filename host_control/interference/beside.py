@@ -1,8 +1,7 @@
-"""What moved beside each step of an engine, by samples of how much data planes have moved so far.
+"""The transfer rate during each step of an engine, from samples of the data planes' byte counters.
 
-Samples come some steps apart, so a step is judged once a sample has come that was sent after its end. It had nothing
-beside it only where no byte has moved from the last sample before it to the first one behind it; else it is taken to
-have had the mean rate of that time. No clock and no I/O.
+Samples are several steps apart. So a step's rate is known when a sample was sent after its end: it is the mean rate
+from the last sample before the step to the first sample after it. No clock and no I/O.
 """
 
 from collections import deque
@@ -12,12 +11,12 @@ from typing import Final, Generic, Protocol, TypeVar
 _T = TypeVar("_T")
 
 _STEPS_MAX: Final = 4096
-"""That wait for a sample: more than fit between two of a data plane that answers."""
+"""Steps that wait for a sample. Between two samples there are fewer, unless a data plane does not answer."""
 _SAMPLES_MAX: Final = 256
 
 
 class Moved(Protocol):
-    """What had moved at some moment between these two; see :class:`host_control.step_reports.Sample`."""
+    """A sample of the byte counters, see :class:`host_control.step_reports.Sample`."""
 
     @property
     def sent_s(self) -> float: ...
@@ -32,20 +31,20 @@ class Moved(Protocol):
 
 
 class Beside(Generic[_T]):
-    """Steps that have ended, in their order, until it is known what moved beside them."""
+    """Ended steps, in their order, until the transfer rate during them is known."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float, _T]] = deque(maxlen=_STEPS_MAX)
         self._samples: deque[Moved] = deque(maxlen=_SAMPLES_MAX)
 
     def ended(self, begun_s: float, ended_s: float, step: _T) -> None:
-        """Take note of a step."""
+        """Add a step that has ended."""
         self._steps.append((begun_s, ended_s, step))
 
     def take(self, samples: Sequence[Moved]) -> Iterator[tuple[_T, float, float]]:
-        """Take samples, and yield steps that can be judged by now: each, its seconds, and bytes a second beside it.
+        """Add samples. Yield the steps whose rate is now known: step, seconds, bytes per second.
 
-        Steps of which nobody knows what moved beside them are left out.
+        Steps whose rate remains unknown are dropped.
         """
         self._samples.extend(samples)
         while self._steps and self._samples and self._samples[-1].sent_s >= self._steps[0][1]:
@@ -55,14 +54,14 @@ class Beside(Generic[_T]):
                 yield step, ended_s - begun_s, rate
 
     def _rate(self, begun_s: float, ended_s: float) -> float | None:
-        """Return the rate of what moved in some time; None where it is not known."""
+        """Return the transfer rate during a step, ``None`` if it is not known."""
         before = next(
             (index for index, each in reversed(list(enumerate(self._samples))) if each.received_s <= begun_s), -1
         )
         if before < 0:
             return None
         for _ in range(before):
-            self._samples.popleft()  # steps that follow begin later
+            self._samples.popleft()  # later steps do not need them
         first, between = self._samples[0], list[Moved]()
         for each in list(self._samples)[1:]:
             between.append(each)

@@ -399,9 +399,9 @@ def test_a_slow_link_makes_nothing_seem_slower_that_is_near() -> None:
 
 def test_what_was_learnt_of_loads_is_packed_and_restored() -> None:
     engine, other = familiar(), LoadTable()
-    other.restore(engine.policy._fetching.pack())
+    other.restore(engine.policy._loads.pack())
     for load in ({Tier.MEMORY: 1e6}, {Tier.DEVICE: 1e7, Tier.STORAGE: 1e6}):
-        assert other.predict(load) == engine.policy._fetching.predict(load) is not None
+        assert other.predict(load) == engine.policy._loads.predict(load) is not None
     with pytest.raises(KeyError):
         other.restore({"memory": Estimate(2).pack()})
 

@@ -242,14 +242,14 @@ def test_fp8_moves_as_bytes() -> None:
 @pytest.mark.parametrize(
     ("caches", "kind", "message"),
     [
-        ([], "kv_cells", "no KV cache"),
+        ([], "kv_cells", "no KV caches"),
         ([torch.zeros(4, 2, 4, 12), torch.zeros(4, 2, 4, 14)], "kv_cells", "another shape"),
         ([torch.zeros(4, 2, 4, 13)], "kv_cells", "equal size"),
         ([torch.zeros(4, 2, 4, 12)], "latent", "one head"),
-        ([torch.zeros(4, 2, 12)], "kv_cells", "not known"),
-        ([torch.zeros(4, 2, 4, 12, dtype=torch.int32)], "kv_cells", "not known"),
-        ([torch.zeros(4, 4, 2, 12).transpose(1, 2)], "cpu_pages", "in one piece"),
-        ([torch.zeros(4, 2, 8, 64)], "cpu_tiles", "do not divide into tiles"),
+        ([torch.zeros(4, 2, 12)], "kv_cells", "not supported"),
+        ([torch.zeros(4, 2, 4, 12, dtype=torch.int32)], "kv_cells", "not supported"),
+        ([torch.zeros(4, 4, 2, 12).transpose(1, 2)], "cpu_pages", "not contiguous"),
+        ([torch.zeros(4, 2, 8, 64)], "cpu_tiles", "cannot be divided into tiles"),
     ],
 )
 def test_caches_that_do_not_fit_are_refused(caches: list[Any], kind: LayoutKind, message: str) -> None:

@@ -124,5 +124,5 @@ def test_pages_that_are_moved_as_they_are_name_vllm_s_release_and_are_left_alone
     assert f"of vLLM {vllm.__version__}" in part_of(config, caches).label
     monkeypatch.setattr(vllm, "__version__", "0.99")
     assert "of vLLM 0.99" in part_of(config, caches).label
-    with pytest.raises(UncacheableError, match="how a CPU orders the pages of a is not known"):
+    with pytest.raises(UncacheableError, match="the page layout of a is not known"):
         part_of(config, caches, device="cpu")
