@@ -246,7 +246,7 @@ class _Maker:
                 f"the KV cache has {layout.blocks} blocks of {layout.block_tokens} tokens, which do not make up vLLM's "
                 f"{self.kv_cache_config.num_blocks} blocks of {self.group.block_tokens} tokens"
             )
-        return ratio
+        return int(ratio)
 
     def _opaque_label(self, label: str, layout: PagedLayout) -> str:
         """Return the label of pages that are stored byte for byte because their layout is not known.

@@ -283,7 +283,7 @@ def left_behind(engine: Any) -> dict[str, Any]:
         kept |= {"held": side._preemption._held, "saved": side._preemption._saved}
     if side._policy_runner is not None:
         kept |= {name: getattr(side._policy_runner, name) for name in _OF_POLICY_RUNNER}
-        kept["policy"] = side._policy_runner._policy._loads
+        kept["policy"] = side._policy_runner._policy._queued
     for cut, manager in worker._managers.items():
         kept |= {f"{name} {cut}": getattr(manager, name) for name in _OF_MANAGER}
     return {name: list(value) for name, value in kept.items() if value}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import greedy
 from machine import NEVER_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -142,8 +143,6 @@ def test_engine_goes_on_loading_after_calls_that_change_nothing(
 def test_until_the_weights_are_known_nothing_loads_or_is_stored(
     engine: Any, plane: Any, expected: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm import SamplingParams
-
     from host_control.vllm import loaded_weights
 
     assert engine.outputs([prompt(*STORED)]) == expected[""][:1]
@@ -157,7 +156,7 @@ def test_until_the_weights_are_known_nothing_loads_or_is_stored(
 
     monkeypatch.setattr(loaded_weights.native, "crc32", slow)
     core, outputs = engine.llm.llm_engine, dict[str, list[int]]()
-    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    sampling = greedy(8)
     for name, arguments in (("stored", STORED), ("fresh", FRESH)):
         core.add_request(name, {"prompt_token_ids": prompt(*arguments)}, sampling)
 

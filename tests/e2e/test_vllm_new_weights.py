@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import greedy
 from machine import NEVER_S, drive
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -96,9 +97,7 @@ class Serving:
         self.engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self._weights[name])})
 
     def add(self, request_id: str, tokens: list[int], count: int = 8) -> None:
-        from vllm import SamplingParams
-
-        parameters = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+        parameters = greedy(count)
         self._core.add_request(request_id, {"prompt_token_ids": tokens}, parameters)
 
     def step(self) -> None:
