@@ -12,11 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import grpc
 
 from host_control.client import DataPlaneClient
+from host_control.interference.beside import Sample
 from shadowserve.errors import DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -33,23 +34,6 @@ _SILENT_S: Final = 60.0
 _RATE_DRIFT: Final = 1.1
 """A change of the rate by more than this factor is reported at once."""
 _SAMPLES_MAX: Final = 256
-
-
-class Sample(NamedTuple):
-    """The bytes that data planes had moved at a time between ``sent_s`` and ``received_s``.
-
-    Attributes:
-        sent_s, received_s: Times of the report and of its last answer, on the engine's clock.
-        moved_bytes: Total so far. With several data planes, each interval counts the one that moved most.
-        moving: A transfer was running.
-        known: The difference to the previous sample is valid. False if a data plane did not answer or has restarted.
-    """
-
-    sent_s: float
-    received_s: float
-    moved_bytes: int
-    moving: bool
-    known: bool
 
 
 class StepReports:

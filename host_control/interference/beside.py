@@ -6,7 +6,7 @@ from the last sample before the step to the first sample after it. No clock and 
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 _T = TypeVar("_T")
 
@@ -15,19 +15,21 @@ _STEPS_MAX: Final = 4096
 _SAMPLES_MAX: Final = 256
 
 
-class Moved(Protocol):
-    """A sample of the byte counters, see :class:`host_control.step_reports.Sample`."""
+class Sample(NamedTuple):
+    """The bytes that data planes had moved at a time between ``sent_s`` and ``received_s``.
 
-    @property
-    def sent_s(self) -> float: ...
-    @property
-    def received_s(self) -> float: ...
-    @property
-    def moved_bytes(self) -> int: ...
-    @property
-    def moving(self) -> bool: ...
-    @property
-    def known(self) -> bool: ...
+    Attributes:
+        sent_s, received_s: Times of the report and of its last answer, on the engine's clock.
+        moved_bytes: Total so far. With several data planes, each interval counts the one that moved most.
+        moving: A transfer was running.
+        known: The difference to the previous sample is valid. False if a data plane did not answer or has restarted.
+    """
+
+    sent_s: float
+    received_s: float
+    moved_bytes: int
+    moving: bool
+    known: bool
 
 
 class Beside(Generic[_T]):
@@ -35,13 +37,13 @@ class Beside(Generic[_T]):
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float, _T]] = deque(maxlen=_STEPS_MAX)
-        self._samples: deque[Moved] = deque(maxlen=_SAMPLES_MAX)
+        self._samples: deque[Sample] = deque(maxlen=_SAMPLES_MAX)
 
     def ended(self, begun_s: float, ended_s: float, step: _T) -> None:
         """Add a step that has ended."""
         self._steps.append((begun_s, ended_s, step))
 
-    def take(self, samples: Sequence[Moved]) -> Iterator[tuple[_T, float, float]]:
+    def take(self, samples: Sequence[Sample]) -> Iterator[tuple[_T, float, float]]:
         """Add samples. Yield the steps whose rate is now known: step, seconds, bytes per second.
 
         Steps whose rate remains unknown are dropped.
@@ -62,7 +64,7 @@ class Beside(Generic[_T]):
             return None
         for _ in range(before):
             self._samples.popleft()  # later steps do not need them
-        first, between = self._samples[0], list[Moved]()
+        first, between = self._samples[0], list[Sample]()
         for each in list(self._samples)[1:]:
             between.append(each)
             if each.sent_s >= ended_s:

@@ -15,7 +15,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -118,8 +118,7 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         self._stats = OffloadingConnectorStats()
         self._failures = FailureLog(_logger)
         self._epoch = b""
-        self._calls = counted_calls(WORKER_CALLS) or (lambda: 0)
-        self._calls_seen = self._calls()
+        self._workers_called = _change_detector(counted_calls(WORKER_CALLS) or (lambda: 0))
         self._loading: set[str] = set()
         self._client: DataPlaneClient | None = None
         self._lookups: RowLookups | None = None
@@ -252,8 +251,7 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _check_calls(self) -> None:
         """Start a new epoch if the engine's workers were called: their weights may have changed."""
-        if (calls := self._calls()) != self._calls_seen:
-            self._calls_seen = calls
+        if self._workers_called():
             _logger.warning(
                 "ShadowServe's tier: this engine's workers were called (collective_rpc, wake_up), so their weights may "
                 "have changed; rows that were stored before are not loaded any more"
@@ -355,6 +353,18 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         result = JobResult(job_id=job_id, success=success, transfer_time=seconds, transfer_bytes=moved, **more)
         with self._lock:
             self._finished.append(result)
+
+
+def _change_detector(count: Callable[[], int]) -> Callable[[], bool]:
+    """Return a function that returns True if ``count()`` has changed since its last call."""
+    last = count()
+
+    def changed() -> bool:
+        nonlocal last
+        before, last = last, count()
+        return last != before
+
+    return changed
 
 
 # ---- Identity --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any, Final
 from host_control.cache import cache_file
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
-from host_control.interference.beside import Beside, Moved
+from host_control.interference.beside import Beside, Sample
 from host_control.interference.kept import KeptLearning, engine_name
 from host_control.interference.loading import LoadTable
 from host_control.interference.slowdown import Interference
@@ -214,7 +214,7 @@ class Timing:
             self._end_pause()
         return step.row == "prompts"
 
-    def judge(self, samples: Sequence[Moved]) -> None:
+    def judge(self, samples: Sequence[Sample]) -> None:
         """Learn from ended decode steps for which samples show the concurrent transfers."""
         if samples:
             last = samples[-1]

@@ -8,8 +8,8 @@ from machine import WAIT_MAX_S, wait_for
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
-from host_control.interference.beside import Beside
-from host_control.step_reports import Sample, StepReports
+from host_control.interference.beside import Beside, Sample
+from host_control.step_reports import StepReports
 
 RATE = 100 << 20
 

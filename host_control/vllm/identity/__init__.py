@@ -1,7 +1,7 @@
 """Identity: which KV a vLLM engine computes for which request. What changes KV changes the key; nothing else does.
 
 ``table`` lists every input and its effect on the key. ``namespace`` combines the inputs that all requests of an engine
-share: ``weights`` finds the loaded files, ``content`` hashes them, ``positions`` handles the context length.
-``requests`` handles the inputs of single requests, ``adapters`` their LoRA adapters. Requests and engines with inputs
+share: ``weights`` finds the loaded files, ``content`` hashes them. ``requests`` handles the inputs of single requests,
+``adapters`` their LoRA adapters. Requests and engines with inputs
 that cannot be identified run without the cache. docs/identity.md shows the table.
 """

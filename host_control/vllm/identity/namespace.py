@@ -1,14 +1,13 @@
 """The identity of an engine's model: all inputs to the key that its requests share."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from host_control.layouts import element_type
 from host_control.vllm.identity.canonical import canonical, digest
 from host_control.vllm.identity.content import ContentHashes
-from host_control.vllm.identity.positions import positions
 from host_control.vllm.identity.table import options
 from host_control.vllm.identity.weights import code_digests, model_class, model_folder, weight_digests
 from host_control.vllm.support import UncacheableError, layer_specs
@@ -16,13 +15,19 @@ from shadowserve.chunk import DType
 from shadowserve.keys import ModelIdentity
 
 # Fields of a model's configuration that do not change KV: names, versions, sampling and training. The context length is
-# among them because some models write it into their configuration; positions.py handles its effect.
+# among them because some models write it into their configuration; positions() handles its effect.
 _MEANINGLESS: Final = {
     "_name_or_path", "_commit_hash", "name_or_path", "transformers_version", "architectures_original", "bos_token_id",
     "eos_token_id", "pad_token_id", "sep_token_id", "use_cache", "initializer_range", "attention_dropout",
     "hidden_dropout", "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id",
     "max_model_len",
 }  # fmt: skip
+# Types in vllm/model_executor/layers/rotary_embedding whose angles depend only on the checkpoint's parameters.
+_FIXED: Final = {
+    "default", "linear", "llama3", "ntk", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope", "proportional",
+    "mllama4",
+}  # fmt: skip
+_LONG: Final = {"longrope", "su"}
 
 
 def model_identity(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, hashes: ContentHashes) -> ModelIdentity:
@@ -141,3 +146,32 @@ def _cache_dtype(vllm_config: Any, dtype: Any) -> str:
     if asked in ("fp8", "fp8_e4m3"):
         asked = f"fp8_e4m3 as {str(current_platform.fp8_dtype()).removeprefix('torch.')}"
     return f"{asked}/{named}"
+
+
+def positions(hf_config: Mapping[str, Any], max_model_len: int) -> list[Any]:
+    """Return the inputs to the key that ``max_model_len`` adds. Most models have none.
+
+    LongRoPE uses its long factors if the context is longer than in training. Dynamic scaling may use the context length
+    as the trained length. For unknown types, the length itself is an input.
+    """
+    found = set()
+    for rope in _ropes(hf_config):
+        kind = str(rope.get("rope_type") or rope.get("type") or "default")
+        if kind in _LONG:
+            trained = rope.get("original_max_position_embeddings") or hf_config.get("original_max_position_embeddings")
+            found.add(("long", max_model_len > trained) if isinstance(trained, int) else (kind, max_model_len))
+        elif kind not in _FIXED and not (kind == "dynamic" and "alpha" in rope):
+            found.add((kind, max_model_len))
+    return sorted(found, key=repr)
+
+
+def _ropes(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield every set of rotary parameters at any depth: there may be one per sub-model and type of layer."""
+    if not isinstance(value, Mapping):
+        return
+    for key, item in value.items():
+        if key in ("rope_parameters", "rope_scaling") and isinstance(item, Mapping):
+            nested = [inner for inner in item.values() if isinstance(inner, Mapping)]
+            yield from [item, *nested] if {"rope_type", "type"} & item.keys() or not nested else nested
+        else:
+            yield from _ropes(item)

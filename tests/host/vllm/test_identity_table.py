@@ -224,7 +224,7 @@ def test_contexts_on_the_same_side_of_longrope_s_limit_share(tmp_path: Path) -> 
 
 
 def test_the_context_s_length_counts_with_a_kind_that_is_not_known() -> None:
-    from host_control.vllm.identity.positions import positions
+    from host_control.vllm.identity.namespace import positions
 
     nested = {
         "text": {"rope_parameters": {"full_attention": {"rope_type": "new"}, "sliding": {"rope_type": "default"}}}

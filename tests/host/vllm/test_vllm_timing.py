@@ -10,8 +10,8 @@ from scheduler_support import CHUNK, arrive, report, step
 from scripted import ScriptedDataPlane
 
 from host_control.config import HostConfig
+from host_control.interference.beside import Sample
 from host_control.interference.table import attention_pairs
-from host_control.step_reports import Sample
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
