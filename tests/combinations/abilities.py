@@ -130,7 +130,7 @@ PAIRS: Final[dict[tuple[str, str], Expected]] = {
     ("pages", "gpu"): Expected(
         "refused",
         "pages: true needs an engine that computes on a CPU",
-        "tests/host/vllm/test_vllm_start_check.py::test_a_configuration_that_cannot_be_used_is_refused",
+        "tests/host/vllm/test_vllm_start_check.py::test_an_unusable_configuration_is_refused",
     ),
     ("pd", "cluster"): Expected("slower", "no_publishing"),
     ("s3", "nodes"): Expected(

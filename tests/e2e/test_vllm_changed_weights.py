@@ -97,7 +97,7 @@ def engine(plane: Any, random_model: Path, expected: Any, make_engine: Callable[
 
 @pytest.mark.parametrize("told", ["prefix cache emptied", "nothing"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_neither_this_engine_nor_another_has_kv_of_other_weights(
+def test_no_engine_loads_kv_of_other_weights(
     change: Callable[[Any], None],
     told: str,
     engine: Any,
@@ -127,9 +127,7 @@ def test_neither_this_engine_nor_another_has_kv_of_other_weights(
         other.close()
 
 
-def test_engine_goes_on_loading_after_calls_that_change_nothing(
-    engine: Any, plane: Any, expected: Any, prompt: Any
-) -> None:
+def test_calls_that_change_nothing_keep_the_cache(engine: Any, plane: Any, expected: Any, prompt: Any) -> None:
     prompts = [prompt(*STORED)]
     for _ in range(3):
         assert engine.outputs(prompts) == expected[""][:1]
@@ -140,7 +138,7 @@ def test_engine_goes_on_loading_after_calls_that_change_nothing(
     assert len(plane.records) == 3
 
 
-def test_until_the_weights_are_known_nothing_loads_or_is_stored(
+def test_loads_and_stores_wait_while_weights_are_in_doubt(
     engine: Any, plane: Any, expected: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from host_control.vllm import loaded_weights

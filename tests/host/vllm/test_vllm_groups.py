@@ -1,4 +1,4 @@
-"""What groups keep and what a hit needs of them, against vLLM's own specs, rules and tables of blocks."""
+"""KV cache groups, compared with vLLM's own specs, rules and block tables."""
 
 import math
 import random
@@ -115,7 +115,7 @@ def allowed(model: Model, groups: Any, present: Sequence[Flags], hit: int) -> bo
 
 
 @every_model
-def test_a_hit_is_as_long_as_vllm_s_own_pool_of_these_blocks_makes_it(model: Model) -> None:
+def test_a_hit_is_as_long_as_in_vllms_own_block_pool(model: Model) -> None:
     draw = random.Random(5)
     groups, hits = model.groups(), []
     for _ in range(25):
@@ -134,7 +134,7 @@ def test_a_hit_is_as_long_as_vllm_s_own_pool_of_these_blocks_makes_it(model: Mod
 
 
 @every_model
-def test_no_hit_is_longer_than_what_is_stored_allows(model: Model) -> None:
+def test_a_hit_never_exceeds_stored_blocks(model: Model) -> None:
     draw = random.Random(6)
     groups = model.groups()
     groups.bind(model.manager())
@@ -148,7 +148,7 @@ def test_no_hit_is_longer_than_what_is_stored_allows(model: Model) -> None:
     assert found > 30
 
 
-def test_without_the_engine_s_rules_only_what_needs_none_is_a_hit() -> None:
+def test_without_vllms_rules_only_full_attention_has_hits() -> None:
     everything = [np.ones(4, np.bool_)] * 2
     assert Model([FULL, ("window", 100)]).groups().hit_tokens(everything, 4 * CHUNK) == 0
     assert Model([FULL, FULL]).groups().hit_tokens(everything, 4 * CHUNK) == 4 * CHUNK - 1
@@ -156,7 +156,7 @@ def test_without_the_engine_s_rules_only_what_needs_none_is_a_hit() -> None:
 
 @every_model
 @pytest.mark.parametrize("computed", [0, 300, 700])
-def test_a_load_fills_every_block_that_vllm_expects_to_be_filled_and_no_other(model: Model, computed: int) -> None:
+def test_a_load_fills_exactly_the_blocks_that_vllm_expects(model: Model, computed: int) -> None:
     """None that is shared with others, none that stands for nothing."""
     draw = random.Random(7)
     groups, loads = model.groups(), 0
@@ -216,7 +216,7 @@ FOLLOWED = {name: model for name, model in MODELS.items() if not model.drafts an
 
 
 @pytest.mark.parametrize("model", FOLLOWED.values(), ids=list(FOLLOWED))
-def test_what_a_running_request_holds_is_all_that_vllm_expects_to_be_filled_when_it_comes_back(model: Model) -> None:
+def test_saved_blocks_are_those_that_vllm_expects_after_a_resume(model: Model) -> None:
     draw, ends = random.Random(8), []
     groups = model.groups()
     assert groups.followed
@@ -281,14 +281,14 @@ def test_a_block_that_no_record_holds_fails_the_load() -> None:
 @pytest.mark.parametrize("tokens", [32, 128, 512, 1000])
 @pytest.mark.parametrize("block", [16, 32, 64])
 @pytest.mark.parametrize("chunk", [256, 512, 1024])
-def test_a_window_s_records_hold_what_hits_can_need_and_no_more(tokens: int, block: int, chunk: int) -> None:
+def test_records_of_windows_hold_exactly_the_needed_blocks(tokens: int, block: int, chunk: int) -> None:
     groups = groups_of(full(block_size=block), window(tokens, block_size=block), chunk_tokens=chunk)
     _, group = groups.groups
     needed = min(-(-(tokens - 1) // block) * block, chunk)
     assert needed <= group.record_blocks * block <= 1.05 * needed
 
 
-def test_what_a_draft_shifts_is_in_the_records() -> None:
+def test_records_hold_blocks_needed_with_draft_layers() -> None:
     """vLLM asks for a block behind the hit, and drops it: the window in front of it ends a block earlier."""
     _, group = groups_of(full(), window(64), drafts=True, chunk_tokens=CHUNK).groups
     assert group.record_blocks == group.chunk_blocks == CHUNK // 16
@@ -304,7 +304,7 @@ def test_chunks_are_whole_blocks_of_every_group(sizes: Sequence[int], configured
     assert [group.chunk_blocks * group.block_tokens for group in groups.groups] == [expected] * len(sizes)
 
 
-def test_with_states_a_chunk_is_a_block() -> None:
+def test_with_recurrent_state_a_chunk_is_a_block() -> None:
     groups = groups_of(full(block_size=16), state(block_size=528), chunk_tokens=CHUNK)
     assert groups.chunk_tokens == 528 and [group.record_blocks for group in groups.groups] == [33, 1]
 

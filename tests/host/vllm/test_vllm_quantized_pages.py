@@ -1,4 +1,4 @@
-"""Pages of quantized caches: as vLLM's own backends divide them, stored as bytes, each format under its own name."""
+"""Pages of quantized caches are stored as bytes, each format in its own namespace."""
 
 import importlib
 from pathlib import Path
@@ -59,7 +59,7 @@ def problem(config: Any, spec: Any) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(row[:2]))
-def test_pages_are_as_the_document_has_them(row: list[str]) -> None:
+def test_pages_match_the_documentation(row: list[str]) -> None:
     spec = page(row[0], row[1])
     found = [str(spec.num_heads), str(spec.state_content_size_bytes), str(spec.dtype).removeprefix("torch.")]
     assert found == row[2:5]
@@ -67,7 +67,7 @@ def test_pages_are_as_the_document_has_them(row: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "backend"), INLINE)
-def test_pages_with_their_scales_inside_are_bytes_whatever_is_asked_for(
+def test_pages_with_inline_scales_are_stored_as_bytes(
     config: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, backend: str
 ) -> None:
     spec = page(dtype, backend)
@@ -80,7 +80,7 @@ def test_pages_with_their_scales_inside_are_bytes_whatever_is_asked_for(
 
 
 @pytest.mark.parametrize("quantizer", ["lossless", "passthrough"])
-def test_pages_of_fp8_are_stored_as_they_are(config: Any, monkeypatch: pytest.MonkeyPatch, quantizer: Any) -> None:
+def test_fp8_pages_are_stored_unchanged(config: Any, monkeypatch: pytest.MonkeyPatch, quantizer: Any) -> None:
     monkeypatch.setattr(config.cache_config, "cache_dtype", "fp8")
     spec = page("fp8", "Triton")
     assert problem(config, spec) == ""
@@ -98,7 +98,7 @@ def test_formats_of_one_element_type_share_nothing(config: Any, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("dtype", "backend"), [(row[0], row[1]) for row in ROWS if row[6] == "no"])
-def test_pages_that_cannot_be_parted_by_heads_do_not_pretend_to_be(
+def test_pages_that_cannot_be_divided_by_heads_are_not_shared(
     config: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, backend: str
 ) -> None:
     """K of all heads and V of all heads: as many slots as heads where a rank has two of them, and not one slot each."""
@@ -111,7 +111,7 @@ def test_pages_that_cannot_be_parted_by_heads_do_not_pretend_to_be(
 
 
 @pytest.mark.parametrize("dtype", ["int8_per_token_head", "turboquant_3bit_nc"])
-def test_pages_that_are_moved_as_they_are_name_vllm_s_release_and_are_left_alone_on_a_cpu(
+def test_opaque_pages_include_vllms_release_and_are_refused_on_cpus(
     config: Any, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     """What orders such a page is a release's backend; on a CPU the instruction set does, which no name says."""

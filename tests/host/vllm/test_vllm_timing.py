@@ -1,4 +1,4 @@
-"""What the connector's scheduler half learns of vLLM's steps, and what it reports of them to data planes."""
+"""Measurements of vLLM's steps, and reports to data planes."""
 
 import logging
 from pathlib import Path
@@ -28,7 +28,7 @@ class Clock:
 
 
 class Table:
-    """Notes what it is told, and predicts what decoding takes."""
+    """Records observations, and predicts decode steps."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
@@ -41,7 +41,7 @@ class Table:
 
 
 class Policy:
-    """Notes what it is told."""
+    """Records decode steps."""
 
     rate = 123_000_000
 
@@ -53,7 +53,7 @@ class Policy:
 
 
 class Reports:
-    """Notes what is reported."""
+    """Records reports."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
@@ -105,8 +105,8 @@ def decoding(requests: int = 2) -> Any:
     return step(cached={str(number): (500, 1) for number in range(requests)})
 
 
-def test_where_nothing_moved_for_long_few_steps_are_learnt_from(engine: Any) -> None:
-    """Symptom: learning took 25 us of each step of an engine beside which nothing ever moved."""
+def test_without_transfers_few_steps_are_measured(engine: Any) -> None:
+    """Symptom: measuring took 25 us of each step of an engine without transfers."""
     engine.sample()
     for _ in range(64 + 10 * 32):
         engine.step(decoding(), DECODED_S)
@@ -120,7 +120,7 @@ def test_where_nothing_moved_for_long_few_steps_are_learnt_from(engine: Any) -> 
     assert len(engine.timing.table.told) == 64 + 10 + 20, "how things are after something moved is not known"
 
 
-def test_a_step_begins_when_the_one_before_it_is_over(engine: Any) -> None:
+def test_a_step_begins_at_the_end_of_the_previous_one(engine: Any) -> None:
     """As vLLM schedules one while another runs."""
     timing, clock = engine.timing, engine.clock
     timing.step(step(new={"a": (0, 100)}), waits=False, loads=0, begin=0)
@@ -133,7 +133,7 @@ def test_a_step_begins_when_the_one_before_it_is_over(engine: Any) -> None:
     assert timing.table.told == [("prompts", 100, 5000.0, 2.0), ("prompts", 100, 60 * 230 + 40 * 520, 3.0)]
 
 
-def test_each_kind_of_step_has_its_row_and_what_tells_nothing_has_none(engine: Any) -> None:
+def test_each_kind_of_step_has_its_row(engine: Any) -> None:
     engine.sample()
     assert not engine.step(decoding(64))
     engine.sample()
@@ -151,7 +151,7 @@ def test_each_kind_of_step_has_its_row_and_what_tells_nothing_has_none(engine: A
     assert engine.step(step(new={"a": (0, 2000)}), loads=1), "of prompts, they tell all the same"
 
 
-def test_only_steps_that_decode_are_reported(engine: Any) -> None:
+def test_only_decode_steps_are_reported(engine: Any) -> None:
     for output, reported in (
         (step(), False),
         (step(new={"a": (0, 2000)}), False),
@@ -166,12 +166,12 @@ def test_only_steps_that_decode_are_reported(engine: Any) -> None:
         assert engine.reports.said == ([(Policy.rate, False)] if reported else []) + ["rests"], output
 
 
-def test_a_step_that_waits_for_its_loads_has_no_bound(engine: Any) -> None:
+def test_a_step_that_waits_for_loads_has_no_rate_limit(engine: Any) -> None:
     engine.step(decoding(), DECODED_S, loads=1, waits=True)
     assert engine.reports.said == ["rests"]
 
 
-def test_it_rests_once_no_step_that_decodes_is_under_way(engine: Any) -> None:
+def test_decoding_ends_with_the_last_decode_step(engine: Any) -> None:
     for _ in range(2):
         engine.timing.step(decoding(), waits=False, loads=0, begin=0)
     engine.timing.stepped()
@@ -188,8 +188,8 @@ def test_without_a_budget_nothing_is_reported() -> None:
     assert [said for said in engine.reports.said if said != "rests"] == []
 
 
-def test_steps_are_compared_at_the_rate_of_all_that_moved_beside_them(engine: Any) -> None:
-    """Symptom (F24): a step was taken to have nothing beside it while its data plane moved KV for another engine."""
+def test_steps_are_learnt_with_the_rate_of_all_transfers(engine: Any) -> None:
+    """Symptom: a step counted as quiet while the data plane moved KV for another engine."""
     policy, table = engine.timing.interference, engine.timing.table
     engine.sample()
     engine.step(decoding(), DECODED_S)
@@ -206,7 +206,7 @@ def test_steps_are_compared_at_the_rate_of_all_that_moved_beside_them(engine: An
     assert counted["beside_fetching_predicted_seconds"] == pytest.approx(4 * DECODED_S)
 
 
-def test_steps_of_which_no_data_plane_says_what_moved_beside_them_tell_nothing(engine: Any) -> None:
+def test_steps_without_a_known_rate_are_not_learnt(engine: Any) -> None:
     engine.step(decoding(), DECODED_S)  # before the first answer
     engine.sample()
     engine.step(decoding(), DECODED_S)
@@ -217,8 +217,8 @@ def test_steps_of_which_no_data_plane_says_what_moved_beside_them_tell_nothing(e
     assert len(engine.timing.interference.told) == 1
 
 
-def test_data_planes_are_asked_to_pause_now_and_then_to_see_decoding_alone(engine: Any) -> None:
-    """Symptom: slow loads came one after the other, so that nobody ever saw that they need not be slow."""
+def test_pauses_measure_decoding_without_transfers(engine: Any) -> None:
+    """Symptom: with loads all the time, the engine never learnt that the rate can be higher."""
     paused = []
     engine.sample()
     for _ in range(1200):
@@ -229,7 +229,7 @@ def test_data_planes_are_asked_to_pause_now_and_then_to_see_decoding_alone(engin
     assert [rate for _, _, rate in engine.timing.interference.told].count(0.0) == 16
 
 
-def test_a_pause_ends_though_nothing_is_learnt_from_it(engine: Any) -> None:
+def test_a_pause_ends_without_measurements(engine: Any) -> None:
     engine.sample()
     while not engine.timing._paused_since_s:
         engine.step(decoding(), DECODED_S)
@@ -244,7 +244,7 @@ def test_a_pause_ends_though_nothing_is_learnt_from_it(engine: Any) -> None:
         assert not engine.timing._paused_since_s, "the next time is as far away as ever"
 
 
-def test_a_layer_is_known_by_what_workers_say_or_as_a_part_of_the_step() -> None:
+def test_layer_times_come_from_workers_or_from_the_step() -> None:
     engine = Engine(computing_cache="none")
     engine.timing.begin(b"m", "here", 10, logging.getLogger("t"))
     prompt = step(new={"a": (0, 500)})
@@ -265,7 +265,7 @@ def test_a_layer_is_known_by_what_workers_say_or_as_a_part_of_the_step() -> None
     assert engine.timing.layer_seconds() == 0
 
 
-def test_what_was_learnt_is_kept_by_model_and_machine(tmp_path: Path) -> None:
+def test_measurements_are_kept_by_model_and_machine(tmp_path: Path) -> None:
     def begun(model: bytes, machine: str) -> Any:
         engine = Engine(computing_cache=str(tmp_path / "computing.json"))
         engine.timing.begin(model, machine, 0, logging.getLogger("t"))
@@ -283,7 +283,7 @@ def test_what_was_learnt_is_kept_by_model_and_machine(tmp_path: Path) -> None:
         assert begun(*other).timing.table.predict(*sizes) is None
 
 
-def test_a_data_plane_hears_when_the_engine_decodes_and_when_it_stops(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_a_data_plane_gets_reports_of_decoding(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side()
     arrive(side, plane, TOKENS, stored=40)  # so that there is a connection
     side.step(decoding())
