@@ -24,8 +24,8 @@ class Memory(Protocol):
     Attributes:
         size: Size in bytes.
         memory: The memory in this process: a memoryview, or a uint8 tensor on the GPU.
-        outlives_us: The data plane has its own mapping, so the memory can be closed here while it is still written
-            there. Without one, writes after the close could hit memory that was allocated again.
+        outlives_us: The data plane has its own mapping, so the memory can be closed here while it is still
+            written there. Without one, writes after the close could hit memory that was allocated again.
     """
 
     size: int

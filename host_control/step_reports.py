@@ -17,7 +17,7 @@ from typing import Any, Final
 import grpc
 
 from host_control.client import DataPlaneClient
-from host_control.interference.beside import Sample
+from host_control.interference.step_rates import Sample
 from shadowserve.errors import DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 

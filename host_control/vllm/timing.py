@@ -15,10 +15,10 @@ from typing import Any, Final
 from host_control.cache import cache_file
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
-from host_control.interference.beside import Beside, Sample
 from host_control.interference.kept import KeptLearning, engine_name
 from host_control.interference.loading import LoadTable
 from host_control.interference.slowdown import Interference
+from host_control.interference.step_rates import Sample, StepRates
 from host_control.interference.table import ComputeTable, Row, attention_pairs
 from host_control.step_reports import StepReports
 from host_control.vllm.metadata import WorkerReport
@@ -91,7 +91,7 @@ class Timing:
         self._decodes = False  # the step that was scheduled last decodes
         self._steps: deque[_Step] = deque(maxlen=_STEPS_MAX)
         self._last_end_s = 0.0
-        self._beside: Beside[_Step] = Beside()
+        self._rates: StepRates[_Step] = StepRates()
         self._moving = True  # the last sample shows transfers
         self._moved_bytes = 0  # total of the last sample
         self._quiet_steps = 0  # decode steps since the last transfer
@@ -207,7 +207,7 @@ class Timing:
             if step.row == "prompts":
                 self.table.observe(step.row, step.tokens, step.pairs, now - begin)
             elif self.interference is not None:
-                self._beside.ended(begin, now, step)
+                self._rates.ended(begin, now, step)
         if self.reports is not None:
             self.judge(self.reports.take())
         if self._paused_since_s is not None and now >= self._paused_since_s + _PAUSE_MAX_S:
@@ -220,7 +220,7 @@ class Timing:
             last = samples[-1]
             self._moving = last.moving or not last.known or last.moved_bytes != self._moved_bytes
             self._moved_bytes = last.moved_bytes
-        for step, seconds, rate in self._beside.take(samples):
+        for step, seconds, rate in self._rates.take(samples):
             predicted = self.table.predict("decoding", step.tokens, step.pairs)
             if self.interference is not None and predicted:
                 self.interference.decoded(predicted, seconds, rate)

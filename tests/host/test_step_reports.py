@@ -1,4 +1,4 @@
-"""What an engine reports of its steps, what data planes answer, and which steps had nothing beside them."""
+"""Reports of an engine's steps, samples from data planes, and the transfer rates during its steps."""
 
 import random
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from machine import WAIT_MAX_S, wait_for
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
-from host_control.interference.beside import Beside, Sample
+from host_control.interference.step_rates import Sample, StepRates
 from host_control.step_reports import StepReports
 
 RATE = 100 << 20
@@ -128,17 +128,17 @@ def sample(now: float, moved_bytes: int, *, moving: bool = False, known: bool = 
 
 
 def judged(steps: list[tuple[float, float]], samples: list[Sample]) -> dict[int, float]:
-    beside: Beside[int] = Beside()
+    rates: StepRates[int] = StepRates()
     for number, (begun_s, ended_s) in enumerate(steps):
-        beside.ended(begun_s, ended_s, number)
-    return {number: rate for number, _, rate in beside.take(samples)}
+        rates.ended(begun_s, ended_s, number)
+    return {number: rate for number, _, rate in rates.take(samples)}
 
 
 def test_a_steps_rate_is_known_after_a_later_sample() -> None:
-    beside: Beside[str] = Beside()
-    beside.ended(1.1, 1.9, "a")
-    assert not list(beside.take([sample(1.0, 0), sample(1.85, 0)]))
-    assert [(step, rate) for step, _, rate in beside.take([sample(2.0, 0)])] == [("a", 0.0)]
+    rates: StepRates[str] = StepRates()
+    rates.ended(1.1, 1.9, "a")
+    assert not list(rates.take([sample(1.0, 0), sample(1.85, 0)]))
+    assert [(step, rate) for step, _, rate in rates.take([sample(2.0, 0)])] == [("a", 0.0)]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from scheduler_support import CHUNK, arrive, report, step
 from scripted import ScriptedDataPlane
 
 from host_control.config import HostConfig
-from host_control.interference.beside import Sample
+from host_control.interference.step_rates import Sample
 from host_control.interference.table import attention_pairs
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -143,7 +143,7 @@ def test_each_kind_of_step_has_its_row(engine: Any) -> None:
         (step(cached={"a": (0, 20), "b": (0, 10)}), {}),  # neither
         (step(new={"a": (0, 2000)}), {"waits": True}),
         (step(), {}),
-        (decoding(), {"loads": 1, "begin": 1}),  # beside some of it
+        (decoding(), {"loads": 1, "begin": 1}),  # a load starts with the step
     ):
         assert not engine.step(output, **how)
         engine.sample()
@@ -200,7 +200,7 @@ def test_steps_are_learnt_with_the_rate_of_all_transfers(engine: Any) -> None:
     assert len(policy.told) == 1, "nobody knows yet what moved"
     engine.sample(48_000_000)
     assert policy.told[1:] == [(DECODED_S, pytest.approx(0.025), pytest.approx(48_000_000 / 0.1))] * 4
-    assert len(table.told) == 1, "what is beside something is not what decoding takes"
+    assert len(table.told) == 1, "a step during transfers was learnt as decoding"
     counted = engine.counts.take().data
     assert counted["beside_fetching_seconds"] == pytest.approx(0.1)
     assert counted["beside_fetching_predicted_seconds"] == pytest.approx(4 * DECODED_S)

@@ -32,7 +32,7 @@ class Sample(NamedTuple):
     known: bool
 
 
-class Beside(Generic[_T]):
+class StepRates(Generic[_T]):
     """Ended steps, in their order, until the transfer rate during them is known."""
 
     def __init__(self) -> None:
