@@ -1,4 +1,4 @@
-"""The CUDA driver's calls, over the fake driver: what they do, and that its rules are kept."""
+"""Calls of the CUDA driver, with the fake driver."""
 
 import ctypes
 import gc
@@ -57,7 +57,7 @@ def test_copies_are_complete_after_synchronize(device: Device) -> None:
 
 
 def test_any_thread_can_call(device: Device) -> None:
-    """A context is current in one thread; others would get CUDA_ERROR_INVALID_CONTEXT."""
+    """A context is current in one thread; calls on others would fail with CUDA_ERROR_INVALID_CONTEXT."""
     problems = []
 
     def use() -> None:
@@ -92,7 +92,7 @@ def test_memory_is_freed_with_its_last_view(device: Device) -> None:
 def test_memory_is_locked_once(device: Device) -> None:
     memory = memoryview(bytearray(SIZE))
     first, second = device.pin(address_of(memory), SIZE), device.pin(address_of(memory), SIZE)
-    second()  # the first one still has it
+    second()  # the first registration remains
     first()
     with pytest.raises(CudaError, match="unlocking host memory on fake GPU 0"):
         first()

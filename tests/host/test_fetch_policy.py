@@ -1,4 +1,4 @@
-"""Fetch or compute: what the policy decides, and what it costs it to know."""
+"""The fetch-or-recompute policy: its decisions, and the cost of exploring."""
 
 import random
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def compute_seconds(computed: int, tokens: int) -> float:
 
 @dataclass
 class Engine:
-    """An engine with one request at a time, behind a link of so many bytes a second."""
+    """An engine with one request at a time and a link of a given rate in bytes per second."""
 
     rate: float
     noise: float = 0.0
@@ -72,7 +72,7 @@ class Engine:
         return seconds
 
     def serve(self, tokens: int) -> float:
-        """Return the seconds to a prompt's first token; all of it is stored."""
+        """Return the seconds until the first token of a stored prompt."""
         decision = self.policy.decide(self.hit(tokens), self.now)
         self.told.append(decision)
         self.policy.begin("r", decision, self.now)
@@ -85,7 +85,7 @@ class Engine:
         return seconds + self.compute(decision.end_tokens, tokens)
 
     def better(self, tokens: int) -> float:
-        """Return the time of the better of always computing and always fetching."""
+        """Return the time of the better of two fixed choices: always compute, always fetch."""
         fetched = self.fetch_seconds(-(-tokens // CHUNK) * self.chunk_bytes) + compute_seconds(tokens - 1, tokens)
         return min(compute_seconds(0, tokens), fetched)
 
@@ -94,7 +94,7 @@ class Engine:
 
 
 def experienced(**options: Any) -> Engine:
-    """Return an engine that has computed and fetched prompts before."""
+    """Return an engine with measurements of computing and fetching."""
     engine = Engine(**options)
     for tokens in (512, 1024, 4096):
         engine.compute(0, tokens)
@@ -178,7 +178,7 @@ def test_one_slow_load_is_ignored() -> None:
 
 def test_computing_that_becomes_fast_again_is_noticed() -> None:
     engine = experienced(rate=100 * MBIT)
-    for _ in range(10):  # somebody else had the cores
+    for _ in range(10):  # another process used the cores
         engine.computed(0, 2048, 20 * compute_seconds(0, 2048))
     engine.serve(2048)
     assert engine.kinds() == ["fetch"]
@@ -250,12 +250,12 @@ def test_loads_have_a_minimum_length() -> None:
 
 
 def cold_hit(engine: Engine, tokens: int, seconds: float) -> Hit:
-    """Return a hit of which all is in object storage."""
+    """Return a hit whose chunks are all in object storage."""
     return engine.hit(tokens, tiers=bytes([Tier.COLD]) * -(-tokens // CHUNK), cold_seconds=seconds)
 
 
 def test_cold_chunks_are_predicted_by_the_storage_nodes_estimate() -> None:
-    """Before any load has shown how long that takes: its word is all there is."""
+    """Without measured loads, the estimate is used unchanged."""
     engine = experienced(rate=1000 * MBIT)
     near = engine.policy.decide(engine.hit(2048), engine.now)
     assert near.way == "fetch" and near.cold_seconds == 0.0
@@ -305,7 +305,7 @@ def test_a_load_that_waits_for_object_storage_does_not_block_others() -> None:
 
 @pytest.mark.parametrize("takes", [0.25, 4.0])
 def test_the_cold_estimate_is_corrected_by_measured_loads(takes: float) -> None:
-    """Of the link, which such loads pass as well, nothing else is thought than before."""
+    """The predictions for the link do not change."""
     engine = experienced(rate=1000 * MBIT)
     draw = random.Random(4)
     for _ in range(24):
@@ -326,18 +326,18 @@ RATES = {Tier.MEMORY: 4e9, Tier.DEVICE: 1e9, Tier.STORAGE: 50 * MBIT}
 
 
 def tiered(engine: Engine, tokens: int, *runs: tuple[Tier, int]) -> Hit:
-    """Return a hit of so many chunks in each tier, one behind the other."""
+    """Return a hit with a number of chunks in each tier, in this order."""
     return engine.hit(tokens, tiers=bytes([tier for tier, count in runs for _ in range(count)]))
 
 
 def loaded(engine: Engine, hit: Hit) -> None:
-    """Have a hit loaded, each tier at its rate, one after the other."""
+    """Load a hit, with each tier at its rate, one after the other."""
     load = engine.policy.configured(hit, engine.now)
     engine.policy.fetched(load, sum(LOAD_S + size / RATES[tier] for tier, size in load.load_tiers.items()))
 
 
 def familiar() -> Engine:
-    """Return an engine that has computed prompts, and loaded some from each tier of this machine and from storage."""
+    """Return an engine with measurements of computing, of each local tier and of storage."""
     engine = Engine(rate=1000 * MBIT)
     for tokens in (512, 1024, 4096):
         engine.compute(0, tokens)
@@ -427,7 +427,7 @@ def test_rate_limited_loads_are_not_learnt() -> None:
     for _ in range(3):
         engine.policy.fetched(held, 4.1)
     assert engine.policy.decide(hit, engine.now).load_seconds == before
-    for _ in range(3):  # as one that took longer than that does
+    for _ in range(3):  # as after a load that was not limited
         engine.policy.fetched(held, 8.0)
     assert engine.policy.decide(hit, engine.now).way == "compute"
 
@@ -471,5 +471,5 @@ def test_coefficients_are_never_negative() -> None:
         for sizes in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)):
             predicted = made.predict(sizes)
             assert predicted is None or 0 <= predicted < float("inf")
-    made.observe((1, 1, 1), 0.0)  # a clock that stood still
+    made.observe((1, 1, 1), 0.0)  # a clock without progress
     assert made.predict((0.0, 0.0, 1.0)) == predicted

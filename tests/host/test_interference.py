@@ -1,4 +1,4 @@
-"""The engine's slack: how long it computes, what fetching costs it beside decoding, and the file that keeps both."""
+"""Computing times, the slowdown by transfers, and the file that keeps both."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ NAME = engine_name(b"model", "machine")
 DECODED_S = 0.02
 BUDGET = 0.02
 LINK = 4e9
-"""Bytes a second that can be fetched where nobody holds back."""
+"""Bytes per second without a limit."""
 
 
 def seconds(new: int, cached: int) -> float:
@@ -74,7 +74,7 @@ def test_layer_times_exclude_waits(waits_s: float) -> None:
 
 
 def decode(policy: Interference, cost: float, steps: int, deviation: float = 0.02, seed: int = 1) -> tuple[float, int]:
-    """Decode with fetching beside every other ten steps; return their mean slowdown in the second half, and the rate.
+    """Decode with transfers during every other ten steps; return their mean slowdown in the second half, and the rate.
 
     Args:
         policy: that sets the rate.
@@ -140,7 +140,7 @@ def kept(path: Path | None, name: str = NAME, caplog: Any = None) -> tuple[Compu
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Return a file in a folder yet to be made, that holds what was learnt of an engine."""
+    """Return a file with the measurements of an engine, in a new folder."""
     path = tmp_path / "cache" / "computing.json"
     table, policy, learning = kept(path)
     table.restore(filled().pack())

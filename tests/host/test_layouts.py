@@ -52,7 +52,7 @@ def naive_read(kind: LayoutKind, caches: list[Any], blocks: list[int]) -> Any:
 def caches_of(kind: LayoutKind, order: str, dtype: Any) -> list[Any]:
     if kind == "latent":
         return [torch.zeros(BLOCKS, 1, BLOCK, 7, dtype=dtype) for _ in range(LAYERS)]
-    if kind == "cells" and order == "padded":  # as a state has it: other bytes of a page follow
+    if kind == "cells" and order == "padded":  # like recurrent state: other bytes of the page follow
         return [torch.zeros(BLOCKS, HEADS, BLOCK, 16, dtype=dtype)[..., 3:8] for _ in range(LAYERS)]
     return cells(order, dtype)
 
@@ -108,7 +108,7 @@ def test_scatter_places_every_element(kind: LayoutKind, order: str, dtype: Any, 
 def test_a_batch_is_scattered_like_single_chunks(
     kind: LayoutKind, order: str, nowhere: Sequence[int], mover: Any, reshaping_chunks: int
 ) -> None:
-    """However much of the device's memory there is to reorder it in."""
+    """With any size of the reshaping buffer."""
     caches, expected = caches_of(kind, order, torch.float32), caches_of(kind, order, torch.float32)
     one_by_one = PagedLayout(expected, kind, mover)
     chunk_bytes = one_by_one.chunk_bytes(2 * BLOCK)
@@ -144,7 +144,7 @@ def test_real_page_sizes_are_moved_exactly(dtype: Any, tokens: int, size: int) -
 @pytest.mark.parametrize(("kind", "order"), CASES)
 @pytest.mark.parametrize(("mover", "reshaping_chunks"), [("native", 0), ("torch", 0), ("torch", 9)])
 def test_single_layers_are_scattered(kind: LayoutKind, order: str, mover: Any, reshaping_chunks: int) -> None:
-    """In any order of layers; what is not there yet in the chunks' memory reaches no page."""
+    """In any order of layers; layers that have not arrived do not reach pages."""
     caches, expected = caches_of(kind, order, torch.float32), caches_of(kind, order, torch.float32)
     whole = PagedLayout(expected, kind, mover)
     chunk_bytes = whole.chunk_bytes(2 * BLOCK)
@@ -178,9 +178,9 @@ def test_gather_is_the_inverse(kind: LayoutKind, order: str, mover: Any) -> None
 
 
 def test_the_triton_kernels_pass_their_tests() -> None:
-    """In a process of their own: an engine that is started in this one later must not find Triton."""
+    """In a process of their own: engines in this process must not find Triton."""
     if importlib.util.find_spec("triton") is not None:
-        return  # this environment has it for its engine: the tests run here like all others
+        return  # Triton is installed here, so the tests run normally
     folder = Path(sys.prefix, "triton")
     if not folder.exists():
         pytest.skip("needs Triton in a folder of its own (scripts/setup-triton)")
@@ -192,7 +192,7 @@ def test_the_triton_kernels_pass_their_tests() -> None:
 
 
 def tiled_addresses() -> Any:
-    """Where AMX's operator puts [kind, token, dimension] in a head's page (seen with vLLM 0.32)."""
+    """Return the position of [kind, token, dimension] in a head's page with AMX (vLLM 0.32)."""
     token, dim = torch.meshgrid(torch.arange(TILED_BLOCK), torch.arange(TILED_SIZE), indexing="ij")
     key = token // 16 * 16 * TILED_SIZE + dim // 2 * 32 + token % 16 * 2 + dim % 2
     value = dim // 16 * 16 * TILED_BLOCK + token // 2 * 32 + dim % 16 * 2 + token % 2
@@ -263,7 +263,7 @@ def test_an_invalid_block_is_refused(number: int) -> None:
 
 @pytest.mark.parametrize("mover", ["native", "torch"])
 def test_gathering_from_nowhere_gives_zeros(mover: Any) -> None:
-    """The symptom would be a record that holds what another chunk left in its slot, or the last block's KV."""
+    """Symptom: a record with another chunk's bytes."""
     caches = caches_of("cpu_pages", "LBHNC", torch.float32)
     for cache in caches:
         cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(6)))
@@ -279,7 +279,7 @@ def test_gathering_from_nowhere_gives_zeros(mover: Any) -> None:
 @pytest.mark.parametrize("mover", ["native", "torch"])
 @pytest.mark.parametrize("rows", [1, BLOCK - 1, BLOCK, BLOCK + 1])
 def test_gathering_a_tail_zeroes_the_rest_of_its_block(mover: Any, rows: int) -> None:
-    """The symptom would be a record that holds what the block's last owner has left there."""
+    """Symptom: a record with KV of the block's previous owner."""
     caches = caches_of("cpu_pages", "LBHNC", torch.float32)
     for cache in caches:
         cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(6)))
@@ -296,7 +296,7 @@ def test_gathering_a_tail_zeroes_the_rest_of_its_block(mover: Any, rows: int) ->
 @pytest.mark.parametrize("kind", ["cpu_pages", "cpu_tiles"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cpu_layouts_are_not_copied_element_by_element(kind: LayoutKind, dtype: Any) -> None:
-    """No benchmark; it fails where copies fall back to going element by element (under 0.1 GB/s)."""
+    """Copies element by element would run below 0.1 GB/s."""
     caches = [torch.zeros(64, 8, 32, 256, dtype=dtype) for _ in range(4)]
     layout = PagedLayout(caches, kind)
     chunk = torch.zeros(layout.chunk_bytes(256), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Shared memory segments: made, registered, given up, and never left behind."""
+"""Shared memory segments, and registered memory over them."""
 
 import fcntl
 import mmap
@@ -102,7 +102,7 @@ def test_a_refused_registration_leaves_no_memory(
 def test_memory_without_a_mapping_is_kept_until_released(
     client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout
 ) -> None:
-    """What is written there after it was closed would hit whoever has that memory then."""
+    """Otherwise late writes would hit memory that was allocated again."""
     two = RegisteredMemory(
         client, [shape, replace(shape, namespace=b"s" * 32, layers=1)], 1 << 16, make=Borrowed.create
     )
@@ -120,7 +120,7 @@ def test_memory_without_a_mapping_is_kept_until_released(
 
 
 class Borrowed(Segment):
-    """Memory on which the data plane has no hold of its own."""
+    """Memory without a mapping of the data plane."""
 
     outlives_us = False
     closed = False
@@ -186,13 +186,13 @@ def test_the_file_of_a_killed_process_is_removed(leftovers: Callable[..., set[st
 def test_a_segment_survives_a_concurrent_cleanup(
     monkeypatch: pytest.MonkeyPatch, leftovers: Callable[[], set[str]]
 ) -> None:
-    """The other one meets the file before it is locked, takes it for abandoned, and is gone before it is looked at."""
+    """The other process sees the file before it is locked, and removes it."""
     lock, looks = fcntl.flock, []
 
     def late(descriptor: int, operation: int) -> None:
         if not looks:
             looks.append(descriptor)
-            module._remove_abandoned()  # what each process does that makes a segment
+            module._remove_abandoned()  # as each process that creates a segment
         lock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", late)

@@ -158,7 +158,7 @@ def test_a_step_counts_as_quiet_only_without_moved_bytes_around_it(samples: list
 
 
 def test_no_step_with_transfers_counts_as_quiet() -> None:
-    """Movements and steps anywhere, samples that tell of them late."""
+    """Random transfers and steps, with late samples."""
     chance = random.Random(3)
     calm = 0
     for _ in range(300):

@@ -33,7 +33,7 @@ sys.addaudithook(_heard)
 
 @contextmanager
 def opened() -> Iterator[list[str]]:
-    """Collect every file that this process opens, however it does."""
+    """Collect the names of all files that this process opens."""
     _OPENED.clear()
     _LISTENING[0] = True
     try:
@@ -90,7 +90,7 @@ def test_changed_files_are_read_again(tmp_path: Path, change: str) -> None:
 
 
 def test_a_recently_changed_file_is_not_cached(tmp_path: Path) -> None:
-    # Another change within the same tick of the file system's clock would not show.
+    # Another change within the same tick of the file system's clock would not be seen.
     files, memory = made(tmp_path / "m"), tmp_path / "content.json"
     hashes(memory, settle_seconds=1e6).digests(files)
     with opened() as names:
@@ -158,7 +158,7 @@ def test_unreadable_files_are_uncacheable(tmp_path: Path, kind: str) -> None:
 
 
 def hub(folder: Path, name: str, data: bytes) -> Path:
-    """Make a file of a hub's cache, as huggingface_hub lays it out."""
+    """Create a file in a hub cache, with the layout of huggingface_hub."""
     blob = folder / "models--a--model" / "blobs" / name
     chunk_key = folder / "models--a--model" / "snapshots" / ("0" * 40) / "model.safetensors"
     for path in (blob, chunk_key):

@@ -29,7 +29,7 @@ def lora_config(**options: Any) -> Any:
 
 
 def engine(adapters: bool = True, **options: Any) -> Any:
-    """Return what one engine knows of its requests' inputs, as if it had just started."""
+    """Return the request inputs of an engine that has just started."""
     from host_control.vllm.identity.adapters import Adapters
     from host_control.vllm.identity.requests import RequestInputs
 
@@ -40,7 +40,7 @@ def engine(adapters: bool = True, **options: Any) -> Any:
 
 
 def extra(inputs: Any, epoch: str = "", **attributes: Any) -> Extra:
-    """Return what distinguishes a request, as the lookup's thread gets it."""
+    """Return a request's extra inputs, as on the lookup's thread."""
     found = inputs.extra(request(**attributes), epoch)
     value: Extra = found if isinstance(found, Extra) else found()
     return value
@@ -89,7 +89,7 @@ def test_a_retrained_adapter_differs_for_the_next_engine(tmp_path: Path, change:
 
 @pytest.mark.parametrize("stamped", [False, True])
 def test_an_adapter_retrained_while_the_engine_runs_is_uncacheable(tmp_path: Path, stamped: bool) -> None:
-    # vLLM computes with what it has loaded, and with the new one once it has dropped the old one: which, nobody says.
+    # vLLM uses the loaded content, and the new one after an eviction. It does not tell which.
     folder, inputs = adapter(tmp_path / "a"), None
     inputs = engine()
     before = extra(inputs, lora_request=lora(folder))
@@ -140,7 +140,7 @@ def test_the_order_of_target_modules_leaves_the_key(tmp_path: Path) -> None:
 
 
 def test_an_adapter_number_used_twice_is_uncacheable(tmp_path: Path) -> None:
-    # vLLM keeps the first one that it has loaded under a number, whatever a request says.
+    # vLLM keeps the first adapter that it has loaded for a number.
     one, other, inputs = adapter(tmp_path / "a"), adapter(tmp_path / "b", b"other"), engine()
     extra(inputs, lora_request=lora(one))
     for path in (other, one):
@@ -225,7 +225,7 @@ def images(*features: Any) -> Extra:
 
 
 def test_an_image_is_identified_by_content() -> None:
-    # With --mm-processor-cache-gb 0 and no prefix caching vLLM counts images; with multi_modal_uuids users name them.
+    # Identifiers are counters with --mm-processor-cache-gb 0 and no prefix caching, or names from multi_modal_uuids.
     one, other = images(feature([1.0, 2.0], "0-image-0")), images(feature([1.0, 3.0], "0-image-0"))
     assert one != other
     assert images(feature([1.0, 2.0], "7-image-0")) == one
@@ -233,7 +233,7 @@ def test_an_image_is_identified_by_content() -> None:
 
 @pytest.mark.parametrize("word", ["0-image-0", "cat"])
 def test_images_with_the_same_identifier_differ_by_content(word: str) -> None:
-    # The first is what its renderer makes of the first image of every engine where nothing asks for a hash.
+    # The first is the renderer's identifier of every engine's first image if no hash is needed.
     import numpy as np
     from PIL import Image
     from vllm.multimodal.parse import MultiModalDataParser, parse_mm_uuids
@@ -314,7 +314,7 @@ def test_tensors_on_another_device_are_uncacheable() -> None:
 
 
 def test_an_identifier_used_for_other_content_is_uncacheable() -> None:
-    # vLLM may compute with the encoder's output that it keeps under this name.
+    # vLLM may use its cached encoder output of the identifier.
     inputs = engine()
     assert extra(inputs, mm_features=[feature([1.0], "cat")])
     for content in ([2.0], [1.0], [2.0]):

@@ -22,7 +22,7 @@ def base() -> Any:
 
 
 def fields_of(config: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield place, name and value of every field of an engine's configuration that the table calls by its name."""
+    """Yield place, name and value of every configuration field that the table lists by name."""
     for place in dataclasses.fields(config):
         value = getattr(config, place.name)
         if dataclasses.is_dataclass(value):
@@ -32,7 +32,7 @@ def fields_of(config: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def another(value: Any) -> Any:
-    """Return another value of a field; of what kind does not matter to the key."""
+    """Return another value for a field, of any type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, enum.Enum):
@@ -82,7 +82,7 @@ def test_each_field_has_the_effect_in_the_table(base: Any) -> None:
         part = copy.copy(getattr(config, place))
         object.__setattr__(part, name, another(value))
         object.__setattr__(config, place, part)
-        # The dtype of the cache counts as the cache's own elements have it.
+        # The dtype of the cache's own elements counts.
         caches = kv_cache_config(spec(dtype=uint8())) if name == "cache_dtype" else None
         same = digest(config, caches) == before
         if same != (effect is not Effect.KEY):
@@ -184,7 +184,7 @@ def test_another_model_class_is_in_the_key(
     monkeypatch.syspath_prepend(str(tmp_path))
     before, found = digest(base), []
     for body in ("pass", "size = 1"):
-        utils._MODEL_ARCH_BY_HASH.clear()  # an engine in a process of its own knows nothing of the one before
+        utils._MODEL_ARCH_BY_HASH.clear()  # like a new process
         (tmp_path / "mine.py").write_text(
             "from vllm.model_executor.models.llama import LlamaForCausalLM\n\n\n"
             f"class MistralForCausalLM(LlamaForCausalLM):\n    {body}\n"
@@ -303,12 +303,12 @@ def test_unknown_divisions_of_heads_are_not_shared(base: Any, monkeypatch: pytes
 
 
 def shared_by(base: Any, ranks: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the configuration of an engine of so many ranks, of a model with four KV heads."""
+    """Return the configuration of an engine with a number of ranks, for a model with four KV heads."""
     monkeypatch.setattr(type(base.model_config), "get_total_num_kv_heads", lambda self: 4)
     config = copy.copy(base)
     config.parallel_config = copy.copy(base.parallel_config)
     object.__setattr__(config.parallel_config, "tensor_parallel_size", ranks)
-    object.__setattr__(config.parallel_config, "rank", ranks - 1)  # the model is the same on all of them
+    object.__setattr__(config.parallel_config, "rank", ranks - 1)  # the model is the same on all ranks
     return config
 
 

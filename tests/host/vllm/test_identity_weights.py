@@ -19,7 +19,7 @@ OTHER = tensors(b"\1" * 16384)
 
 
 def test_any_edit_of_the_weights_changes_the_model(tmp_path: Path) -> None:
-    # Between the samples that were taken once: 16 of 64 KiB.
+    # Sampling 16 times 64 KiB would miss this edit.
     weights = bytearray(tensors(bytes(4 << 20)))
     folder = model_folder(tmp_path / "m", weights=bytes(weights))
     before = digest(engine_config(folder))
@@ -43,7 +43,7 @@ def test_only_the_loaded_format_counts(tmp_path: Path) -> None:
         name: digest(engine_config(folder, load_format=name)) for name in ("hf", "safetensors", "mistral", "npcache")
     }
     assert len({found[name] for name in ("hf", "mistral", "npcache")}) == 3
-    # Both take every .safetensors that no index excludes, the consolidated one too.
+    # Both formats load every .safetensors file that no index excludes.
     assert found["hf"] == found["safetensors"]
 
 
@@ -54,7 +54,7 @@ def test_files_outside_the_index_do_not_count(tmp_path: Path) -> None:
     before = digest(engine_config(folder, load_format="hf"))
     (folder / "consolidated.safetensors").write_bytes(OTHER)
     assert digest(engine_config(folder, load_format="hf")) == before
-    # vLLM remembers in a process which files a folder had.
+    # vLLM caches the list of a folder's files in the process.
     again = shutil.copytree(folder, tmp_path / "again")
     assert digest(engine_config(again)) != before, "auto takes the consolidated ones where there are any"
 
@@ -121,7 +121,7 @@ def test_weights_changed_during_the_start_are_uncacheable(tmp_path: Path) -> Non
 
 
 def snapshot(cache: Path, commit: str, weights: bytes, name: str | None = None) -> Path:
-    """Lay a model out as huggingface_hub does, and point its main branch there."""
+    """Create a hub cache of a model, with a main branch."""
     root = cache / "models--a--model"
     folder = root / "snapshots" / commit
     for made in (folder, root / "blobs", root / "refs"):

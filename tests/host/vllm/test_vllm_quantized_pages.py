@@ -30,7 +30,7 @@ INLINE = [page for page in PAGES if page[0] not in ("bfloat16", "fp8")]
 
 
 def page(dtype: str, backend: str) -> Any:
-    """Return the spec that a layer has with this cache and backend."""
+    """Return a layer's spec for a cache dtype and backend."""
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_quant_mode
 
@@ -38,7 +38,7 @@ def page(dtype: str, backend: str) -> Any:
     shape: dict[str, Any] = {"dtype": STR_DTYPE_TO_TORCH_DTYPE[dtype], "kv_quant_mode": get_kv_quant_mode(dtype)}
     plain: Any
     if backend == "MLA":
-        packed = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}.get(dtype)  # vLLM's MLAAttention has these numbers
+        packed = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}.get(dtype)  # as in vLLM's MLAAttention
         shape |= {"num_kv_heads": 1, "head_size": 576, "cache_dtype_str": dtype, "state_content_bytes": packed}
         plain = MLAAttentionSpec(block_size=64, **shape)
     else:
@@ -73,7 +73,7 @@ def test_pages_with_inline_scales_are_stored_as_bytes(
     spec = page(dtype, backend)
     monkeypatch.setattr(config.cache_config, "cache_dtype", dtype)
     if said := problem(config, spec):
-        assert len(said) > 20, "it is served without the cache, and the log says why"
+        assert len(said) > 20, "it runs without the cache and without a reason"
         return
     shape = layout_of(config, kv_cache_config(spec), HostConfig(quantizer="binned"))
     assert (shape.dtype, shape.quantizer) == (DType.UINT8, Quantizer.PASSTHROUGH)
@@ -101,7 +101,7 @@ def test_formats_of_one_element_type_share_nothing(config: Any, monkeypatch: pyt
 def test_pages_that_cannot_be_divided_by_heads_are_not_shared(
     config: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, backend: str
 ) -> None:
-    """K of all heads and V of all heads: as many slots as heads where a rank has two of them, and not one slot each."""
+    """Pages of K of all heads, then V of all heads: with two heads, the number of slots equals the number of heads."""
     from dataclasses import replace
 
     monkeypatch.setattr(config.cache_config, "cache_dtype", dtype)
@@ -114,7 +114,7 @@ def test_pages_that_cannot_be_divided_by_heads_are_not_shared(
 def test_opaque_pages_include_vllms_release_and_are_refused_on_cpus(
     config: Any, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    """What orders such a page is a release's backend; on a CPU the instruction set does, which no name says."""
+    """The backend of a release orders such pages; on a CPU, the instruction set does."""
     import vllm
 
     from host_control.vllm.support import UncacheableError

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
 def engine(name: str, extra: dict[str, Any], **changes: Any) -> Any:
-    """Return vLLM's configuration of an engine on a CPU, with a connector."""
+    """Return vLLM's configuration for an engine on a CPU with a connector."""
     loads = changes.pop("loads", True)
     transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra, is_kv_consumer=loads)
     given: dict[str, Any] = {
@@ -111,7 +111,7 @@ TIER = {"type": "ShadowServeTier", "module_path": "host_control.vllm.tier", "dat
     ids=str,
 )
 def test_a_tier_refuses_keys_that_it_does_not_use(given: dict[str, Any]) -> None:
-    """Symptom: the tier took the key and did nothing with it."""
+    """Symptom: the tier ignored the key."""
     extra = {"secondary_tiers": [{"type": "fs"}, TIER | given]}
     said = problem("OffloadingConnector", extra)
     ((key, value),) = given.items()
@@ -133,7 +133,7 @@ def test_a_tier_accepts_its_keys_and_vllms() -> None:
 
 
 def test_a_tier_uses_or_refuses_every_key() -> None:
-    """A new key has to be one or the other."""
+    """Every new key must be used or refused."""
     from host_control.config import HostConfig
     from host_control.vllm.start_check import _TIER_UNUSED
 
@@ -162,7 +162,7 @@ def test_vllm_checks_each_configuration(monkeypatch: pytest.MonkeyPatch) -> None
     Made().__post_init__()
     assert seen == [True], "once, behind vLLM's own"
     monkeypatch.setattr(start_check, "check", lambda config: config.something_new)
-    Made().__post_init__()  # what cannot be read is left to the connector
+    Made().__post_init__()  # an unreadable configuration is left to the connector
 
     def refuse(config: Any) -> None:
         raise ConfigurationError("no")

@@ -47,7 +47,7 @@ DRAFTS = {
 
 
 def differing() -> Any:
-    """Return a group of layers that differ, as a worker sees it; vLLM's scheduler is shown one of the layers."""
+    """Return a group of different layers, as a worker has it."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     return UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": full(), "b": full(num_kv_heads=4)})
@@ -66,7 +66,7 @@ def engine() -> Any:
 
 
 def problem(*specs: Any, **changed: Any) -> str:
-    """Return what is said of an engine with a group of each spec; ``changed``: part__name -> value."""
+    """Return the reason for an engine with one group per spec; ``changed``: part__name -> value."""
     from host_control.vllm.support import uncacheable
 
     config = engine()
@@ -123,7 +123,7 @@ def test_block_sizes_are_limited_by_the_record_format() -> None:
 
 @pytest.mark.parametrize("kept", [{"sliding_window": 64}, {"attention_chunk_size": 64}])
 def test_windows_that_keep_every_token_are_cacheable(kept: dict[str, int]) -> None:
-    """What vLLM makes of windows beside full attention, where it is to keep one group."""
+    """vLLM's spec if windows and full attention form one group."""
     assert problem(full(**kept)) == ""
 
 

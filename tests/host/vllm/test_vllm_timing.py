@@ -31,10 +31,10 @@ class Table:
     """Records observations, and predicts decode steps."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
+        self.observed: list[tuple[Any, ...]] = []
 
     def observe(self, *what: Any) -> None:
-        self.told.append(what)
+        self.observed.append(what)
 
     def predict(self, row: str, tokens: int, pairs: float, steps: int = 1) -> float | None:
         return DECODED_S if row == "decoding" else None
@@ -46,33 +46,33 @@ class Policy:
     rate = 123_000_000
 
     def __init__(self) -> None:
-        self.told: list[tuple[float, float, float]] = []
+        self.observed: list[tuple[float, float, float]] = []
 
     def decoded(self, *what: float) -> None:
-        self.told.append(what)
+        self.observed.append(what)
 
 
 class Reports:
     """Records reports."""
 
     def __init__(self) -> None:
-        self.said: list[Any] = []
+        self.sent: list[Any] = []
 
     def decodes(self, rate: int, *, paused: bool = False) -> None:
-        self.said.append((rate, paused))
+        self.sent.append((rate, paused))
 
     def rests(self) -> None:
-        self.said.append("rests")
+        self.sent.append("rests")
 
     def take(self) -> list[Sample]:
         return []
 
     def close(self) -> None:
-        self.said.append("closed")
+        self.sent.append("closed")
 
 
 class Engine:
-    """Steps of an engine whose clock is the test's."""
+    """An engine's steps with a fake clock."""
 
     def __init__(self, **config: Any) -> None:
         from host_control.vllm.metrics import Counts
@@ -84,7 +84,7 @@ class Engine:
         self.moved_bytes = 0
 
     def sample(self, moved_bytes: int = 0, *, known: bool = True) -> None:
-        """Have the data plane answer a report, and say that so many bytes more have moved."""
+        """Add a sample with more moved bytes."""
         self.moved_bytes += moved_bytes
         self.timing.judge([Sample(self.clock.now, self.clock.now, self.moved_bytes, False, known)])
 
@@ -111,17 +111,17 @@ def test_without_transfers_few_steps_are_measured(engine: Any) -> None:
     for _ in range(64 + 10 * 32):
         engine.step(decoding(), DECODED_S)
         engine.sample()
-    assert len(engine.timing.table.told) == len(engine.timing.interference.told) == 64 + 10
+    assert len(engine.timing.table.observed) == len(engine.timing.interference.observed) == 64 + 10
     engine.step(decoding(), DECODED_S)
     engine.sample(1 << 20)
     for _ in range(20):
         engine.step(decoding(), DECODED_S)
         engine.sample()
-    assert len(engine.timing.table.told) == 64 + 10 + 20, "how things are after something moved is not known"
+    assert len(engine.timing.table.observed) == 64 + 10 + 20, "every step after a transfer is measured"
 
 
 def test_a_step_begins_at_the_end_of_the_previous_one(engine: Any) -> None:
-    """As vLLM schedules one while another runs."""
+    """As with asynchronous scheduling."""
     timing, clock = engine.timing, engine.clock
     timing.step(step(new={"a": (0, 100)}), waits=False, loads=0, begin=0)
     clock.now += 1
@@ -130,7 +130,7 @@ def test_a_step_begins_at_the_end_of_the_previous_one(engine: Any) -> None:
     assert timing.stepped()
     clock.now += 3
     assert timing.stepped() and not timing.stepped()
-    assert timing.table.told == [("prompts", 100, 5000.0, 2.0), ("prompts", 100, 60 * 230 + 40 * 520, 3.0)]
+    assert timing.table.observed == [("prompts", 100, 5000.0, 2.0), ("prompts", 100, 60 * 230 + 40 * 520, 3.0)]
 
 
 def test_each_kind_of_step_has_its_row(engine: Any) -> None:
@@ -138,7 +138,7 @@ def test_each_kind_of_step_has_its_row(engine: Any) -> None:
     assert not engine.step(decoding(64))
     engine.sample()
     pairs = 64 * attention_pairs(500, 1)
-    assert engine.timing.table.told == [("decoding", 64, pairs, 1.0)]
+    assert engine.timing.table.observed == [("decoding", 64, pairs, 1.0)]
     for output, how in (
         (step(cached={"a": (0, 20), "b": (0, 10)}), {}),  # neither
         (step(new={"a": (0, 2000)}), {"waits": True}),
@@ -147,7 +147,7 @@ def test_each_kind_of_step_has_its_row(engine: Any) -> None:
     ):
         assert not engine.step(output, **how)
         engine.sample()
-    assert len(engine.timing.table.told) == 1
+    assert len(engine.timing.table.observed) == 1
     assert engine.step(step(new={"a": (0, 2000)}), loads=1), "of prompts, they tell all the same"
 
 
@@ -161,23 +161,23 @@ def test_only_decode_steps_are_reported(engine: Any) -> None:
         (step(cached={"a": (500, 4)}), True),  # with drafts
         (step(), False),
     ):
-        engine.reports.said.clear()
+        engine.reports.sent.clear()
         engine.step(output)
-        assert engine.reports.said == ([(Policy.rate, False)] if reported else []) + ["rests"], output
+        assert engine.reports.sent == ([(Policy.rate, False)] if reported else []) + ["rests"], output
 
 
 def test_a_step_that_waits_for_loads_has_no_rate_limit(engine: Any) -> None:
     engine.step(decoding(), DECODED_S, loads=1, waits=True)
-    assert engine.reports.said == ["rests"]
+    assert engine.reports.sent == ["rests"]
 
 
 def test_decoding_ends_with_the_last_decode_step(engine: Any) -> None:
     for _ in range(2):
         engine.timing.step(decoding(), waits=False, loads=0, begin=0)
     engine.timing.stepped()
-    assert "rests" not in engine.reports.said
+    assert "rests" not in engine.reports.sent
     engine.timing.stepped()
-    assert engine.reports.said[-1] == "rests"
+    assert engine.reports.sent[-1] == "rests"
 
 
 def test_without_a_budget_nothing_is_reported() -> None:
@@ -185,7 +185,7 @@ def test_without_a_budget_nothing_is_reported() -> None:
     engine.timing.begin(b"m", "here", 0, logging.getLogger("t"))
     for _ in range(8):
         engine.step(decoding(), DECODED_S, loads=1)
-    assert [said for said in engine.reports.said if said != "rests"] == []
+    assert [each for each in engine.reports.sent if each != "rests"] == []
 
 
 def test_steps_are_learnt_with_the_rate_of_all_transfers(engine: Any) -> None:
@@ -194,13 +194,13 @@ def test_steps_are_learnt_with_the_rate_of_all_transfers(engine: Any) -> None:
     engine.sample()
     engine.step(decoding(), DECODED_S)
     engine.sample()
-    assert policy.told == [(DECODED_S, pytest.approx(DECODED_S), 0.0)] and len(table.told) == 1
+    assert policy.observed == [(DECODED_S, pytest.approx(DECODED_S), 0.0)] and len(table.observed) == 1
     for _ in range(4):
         engine.step(decoding(), 0.025)
-    assert len(policy.told) == 1, "nobody knows yet what moved"
+    assert len(policy.observed) == 1, "the rate is not known yet"
     engine.sample(48_000_000)
-    assert policy.told[1:] == [(DECODED_S, pytest.approx(0.025), pytest.approx(48_000_000 / 0.1))] * 4
-    assert len(table.told) == 1, "a step during transfers was learnt as decoding"
+    assert policy.observed[1:] == [(DECODED_S, pytest.approx(0.025), pytest.approx(48_000_000 / 0.1))] * 4
+    assert len(table.observed) == 1, "a step during transfers was learnt as decoding"
     counted = engine.counts.take().data
     assert counted["beside_fetching_seconds"] == pytest.approx(0.1)
     assert counted["beside_fetching_predicted_seconds"] == pytest.approx(4 * DECODED_S)
@@ -211,10 +211,10 @@ def test_steps_without_a_known_rate_are_not_learnt(engine: Any) -> None:
     engine.sample()
     engine.step(decoding(), DECODED_S)
     engine.sample(known=False)
-    assert not engine.timing.interference.told and not engine.timing.table.told
+    assert not engine.timing.interference.observed and not engine.timing.table.observed
     engine.step(decoding(), DECODED_S)
     engine.sample()
-    assert len(engine.timing.interference.told) == 1
+    assert len(engine.timing.interference.observed) == 1
 
 
 def test_pauses_measure_decoding_without_transfers(engine: Any) -> None:
@@ -223,10 +223,10 @@ def test_pauses_measure_decoding_without_transfers(engine: Any) -> None:
     engine.sample()
     for _ in range(1200):
         engine.step(decoding(), DECODED_S)
-        paused.append(engine.reports.said[-2][1])
+        paused.append(engine.reports.sent[-2][1])
         engine.sample(0 if paused[-1] else 1_000_000)
     assert not any(paused[:1024]) and sum(paused) == 16
-    assert [rate for _, _, rate in engine.timing.interference.told].count(0.0) == 16
+    assert [rate for _, _, rate in engine.timing.interference.observed].count(0.0) == 16
 
 
 def test_a_pause_ends_without_measurements(engine: Any) -> None:
@@ -285,7 +285,7 @@ def test_measurements_are_kept_by_model_and_machine(tmp_path: Path) -> None:
 
 def test_a_data_plane_gets_reports_of_decoding(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side()
-    arrive(side, plane, TOKENS, stored=40)  # so that there is a connection
+    arrive(side, plane, TOKENS, stored=40)  # this connects
     side.step(decoding())
     wait_for(lambda: any(report.decodes for report in plane.reports))
     side.stepped()

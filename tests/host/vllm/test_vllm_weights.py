@@ -14,12 +14,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, tor
 
 
 class Layer(torch.nn.Module):
-    """One whose weight has a dtype, with a norm beside it and scales that are buffers."""
+    """A model with a weight of a given dtype, a norm and buffers with scales."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(3)
-        # Values that bfloat16 represents, as of a checkpoint in it.
+        # Values of a checkpoint in bfloat16.
         values = torch.randn(64, 96).to(torch.bfloat16).float() + 2
         weight = values.to(dtype) if dtype.is_floating_point else torch.randint(0, 127, (64, 96)).to(dtype)
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -33,13 +33,13 @@ def model(dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def bits(tensor: Any) -> Any:
-    """Return a tensor as integers of its elements' size, behind the back of PyTorch's count of changes."""
+    """Return a view as integers whose changes PyTorch does not count."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize]
     return tensor.data.view(integer)
 
 
 def flip_signs(layers: Any) -> None:
-    """Of each second element: the highest bit."""
+    """Flip the highest bit of every second element."""
     for layer in layers:
         raw = bits(layer.weight).reshape(-1)[::2]
         raw ^= {1: 128, 2: -(1 << 15), 4: -(1 << 31)}[layer.weight.itemsize]
@@ -52,7 +52,7 @@ def change_exponents(layers: Any) -> None:
 
 
 def batch_to_fewer_bits(layers: Any) -> None:
-    """To values that have nothing in the lower half of their bits, as bfloat16's in float32."""
+    """Write values whose lower half of bits is 0, like bfloat16 in float32."""
     for layer in layers:
         raw = bits(layer.weight)
         raw += 1 << (raw.itemsize * 4)
@@ -202,7 +202,7 @@ def test_samples_detect_repacked_weights() -> None:
 
 
 class Experts(Layer):
-    """As vLLM's."""
+    """A mixture layer like vLLM's."""
 
     def get_expert_weights(self) -> list[Any]:
         return [self.weight]
@@ -253,7 +253,7 @@ def test_weights_are_in_doubt_while_a_digest_runs(monkeypatch: pytest.MonkeyPatc
     watch.follow("", doubts=1)
     assert not watch.known() and watch.outlived == set()
     change_one_element_of_one_norm(layers)
-    watch.follow("", doubts=2)  # the digest of the first doubt may have seen the norm before
+    watch.follow("", doubts=2)  # the first digest may have read the norm before its change
     assert not watch.known(0.01)
     go.set()
     assert watch.known(NEVER_S) and watch.outlived == {""}
