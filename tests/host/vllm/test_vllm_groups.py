@@ -205,7 +205,7 @@ def computed_in_steps(draw: random.Random, manager: Any, one: Any, groups: Any, 
 
 
 def positions(group: Any, chunk: int, tail_end: int) -> list[int]:
-    """Return the table indexes of the blocks in the record of a chunk, or of a tail if ``end`` is not 0; -1 for none."""
+    """Return the table indexes of the blocks in the record of a chunk or a tail; -1 for none."""
     if tail_end:
         return [int(number) - 1 for number in group.tail(range(1, CHUNKS * CHUNK), tail_end)]
     end = (chunk + 1) * group.chunk_blocks
