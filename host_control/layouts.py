@@ -48,7 +48,7 @@ def element_type(dtype: Any) -> DType | None:
 
 
 @dataclass(frozen=True)
-class Place:
+class ChunkRegion:
     """The position of caches in chunks that have other layers or heads, as those of another shard layout.
 
     Attributes:
@@ -73,7 +73,7 @@ class PagedLayout:
         mover: Implementation of copies. Default: ``native`` on CPUs; on GPUs ``triton`` if installed, else ``torch``.
         reshaping_bytes: GPU memory, at most, for reordering chunks; at least one chunk is used. With Triton only chunks
             that move between host and GPU need it.
-        place: Position of the caches in chunks. Default: chunks hold exactly these caches.
+        region: Position of the caches in chunks. Default: chunks hold exactly these caches.
 
     Raises:
         ValueError: The tensors do not fit the layout or each other.
@@ -90,7 +90,7 @@ class PagedLayout:
         kind: LayoutKind,
         mover: MoverKind | None = None,
         reshaping_bytes: int = 0,
-        place: Place | None = None,
+        region: ChunkRegion | None = None,
     ) -> None:
         if not caches:
             raise ValueError("there are no KV caches")
@@ -110,9 +110,9 @@ class PagedLayout:
             raise ValueError(f"MLA caches have one head, this one has {heads}")
         views = [view for cache in caches for view in _views(_moved_as(cache), kind, self.head_size)]
         self.dtype = views[0].dtype
-        self._place = place or Place(len(caches), heads, 0, 0, (0, heads))
-        self.layers, self.heads = self._place.layers, self._place.heads
-        begin, end = self._place.page_heads
+        self._region = region or ChunkRegion(len(caches), heads, 0, 0, (0, heads))
+        self.layers, self.heads = self._region.layers, self._region.heads
+        begin, end = self._region.page_heads
         self._moved = (len(caches) * self.kinds, end - begin)
         # The heads are the middle dimension of each view, with and without tiles.
         views = [view.narrow(view.dim() // 2, begin, end - begin) for view in views]
@@ -164,9 +164,9 @@ class PagedLayout:
         each = chunk_blocks or blocks
         shape = (blocks // each, self.layers * self.kinds, each, self.block_tokens, self.heads, self.head_size)
         moved, heads = self._moved
-        first = self._place.first_layer * self.kinds
+        first = self._region.first_layer * self.kinds
         whole = tensor.view(self.dtype).view(shape)
-        return whole.narrow(1, first, moved).narrow(4, self._place.first_head, heads)
+        return whole.narrow(1, first, moved).narrow(4, self._region.first_head, heads)
 
 
 class _NativeMover:

@@ -197,8 +197,8 @@ class Groups:
             tables: Block tables of the request, by group index.
             end_tokens: A multiple of :attr:`tail_block_tokens`.
         """
-        for place, group in enumerate(self.groups):
-            needed = tables[group.index][self._first_kept(place, end_tokens) : end_tokens // group.block_tokens]
+        for position, group in enumerate(self.groups):
+            needed = tables[group.index][self._first_kept(position, end_tokens) : end_tokens // group.block_tokens]
             if NULL_BLOCK in needed or not needed:
                 return False
         return True
@@ -207,15 +207,15 @@ class Groups:
         """Use the coordinator of vLLM's KV cache manager for the length of hits."""
         self._coordinator = kv_cache_manager.coordinator
 
-    def kept(self, place: int, table: Sequence[int], tokens: int) -> list[int]:
+    def kept(self, position: int, table: Sequence[int], tokens: int) -> list[int]:
         """Return a request's block table with the null block for blocks that vLLM frees after ``tokens`` tokens.
 
         Args:
-            place: Position of the group in :attr:`groups`.
+            position: Position of the group in :attr:`groups`.
             table: All blocks that the request was ever given.
             tokens: Number of computed tokens.
         """
-        first = min(self._first_kept(place, tokens), len(table))
+        first = min(self._first_kept(position, tokens), len(table))
         return [NULL_BLOCK] * first + list(table[first:])
 
     def saved_tokens(self, held_tokens: int, tokens: int) -> int:
@@ -239,14 +239,14 @@ class Groups:
         end = tokens
         if not self.one:
             end -= end % self._common
-            places = range(len(self.groups))
-            if any(self._first_kept(place, held_tokens) > self._first_kept(place, end) for place in places):
+            positions = range(len(self.groups))
+            if any(self._first_kept(position, held_tokens) > self._first_kept(position, end) for position in positions):
                 end -= end % self.chunk_tokens
         behind = end % self.chunk_tokens
         return end if behind >= self.groups[0].block_tokens else end - behind
 
-    def _first_kept(self, place: int, tokens: int) -> int:
-        group = self.groups[place]
+    def _first_kept(self, position: int, tokens: int) -> int:
+        group = self.groups[position]
         if group.kind == "full":
             return 0
         manager = self._coordinator.single_type_managers[group.index]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from host_control.config import HostConfig
-from host_control.layouts import LayoutKind, PagedLayout, Place, element_type
+from host_control.layouts import ChunkRegion, LayoutKind, PagedLayout, element_type
 from host_control.vllm.groups import Group, Groups
 from host_control.vllm.probe import find_layout
 from host_control.vllm.support import UncacheableError
@@ -276,7 +276,7 @@ class _Maker:
                     continue
                 seen.add((layers, heads))
                 (first, end), (first_head, end_head) = shared_layers, shared_heads
-                place = Place(
+                region = ChunkRegion(
                     layers=layers[1] - layers[0],
                     heads=heads[1] - heads[0],
                     first_layer=first - layers[0],
@@ -285,7 +285,7 @@ class _Maker:
                 )
                 held = tensors[first - own.layers[0] : end - own.layers[0]]
                 wanted = slice(first - layers[0], end - layers[0])
-                layout = self._layout(held, kind, place)
+                layout = self._layout(held, kind, region)
                 yield replace(own, cut=number, layout=layout, layers=layers, heads=heads, wanted=wanted)
 
     def _part(self, label: str, layout: PagedLayout, ratio: int, *, whole: bool, binnable: bool) -> Part:
@@ -329,9 +329,9 @@ class _Maker:
             shards.append(self._part(label, layout, 1, whole=bool(self.spec.tp_replicated), binnable=False))
         return shards
 
-    def _layout(self, tensors: list[Any], kind: LayoutKind, place: Place | None = None) -> PagedLayout:
+    def _layout(self, tensors: list[Any], kind: LayoutKind, region: ChunkRegion | None = None) -> PagedLayout:
         try:
-            return PagedLayout(tensors, kind, reshaping_bytes=int(self.config.reshaping_buffer_bytes), place=place)
+            return PagedLayout(tensors, kind, reshaping_bytes=int(self.config.reshaping_buffer_bytes), region=region)
         except ValueError as error:
             raise UncacheableError(f"the layout of the KV cache is not known: {error}") from error
 
