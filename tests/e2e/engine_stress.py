@@ -87,7 +87,7 @@ class Script(Faults):
         elif kind in ("short", "layer"):
             script.fail_fetch_at, script.fail_layer = chance.randrange(3), chance.randrange(4)
         elif kind == "full":
-            script.round_chunks, script.round_layers = 1, chance.choice([1, 3])
+            script.batch_chunks, script.batch_layers = 1, chance.choice([1, 3])
         elif kind == "refused":
             script.store_outcome = pb.OUTCOME_STORAGE_REFUSED
         elif kind == "away":

@@ -113,7 +113,7 @@ def test_a_chunk_with_generated_tokens_is_stored(engine: Any, plane: Any, refere
 
 
 def test_a_prompt_is_loaded_in_several_batches(engine: Any, plane: Any, serve: Any) -> None:
-    plane.script.round_chunks = 1
+    plane.script.batch_chunks = 1
     assert serve(engine, 1000) == 768
     assert len(plane.fetches) == 3
 

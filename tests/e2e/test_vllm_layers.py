@@ -207,19 +207,19 @@ def test_a_stalled_layer_ends_by_its_deadline(engine: Any, plane: Any, serve: An
 def test_a_load_larger_than_the_data_planes_buffers_takes_several_calls(
     engine: Any, plane: Any, least: int, serve: Any
 ) -> None:
-    plane.script.round_layers = least
+    plane.script.batch_layers = least
     serve(engine, 1000)
     assert plane.layerwise_calls == -(-layers(engine) // least)
     assert engine.counted_since()["loaded_tokens"] == 768
 
 
 def test_a_data_plane_restart_between_two_calls_costs_recomputation(engine: Any, plane: Any, serve: Any) -> None:
-    plane.script.round_layers = 1
+    plane.script.batch_layers = 1
     plane.script.before_layer = lambda layer: plane.forget_registrations()
     serve(engine, 1000)
     assert plane.layerwise_calls == 1, "the second call found its memory"
     assert engine.counted_since()["load_failures/unknown_memory"] == 1
-    plane.script.round_layers, plane.script.before_layer = 1 << 30, None
+    plane.script.batch_layers, plane.script.before_layer = 1 << 30, None
     engine.forget()
     spoil(engine)
     serve(engine, 700)
